@@ -1,0 +1,149 @@
+"""Peak memory and time of the chunked head against full logits, on the CPU.
+
+Each measurement runs in a process of its own, which resets and reads the kernel's high-water mark
+of its resident memory (`/proc/self/clear_refs`, `VmHWM`), so that nothing before it counts.
+
+    python benchmarks/kernels_cpu.py chunked --tokens 4096 --vocab 32768 --hidden 256
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One forward and backward of the head: what is run, and on which shape."""
+
+    mode: str
+    tokens: int
+    vocab: int
+    hidden: int
+    workspace_mib: int = 256
+
+
+@dataclass(frozen=True)
+class Measured:
+    """`extra_mib`: peak resident memory above the inputs and the two gradients."""
+
+    extra_mib: float
+    seconds: float
+
+
+def run_probe(probe: Probe, *, timeout_seconds: float = 280.0) -> Measured:
+    """Measure in a fresh process.
+
+    Raises
+        subprocess.CalledProcessError: the process failed.
+    """
+    arguments = [str(Path(__file__).resolve()), probe.mode]
+    for name, value in asdict(probe).items():
+        if name != "mode":
+            arguments += [f"--{name.replace('_', '-')}", str(value)]
+    finished = subprocess.run(
+        [sys.executable, *arguments],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=timeout_seconds,
+        env={**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
+    )
+    return Measured(**json.loads(finished.stdout.splitlines()[-1]))
+
+
+def measure(probe: Probe) -> Measured:
+    """Forward and backward in this process; results exist before the high-water mark is reset."""
+    import torch
+    from megatron_async_kernels import reference_token_logprob, token_logprob
+
+    generator = torch.Generator().manual_seed(0)
+    hidden_TD = torch.randn(probe.tokens, probe.hidden, generator=generator).requires_grad_()
+    weight_VD = torch.randn(probe.vocab, probe.hidden, generator=generator)
+    targets_T = torch.randint(0, probe.vocab, (probe.tokens,), generator=generator)
+    weight_VD.requires_grad_()
+    main_grad_VD = torch.zeros_like(weight_VD)
+
+    def step(rows: int) -> None:
+        if probe.mode == "chunked":
+            logprobs_T = token_logprob(
+                hidden_TD[:rows],
+                weight_VD,
+                targets_T[:rows],
+                weight_grad_out=main_grad_VD,
+                backend="chunked",
+                workspace_bytes=probe.workspace_mib * MIB,
+            )
+            assert isinstance(logprobs_T, torch.Tensor)
+            logprobs_T.sum().backward()
+        else:
+            logprobs_T, _ = reference_token_logprob(hidden_TD[:rows], weight_VD, targets_T[:rows])
+            logprobs_T.sum().backward()
+
+    if probe.mode == "chunked":
+        step(8)
+    hidden_TD.grad = torch.zeros_like(hidden_TD)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _memory("VmRSS")
+    start = time.perf_counter()
+    step(probe.tokens)
+    seconds = time.perf_counter() - start
+    # Autograd makes a new dHidden and adds it to `grad`; full logits also make a new dWeight.
+    results = 4 * probe.tokens * probe.hidden
+    if probe.mode != "chunked":
+        results += 4 * probe.vocab * probe.hidden
+    return Measured((_memory("VmHWM") - before - results) / MIB, seconds)
+
+
+def _memory(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return 1024 * int(line.split()[1])
+    raise ValueError(f"/proc/self/status has no {field}")
+
+
+def table(shapes: list[tuple[int, int, int]], workspace_mib: int) -> str:
+    """Markdown: chunked against full logits; full logits only below 1 GiB of them."""
+    lines = [
+        f"| T | V | D | one copy of the logits (MiB) | chunked, workspace {workspace_mib} MiB: "
+        "extra MiB | s | full logits: extra MiB | s |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for tokens, vocab, hidden in shapes:
+        mine = run_probe(Probe("chunked", tokens, vocab, hidden, workspace_mib))
+        cells = [str(value) for value in (tokens, vocab, hidden, 4 * tokens * vocab // MIB)]
+        cells += [f"{mine.extra_mib:.0f}", f"{mine.seconds:.1f}"]
+        if 4 * tokens * vocab < 2**30:
+            full = run_probe(Probe("full", tokens, vocab, hidden, workspace_mib))
+            cells += [f"{full.extra_mib:.0f}", f"{full.seconds:.1f}"]
+        else:
+            cells += ["not run", "not run"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("mode", choices=["chunked", "full"])
+    parser.add_argument("--tokens", type=int, required=True)
+    parser.add_argument("--vocab", type=int, required=True)
+    parser.add_argument("--hidden", type=int, required=True)
+    parser.add_argument("--workspace-mib", type=int, default=256)
+    options = parser.parse_args()
+    probe = Probe(
+        options.mode, options.tokens, options.vocab, options.hidden, options.workspace_mib
+    )
+    print(json.dumps(asdict(measure(probe))))
+
+
+if __name__ == "__main__":
+    main()

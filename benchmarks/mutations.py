@@ -1,0 +1,443 @@
+"""Mutation check of `megatron_async.algorithms`: does the suite notice each one-line mistake?
+
+    python -m benchmarks.mutations [--only MODULE] [--list]
+
+Each mutation changes one place of one module in a temporary copy of the package and runs the named
+test files there, stopping at the first failure. A mutation is killed when a test fails; a mutation
+that no test notices, or that makes the tests hang, is reported and makes the exit status 1.
+
+Invariants
+- The checkout is never modified; the copy is removed at the end.
+- The unmutated copy must pass first.
+- Tests are derandomised (hypothesis draws the same examples every time), so the result repeats.
+- One process runs at a time, each with a time limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+_ROOT: Final = Path(__file__).resolve().parents[1]
+_LIMIT_SECONDS: Final = 180
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One change: `before` occurs exactly once in the module and becomes `after`."""
+
+    module: str
+    before: str
+    after: str
+    tests: tuple[str, ...]
+    slow: bool = False
+
+    @property
+    def name(self) -> str:
+        """The change on one line."""
+        shown = [" ".join(text.split()) for text in (self.before, self.after)]
+        return f"{self.module}: {shown[0]}  ->  {shown[1] or '(nothing)'}"
+
+
+def _of(module: str, tests: str, *changes: tuple[str, str], slow: bool = False) -> list[Mutation]:
+    names = tuple(f"test_{name}.py" for name in tests.split())
+    return [Mutation(module, before, after, names, slow) for before, after in changes]
+
+
+MUTATIONS: Final[tuple[Mutation, ...]] = (
+    *_of(
+        "surrogates",
+        "losses",
+        ("log_T.clamp(-SAFETY_BOUND, SAFETY_BOUND)\n    return", "log_T\n    return"),
+        ("log_T.abs() <= SAFETY_BOUND", "log_T.abs() < SAFETY_BOUND"),
+        ("else weights > upper", "else weights < upper"),
+        ("else weights < lower", "else weights <= lower"),
+        ("weights if upper is None else weights.clamp(max=upper)", "weights"),
+        ("torch.where(high | low, torch", "torch.where(high, torch"),
+        ("weight_T / weight_mean * correction_T", "weight_T * correction_T"),
+        ("weight_T / weight_mean * correction_T", "weight_T / weight_mean"),
+        (
+            "value_T=-coefficient_T * advantages_T * logprobs_T,\n"
+            "        dlogp_T=-coefficient_T * advantages_T,\n"
+            "        coefficient_T=coefficient_T,\n"
+            "        ratio_T=ratio_T,\n"
+            "        log_ratio_T=clamped_T,\n"
+            "        clip_high_T=high_T,",
+            "value_T=-coefficient_T * advantages_T * logprobs_T,\n"
+            "        dlogp_T=coefficient_T * advantages_T,\n"
+            "        coefficient_T=coefficient_T,\n"
+            "        ratio_T=ratio_T,\n"
+            "        log_ratio_T=clamped_T,\n"
+            "        clip_high_T=high_T,",
+        ),
+        ("active_T = ~high_T & inside_T", "active_T = inside_T"),
+        ("active_T = ~high_T & inside_T", "active_T = ~high_T"),
+        ("clamp(max=config.aipo_delta)", "clamp(min=config.aipo_delta)"),
+        ("correction_T * ratio_T * advantages_T * active_T", "ratio_T * advantages_T * active_T"),
+        (
+            "low, high = 1.0 - config.clip_low, 1.0 + config.clip_high\n    free_T",
+            "low, high = 1.0 - config.clip_high, 1.0 + config.clip_low\n    free_T",
+        ),
+        ("clipped_T = bounded_T > free_T", "clipped_T = bounded_T >= free_T"),
+        ("torch.maximum(free_T, bounded_T)", "torch.minimum(free_T, bounded_T)"),
+        ("(advantages_T < 0) & (limit_T < value_T)", "limit_T < value_T"),
+        ("-advantages_T * config.dual_clip", "advantages_T * config.dual_clip"),
+        ("~clipped_T & ~dual_T & inside_T", "~clipped_T & inside_T"),
+        ("~clipped_T & ~dual_T & inside_T", "~dual_T & inside_T"),
+        ("value_T=correction_T * value_T,", "value_T=value_T,"),
+        ("clamp(max=GSPO_LOG_BOUND)", "clamp(max=SAFETY_BOUND)"),
+        ("correction_T, config, dual=False", "correction_T, config, dual=True"),
+        ("ratio_T.clamp(low, high) * correction_T", "ratio_T * correction_T"),
+        ("0.5 * weight_T * distance_T", "weight_T * distance_T"),
+        ("ratio_T.clamp(max=config.kl_weight_upper) * correction_T", "ratio_T * correction_T"),
+        ("(1.0 - inverse_T) * near_T + k3_T * moves_T", "(1.0 - inverse_T) * near_T"),
+        ("bounded_exp(-distance_T)", "bounded_exp(distance_T)"),
+        ("inverse_T - 1.0 - negative_T", "inverse_T - 1.0 + negative_T"),
+    ),
+    *_of(
+        "losses",
+        "losses",
+        ("kept_T = stream.mask_T * rejection_keep(", "kept_T = rejection_keep("),
+        ("kl_T = config.kl_coef * value_T * scale_T", "kl_T = value_T * scale_T"),
+        (
+            "dlogp_T + config.kl_coef * slope_T * scale_T",
+            "dlogp_T - config.kl_coef * slope_T * scale_T",
+        ),
+        ("dentropy_T = -config.entropy_coef", "dentropy_T = config.entropy_coef"),
+        (
+            "self.logprobs_T - read(inputs.old_logprobs_T)",
+            "read(inputs.old_logprobs_T) - self.logprobs_T",
+        ),
+        ("read(inputs.is_weights_T, 1.0)", "read(None, 1.0)"),
+        ('if config.ratio_to == "old"\n', 'if config.ratio_to != "old"\n'),
+        ("return -clamped_T", "return clamped_T"),
+        ("0.5 * clamped_T.square()", "clamped_T.square()"),
+        ("ratio_T - 1.0 - clamped_T", "ratio_T - clamped_T"),
+        ('if level == "seq_sum":', 'if level == "seq_mean":'),
+        (
+            "segment_sum(masked(values_T, mask_T), cu_seqlens_S1)\n    if level",
+            "segment_sum(values_T, cu_seqlens_S1)\n    if level",
+        ),
+        ("statistic >= rule.lower", "statistic > rule.lower"),
+        ("statistic <= rule.upper", "statistic < rule.upper"),
+        ("keep_T * (passes", "torch.maximum(keep_T, passes"),
+        ("kept_T / max(denominators.tokens, 1.0)", "kept_T / max(denominators.sequences, 1.0)"),
+        ("kept_T / (sequences * config.fixed_normalizer)", "kept_T / sequences"),
+        (
+            "segment_sum(kept_T, cu_seqlens_S1).clamp(min=1.0)\n    return",
+            "segment_sum(torch.ones_like(kept_T), cu_seqlens_S1).clamp(min=1.0)\n    return",
+        ),
+        ("generation_log_weight(ratio_T, stream.mask_T", "generation_log_weight(ratio_T, kept_T"),
+        (
+            "segment_sum(ratio_T * kept_T, stream.cu_seqlens_S1) / length_S",
+            "segment_sum(ratio_T * kept_T, stream.cu_seqlens_S1)",
+        ),
+        ('weight_T.square() * mask_T,\n        "ratio"', 'weight_T * mask_T,\n        "ratio"'),
+        ("seq_log_S.clamp(max=clip_log)", "seq_log_S"),
+        ("(seq_weight_S > config.staleness_clip)", "(seq_weight_S < config.staleness_clip)"),
+        ("_largest(-total_S)", "_largest(total_S)"),
+        ("(lag_T > 0) * mask_T", "(lag_T > 1) * mask_T"),
+        ("lag_T.clamp(0, NUM_LAG_BINS - 1)", "lag_T.clamp(0, NUM_LAG_BINS - 2)"),
+    ),
+    *_of(
+        "interface",
+        "losses",
+        ("torch.maximum(self.maxima_E, other.maxima_E)", "other.maxima_E"),
+        ("self.lag_sums_LB + other.lag_sums_LB", "self.lag_sums_LB"),
+        ("torch.isfinite(tensor) | untrained", "torch.isfinite(tensor)"),
+        ("return None, grad * ctx.dlogp_T", "return None, ctx.dlogp_T"),
+    ),
+    *_of(
+        "correction",
+        "correction",
+        ("(mask.reshape(-1) != 0).double()\n", "torch.ones_like(mask).reshape(-1).double()\n"),
+        (
+            "torch.arange(batch + 1, device=old.device) * length",
+            "torch.arange(batch + 1, device=old.device)",
+        ),
+        ("bounded_exp(log_T)[0] * mask_T", "bounded_exp(-log_T)[0] * mask_T"),
+        (
+            "spread(bounded_exp(total_S)[0], cu_S1) * mask_T",
+            "spread(bounded_exp(total_S)[0], cu_S1)",
+        ),
+        ("weights_T, _, _ = truncate(raw_T, lower, upper)", "weights_T = raw_T"),
+        ("weights_T / mean\n", "weights_T * mean\n"),
+        ("mean = weight_mean(weights_T, mask_T", "mean = weight_mean(raw_T, mask_T"),
+        (
+            "reducer.sum(mean_S, (length_S > 0).double())",
+            "reducer.sum(mean_S, torch.ones_like(mean_S))",
+        ),
+        ("if mean > _SMALLEST_MEAN else 1.0", "if mean > 0.5 else 1.0"),
+        ("keep_T = keep_T * verdict.keep_T", "keep_T = verdict.keep_T"),
+        (
+            "(statistic >= option.lower) & (statistic <= option.upper)",
+            "(statistic <= option.upper)",
+        ),
+        ("mask * keep_T.to", "mask * 0 + keep_T.to"),
+        ("reducer.mean(touched_S)", "reducer.mean(touched_S[rows.length_S > 0])"),
+    ),
+    *_of(
+        "correction_metrics",
+        "correction",
+        ("return self.old_T - self.rollout_T", "return self.rollout_T - self.old_T"),
+        ("1.0 / upper if lower is None", "upper if lower is None"),
+        ("math.exp(min(reducer.max(total_S), SAFETY_BOUND))", "math.exp(reducer.max(total_S))"),
+        (
+            'reducer.max(used)\n        metrics["rollout_is_min"]',
+            'reducer.max(raw)\n        metrics["rollout_is_min"]',
+        ),
+        ("reducer.mean(raw > upper)", "reducer.mean(used > upper)"),
+        ("reducer.mean(total_S < math.log(floor))", "reducer.mean(total_S <= math.log(floor))"),
+        ("reducer.std(bounded, unbiased=False)", "reducer.std(bounded, unbiased=True)"),
+        ("(reducer.mean(bounded) + _EPSILON)", "(reducer.mean(bounded))"),
+        ("reducer.mean(normalised.square())", "reducer.mean(normalised) ** 2"),
+        ("reducer.std(used_S, unbiased=True)", "reducer.std(used_S, unbiased=False)"),
+        ("reducer.mean(raw_S > upper)", "reducer.mean(used_S > upper)"),
+        ("(raw < lower) | (raw > upper)", "(raw > upper)"),
+        ("option.lower if two_sided else 0.0", "0.0"),
+        (
+            "rows.row_mean(statistic_T) if statistic_S is None",
+            "statistic_S if statistic_S is not None",
+        ),
+        ("tokens.clamp(low, option.upper)", "tokens"),
+        ("per_row_S[nonempty_S]", "per_row_S"),
+        ("diff_S = rollout_S - old_S", "diff_S = old_S - rollout_S"),
+        ("reducer.mean(-log)", "reducer.mean(log)"),
+        ("log.exp() - log - 1.0", "log.exp() - 1.0"),
+        ("(2.0 * log.clamp(-SAFETY_BOUND, SAFETY_BOUND)).exp()", "(2.0 * log).exp()"),
+        (
+            "total_S.clamp(-SAFETY_BOUND, SAFETY_BOUND)).exp()) - 1.0",
+            "total_S.clamp(-SAFETY_BOUND, SAFETY_BOUND)).exp())",
+        ),
+    ),
+    *_of(
+        "advantages",
+        "advantages",
+        (
+            "centred_S = rewards_S - mean_G[group_index_S]",
+            "centred_S = rewards_S + mean_G[group_index_S]",
+        ),
+        ("(count_G - 1.0).clamp(min=1.0)).sqrt()", "count_G).sqrt()"),
+        ("std_G[group_index_S] + epsilon", "std_G[group_index_S]"),
+        ("if not normalize_std:", "if normalize_std:"),
+        ("sum_G[group_index_S] - rewards_S", "sum_G[group_index_S]"),
+        ("torch.where(alone_G, torch.zeros_like(sum_G), sum_G / count_G)", "sum_G / count_G"),
+        ("(rewards_S * tokens_S).sum() / count", "rewards_S.mean()"),
+        ("torch.rsqrt(variance + 1e-8)", "torch.sqrt(variance + 1e-8)"),
+        ("rewards_S - rewards_S.mean() if", "rewards_S if"),
+        (".exp().clamp(max=eta)", ".exp().clamp(min=eta)"),
+        ("sum_G[group_index_S] - weighted_S", "sum_G[group_index_S] - rewards_S"),
+        ("sum_G[group_index_S] / count_G[group_index_S]", "sum_G[group_index_S]"),
+        ("(excess_S / buffer).clamp(0.0, 1.0)", "(excess_S / buffer).clamp(min=0.0)"),
+        ("return high_G > low_G", "return high_G >= low_G"),
+    ),
+    *_of(
+        "metrics",
+        "metrics",
+        (
+            "weight_sum * weight_sum / (count * weight_square_sum)",
+            "weight_sum / (count * weight_square_sum)",
+        ),
+        ('"off_policy/kl": -s["log_ratio"]', '"off_policy/kl": s["log_ratio"]'),
+        ('s["is_weight_sq"] / tokens - 1.0', 's["is_weight_sq"] / tokens'),
+        ('-s["log_ratio_neg_min"]', 's["log_ratio_neg_min"]'),
+        ('s["seq_staleness"] / sequences', 's["seq_staleness"] / tokens'),
+        ('(s["clip_high"] + s["clip_low"]) / kept', '(s["clip_high"] - s["clip_low"]) / tokens'),
+        ("lags > 0,", "lags >= 0,"),
+        ("not low <= value <= high", "not low < value < high"),
+        ('"rollout_corr/kl", -0.1, 0.1', '"rollout_corr/kl", -math.inf, 0.1'),
+    ),
+    *_of(
+        "loss_settings",
+        "config algorithm",
+        ("if config.rapid.clip_policy_weight else None", "if True else None"),
+        ("if correction.bypass_mode and correction.rollout_is is not None:", "if False:"),
+        (
+            "rejection_rules(correction) if correction.bypass_mode else ()",
+            "rejection_rules(correction)",
+        ),
+        ('"rollout" if correction.bypass_mode or', '"rollout" if not correction.bypass_mode or'),
+    ),
+    *_of(
+        "algorithm",
+        "config algorithm",
+        (
+            "reducer.sum(mask_T != 0, segment_sum(mask_T, cu_S1) > 0)",
+            "reducer.sum(mask_T != 0, segment_sum(mask_T, cu_S1) >= 0)",
+        ),
+        ("log_ratio_T = current_T - anchor_T", "log_ratio_T = anchor_T - current_T"),
+        ("denominators = replace(denominators, weight_mean=mean)", "pass"),
+        ("loss_mask_T=mask_array, is_weights_T=weights_array", "is_weights_T=weights_array"),
+        ("loss_mask_T=mask_array, is_weights_T=weights_array", "loss_mask_T=mask_array"),
+        (
+            "rewards_S - self.config.kl.reward_coef * distance_S",
+            "rewards_S + self.config.kl.reward_coef * distance_S",
+        ),
+        (
+            "generation_log_weight(anchor_T - reference_T",
+            "generation_log_weight(reference_T - anchor_T",
+        ),
+        ("cu_S1.diff() - self._tensor(batch.prompt_lengths_S)", "cu_S1.diff()"),
+        ("self._rows(corrected, rewards_S)", "self._rows(batch, rewards_S)"),
+        ("eta=rapid.eta, leave_one_out=rapid.leave_one_out", "eta=rapid.eta"),
+        ('normalize_std=settings.estimator == "grpo"', "normalize_std=True"),
+        ("current_T if is_sft else read", "read"),
+        (
+            "weights_T, _, _ = truncate(raw_T, config.weight_lower, config.weight_upper)",
+            "weights_T = raw_T",
+        ),
+    ),
+    *_of(
+        "packed",
+        "packed losses",
+        ("torch.where(mask_T != 0, values_T, torch.zeros_like(values_T))", "values_T * mask_T"),
+        ('initial=float("-inf")', "initial=0.0"),
+    ),
+    *_of(
+        "reduce",
+        "algorithm",
+        ("            distributed.all_reduce(totals, group=self.group)", "            pass"),
+        ("distributed.ReduceOp.MAX, group=self.group", "group=self.group"),
+        ("start = sum(rows[:rank])", "start = 0"),
+        ("part[:n] for part, n", "part for part, n"),
+        slow=True,
+    ),
+    *_of(
+        "interface",
+        "algorithm",
+        ("torch.distributed.all_reduce(flat, group=group)", "pass"),
+        (
+            "all_reduce(maxima_E, torch.distributed.ReduceOp.MAX, group=group)",
+            "all_reduce(maxima_E, group=group)",
+        ),
+        slow=True,
+    ),
+)
+
+
+def _run_tests(folder: Path, tests: Sequence[str], slow: bool) -> bool:
+    """In a child process: whether the tests pass in `folder`. Never returns in the parent's state.
+
+    The parent has imported torch and hypothesis already, but nothing of the package.
+    """
+    os.chdir(folder)
+    os.environ["PYTHONPATH"] = str(folder)
+    sys.path.insert(0, str(folder))
+    import hypothesis
+    import pytest
+
+    hypothesis.settings.register_profile(
+        "mutations",
+        derandomize=True,
+        database=None,
+        phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
+    )
+    hypothesis.settings.load_profile("mutations")
+    paths = [f"tests/algorithms/{name}" for name in tests]
+    select = [] if slow else ["-m", "not slow"]
+    code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--durations=0", *select, *paths])
+    import megatron_async
+
+    if not str(megatron_async.__file__).startswith(str(folder)):
+        raise RuntimeError(f"the tests ran against {megatron_async.__file__}")
+    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        # A mutant that cannot be imported would prove nothing about the tests.
+        raise RuntimeError(f"pytest ended with {code!r}")
+    return code == pytest.ExitCode.OK
+
+
+def _verdict(folder: Path, tests: Sequence[str], slow: bool) -> tuple[str, str]:
+    """(`survived`, `killed`, `hung` or `broken`, output) of one run in a forked child."""
+    log = folder / "output.txt"
+    pid = os.fork()
+    if pid == 0:
+        status = 2
+        try:
+            with log.open("w") as stream:
+                os.dup2(stream.fileno(), 1)
+                os.dup2(stream.fileno(), 2)
+                status = 0 if _run_tests(folder, tests, slow) else 1
+        except BaseException as error:  # noqa: BLE001 - the child reports every failure as broken
+            log.write_text(f"{log.read_text()}\n{error!r}")
+        finally:
+            os._exit(status)
+    deadline = time.monotonic() + _LIMIT_SECONDS
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            code = os.waitstatus_to_exitcode(status)
+            return {0: "survived", 1: "killed"}.get(code, "broken"), log.read_text()
+        time.sleep(0.02)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return "hung", log.read_text()
+
+
+def _copy(folder: Path) -> None:
+    for name in ("megatron_async", "tests"):
+        shutil.copytree(
+            _ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.pyc")
+        )
+    shutil.copy(_ROOT / "pyproject.toml", folder)
+
+
+def _check(mutation: Mutation, folder: Path) -> tuple[str, str]:
+    path = folder / "megatron_async" / "algorithms" / f"{mutation.module}.py"
+    original = path.read_text()
+    if original.count(mutation.before) != 1:
+        count = original.count(mutation.before)
+        return "broken", f"the text to change occurs {count} times in {mutation.module}.py"
+    try:
+        path.write_text(original.replace(mutation.before, mutation.after))
+        return _verdict(folder, mutation.tests, mutation.slow)
+    finally:
+        path.write_text(original)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the check; 0 when every mutation was killed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--only", default="", help="mutations whose name starts with this")
+    parser.add_argument("--list", action="store_true", help="print the mutations and stop")
+    options = parser.parse_args(arguments)
+    chosen = [mutation for mutation in MUTATIONS if mutation.name.startswith(options.only)]
+    if options.list:
+        print("\n".join(mutation.name for mutation in chosen))
+        return 0
+    sys.dont_write_bytecode = True
+    import torch  # imported once, before the children are forked
+
+    torch.set_num_threads(1)
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="mutations-") as name:
+        folder = Path(name).resolve()
+        _copy(folder)
+        every = sorted({test for mutation in chosen for test in mutation.tests})
+        verdict, output = _verdict(folder, every, any(mutation.slow for mutation in chosen))
+        if verdict != "survived":
+            print(f"the unmutated tests do not pass ({verdict}):\n{output[-3000:]}")
+            return 1
+        counts = dict.fromkeys(("killed", "survived", "hung", "broken"), 0)
+        for mutation in chosen:
+            verdict, output = _check(mutation, folder)
+            counts[verdict] += 1
+            print(f"{verdict:9s} {mutation.name}", flush=True)
+            if verdict in ("broken", "hung"):
+                print(output[-1500:], flush=True)
+    seconds = time.monotonic() - started
+    found = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+    print(f"{len(chosen)} mutations: {found} ({seconds:.0f} s)")
+    return 0 if counts["killed"] == len(chosen) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,167 @@
+"""Scheduler speed: events a second at N' in flight, with more and more buffered trajectories.
+
+    python benchmarks/scheduler.py [--in-flight 4096] [--buffered 0 10000 100000] [--rounds 5]
+
+Each scheduler is brought into a steady state (all slots used, the buffer full), then the buffer
+sizes take turns on the same stream of events: chunks of tokens (90 %), completions with their
+judgements, aborts (an aborted trajectory goes into the buffer, the oldest one comes out) and load
+reports; before each turn the buffer is filled up again.
+Only `Scheduler.step` is timed. The ratio is that of the time per event to the empty buffer's. It
+is done without a lag bound and with one (k = 64, so that the buffer does not expire meanwhile).
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from megatron_async.config import build_config
+from megatron_async.scheduler import Scheduler
+from megatron_async.scheduler import events as ev
+from megatron_async.trajectory.types import PolicyVersion
+
+ENGINES = 16
+GROUP = 8
+BATCH = 512
+
+
+@dataclass
+class Load:
+    """One scheduler under load; `spent` is the time inside `step`, `events` their number."""
+
+    bound: int | None
+    in_flight: int
+    buffered: int
+    spent: float = 0.0
+    events: int = 0
+    version: int = 0
+    given: int = 0
+    running: list[int] = field(default_factory=list)
+    place: dict[int, int] = field(default_factory=dict)
+    queue: deque[ev.Event] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(1)
+        schedule = {
+            "preset": "async",
+            "max_async_level": self.bound,
+            "groups_per_batch": BATCH,
+            "group_size": GROUP,
+            "concurrency": self.in_flight,
+        }
+        self.scheduler = Scheduler(
+            build_config({"schedule": schedule}).schedule,
+            first_step=0,
+            version=PolicyVersion(0, 0),
+        )
+        self._fill_buffer()
+        for i in range(ENGINES):
+            self._tell(ev.EngineUp(f"engine-{i}", PolicyVersion(0, 0), 1_000_000, None))
+        self._drain_queue()
+
+    def _fill_buffer(self) -> None:
+        """Partial trajectories, as if found at a resume, until `buffered` of them wait."""
+        for _ in range((self.buffered - self.scheduler.view().buffered_partial) // GROUP):
+            spec = self._new_group()
+            partial = [
+                ev.RecoveredTrajectory(t, ev.TrajectoryState.PARTIAL, 100, self.version, None)
+                for t in spec.trajectory_ids
+            ]
+            self._tell(ev.Recovered(spec, tuple(partial)))
+
+    def _new_group(self) -> ev.GroupSpec:
+        ids = tuple(range(self.given * GROUP, (self.given + 1) * GROUP))
+        self.given += 1
+        return ev.GroupSpec(self.given - 1, ids, 200)
+
+    def _tell(self, event: ev.Event) -> None:
+        began = time.perf_counter()
+        actions = self.scheduler.step(event)
+        self.spent += time.perf_counter() - began
+        self.events += 1
+        for action in actions:
+            self._carry_out(action)
+
+    def _carry_out(self, action: ev.Action) -> None:
+        match action:
+            case ev.Submit():
+                self.place[action.trajectory_id] = len(self.running)
+                self.running.append(action.trajectory_id)
+            case ev.Score():
+                reward = float(action.trajectory_id % 3)
+                self.queue.append(ev.RewardReady(action.trajectory_id, reward))
+            case ev.RequestPrompts():
+                groups = tuple(self._new_group() for _ in range(action.count))
+                self.queue.append(ev.PromptsAvailable(groups))
+            case ev.EmitBatch():
+                self.queue.append(ev.BatchTaken(action.step))
+                self.queue.append(ev.UpdateRequested(action.step + 1))
+            case ev.AllowUpdate():
+                self.version = action.number
+                self.queue.append(ev.WeightsPublished(PolicyVersion(0, action.number)))
+
+    def _stop_running(self, trajectory_id: int) -> None:
+        place = self.place.pop(trajectory_id)
+        last = self.running.pop()
+        if last != trajectory_id:
+            self.running[place] = last
+            self.place[last] = place
+
+    def _drain_queue(self) -> None:
+        while self.queue:
+            self._tell(self.queue.popleft())
+
+    def run(self, events: int) -> float:
+        """Seconds per event over about `events` events, the buffer filled up before."""
+        self._fill_buffer()
+        self._drain_queue()
+        spent, done = self.spent, self.events
+        choose = self.random.random
+        while self.events - done < events:
+            trajectory_id = self.running[int(choose() * len(self.running))]
+            kind = choose()
+            if kind < 0.90:
+                self._tell(ev.TokensArrived(trajectory_id, 16, self.version))
+            elif kind < 0.96:
+                self._stop_running(trajectory_id)
+                self._tell(ev.Finished(trajectory_id))
+            elif kind < 0.99:
+                self._stop_running(trajectory_id)
+                self._tell(ev.Aborted(trajectory_id))
+            else:
+                self._tell(ev.EngineLoad(f"engine-{int(choose() * ENGINES)}", 0.8, 0))
+            self._drain_queue()
+        return (self.spent - spent) / (self.events - done)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--in-flight", type=int, default=4096, help="N'")
+    parser.add_argument("--buffered", type=int, nargs="+", default=[0, 10_000, 100_000])
+    parser.add_argument("--events", type=int, default=40_000, help="events in a round")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds; the median counts")
+    arguments = parser.parse_args()
+    print(f"N' = {arguments.in_flight}, {ENGINES} engines, groups of {GROUP}, B = {BATCH}")
+    print(f"{'bound k':<8} {'buffered':>9} {'events/s':>10} {'us/event':>9} {'ratio':>6}")
+    for bound in (None, 64):
+        loads = [Load(bound, arguments.in_flight, size) for size in arguments.buffered]
+        times: list[list[float]] = [[] for _ in loads]
+        for _ in range(arguments.rounds):
+            for load, seconds in zip(loads, times, strict=True):
+                seconds.append(load.run(arguments.events))
+        base = statistics.median(times[0])
+        for load, seconds in zip(loads, times, strict=True):
+            median = statistics.median(seconds)
+            name = "none" if bound is None else str(bound)
+            print(
+                f"{name:<8} {load.buffered:>9} {1 / median:>10.0f} "
+                f"{median * 1e6:>9.2f} {median / base:>6.2f}"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""How fast the trajectory store writes, reopens and salvages, on this machine.
+
+    python -m benchmarks.store [--directory DIR] [--trajectories 4096] [--tokens 1024] [--lmdb]
+
+Prints one table. Lines:
+- sustained append: `TrajectoryStore.append` in chunks of 64 tokens to all trajectories in turn,
+  from an asyncio loop, until all is committed; tokens per second, of wall time and of CPU time
+  (of both threads together: what a busy machine changes least).
+- longest append: the largest time that one call of `append` took, the event loop's stall.
+- longest loop gap: the largest pause that a 1 ms ticker saw in the same loop, minus its period.
+- reopen: `TrajectoryStore.open` of a store killed with all trajectories running.
+- list: all trajectories by state, as `megatron-async trajectories` reads them.
+- salvage: opening the same file with a page of zeros in its middle.
+- bare SQLite, bare LMDB (with --lmdb, needs the `lmdb` package): the same chunks as one value each,
+  64 trajectories a transaction, without CRC and event loop: what the engine itself costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import shutil
+import sqlite3
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from megatron_async.config.rollout import StoreConfig
+from megatron_async.trajectory.store import TrajectoryStore
+from megatron_async.trajectory.store_reader import StoreReader
+from megatron_async.trajectory.store_schema import PAGE_BYTES, chunk_data
+from megatron_async.trajectory.types import PolicyVersion, Prompt, TrajectoryState
+
+CHUNK = 64
+_TICK = 0.001
+_LOOP_SHARE = 64  # appends between two turns of the event loop
+
+
+async def append_all(store: TrajectoryStore, ids: list[int], chunks: int) -> dict[str, float]:
+    """Append `chunks` chunks to each trajectory. Returns seconds: wall, append, gap."""
+    tokens = np.arange(CHUNK, dtype=np.int32)
+    logprobs = np.linspace(-3, 0, CHUNK, dtype=np.float32)
+    version = PolicyVersion(0, 0)
+    longest = gap = 0.0
+    running = True
+
+    async def ticker() -> None:
+        nonlocal gap
+        while running:
+            before = time.perf_counter()
+            await asyncio.sleep(_TICK)
+            gap = max(gap, time.perf_counter() - before - _TICK)
+
+    ticking = asyncio.create_task(ticker())
+    await asyncio.sleep(0)
+    start, cpu = time.perf_counter(), time.process_time()
+    for _ in range(chunks):
+        for place, trajectory_id in enumerate(ids):
+            before = time.perf_counter()
+            store.append(trajectory_id, tokens, logprobs, version, "engine-0")
+            longest = max(longest, time.perf_counter() - before)
+            if place % _LOOP_SHARE == 0:
+                await asyncio.sleep(0)
+    await store.sync()
+    wall, cpu = time.perf_counter() - start, time.process_time() - cpu
+    running = False
+    await ticking
+    return {"wall": wall, "cpu": cpu, "append": longest, "gap": gap}
+
+
+async def measure(directory: Path, trajectories: int, tokens: int) -> list[tuple[str, str]]:
+    """The table's lines about the store itself."""
+    path = directory / "run" / "trajectories.sqlite"
+    store = TrajectoryStore.open(path, StoreConfig(chunk_tokens=CHUNK))
+    prompt = Prompt(np.arange(64, dtype=np.int32), "benchmark")
+    ids: list[int] = []
+    while len(ids) < trajectories:
+        group = store.add_group(prompt, 8)
+        ids += [t.trajectory_id for t in group.trajectories]
+    for trajectory_id in ids:
+        store.set_state(trajectory_id, TrajectoryState.RUNNING)
+    await store.sync()
+    chunks = -(-tokens // CHUNK)
+    took = await append_all(store, ids, chunks)
+    total = len(ids) * chunks * CHUNK
+    killed = directory / "killed"
+    shutil.copytree(path.parent, killed, ignore=shutil.ignore_patterns("*-shm", "*.lock"))
+    await store.close()
+    size = path.stat().st_size
+
+    start = time.perf_counter()
+    again = TrajectoryStore.open(killed / path.name, lineage=1)
+    reopen = time.perf_counter() - start
+    found = sum(again.load_trajectory(i).response_length for i in ids)
+    assert found == total, f"{found} of {total} tokens came back"
+    await again.close()
+
+    start = time.perf_counter()
+    reader = StoreReader(path)
+    listed = len(reader.summaries(TrajectoryState.RUNNING))
+    reader.close()
+    listing = time.perf_counter() - start
+    assert listed == len(ids)
+
+    with path.open("r+b") as file:
+        file.seek(size // 2 // PAGE_BYTES * PAGE_BYTES)
+        file.write(bytes(PAGE_BYTES))
+    start = time.perf_counter()
+    mended = TrajectoryStore.open(path, lineage=1)
+    salvage = time.perf_counter() - start
+    assert mended.recovery is not None
+    cut = mended.recovery.cut_trajectories
+    await mended.close()
+
+    return [
+        ("trajectories x tokens", f"{len(ids)} x {chunks * CHUNK} = {total / 1e6:.2f} M tokens"),
+        ("sustained append", f"{total / took['wall'] / 1e6:.2f} M tokens/s"),
+        ("  per CPU second", f"{total / took['cpu'] / 1e6:.2f} M tokens"),
+        ("longest append", f"{took['append'] * 1e3:.1f} ms"),
+        ("longest loop gap", f"{took['gap'] * 1e3:.1f} ms"),
+        ("file", f"{size / 2**20:.1f} MiB, {size / total:.2f} bytes/token (8 are data)"),
+        ("reopen after a kill", f"{reopen:.2f} s"),
+        ("list", f"{listing:.2f} s"),
+        ("salvage, one page lost", f"{salvage:.2f} s, {cut} trajectories cut"),
+    ]
+
+
+def chunk_values(trajectories: int, chunks: int) -> Iterator[list[tuple[bytes, bytes]]]:
+    """(key, value) of each chunk, 64 to a transaction."""
+    data = chunk_data(
+        [np.arange(CHUNK, dtype=np.int32)], [np.linspace(-3, 0, CHUNK, dtype=np.float32)]
+    )
+    for chunk in range(chunks):
+        for first in range(0, trajectories, 64):
+            keys = range(first, min(first + 64, trajectories))
+            yield [(b"%08d.%06d" % (i, chunk), data) for i in keys]
+
+
+def bare_sqlite(directory: Path, trajectories: int, chunks: int) -> float:
+    """Seconds for all chunks: WAL, synchronous=NORMAL, as the store has it."""
+    connection = sqlite3.connect(directory / "bare.sqlite", isolation_level=None)
+    connection.execute(f"PRAGMA page_size={PAGE_BYTES}")
+    connection.execute("PRAGMA journal_mode=WAL")
+    connection.execute("PRAGMA synchronous=NORMAL")
+    connection.execute("CREATE TABLE chunks (key BLOB, data BLOB)")
+    connection.execute("CREATE INDEX by_key ON chunks (key)")
+    start = time.perf_counter()
+    for values in chunk_values(trajectories, chunks):
+        connection.execute("BEGIN")
+        connection.executemany("INSERT INTO chunks VALUES (?, ?)", values)
+        connection.execute("COMMIT")
+    took = time.perf_counter() - start
+    connection.close()
+    return took
+
+
+def bare_lmdb(directory: Path, trajectories: int, chunks: int) -> float:
+    """Seconds for all chunks: no fsync at a commit, which is what a process kill needs too."""
+    import lmdb
+
+    environment = lmdb.open(str(directory / "bare.lmdb"), map_size=8 << 30, sync=False)
+    start = time.perf_counter()
+    for values in chunk_values(trajectories, chunks):
+        with environment.begin(write=True) as transaction:
+            for key, value in values:
+                transaction.put(key, value)
+    took = time.perf_counter() - start
+    environment.close()
+    return took
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--directory", type=Path, help="where files are made (default: temporary)")
+    parser.add_argument("--trajectories", type=int, default=4096)
+    parser.add_argument("--tokens", type=int, default=1024, help="of each trajectory")
+    parser.add_argument("--lmdb", action="store_true", help="also measure bare LMDB")
+    arguments = parser.parse_args()
+    directory = Path(tempfile.mkdtemp(prefix="store-benchmark-", dir=arguments.directory))
+    try:
+        rows = asyncio.run(measure(directory, arguments.trajectories, arguments.tokens))
+        chunks = -(-arguments.tokens // CHUNK)
+        total = arguments.trajectories * chunks * CHUNK
+        took = bare_sqlite(directory, arguments.trajectories, chunks)
+        rows.append(("bare SQLite", f"{total / took / 1e6:.2f} M tokens/s"))
+        if arguments.lmdb:
+            took = bare_lmdb(directory, arguments.trajectories, chunks)
+            size = sum(f.stat().st_size for f in (directory / "bare.lmdb").iterdir())
+            rows.append(
+                (
+                    "bare LMDB",
+                    f"{total / took / 1e6:.2f} M tokens/s, {size / total:.2f} bytes/token",
+                )
+            )
+        rows.append(("processors, load", f"{os.cpu_count()}, {os.getloadavg()[0]:.1f}"))
+        width = max(len(name) for name, _ in rows)
+        for name, value in rows:
+            print(f"{name:<{width}}  {value}")
+    finally:
+        shutil.rmtree(directory)
+
+
+if __name__ == "__main__":
+    main()

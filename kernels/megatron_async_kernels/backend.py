@@ -1,0 +1,57 @@
+"""Which implementation runs: chosen by name or by device, and said in one line for `doctor`."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Literal
+
+import torch
+
+from megatron_async_kernels.chunked import ChunkedKernels
+from megatron_async_kernels.head_types import HeadKernels
+
+Backend = Literal["auto", "reference", "chunked", "triton"]
+BACKENDS: tuple[str, ...] = ("auto", "reference", "chunked", "triton")
+
+
+def triton_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def resolve_backend(backend: str, device: torch.device, dtype: torch.dtype) -> str:
+    """The backend that `auto` stands for: triton on CUDA (not for float64), chunked elsewhere.
+
+    Raises
+        ValueError: the name is unknown.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    if backend != "auto":
+        return backend
+    if device.type == "cuda" and dtype != torch.float64 and triton_installed():
+        return "triton"
+    return "chunked"
+
+
+def head_kernels(name: str) -> HeadKernels:
+    """The head's kernels of a resolved backend other than `reference`."""
+    if name == "chunked":
+        return ChunkedKernels()
+    if name == "triton":
+        # Imported on use: machines without triton run the chunked version.
+        from megatron_async_kernels.triton_head import TritonKernels
+
+        return TritonKernels()
+    raise ValueError(f"no head kernels named {name!r}")
+
+
+def describe_backend() -> str:
+    """One line for `doctor`: what `backend="auto"` picks on this machine and why."""
+    if not torch.cuda.is_available():
+        return "chunked torch (no CUDA device)"
+    if not triton_installed():
+        return "chunked torch (triton is not installed)"
+    import triton
+
+    major, minor = torch.cuda.get_device_capability()
+    return f"triton {triton.__version__} on {torch.cuda.get_device_name()} (sm_{major}{minor})"

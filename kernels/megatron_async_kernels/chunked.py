@@ -1,0 +1,243 @@
+"""Token log-probs in plain torch, chunk by chunk: what CPU runs use.
+
+Invariants
+- No tensor grows with T × V: logits exist only as one [token chunk × vocabulary chunk] block, and
+  all blocks together stay within `workspace_bytes` (`plan_chunks`).
+- Arithmetic is float32 (float64 for float64 inputs) whatever the storage type.
+- The order of all sums depends on shapes only, so results repeat bit for bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_async_kernels.head_types import (
+    HeadCotangents,
+    HeadGrads,
+    HeadProblem,
+    HeadStats,
+)
+
+MAX_CHUNK_TOKENS = 2048
+MAX_CHUNK_VOCAB = 8192
+# exp(-1e30) is 0 and 0 * -1e30 is 0, where -inf would make NaN on the first chunk.
+LOWEST_SHIFT = -1e30
+
+
+@dataclass(frozen=True)
+class ChunkPlan:
+    """Rows and vocabulary columns of one block, and the bytes that a block may take."""
+
+    tokens: int
+    vocab: int
+    bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class _Buffers:
+    """Two blocks that every step writes into: no allocation grows with the number of blocks."""
+
+    logits: Tensor
+    scratch: Tensor | None
+
+    def first(self, rows: int, columns: int) -> Tensor:
+        return self.logits[: rows * columns].view(rows, columns)
+
+    def second(self, rows: int, columns: int) -> Tensor:
+        assert self.scratch is not None
+        return self.scratch[: rows * columns].view(rows, columns)
+
+
+def _buffers(problem: HeadProblem, plan: ChunkPlan, *, two: bool) -> _Buffers:
+    options = {"dtype": problem.accumulate, "device": problem.hidden_TD.device}
+    size = plan.tokens * plan.vocab
+    return _Buffers(torch.empty(size, **options), torch.empty(size, **options) if two else None)
+
+
+def plan_chunks(problem: HeadProblem) -> ChunkPlan:
+    """The largest blocks whose temporaries fit into the workspace.
+
+    Counted per block: two [tokens × vocab] arrays (logits; probabilities or products), the
+    hidden rows and their gradient [tokens × D], and for low-precision weights the upcast block
+    and its gradient [vocab × D].
+
+    Raises
+        ValueError: not even one row and one column fit into `workspace_bytes`.
+    """
+    element = torch.empty((), dtype=problem.accumulate).element_size()
+    hidden_size = int(problem.weight_VD.shape[1])
+    vocab_rows = int(problem.weight_VD.shape[0])
+    upcast = problem.weight_VD.dtype != problem.accumulate
+    per_column = 2 * hidden_size * element if upcast else 0
+
+    tokens = max(1, min(problem.num_rows, problem.chunk_tokens or MAX_CHUNK_TOKENS))
+    while tokens > 1 and 3 * tokens * hidden_size * element > problem.workspace_bytes // 2:
+        tokens = (tokens + 1) // 2
+    fixed = 3 * tokens * hidden_size * element
+    per_column += 2 * tokens * element
+    vocab = min(vocab_rows, MAX_CHUNK_VOCAB, (problem.workspace_bytes - fixed) // per_column)
+    if vocab < 1 and vocab_rows > 0:
+        raise ValueError(
+            f"workspace_bytes={problem.workspace_bytes} is too small for hidden size {hidden_size}"
+        )
+    vocab = max(vocab, 1)
+    return ChunkPlan(tokens=tokens, vocab=vocab, bytes=fixed + vocab * per_column)
+
+
+def _blocks(total: int, size: int) -> list[tuple[int, int]]:
+    return [(start, min(start + size, total)) for start in range(0, total, size)]
+
+
+def _scaled_logits(
+    problem: HeadProblem,
+    buffers: _Buffers,
+    hidden_CD: Tensor,
+    weight_BD: Tensor,
+    columns: tuple[int, int],
+) -> Tensor:
+    """(hidden · weightᵀ + bias) / temperature for one block, [C, B], in the first buffer."""
+    logits_CB = buffers.first(hidden_CD.shape[0], weight_BD.shape[0])
+    torch.mm(hidden_CD, weight_BD.t(), out=logits_CB)
+    if problem.bias_V is not None:
+        logits_CB += problem.bias_V[columns[0] : columns[1]].to(logits_CB.dtype)
+    if problem.inv_temperature != 1.0:
+        logits_CB *= problem.inv_temperature
+    return logits_CB
+
+
+def _local_targets(
+    problem: HeadProblem, rows: tuple[int, int], columns: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
+    """Column of each row's target within the block (clamped), and whether it lies in it; [C]."""
+    column_C = problem.targets_R[rows[0] : rows[1]] - columns[0]
+    width = columns[1] - columns[0]
+    inside_C = (column_C >= 0) & (column_C < width)
+    return column_C.clamp(0, width - 1), inside_C
+
+
+class ChunkedKernels:
+    """Backend in plain torch; works on any device and dtype."""
+
+    def stats(self, problem: HeadProblem, *, want_entropy: bool) -> HeadStats:
+        """Online max, sum of exponentials, target logit and entropy term; O(R) results."""
+        plan = plan_chunks(problem)
+        options = {"dtype": problem.accumulate, "device": problem.hidden_TD.device}
+        max_R = torch.full((problem.num_rows,), float("-inf"), **options)
+        sum_R = torch.zeros(problem.num_rows, **options)
+        target_R = torch.zeros(problem.num_rows, **options)
+        weighted_R = torch.zeros(problem.num_rows, **options) if want_entropy else None
+        stats = HeadStats(max_R, sum_R, target_R, weighted_R)
+        buffers = _buffers(problem, plan, two=want_entropy)
+        for rows in _blocks(problem.num_rows, plan.tokens):
+            hidden_CD = problem.hidden_block(*rows).to(problem.accumulate)
+            for columns in _blocks(problem.weight_VD.shape[0], plan.vocab):
+                _merge_block(problem, buffers, stats, hidden_CD, rows, columns)
+        return stats
+
+    def grads(self, problem: HeadProblem, cotangents: HeadCotangents, grads: HeadGrads) -> None:
+        """Recompute each logits block, turn it into dLoss/dlogits, multiply it both ways."""
+        plan = plan_chunks(problem)
+        buffers = _buffers(problem, plan, two=cotangents.grad_entropy_R is not None)
+        for rows in _blocks(problem.num_rows, plan.tokens):
+            hidden_CD = problem.hidden_block(*rows).to(problem.accumulate)
+            dhidden_CD = torch.zeros_like(hidden_CD) if grads.dhidden_TD is not None else None
+            for columns in _blocks(problem.weight_VD.shape[0], plan.vocab):
+                weight_BD = problem.weight_VD[columns[0] : columns[1]].to(problem.accumulate)
+                dlogits_CB = _dlogits(
+                    problem, buffers, cotangents, hidden_CD, weight_BD, rows, columns
+                )
+                _add_products(grads, hidden_CD, dhidden_CD, weight_BD, dlogits_CB, columns)
+            if grads.dhidden_TD is not None and dhidden_CD is not None:
+                dhidden_CD = dhidden_CD.to(grads.dhidden_TD.dtype)
+                if problem.rows_R is None:
+                    grads.dhidden_TD[rows[0] : rows[1]] = dhidden_CD
+                else:
+                    grads.dhidden_TD[problem.rows_R[rows[0] : rows[1]]] = dhidden_CD
+
+
+def _merge_block(
+    problem: HeadProblem,
+    buffers: _Buffers,
+    stats: HeadStats,
+    hidden_CD: Tensor,
+    rows: tuple[int, int],
+    columns: tuple[int, int],
+) -> None:
+    """Merge one block of logits into the running statistics of its rows, in place."""
+    at = slice(*rows)
+    weight_BD = problem.weight_VD[columns[0] : columns[1]].to(problem.accumulate)
+    logits_CB = _scaled_logits(problem, buffers, hidden_CD, weight_BD, columns)
+    column_C, inside_C = _local_targets(problem, rows, columns)
+    picked_C = logits_CB.gather(1, column_C[:, None])[:, 0]
+    stats.target_R[at] = torch.where(inside_C, picked_C, stats.target_R[at])
+
+    new_max_C = torch.maximum(stats.max_R[at], logits_CB.amax(dim=1))
+    shift_C = (stats.max_R[at] - new_max_C).clamp(min=LOWEST_SHIFT)
+    scale_C = shift_C.exp()
+    logits_CB -= new_max_C[:, None]
+    if stats.weighted_R is None:
+        exp_CB = logits_CB.exp_()
+    else:
+        exp_CB = torch.exp(logits_CB, out=buffers.second(*logits_CB.shape))
+        carried_C = (stats.weighted_R[at] + stats.sum_R[at] * shift_C) * scale_C
+        stats.weighted_R[at] = carried_C + logits_CB.mul_(exp_CB).sum(dim=1)
+    stats.sum_R[at] = stats.sum_R[at] * scale_C + exp_CB.sum(dim=1)
+    stats.max_R[at] = new_max_C
+
+
+def _add_products(
+    grads: HeadGrads,
+    hidden_CD: Tensor,
+    dhidden_CD: Tensor | None,
+    weight_BD: Tensor,
+    dlogits_CB: Tensor,
+    columns: tuple[int, int],
+) -> None:
+    """One block of dLoss/dlogits, multiplied both ways."""
+    at = slice(*columns)
+    if dhidden_CD is not None:
+        dhidden_CD.addmm_(dlogits_CB, weight_BD)
+    if grads.dweight_VD is not None:
+        _add_product(grads.dweight_VD[at], dlogits_CB.t(), hidden_CD)
+    if grads.dbias_V is not None:
+        grads.dbias_V[at] += dlogits_CB.sum(dim=0).to(grads.dbias_V.dtype)
+
+
+def _add_product(out: Tensor, left: Tensor, right: Tensor) -> None:
+    """out += left · right, in the precision of the factors where `out` has less."""
+    if out.dtype == left.dtype:
+        out.addmm_(left, right)
+    else:
+        out += (left @ right).to(out.dtype)
+
+
+def _dlogits(
+    problem: HeadProblem,
+    buffers: _Buffers,
+    cotangents: HeadCotangents,
+    hidden_CD: Tensor,
+    weight_BD: Tensor,
+    rows: tuple[int, int],
+    columns: tuple[int, int],
+) -> Tensor:
+    """dLoss/d(unscaled logits) of one block by the formula of `HeadCotangents`, [C, B]."""
+    at = slice(*rows)
+    logits_CB = _scaled_logits(problem, buffers, hidden_CD, weight_BD, columns)
+    logits_CB -= cotangents.log_sum_exp_R[at, None]
+    grad_C = cotangents.grad_logprob_R[at]
+    if cotangents.grad_entropy_R is None or cotangents.entropy_R is None:
+        dlogits_CB = logits_CB.exp_().mul_(-grad_C[:, None])
+    else:
+        dlogits_CB = torch.exp(logits_CB, out=buffers.second(*logits_CB.shape))
+        logits_CB += cotangents.entropy_R[at, None]
+        logits_CB *= cotangents.grad_entropy_R[at, None]
+        logits_CB += grad_C[:, None]
+        dlogits_CB.mul_(logits_CB).neg_()
+    column_C, inside_C = _local_targets(problem, rows, columns)
+    dlogits_CB.scatter_add_(1, column_C[:, None], torch.where(inside_C, grad_C, 0.0)[:, None])
+    if problem.inv_temperature != 1.0:
+        dlogits_CB *= problem.inv_temperature
+    return dlogits_CB

@@ -1,0 +1,45 @@
+"""The plain torch reference of `token_logprob`: full logits, autograd's own gradients.
+
+It holds a [T × V] tensor and knows one shard only. Every other implementation is tested against
+it in float64.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_async_kernels.head_types import accumulation_dtype
+
+
+def reference_token_logprob(
+    hidden_TD: Tensor,
+    weight_VD: Tensor,
+    targets_T: Tensor,
+    *,
+    temperature: float = 1.0,
+    bias_V: Tensor | None = None,
+    token_mask_T: Tensor | None = None,
+    vocab_size: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """log softmax((h·Wᵀ + b)/τ) at the targets, and the softmax's entropy; both [T].
+
+    Rows of `weight_VD` at or beyond `vocab_size` are cut off; masked tokens give 0 for both.
+    """
+    dtype = accumulation_dtype(hidden_TD.dtype)
+    rows = weight_VD.shape[0] if vocab_size is None else vocab_size
+    logits_TV = hidden_TD.to(dtype) @ weight_VD[:rows].to(dtype).t()
+    if bias_V is not None:
+        logits_TV = logits_TV + bias_V[:rows].to(dtype)
+    logprobs_TV = torch.log_softmax(logits_TV / temperature, dim=-1)
+    keep_T = (
+        torch.ones_like(targets_T, dtype=torch.bool)
+        if token_mask_T is None
+        else token_mask_T.to(torch.bool)
+    )
+    safe_T = torch.where(keep_T, targets_T, 0).to(torch.int64)
+    picked_T = logprobs_TV.gather(1, safe_T[:, None])[:, 0]
+    # exp(log p)·log p with p = 0 is 0, not NaN: the clamp keeps -inf out of the product.
+    finite_TV = logprobs_TV.clamp(min=torch.finfo(dtype).min)
+    entropy_T = -(logprobs_TV.exp() * finite_TV).sum(dim=-1)
+    return picked_T * keep_T, entropy_T * keep_T

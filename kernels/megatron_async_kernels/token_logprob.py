@@ -1,0 +1,389 @@
+"""`token_logprob`: log-probs (and entropy) of given tokens straight from hidden states.
+
+Invariants
+- No [T × V] tensor, forward or backward, in any backend but `reference`: backward recomputes the
+  logits from the saved hidden states and each row's log-sum-exp.
+- Tokens with mask 0 are left out of every product; their log-prob, entropy and gradient are 0 and
+  their target id is never looked at.
+- Results and statistics are float32 (float64 for float64 inputs).
+- `weight_grad_out` is added to in place, as Megatron's gradient-accumulation fusion does; then
+  autograd gets no weight gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from megatron_async_kernels.backend import Backend, head_kernels, resolve_backend
+from megatron_async_kernels.head_types import (
+    DEFAULT_WORKSPACE_BYTES,
+    HeadCotangents,
+    HeadGrads,
+    HeadProblem,
+    accumulation_dtype,
+)
+from megatron_async_kernels.reference import reference_token_logprob
+from megatron_async_kernels.vocab_parallel import (
+    gather_sequence,
+    group_rank,
+    group_size,
+    reduce_hidden_grad,
+    reduce_stats,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class HeadCall:
+    """Everything of one call that is not a differentiable tensor."""
+
+    targets_T: Tensor
+    rows_R: Tensor | None
+    temperature: float
+    want_entropy: bool
+    tp_group: dist.ProcessGroup | None
+    sequence_parallel: bool
+    weight_grad_out: Tensor | None
+    vocab_size: int | None
+    backend: str
+    chunk_tokens: int | None
+    workspace_bytes: int
+    deterministic: bool
+
+    def problem(self, hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> HeadProblem:
+        """This rank's shard with padding rows cut off and targets made local."""
+        shard_rows = int(weight_VD.shape[0])
+        first = group_rank(self.tp_group) * shard_rows
+        valid = shard_rows
+        if self.vocab_size is not None:
+            valid = min(max(self.vocab_size - first, 0), shard_rows)
+        targets_R = self.targets_T if self.rows_R is None else self.targets_T[self.rows_R]
+        return HeadProblem(
+            hidden_TD=hidden_TD,
+            rows_R=self.rows_R,
+            weight_VD=weight_VD[:valid],
+            bias_V=None if bias_V is None else bias_V[:valid],
+            targets_R=targets_R.to(torch.int64) - first,
+            inv_temperature=1.0 / self.temperature,
+            workspace_bytes=self.workspace_bytes,
+            chunk_tokens=self.chunk_tokens,
+            deterministic=self.deterministic,
+        )
+
+
+def token_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    bias: Tensor | None = None,
+    return_entropy: bool = False,
+    token_mask: Tensor | None = None,
+    tp_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    weight_grad_out: Tensor | None = None,
+    vocab_size: int | None = None,
+    backend: Backend = "auto",
+    chunk_tokens: int | None = None,
+    workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
+    deterministic: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """log softmax((hidden · weightᵀ + bias) / temperature) at `targets`, without the logits.
+
+    Args
+        hidden: [T, D], or this rank's [T/tp, D] with `sequence_parallel`; bf16, fp16, fp32, fp64.
+        weight: [V/tp, D], this rank's contiguous shard of the vocabulary, dtype of `hidden`.
+        targets: [T] integer ids over the whole vocabulary.
+        temperature: divides the logits; > 0.
+        bias: [V/tp] or None.
+        return_entropy: also return each token's entropy in nats (differentiable).
+        token_mask: [T]; tokens with 0 are skipped and give 0.
+        tp_group: the ranks that share the vocabulary; shards are equal in size and in rank order.
+        sequence_parallel: gather `hidden` over `tp_group` forward, reduce-scatter its gradient.
+        weight_grad_out: [V/tp, D] float32 (float64 for float64 inputs), added to in place.
+        vocab_size: rows at or beyond it (padding) never receive probability or gradient.
+        backend: "auto" is triton on CUDA and chunked torch elsewhere.
+        chunk_tokens: upper bound on the rows of a block of the chunked version (None: planned);
+            triton plans its own blocks.
+        workspace_bytes: upper bound on temporaries that are not results.
+        deterministic: no atomics anywhere (the chunked version never has any).
+
+    Returns
+        log-probs [T], or (log-probs [T], entropy [T]); float32, float64 for float64 inputs.
+
+    Raises
+        ValueError: shapes, dtypes or arguments do not fit together.
+    """
+    name = resolve_backend(backend, hidden.device, hidden.dtype)
+    if name == "reference":
+        _check_arguments(
+            hidden, weight, targets, bias, token_mask, temperature, tp_group, sequence_parallel
+        )
+        _check_vocab_size(weight, vocab_size, tp_group)
+        if group_size(tp_group) > 1 or weight_grad_out is not None:
+            raise ValueError("backend='reference' takes neither tp_group nor weight_grad_out")
+        logprobs_T, entropy_T = reference_token_logprob(
+            hidden,
+            weight,
+            targets,
+            temperature=temperature,
+            bias_V=bias,
+            token_mask_T=token_mask,
+            vocab_size=vocab_size,
+        )
+        return (logprobs_T, entropy_T) if return_entropy else logprobs_T
+
+    call = prepare_call(
+        hidden,
+        weight,
+        targets,
+        temperature=temperature,
+        bias=bias,
+        return_entropy=return_entropy,
+        token_mask=token_mask,
+        tp_group=tp_group,
+        sequence_parallel=sequence_parallel,
+        weight_grad_out=weight_grad_out,
+        vocab_size=vocab_size,
+        backend=name,
+        chunk_tokens=chunk_tokens,
+        workspace_bytes=workspace_bytes,
+        deterministic=deterministic,
+    )
+    logprobs_T, entropy_T = _TokenLogprob.apply(hidden, weight, bias, call)
+    return (logprobs_T, entropy_T) if return_entropy else logprobs_T
+
+
+def prepare_call(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float,
+    bias: Tensor | None,
+    return_entropy: bool,
+    token_mask: Tensor | None,
+    tp_group: dist.ProcessGroup | None,
+    sequence_parallel: bool,
+    weight_grad_out: Tensor | None,
+    vocab_size: int | None,
+    backend: str,
+    chunk_tokens: int | None,
+    workspace_bytes: int,
+    deterministic: bool,
+) -> HeadCall:
+    """Check the arguments of `token_logprob` and find the rows that take part.
+
+    Raises
+        ValueError: shapes, dtypes or arguments do not fit together.
+    """
+    total = _check_arguments(
+        hidden, weight, targets, bias, token_mask, temperature, tp_group, sequence_parallel
+    )
+    _check_weight_grad_out(weight, weight_grad_out)
+    _check_vocab_size(weight, vocab_size, tp_group)
+    rows_R = None
+    if token_mask is not None:
+        rows_R = token_mask.reshape(total).nonzero()[:, 0]
+        if rows_R.numel() == total:
+            rows_R = None
+    call = HeadCall(
+        targets_T=targets,
+        rows_R=rows_R,
+        temperature=float(temperature),
+        want_entropy=return_entropy,
+        tp_group=tp_group,
+        sequence_parallel=sequence_parallel and group_size(tp_group) > 1,
+        weight_grad_out=weight_grad_out,
+        vocab_size=vocab_size,
+        backend=backend,
+        chunk_tokens=chunk_tokens,
+        workspace_bytes=workspace_bytes,
+        deterministic=deterministic,
+    )
+    _check_targets(call, int(weight.shape[0]))
+    return call
+
+
+class _TokenLogprob(torch.autograd.Function):
+    """Glue between autograd, the collectives and a backend's two functions."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: HeadCall
+    ) -> tuple[Tensor, Tensor]:
+        gathered = gather_sequence(hidden, call.tp_group) if call.sequence_parallel else hidden
+        problem = call.problem(gathered, weight, bias)
+        stats = head_kernels(call.backend).stats(problem, want_entropy=call.want_entropy)
+        stats = reduce_stats(stats, call.tp_group)
+        entropy_R = stats.entropy()
+        ctx.call = call
+        ctx.weight_parameter = weight
+        ctx.save_for_backward(hidden, weight, bias, stats.log_sum_exp(), entropy_R)
+        logprobs_T = scatter_rows(stats.logprob(), call)
+        if entropy_R is None:
+            return logprobs_T, logprobs_T.new_zeros(0)
+        return logprobs_T, scatter_rows(entropy_R, call)
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: FunctionCtx, grad_logprobs_T: Tensor, grad_entropy_T: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        call: HeadCall = ctx.call
+        hidden, weight, bias, log_sum_exp_R, entropy_R = ctx.saved_tensors
+        cotangents = HeadCotangents(
+            log_sum_exp_R=log_sum_exp_R,
+            grad_logprob_R=_take_rows(grad_logprobs_T, call),
+            grad_entropy_R=_take_rows(grad_entropy_T, call) if call.want_entropy else None,
+            entropy_R=entropy_R,
+        )
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        gradients = head_backward(
+            call,
+            hidden,
+            weight,
+            bias,
+            cotangents,
+            wants=(wants_hidden, wants_weight, wants_bias and bias is not None),
+        )
+        dhidden, dweight, dbias = gradients
+        if wants_weight and call.weight_grad_out is not None:
+            dweight = mark_weight_grad_added(ctx.weight_parameter)
+        return dhidden, dweight, dbias, None
+
+
+def head_backward(
+    call: HeadCall,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    cotangents: HeadCotangents,
+    *,
+    wants: tuple[bool, bool, bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dHidden (reduced over the group), dWeight and dBias from per-row cotangents.
+
+    `wants` says which of the three; dWeight is None where `call.weight_grad_out` took it.
+    """
+    gathered = gather_sequence(hidden, call.tp_group) if call.sequence_parallel else hidden
+    problem = call.problem(gathered, weight, bias)
+    valid = int(problem.weight_VD.shape[0])
+    dhidden_TD = torch.zeros_like(gathered) if wants[0] else None
+    dweight = None
+    if wants[1]:
+        dweight = torch.zeros_like(weight) if call.weight_grad_out is None else call.weight_grad_out
+    dbias = torch.zeros_like(bias) if wants[2] and bias is not None else None
+    grads = HeadGrads(
+        dhidden_TD=dhidden_TD,
+        dweight_VD=None if dweight is None else dweight[:valid],
+        dbias_V=None if dbias is None else dbias[:valid],
+    )
+    head_kernels(call.backend).grads(problem, cotangents, grads)
+    if dhidden_TD is not None:
+        dhidden_TD = reduce_hidden_grad(dhidden_TD, call.tp_group, scatter=call.sequence_parallel)
+    return dhidden_TD, None if call.weight_grad_out is not None else dweight, dbias
+
+
+def mark_weight_grad_added(weight: Tensor) -> Tensor | None:
+    """What autograd gets for a weight whose gradient is already in its main gradient.
+
+    Megatron's data-parallel hook reads `grad_added_to_main_grad` and, with overlapped reduction,
+    insists on some `grad`: such a parameter gets an expanded zero. Any other gets None.
+    """
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    return weight.new_zeros(()).expand(weight.shape)
+
+
+def scatter_rows(values_R: Tensor, call: HeadCall) -> Tensor:
+    """[R] to [T], 0 where masked."""
+    if call.rows_R is None:
+        return values_R
+    out_T = values_R.new_zeros(call.targets_T.shape[0])
+    out_T[call.rows_R] = values_R
+    return out_T
+
+
+def _take_rows(values_T: Tensor, call: HeadCall) -> Tensor:
+    """[T] to [R], contiguous."""
+    taken = values_T if call.rows_R is None else values_T[call.rows_R]
+    return taken.contiguous()
+
+
+def _check_arguments(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    token_mask: Tensor | None,
+    temperature: float,
+    tp_group: dist.ProcessGroup | None,
+    sequence_parallel: bool,
+) -> int:
+    """T, the number of tokens over all ranks; raises ValueError where shapes do not fit."""
+    if hidden.dim() != 2 or weight.dim() != 2 or hidden.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden [T, D] and weight [V, D] must share D, got {tuple(hidden.shape)} and "
+            f"{tuple(weight.shape)}"
+        )
+    if hidden.dtype != weight.dtype or not hidden.is_floating_point():
+        raise ValueError(
+            f"hidden and weight must share a float dtype, got {hidden.dtype} and {weight.dtype}"
+        )
+    total = int(hidden.shape[0]) * (group_size(tp_group) if sequence_parallel else 1)
+    if tuple(targets.shape) != (total,) or targets.is_floating_point():
+        raise ValueError(
+            f"targets must be integers of shape [{total}], got "
+            f"{targets.dtype} {tuple(targets.shape)}"
+        )
+    if token_mask is not None and tuple(token_mask.shape) != (total,):
+        raise ValueError(f"token_mask must have shape [{total}], got {tuple(token_mask.shape)}")
+    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+        raise ValueError(f"bias must have shape [{weight.shape[0]}], got {tuple(bias.shape)}")
+    if not (math.isfinite(temperature) and temperature > 0):
+        raise ValueError(f"temperature must be positive and finite, got {temperature}")
+    return total
+
+
+def _check_weight_grad_out(weight: Tensor, weight_grad_out: Tensor | None) -> None:
+    if weight_grad_out is None:
+        return
+    expected = accumulation_dtype(weight.dtype)
+    if weight_grad_out.shape != weight.shape or weight_grad_out.dtype != expected:
+        raise ValueError(
+            f"weight_grad_out must be {expected} of shape {tuple(weight.shape)}, got "
+            f"{weight_grad_out.dtype} {tuple(weight_grad_out.shape)}"
+        )
+
+
+def _check_vocab_size(
+    weight: Tensor, vocab_size: int | None, tp_group: dist.ProcessGroup | None
+) -> None:
+    rows = int(weight.shape[0]) * group_size(tp_group)
+    if vocab_size is not None and not 0 < vocab_size <= rows:
+        raise ValueError(f"vocab_size must be within 1..{rows}, got {vocab_size}")
+
+
+def _check_targets(call: HeadCall, shard_rows: int) -> None:
+    """Every target that counts lies in the vocabulary (a device assert off the CPU)."""
+    targets_R = call.targets_T if call.rows_R is None else call.targets_T[call.rows_R]
+    if targets_R.numel() == 0:
+        return
+    limit = call.vocab_size
+    if limit is None:
+        limit = shard_rows * group_size(call.tp_group)
+    if targets_R.device.type == "cpu":
+        low, high = int(targets_R.min()), int(targets_R.max())
+        if low < 0 or high >= limit:
+            raise ValueError(f"targets must lie in 0..{limit - 1}, found {low}..{high}")
+    else:
+        inside = ((targets_R >= 0) & (targets_R < limit)).all()
+        torch._assert_async(inside, f"targets must lie in 0..{limit - 1}")

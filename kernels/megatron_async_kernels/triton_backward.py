@@ -1,0 +1,228 @@
+# Kernel arguments are tensors and constants of the Triton compiler, which types them itself.
+# mypy: allow-untyped-defs
+"""Backward kernels of the head: dLoss/dlogits of a block, and a product that accumulates.
+
+Invariants
+- dLoss/dlogits exists for one [rows × columns] block at a time, in the operands' own type, and
+  is written once; the logits themselves stay in registers.
+- `accumulate_product_kernel` sums in a fixed order (no split of the inner dimension, no atomics).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megatron_async_kernels.triton_tiles import (
+    column_halves,
+    grouped_tile,
+    logits_tile,
+    scaled_logits,
+)
+
+
+@triton.jit
+def store_dlogits(
+    acc,
+    columns,
+    rows,
+    target,
+    lse,
+    grad,
+    offset,
+    entropy_grad,
+    bias,
+    dlogits,
+    num_rows,
+    num_columns,
+    dlogits_stride,
+    inv_temperature,
+    HAS_BIAS: tl.constexpr,
+    ENTROPY: tl.constexpr,
+):
+    """The formula of `dlogits_kernel` on one tile; offset = a + b·H, entropy_grad = b.
+
+    Offsets are 32-bit: the workspace holds less than 2^31 elements (the launcher checks).
+    """
+    logits = scaled_logits(acc, bias, columns, num_columns, inv_temperature, HAS_BIAS)
+    log_p = logits - lse[:, None]
+    pull = tl.exp(log_p)
+    if ENTROPY:
+        pull = pull * (offset[:, None] + entropy_grad[:, None] * log_p)
+    else:
+        pull = pull * grad[:, None]
+    hit = columns[None, :] == target[:, None]
+    value = (tl.where(hit, grad[:, None], 0.0) - pull) * inv_temperature
+    at = rows[:, None] * dlogits_stride + columns[None, :]
+    inside = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
+    tl.store(dlogits + at, value.to(dlogits.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def dlogits_kernel(
+    hidden,
+    weight,
+    bias,
+    targets,
+    log_sum_exp,
+    grad_logprob,
+    grad_entropy,
+    entropy,
+    dlogits,
+    num_rows,
+    num_columns,
+    depth,
+    dlogits_stride,
+    first_column,
+    inv_temperature,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    EVEN_DEPTH: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    UPCAST: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HALVES: tl.constexpr,
+    ENTROPY: tl.constexpr,
+):
+    """(1/τ)·[a·1(j = y) − p_j·(a + b·(z_j − lse + H))] of one tile; see `HeadCotangents`.
+
+    `weight` and `bias` start at column `first_column` of the shard and have `num_columns` rows.
+    """
+    row_tile, column_tile = grouped_tile(
+        tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.cdiv(num_columns, COLUMNS), GROUP
+    )
+    row = row_tile * ROWS
+    column = column_tile * COLUMNS
+    acc = logits_tile(
+        hidden,
+        weight,
+        row,
+        column,
+        num_rows,
+        num_columns,
+        depth,
+        ROWS,
+        COLUMNS,
+        DEPTH,
+        EVEN_DEPTH,
+        DESCRIPTORS,
+        UPCAST,
+    )
+    rows = row + tl.arange(0, ROWS)
+    row_inside = rows < num_rows
+    target = tl.load(targets + rows, mask=row_inside, other=-1) - first_column
+    lse = tl.load(log_sum_exp + rows, mask=row_inside, other=0.0)
+    grad = tl.load(grad_logprob + rows, mask=row_inside, other=0.0)
+    if ENTROPY:
+        entropy_grad = tl.load(grad_entropy + rows, mask=row_inside, other=0.0)
+        offset = grad + entropy_grad * tl.load(entropy + rows, mask=row_inside, other=0.0)
+    else:
+        entropy_grad = grad
+        offset = grad
+    if HALVES:
+        left, right = column_halves(acc, ROWS, COLUMNS)
+        half = column + tl.arange(0, COLUMNS // 2)
+        store_dlogits(
+            left,
+            half,
+            rows,
+            target,
+            lse,
+            grad,
+            offset,
+            entropy_grad,
+            bias,
+            dlogits,
+            num_rows,
+            num_columns,
+            dlogits_stride,
+            inv_temperature,
+            HAS_BIAS,
+            ENTROPY,
+        )
+        store_dlogits(
+            right,
+            half + COLUMNS // 2,
+            rows,
+            target,
+            lse,
+            grad,
+            offset,
+            entropy_grad,
+            bias,
+            dlogits,
+            num_rows,
+            num_columns,
+            dlogits_stride,
+            inv_temperature,
+            HAS_BIAS,
+            ENTROPY,
+        )
+    else:
+        store_dlogits(
+            acc,
+            column + tl.arange(0, COLUMNS),
+            rows,
+            target,
+            lse,
+            grad,
+            offset,
+            entropy_grad,
+            bias,
+            dlogits,
+            num_rows,
+            num_columns,
+            dlogits_stride,
+            inv_temperature,
+            HAS_BIAS,
+            ENTROPY,
+        )
+
+
+@triton.jit
+def accumulate_product_kernel(
+    left,
+    right,
+    out,
+    num_rows,
+    num_columns,
+    depth,
+    left_row_stride,
+    left_depth_stride,
+    right_stride,
+    out_stride,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """out += left · right: [M, K] in any layout, [K, N] row-major, out [M, N] row-major."""
+    row_tile, column_tile = grouped_tile(
+        tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.cdiv(num_columns, COLUMNS), GROUP
+    )
+    rows = row_tile * ROWS + tl.arange(0, ROWS)
+    columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
+    safe_rows = tl.minimum(rows, num_rows - 1).to(tl.int64)
+    safe_columns = tl.minimum(columns, num_columns - 1)
+    steps = tl.arange(0, DEPTH)
+    left_ptrs = left + safe_rows[:, None] * left_row_stride
+    left_ptrs += steps.to(tl.int64)[None, :] * left_depth_stride
+    right_ptrs = right + steps.to(tl.int64)[:, None] * right_stride + safe_columns[None, :]
+    acc = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+    for k in range(0, depth, DEPTH):
+        inside = steps < depth - k
+        a = tl.load(left_ptrs, mask=inside[None, :], other=0.0)
+        b = tl.load(right_ptrs, mask=inside[:, None], other=0.0)
+        if UPCAST:
+            a = a.to(tl.float32)
+            b = b.to(tl.float32)
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+        left_ptrs += DEPTH * left_depth_stride
+        right_ptrs += DEPTH * right_stride
+    at = out + rows.to(tl.int64)[:, None] * out_stride + columns[None, :]
+    inside_out = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
+    before = tl.load(at, mask=inside_out, other=0.0).to(tl.float32)
+    tl.store(at, (before + acc).to(out.dtype.element_ty), mask=inside_out)

@@ -1,0 +1,237 @@
+# Kernel arguments are tensors and constants of the Triton compiler, which types them itself.
+# mypy: allow-untyped-defs
+"""Forward kernels of the head: online softmax statistics over vocabulary tiles.
+
+Invariants
+- A program owns ROWS tokens and a run of vocabulary tiles; it writes one (max, sum[, weighted])
+  triple per token, so the partial statistics are [splits × R], never [T × V].
+- A target's logit is written by the one program whose run holds it; no atomics anywhere.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megatron_async_kernels.triton_tiles import (
+    add_pairs,
+    column_halves,
+    grouped_tile,
+    logits_tile,
+    scaled_logits,
+)
+
+
+@triton.jit
+def update_stats(
+    acc,
+    columns,
+    target,
+    bias,
+    num_columns,
+    inv_temperature,
+    running_max,
+    running_sum,
+    running_weighted,
+    picked,
+    HAS_BIAS: tl.constexpr,
+    ENTROPY: tl.constexpr,
+):
+    """One tile's logits merged into a row's running (max, sum, weighted sum, target logit).
+
+    Running maxima start at -1e30 and columns outside the vocabulary have it as logit, which keeps
+    0 * inf out of the sums. NaN and +inf logits make the sums NaN.
+    """
+    logits = scaled_logits(acc, bias, columns, num_columns, inv_temperature, HAS_BIAS)
+    hit = columns[None, :] == target[:, None]
+    picked += tl.sum(tl.where(hit, logits, 0.0), axis=1)
+    new_max = tl.maximum(running_max, tl.max(logits, axis=1))
+    shift = running_max - new_max
+    scale = tl.exp(shift)
+    centred = logits - new_max[:, None]
+    exps = tl.exp(centred)
+    if ENTROPY:
+        tile_sum, tile_weighted = tl.reduce((exps, exps * centred), 1, add_pairs)
+        running_weighted = (running_weighted + running_sum * shift) * scale + tile_weighted
+        running_sum = running_sum * scale + tile_sum
+    else:
+        running_sum = running_sum * scale + tl.sum(exps, axis=1)
+    return new_max, running_sum, running_weighted, picked
+
+
+@triton.jit
+def head_stats_kernel(
+    hidden,
+    weight,
+    bias,
+    targets,
+    max_out,
+    sum_out,
+    weighted_out,
+    target_out,
+    num_rows,
+    num_columns,
+    depth,
+    out_stride,
+    tiles_per_split,
+    num_splits,
+    inv_temperature,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    EVEN_DEPTH: tl.constexpr,
+    DESCRIPTORS: tl.constexpr,
+    UPCAST: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HALVES: tl.constexpr,
+    ENTROPY: tl.constexpr,
+):
+    """Partial statistics of one token tile over one run of vocabulary tiles.
+
+    `max_out`, `sum_out` and `weighted_out` are [num_splits, out_stride]; `targets` and
+    `target_out` are [num_rows], the latter zeroed before.
+    """
+    row_tile, split = grouped_tile(tl.program_id(0), tl.cdiv(num_rows, ROWS), num_splits, GROUP)
+    row = row_tile * ROWS
+    rows = row + tl.arange(0, ROWS)
+    row_inside = rows < num_rows
+    target = tl.load(targets + rows, mask=row_inside, other=-1)
+
+    running_max = tl.full((ROWS,), -1e30, dtype=tl.float32)
+    running_sum = tl.zeros((ROWS,), dtype=tl.float32)
+    running_weighted = tl.zeros((ROWS,), dtype=tl.float32)
+    picked = tl.zeros((ROWS,), dtype=tl.float32)
+    first = split * tiles_per_split
+    last = tl.minimum(first + tiles_per_split, tl.cdiv(num_columns, COLUMNS))
+    for tile in range(first, last):
+        column = tile * COLUMNS
+        acc = logits_tile(
+            hidden,
+            weight,
+            row,
+            column,
+            num_rows,
+            num_columns,
+            depth,
+            ROWS,
+            COLUMNS,
+            DEPTH,
+            EVEN_DEPTH,
+            DESCRIPTORS,
+            UPCAST,
+        )
+        if HALVES:
+            left, right = column_halves(acc, ROWS, COLUMNS)
+            half = tl.arange(0, COLUMNS // 2)
+            running_max, running_sum, running_weighted, picked = update_stats(
+                left,
+                column + half,
+                target,
+                bias,
+                num_columns,
+                inv_temperature,
+                running_max,
+                running_sum,
+                running_weighted,
+                picked,
+                HAS_BIAS,
+                ENTROPY,
+            )
+            running_max, running_sum, running_weighted, picked = update_stats(
+                right,
+                column + COLUMNS // 2 + half,
+                target,
+                bias,
+                num_columns,
+                inv_temperature,
+                running_max,
+                running_sum,
+                running_weighted,
+                picked,
+                HAS_BIAS,
+                ENTROPY,
+            )
+        else:
+            running_max, running_sum, running_weighted, picked = update_stats(
+                acc,
+                column + tl.arange(0, COLUMNS),
+                target,
+                bias,
+                num_columns,
+                inv_temperature,
+                running_max,
+                running_sum,
+                running_weighted,
+                picked,
+                HAS_BIAS,
+                ENTROPY,
+            )
+
+    at = split.to(tl.int64) * out_stride + rows
+    tl.store(max_out + at, running_max, mask=row_inside)
+    tl.store(sum_out + at, running_sum, mask=row_inside)
+    if ENTROPY:
+        tl.store(weighted_out + at, running_weighted, mask=row_inside)
+    holds = (target >= first * COLUMNS) & (target < tl.minimum(last * COLUMNS, num_columns))
+    tl.store(target_out + rows, picked, mask=row_inside & holds)
+
+
+@triton.jit
+def merge_splits(
+    max_in,
+    sum_in,
+    weighted_in,
+    rows,
+    inside,
+    stride,
+    num_splits,
+    BLOCK: tl.constexpr,
+    ENTROPY: tl.constexpr,
+):
+    """(max, sum, weighted) over all splits of a block of rows, in the order of the splits."""
+    best = tl.full((BLOCK,), -1e30, dtype=tl.float32)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    weighted = tl.zeros((BLOCK,), dtype=tl.float32)
+    for split in range(num_splits):
+        at = split * stride + rows
+        other_max = tl.load(max_in + at, mask=inside, other=0.0)
+        other_sum = tl.load(sum_in + at, mask=inside, other=1.0)
+        new_max = tl.maximum(best, other_max)
+        shift = best - new_max
+        other_shift = other_max - new_max
+        scale = tl.exp(shift)
+        other_scale = tl.exp(other_shift)
+        if ENTROPY:
+            other_weighted = tl.load(weighted_in + at, mask=inside, other=0.0)
+            weighted = (weighted + total * shift) * scale
+            weighted += (other_weighted + other_sum * other_shift) * other_scale
+        total = total * scale + other_sum * other_scale
+        best = new_max
+    return best, total, weighted
+
+
+@triton.jit
+def combine_kernel(
+    max_in,
+    sum_in,
+    weighted_in,
+    max_out,
+    sum_out,
+    weighted_out,
+    num_rows,
+    stride,
+    num_splits,
+    BLOCK: tl.constexpr,
+    ENTROPY: tl.constexpr,
+):
+    """Statistics [R] of the shard from partial ones [num_splits, stride]."""
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = rows < num_rows
+    best, total, weighted = merge_splits(
+        max_in, sum_in, weighted_in, rows, inside, stride, num_splits, BLOCK, ENTROPY
+    )
+    tl.store(max_out + rows, best, mask=inside)
+    tl.store(sum_out + rows, total, mask=inside)
+    if ENTROPY:
+        tl.store(weighted_out + rows, weighted, mask=inside)

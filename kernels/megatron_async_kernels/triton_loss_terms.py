@@ -1,0 +1,152 @@
+# Kernel arguments are tensors and constants of the Triton compiler, which types them itself.
+# mypy: allow-untyped-defs
+# Nested ifs keep the compiler from evaluating a branch that does not exist.
+# ruff: noqa: SIM102
+"""The loss of a block of tokens as a device function, shared by the plain and the fused kernels.
+
+Formulas and their sources stand in `loss_reference`; names follow it. Everything is elementwise
+over a block of lanes in float32; SPEC is a `LossSpec`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def bounded_exp(value):
+    """exp(c(x)), c(x), whether |x| <= 20. A NaN stays NaN."""
+    clamped = tl.clamp(value, -20.0, 20.0, propagate_nan=tl.PropagateNan.ALL)
+    return tl.exp(clamped), clamped, tl.abs(value) <= 20.0
+
+
+@triton.jit
+def k3_of(exp_x, x):
+    """exp(x) - 1 - x without cancellation near 0, where on-policy tokens are."""
+    series = 0.5 * x * x * (1.0 + x * (1.0 / 3.0) * (1.0 + x * 0.25 * (1.0 + x * 0.2)))
+    return tl.where(tl.abs(x) < 0.05, series, exp_x - 1.0 - x)
+
+
+@triton.jit
+def divergence(exp_x, x, KIND: tl.constexpr):
+    """k1 = -x, k2 = x²/2, k3 = exp(x) - 1 - x of the clamped log-ratio to the behaviour policy."""
+    if KIND == "k1":
+        return -x
+    if KIND == "k2":
+        return 0.5 * x * x
+    return k3_of(exp_x, x)
+
+
+@triton.jit
+def token_keep(trained, exp_x, x, SPEC: tl.constexpr):
+    """1 where the token is trained and every token-level rule keeps it."""
+    keep = trained
+    NUM_RULES: tl.constexpr = SPEC.num_rules
+    for i in tl.static_range(NUM_RULES):
+        if SPEC.config.rejection[i].level == "token":
+            value = divergence(exp_x, x, SPEC.config.rejection[i].divergence)
+            inside = (value >= SPEC.config.rejection[i].lower) & (
+                value <= SPEC.config.rejection[i].upper
+            )
+            keep = tl.where(inside, keep, 0.0)
+    return keep
+
+
+@triton.jit
+def truncated(raw, SPEC: tl.constexpr):
+    """min(raw, upper), or 0 outside [lower, upper]; and where raw was above or below."""
+    above = raw > float("inf")
+    below = raw > float("inf")
+    weight = raw
+    if SPEC.config.weight_upper is not None:
+        above = raw > SPEC.config.weight_upper
+        weight = tl.where(above, SPEC.config.weight_upper, raw)
+    if SPEC.config.weight_lower is not None:
+        below = raw < SPEC.config.weight_lower
+        weight = tl.where(above | below, 0.0, raw)
+    return weight, above, below
+
+
+@triton.jit
+def surrogate_terms(
+    logp,
+    anchor,
+    advantage,
+    correction,
+    seq_log_weight,
+    seq_mean,
+    inv_weight_mean,
+    SPEC: tl.constexpr,
+):
+    """(loss, dLoss/dlogp, weight in use, ratio, log ratio, above, below, dual) per token."""
+    ratio, ratio_log, inside = bounded_exp(anchor)
+    never = ratio < 0.0
+    above = never
+    below = never
+    dual = never
+    low: tl.constexpr = 1.0 - SPEC.config.clip_low
+    high: tl.constexpr = 1.0 + SPEC.config.clip_high
+    if SPEC.config.surrogate == "sft":
+        value = -logp
+        slope = tl.zeros_like(logp) - 1.0
+        weight = tl.zeros_like(logp) + 1.0
+        ratio = tl.zeros_like(logp)
+        ratio_log = tl.zeros_like(logp)
+    elif SPEC.config.surrogate == "aipo":
+        above = ratio > SPEC.config.aipo_delta
+        weight = tl.where(above, SPEC.config.aipo_delta, ratio) * correction
+        value = -weight * advantage
+        slope = tl.where(above | (inside == 0), 0.0, -correction * ratio * advantage)
+    elif SPEC.config.surrogate == "cispo":
+        above = ratio > high
+        below = ratio < low
+        weight = tl.where(above, high, tl.where(below, low, ratio)) * correction
+        slope = -weight * advantage
+        value = slope * logp
+    elif SPEC.config.surrogate == "reinforce":
+        if SPEC.config.weight_level == "none":
+            raw = tl.zeros_like(logp) + 1.0
+        elif SPEC.config.weight_level == "token":
+            raw = ratio
+        else:
+            raw, _, _ = bounded_exp(seq_log_weight)
+        weight, above, below = truncated(raw, SPEC)
+        weight = weight * inv_weight_mean * correction
+        slope = -weight * advantage
+        value = slope * logp
+    else:
+        if SPEC.config.surrogate == "gspo":
+            mean = tl.zeros_like(logp) + seq_mean
+            ratio = tl.exp(tl.where(mean > 10.0, 10.0, mean))
+            inside = mean <= 10.0
+        weight = correction
+        free = -advantage * ratio
+        bounded = -advantage * tl.where(ratio > high, high, tl.where(ratio < low, low, ratio))
+        clipped = bounded > free
+        value = tl.where(clipped, bounded, free)
+        if SPEC.config.surrogate == "ppo_clip":
+            if SPEC.config.dual_clip is not None:
+                limit = -advantage * SPEC.config.dual_clip
+                dual = (advantage < 0.0) & (limit < value)
+                value = tl.where(dual, limit, value)
+        value = correction * value
+        slope = tl.where(clipped | dual | (inside == 0), 0.0, correction * free)
+        above = clipped & (ratio > high)
+        below = clipped & (ratio < low)
+    return value, slope, weight, ratio, ratio_log, above, below, dual
+
+
+@triton.jit
+def kl_terms(distance, anchor, correction, SPEC: tl.constexpr):
+    """(kl_coef · KL, its derivative) to the reference policy per token, importance-weighted."""
+    ratio, _, inside = bounded_exp(anchor)
+    upper: tl.constexpr = SPEC.config.kl_weight_upper
+    weight = tl.where(ratio > upper, upper, ratio) * correction * SPEC.config.kl_coef
+    if SPEC.config.kl_estimator == "k2":
+        return 0.5 * weight * distance * distance, weight * distance
+    inverse, negative, near = bounded_exp(-distance)
+    k3 = k3_of(inverse, negative)
+    moves = (ratio <= upper) & inside
+    slope = tl.where(near, 1.0 - inverse, 0.0) + tl.where(moves, k3, 0.0)
+    return weight * k3, weight * slope

@@ -1,0 +1,29 @@
+# What every node of a cluster launch sets; sourced by launch/slurm/* and launch/torchrun/*.
+# The one place for modules, containers, NCCL and InfiniBand. Nothing here needs root.
+#
+#   MEGATRON_ASYNC_VENV       the Python environment     (default: .venv in the repository)
+#   MEGATRON_ASYNC_SETUP      a file to source first: module load ..., proxies, paths
+#   MEGATRON_ASYNC_SRUN_ARGS  more arguments of every srun, e.g. for Pyxis
+#                             "--container-image=/images/train.sqsh --container-mounts=/shared"
+#   MEGATRON_ASYNC_INTERFACE  interface between the nodes (ib0, eth0); default: the default route's
+if [ -n "${MEGATRON_ASYNC_SETUP:-}" ]; then source "$MEGATRON_ASYNC_SETUP"; fi
+
+VENV="${MEGATRON_ASYNC_VENV:-$ROOT/.venv}"
+PYTHON="$VENV/bin/python"
+export PATH="$VENV/bin:$PATH" HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
+
+# Bootstrap traffic of NCCL and Gloo goes over this interface; data goes over InfiniBand or NVLink.
+if [ -n "${MEGATRON_ASYNC_INTERFACE:-}" ]; then
+  export NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-$MEGATRON_ASYNC_INTERFACE}"
+  export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$MEGATRON_ASYNC_INTERFACE}"
+fi
+# A dead rank must end the others' collectives as an error instead of leaving them to wait.
+export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}"
+# Tensor parallelism overlaps communication with computation only with one hardware queue.
+export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
+# Fragmentation from sequences of ever-changing length.
+export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"
+# Which InfiniBand adapters NCCL may use. Only for clusters where its own choice is wrong.
+#export NCCL_IB_HCA="mlx5"
+# `INFO` says which transport every pair of ranks uses: the first thing to look at when it is slow.
+export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"

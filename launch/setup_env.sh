@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# Makes (or reuses) the virtual environment: pinned packages, SGLang for CPU or GPU, this project.
+# Sourced by quickstart.sh and test.sh; run by itself it only sets up.
+#
+#   MEGATRON_ASYNC_VENV    where the environment lives       (default: .venv in the repository)
+#   MEGATRON_ASYNC_PYTHON  interpreter, 3.11 or newer 3.11.x (default: python3.11, then python3)
+set -euo pipefail
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+VENV="${MEGATRON_ASYNC_VENV:-$ROOT/.venv}"
+
+fail() { echo "setup: $*" >&2; exit 2; }
+
+find_python() {
+  local candidate
+  for candidate in "${MEGATRON_ASYNC_PYTHON:-}" python3.11 python3; do
+    [ -n "$candidate" ] && command -v "$candidate" >/dev/null || continue
+    if "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))'; then
+      command -v "$candidate"
+      return
+    fi
+  done
+  fail "Python 3.11 is needed (the pinned packages are for it); set MEGATRON_ASYNC_PYTHON"
+}
+
+has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; }
+
+flavour=cpu
+if has_gpu; then flavour=gpu; fi
+wanted="$flavour $(cat "$ROOT"/launch/requirements-*.txt "$ROOT"/setup.py | sha256sum | cut -c1-16)"
+
+if [ "$(cat "$VENV/.megatron_async" 2>/dev/null)" != "$wanted" ]; then
+  PYTHON="$(find_python)"
+  echo "setup: $flavour environment in $VENV (a few minutes, once)"
+  [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV" \
+    || fail "$PYTHON cannot make a virtual environment (Debian: apt install python3-venv)"
+  pip() { "$VENV/bin/python" -m pip --quiet --disable-pip-version-check "$@"; }
+  pip install --upgrade 'pip>=25' 'setuptools>=77' wheel
+  pip install -r "$ROOT/launch/requirements-$flavour.txt"
+  if [ "$flavour" = cpu ]; then pip install --no-deps -r "$ROOT/launch/requirements-nodeps.txt"; fi
+  pip install --no-deps --no-build-isolation -e "$ROOT"
+  echo "$wanted" >"$VENV/.megatron_async"
+fi
+
+export PATH="$VENV/bin:$PATH" VIRTUAL_ENV="$VENV" HF_HUB_OFFLINE=1

@@ -1,0 +1,126 @@
+"""From rewards to advantages, and the reward shaping and filtering that come before.
+
+Invariants
+- Functions take all S sequences of a batch (or minibatch); whole groups are present.
+- Arithmetic is in the dtype of the rewards; nothing carries a gradient.
+- A group of one is its own population: grpo, dr_grpo and rloo leave its reward as it is (mean 0,
+  std 1), as verl 0.9.1 does.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megatron_async.errors import NonFiniteError
+
+
+def group_advantages(
+    rewards_S: torch.Tensor,
+    group_index_S: torch.Tensor,
+    *,
+    normalize_std: bool = True,
+    epsilon: float = 1e-6,
+) -> torch.Tensor:
+    """(R - group mean) / (group std + epsilon), std with n - 1 (GRPO, arXiv 2402.03300, 4.1.2).
+
+    Without `normalize_std` R - group mean (Dr. GRPO, arXiv 2503.20783).
+    """
+    count_G, sum_G = _group_sums(rewards_S, group_index_S)
+    alone_G = count_G == 1
+    mean_G = torch.where(alone_G, torch.zeros_like(sum_G), sum_G / count_G)
+    centred_S = rewards_S - mean_G[group_index_S]
+    if not normalize_std:
+        return centred_S
+    squares_G = torch.zeros_like(sum_G).index_add_(0, group_index_S, centred_S.square())
+    std_G = (squares_G / (count_G - 1.0).clamp(min=1.0)).sqrt()
+    std_G = torch.where(alone_G, torch.ones_like(std_G), std_G)
+    return centred_S / (std_G[group_index_S] + epsilon)
+
+
+def leave_one_out_advantages(rewards_S: torch.Tensor, group_index_S: torch.Tensor) -> torch.Tensor:
+    """R_i minus the mean reward of the other generations (RLOO, arXiv 2402.14740)."""
+    count_G, sum_G = _group_sums(rewards_S, group_index_S)
+    others_S = (count_G[group_index_S] - 1.0).clamp(min=1.0)
+    baseline_S = (sum_G[group_index_S] - rewards_S) / others_S
+    return rewards_S - baseline_S
+
+
+def whitened_advantages(rewards_S: torch.Tensor, tokens_S: torch.Tensor) -> torch.Tensor:
+    """(R - mean) / sqrt(var + 1e-8), both over all trained tokens of the batch, var with n - 1.
+
+    REINFORCE++ (arXiv 2501.03262) with discount 1: each token's return is its sequence's reward.
+    """
+    tokens_S = tokens_S.to(rewards_S.dtype)
+    count = tokens_S.sum()
+    if count == 0:
+        return torch.zeros_like(rewards_S)
+    centred_S = rewards_S - (rewards_S * tokens_S).sum() / count
+    variance = (centred_S.square() * tokens_S).sum() / (count - 1.0).clamp(min=1.0)
+    return centred_S * torch.rsqrt(variance + 1e-8)
+
+
+def batch_baseline_advantages(rewards_S: torch.Tensor) -> torch.Tensor:
+    """R minus the mean over the batch: Monte-Carlo policy gradient (Williams 1992)."""
+    return rewards_S - rewards_S.mean() if rewards_S.numel() else rewards_S
+
+
+def rapid_advantages(
+    rewards_S: torch.Tensor,
+    log_weights_S: torch.Tensor,
+    group_index_S: torch.Tensor,
+    *,
+    eta: float = 2.0,
+    leave_one_out: bool = False,
+    bound: float = 20.0,
+) -> torch.Tensor:
+    """A_i = R_i - (1/N_k) sum_j min(w_j, eta) R_j over the N_k generations of prompt k (RAPID).
+
+    w_j = exp(c(log pi_theta(y_j | x) - log mu(y_j | x))) of the whole generation under the current
+    policy, so it changes with every update. The paper's Eq. 5 prints max(w_j, eta); its text says
+    that the clip bounds the weight and reports 5 % of the weights clipped, which only min does.
+    `leave_one_out` takes j = i out of the sum and divides by N_k - 1 (a group of one has baseline
+    0).
+    """
+    count_G, _ = _group_sums(rewards_S, group_index_S)
+    weight_S = log_weights_S.clamp(-bound, bound).exp().clamp(max=eta)
+    weighted_S = weight_S * rewards_S
+    sum_G = torch.zeros_like(count_G).index_add_(0, group_index_S, weighted_S)
+    if leave_one_out:
+        others_S = (count_G[group_index_S] - 1.0).clamp(min=1.0)
+        return rewards_S - (sum_G[group_index_S] - weighted_S) / others_S
+    return rewards_S - sum_G[group_index_S] / count_G[group_index_S]
+
+
+def overlong_penalty(
+    length_S: torch.Tensor, *, max_length: int, buffer: float, penalty: float = 1.0
+) -> torch.Tensor:
+    """DAPO's soft overlong punishment (arXiv 2503.14476, Eq. 13), to be added to the reward.
+
+    0 up to max_length - buffer tokens, then linearly down to -penalty at max_length and above.
+    """
+    excess_S = length_S.double() - (max_length - buffer)
+    return -penalty * (excess_S / buffer).clamp(0.0, 1.0)
+
+
+def informative_groups(rewards_S: torch.Tensor, group_index_S: torch.Tensor) -> torch.Tensor:
+    """DAPO's dynamic sampling: per group, whether its rewards are not all equal, bool [G].
+
+    (arXiv 2503.14476, Eq. 11; for binary rewards this is 0 < number correct < N.)
+    """
+    groups = int(group_index_S.max()) + 1 if group_index_S.numel() else 0
+    low_G = rewards_S.new_full((groups,), float("inf"))
+    high_G = rewards_S.new_full((groups,), float("-inf"))
+    low_G.scatter_reduce_(0, group_index_S, rewards_S, "amin")
+    high_G.scatter_reduce_(0, group_index_S, rewards_S, "amax")
+    return high_G > low_G
+
+
+def _group_sums(
+    rewards_S: torch.Tensor, group_index_S: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if not bool(torch.isfinite(rewards_S).all()):
+        raise NonFiniteError("rewards has non-finite values")
+    groups = int(group_index_S.max()) + 1 if group_index_S.numel() else 0
+    zero_G = rewards_S.new_zeros(groups)
+    count_G = zero_G.index_add(0, group_index_S, torch.ones_like(rewards_S))
+    return count_G, zero_G.index_add(0, group_index_S, rewards_S)

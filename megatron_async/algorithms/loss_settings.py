@@ -1,0 +1,55 @@
+"""From the settings of a run to the thresholds that a loss reads.
+
+Invariant: the only place that knows what a named loss is made of; losses and kernels see
+`LossConfig` alone.
+"""
+
+from __future__ import annotations
+
+from megatron_async.algorithms.correction import rejection_rules
+from megatron_async.algorithms.interface import LossConfig
+from megatron_async.config.algorithm import AlgorithmConfig
+from megatron_async.config.thresholds import parse_weight_threshold
+
+
+def loss_config(config: AlgorithmConfig) -> LossConfig:
+    """The loss's thresholds from the settings.
+
+    `rapid` is `reinforce` with whole-generation weights bounded by eta (or unbounded); `aipo` in
+    its coefficient form is `reinforce` with token weights bounded by delta. In bypass mode
+    `correction.rollout_is` is the weight of `reinforce`, and rejection happens in the loss.
+    """
+    loss, correction = config.loss, config.correction
+    surrogate, level = str(loss.name), "none"
+    threshold: float | str | None = None
+    if loss.name == "reinforce":
+        level, threshold = loss.weight, loss.weight_threshold
+        if correction.bypass_mode and correction.rollout_is is not None:
+            level, threshold = correction.rollout_is, correction.rollout_is_threshold
+    elif loss.name == "rapid":
+        surrogate, level = "reinforce", "sequence"
+        threshold = config.rapid.eta if config.rapid.clip_policy_weight else None
+    elif loss.name == "aipo" and loss.aipo_form == "coefficient":
+        surrogate, level, threshold = "reinforce", "token", loss.aipo_delta
+    lower, upper = None, None
+    if level != "none" and threshold is not None:
+        lower, upper = parse_weight_threshold(threshold, "weight_threshold")
+    return LossConfig(
+        surrogate=surrogate,  # type: ignore[arg-type]
+        ratio_to="rollout" if correction.bypass_mode or loss.name == "sft" else "old",
+        aggregation=loss.aggregation,
+        fixed_normalizer=loss.fixed_normalizer,
+        clip_low=loss.clip_low,
+        clip_high=loss.clip_high,
+        dual_clip=loss.dual_clip,
+        aipo_delta=loss.aipo_delta,
+        weight_level=level,  # type: ignore[arg-type]
+        weight_upper=upper,
+        weight_lower=lower,
+        rejection=rejection_rules(correction) if correction.bypass_mode else (),
+        kl_estimator=config.kl.loss_estimator if config.kl.loss_coef > 0 else "none",  # type: ignore[arg-type]
+        kl_coef=config.kl.loss_coef,
+        kl_weight_upper=config.kl.weight_threshold,
+        entropy_coef=config.entropy_coef,
+        staleness_clip=config.rapid.eta,
+    )

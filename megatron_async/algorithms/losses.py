@@ -1,0 +1,299 @@
+"""The loss of one microbatch: the reference implementation of `interface`.
+
+Invariants: those of `interface`; nothing here needs or builds an autograd graph.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from megatron_async.algorithms import surrogates
+from megatron_async.algorithms.interface import (
+    LAG_SUM_NAMES,
+    NUM_LAG_BINS,
+    SUM_NAMES,
+    Denominators,
+    LossConfig,
+    LossInputs,
+    LossMetrics,
+    LossOutput,
+    RejectionRule,
+    check_finite,
+)
+from megatron_async.algorithms.packed import masked, segment_max, segment_sum, spread
+
+
+@torch.no_grad()
+def policy_loss(inputs: LossInputs, config: LossConfig, denominators: Denominators) -> LossOutput:
+    """Loss, gradient and metric sums of one microbatch of whole sequences.
+
+    Computes in the dtype of `logprobs_T`, at least float32. Raises NonFiniteError naming the input
+    that is not finite, ValueError when an input that `config` needs is missing.
+    """
+    stream = _Stream(inputs, config)
+    kept_T = stream.mask_T * rejection_keep(
+        stream.log_ratio_T, stream.mask_T, inputs.cu_seqlens_S1, config.rejection
+    )
+    terms = _surrogate(stream, kept_T, config, denominators)
+    scale_T = token_scale(kept_T, inputs.cu_seqlens_S1, config, denominators)
+    policy_T, dlogp_T = terms.value_T * scale_T, terms.dlogp_T * scale_T
+    kl_T = torch.zeros_like(policy_T)
+    if config.kl_estimator != "none":
+        value_T, slope_T = surrogates.kl_to_reference(
+            stream.logprobs_T, stream.ref_T, stream.anchor_ratio_T, stream.correction_T, config
+        )
+        kl_T = config.kl_coef * value_T * scale_T
+        dlogp_T = dlogp_T + config.kl_coef * slope_T * scale_T
+    entropy_T = torch.zeros_like(policy_T)
+    dentropy_T = None
+    if config.entropy_coef != 0.0:
+        dentropy_T = -config.entropy_coef * scale_T
+        entropy_T = dentropy_T * stream.entropy_T
+    parts_3T = torch.stack([policy_T, kl_T, entropy_T])
+    parts_3 = parts_3T.double().sum(dim=1)
+    metrics = _metrics(stream, kept_T, terms, parts_3, config)
+    return LossOutput(parts_3.sum().to(policy_T.dtype), dlogp_T, dentropy_T, metrics)
+
+
+class _Stream:
+    """The inputs, checked, in one dtype, and exactly 0 at untrained tokens."""
+
+    def __init__(self, inputs: LossInputs, config: LossConfig) -> None:
+        _require(inputs, config)
+        check_finite(
+            {
+                "logprobs": inputs.logprobs_T,
+                "rollout_logprobs": inputs.rollout_logprobs_T,
+                "old_logprobs": inputs.old_logprobs_T,
+                "ref_logprobs": inputs.ref_logprobs_T,
+                "advantages": inputs.advantages_T,
+                "entropy": inputs.entropy_T,
+                "is_weights": inputs.is_weights_T,
+            },
+            inputs.mask_T,
+        )
+        dtype = torch.promote_types(inputs.logprobs_T.dtype, torch.float32)
+
+        def read(tensor_T: torch.Tensor | None, default: float = 0.0) -> torch.Tensor:
+            if tensor_T is None:
+                return torch.full_like(inputs.logprobs_T, default, dtype=dtype)
+            return masked(tensor_T.to(dtype), inputs.mask_T)
+
+        self.cu_seqlens_S1 = inputs.cu_seqlens_S1
+        self.mask_T = (inputs.mask_T != 0).to(dtype)
+        self.logprobs_T = read(inputs.logprobs_T)
+        self.advantages_T = read(inputs.advantages_T)
+        self.correction_T = read(inputs.is_weights_T, 1.0)
+        self.entropy_T = read(inputs.entropy_T)
+        self.has_ref = inputs.ref_logprobs_T is not None
+        self.ref_T = read(inputs.ref_logprobs_T)
+        self.log_ratio_T = self.logprobs_T - read(inputs.rollout_logprobs_T)
+        self.anchor_ratio_T = (
+            self.logprobs_T - read(inputs.old_logprobs_T)
+            if config.ratio_to == "old"
+            else self.log_ratio_T
+        )
+        lag_T = inputs.lag_T
+        self.lag_T = (
+            torch.zeros_like(self.mask_T, dtype=torch.int64)
+            if lag_T is None
+            else masked(lag_T.to(torch.int64), inputs.mask_T)
+        )
+
+
+def _require(inputs: LossInputs, config: LossConfig) -> None:
+    needed = (
+        ("old_logprobs_T", inputs.old_logprobs_T, config.ratio_to == "old"),
+        ("ref_logprobs_T", inputs.ref_logprobs_T, config.kl_estimator != "none"),
+        ("entropy_T", inputs.entropy_T, config.entropy_coef != 0.0),
+    )
+    for name, tensor_T, required in needed:
+        if required and tensor_T is None:
+            raise ValueError(f"the loss needs {name}, got None")
+
+
+def divergence(log_ratio_T: torch.Tensor, name: str) -> torch.Tensor:
+    """k1 = -x, k2 = x^2 / 2, k3 = exp(x) - 1 - x of x = c(log pi - log mu), per token."""
+    ratio_T, clamped_T, _ = surrogates.bounded_exp(log_ratio_T)
+    if name == "k1":
+        return -clamped_T
+    if name == "k2":
+        return 0.5 * clamped_T.square()
+    return ratio_T - 1.0 - clamped_T
+
+
+def rejection_statistic(
+    log_ratio_T: torch.Tensor,
+    mask_T: torch.Tensor,
+    cu_seqlens_S1: torch.Tensor,
+    level: str,
+    divergence_name: str,
+) -> torch.Tensor:
+    """The statistic of one rule: [T] for level `token`, else [S] (0 for an empty sequence)."""
+    values_T = divergence(log_ratio_T, divergence_name)
+    if level == "token":
+        return values_T
+    if level == "seq_max":
+        floor_T = torch.where(mask_T != 0, values_T, torch.full_like(values_T, -math.inf))
+        maximum_S = segment_max(floor_T, cu_seqlens_S1)
+        return torch.where(maximum_S == -math.inf, torch.zeros_like(maximum_S), maximum_S)
+    total_S = segment_sum(masked(values_T, mask_T), cu_seqlens_S1)
+    if level == "seq_sum":
+        return total_S
+    return total_S / segment_sum(mask_T, cu_seqlens_S1).clamp(min=1.0)
+
+
+def rejection_keep(
+    log_ratio_T: torch.Tensor,
+    mask_T: torch.Tensor,
+    cu_seqlens_S1: torch.Tensor,
+    rules: tuple[RejectionRule, ...],
+) -> torch.Tensor:
+    """1 where every rule keeps the token, else 0, [T] in the dtype of the mask."""
+    keep_T = torch.ones_like(mask_T)
+    for rule in rules:
+        statistic = rejection_statistic(
+            log_ratio_T, mask_T, cu_seqlens_S1, rule.level, rule.divergence
+        )
+        passes = ((statistic >= rule.lower) & (statistic <= rule.upper)).to(mask_T.dtype)
+        keep_T = keep_T * (passes if rule.level == "token" else spread(passes, cu_seqlens_S1))
+    return keep_T
+
+
+def token_scale(
+    kept_T: torch.Tensor,
+    cu_seqlens_S1: torch.Tensor,
+    config: LossConfig,
+    denominators: Denominators,
+) -> torch.Tensor:
+    """a_T: what each token's loss counts in the global loss, 0 where it is not trained."""
+    if config.aggregation == "token_mean":
+        return kept_T / max(denominators.tokens, 1.0)
+    sequences = max(denominators.sequences, 1.0)
+    if config.aggregation == "seq_mean_token_sum":
+        return kept_T / sequences
+    if config.aggregation == "seq_mean_token_sum_norm":
+        return kept_T / (sequences * config.fixed_normalizer)
+    length_S = segment_sum(kept_T, cu_seqlens_S1).clamp(min=1.0)
+    return kept_T / (sequences * spread(length_S, cu_seqlens_S1))
+
+
+def generation_log_weight(
+    log_ratio_T: torch.Tensor, mask_T: torch.Tensor, cu_seqlens_S1: torch.Tensor
+) -> torch.Tensor:
+    """Sum of log-ratios over each sequence's trained tokens, unclamped, [S]."""
+    return segment_sum(masked(log_ratio_T, mask_T), cu_seqlens_S1)
+
+
+def _surrogate(
+    stream: _Stream, kept_T: torch.Tensor, config: LossConfig, denominators: Denominators
+) -> surrogates.Terms:
+    ratio_T, A_T, v_T = stream.anchor_ratio_T, stream.advantages_T, stream.correction_T
+    if config.surrogate == "ppo_clip":
+        return surrogates.ppo_clip(ratio_T, A_T, v_T, config)
+    if config.surrogate == "aipo":
+        return surrogates.aipo(ratio_T, A_T, v_T, config)
+    if config.surrogate == "cispo":
+        return surrogates.cispo(stream.logprobs_T, ratio_T, A_T, v_T, config)
+    if config.surrogate == "gspo":
+        length_S = segment_sum(kept_T, stream.cu_seqlens_S1).clamp(min=1.0)
+        mean_S = segment_sum(ratio_T * kept_T, stream.cu_seqlens_S1) / length_S
+        mean_T = spread(mean_S, stream.cu_seqlens_S1)
+        return surrogates.gspo(ratio_T, mean_T, A_T, v_T, config)
+    if config.surrogate == "sft":
+        return surrogates.sft(stream.logprobs_T)
+    weight_T = torch.ones_like(ratio_T)
+    if config.weight_level == "token":
+        weight_T = surrogates.bounded_exp(ratio_T)[0]
+    elif config.weight_level == "sequence":
+        total_S = generation_log_weight(ratio_T, stream.mask_T, stream.cu_seqlens_S1)
+        weight_T = spread(surrogates.bounded_exp(total_S)[0], stream.cu_seqlens_S1)
+    return surrogates.reinforce(
+        stream.logprobs_T, ratio_T, weight_T, A_T, v_T, config, denominators.weight_mean
+    )
+
+
+def _metrics(
+    stream: _Stream,
+    kept_T: torch.Tensor,
+    terms: surrogates.Terms,
+    parts_3: torch.Tensor,
+    config: LossConfig,
+) -> LossMetrics:
+    mask_T, cu_S1 = stream.mask_T.double(), stream.cu_seqlens_S1
+    kept_T = kept_T.double()
+    log_T = stream.log_ratio_T.double()
+    weight_T, clamped_T, _ = surrogates.bounded_exp(log_T)
+    nonempty_S = segment_sum(mask_T, cu_S1) > 0
+    total_S = segment_sum(log_T, cu_S1)[nonempty_S]
+    seq_weight_S, seq_log_S, _ = surrogates.bounded_exp(total_S)
+    distance_T = (stream.logprobs_T - stream.ref_T).double() * float(stream.has_ref)
+    inverse_T, negative_T, _ = surrogates.bounded_exp(-distance_T)
+    A_T, lag_T = stream.advantages_T.double(), stream.lag_T
+    x_T = terms.coefficient_T.double()
+    per_token = {
+        "tokens": mask_T,
+        "kept_tokens": kept_T,
+        "log_ratio": log_T * mask_T,
+        "k3": (weight_T - 1.0 - clamped_T) * mask_T,
+        "is_weight": weight_T * mask_T,
+        "is_weight_sq": weight_T.square() * mask_T,
+        "ratio": terms.ratio_T.double() * kept_T,
+        "ratio_log": terms.log_ratio_T.double() * kept_T,
+        "coefficient": x_T * kept_T,
+        "coefficient_sq": x_T.square() * kept_T,
+        "clip_high": terms.clip_high_T * kept_T,
+        "clip_low": terms.clip_low_T * kept_T,
+        "clip_dual": terms.clip_dual_T * kept_T,
+        "entropy": stream.entropy_T.double() * mask_T,
+        "advantage": A_T * mask_T,
+        "advantage_sq": A_T.square() * mask_T,
+        "ref_k1": distance_T * mask_T,
+        "ref_k3": (inverse_T - 1.0 - negative_T) * mask_T,
+        "lag": lag_T.double() * mask_T,
+        "off_policy_tokens": (lag_T > 0) * mask_T,
+    }
+    totals = dict(zip(per_token, torch.stack(list(per_token.values())).sum(dim=1), strict=True))
+    policy, kl, entropy = parts_3.unbind()
+    clip_log = math.log(config.staleness_clip)
+    totals |= {
+        "sequences": nonempty_S.sum(),
+        "kept_sequences": (segment_sum(kept_T, cu_S1) > 0).sum(),
+        "loss": parts_3.sum(),
+        "policy_loss": policy,
+        "kl_loss": kl,
+        "entropy_loss": entropy,
+        "seq_weight": seq_weight_S.sum(),
+        "seq_weight_sq": seq_weight_S.square().sum(),
+        "seq_staleness": seq_log_S.clamp(max=clip_log).sum(),
+        "seq_weight_clipped": (seq_weight_S > config.staleness_clip).sum(),
+    }
+    trained_T = mask_T != 0
+    maxima = [
+        _largest(log_T[trained_T]),
+        _largest(-log_T[trained_T]),
+        _largest(total_S),
+        _largest(-total_S),
+        _largest(lag_T[trained_T].double()),
+    ]
+    return LossMetrics(
+        torch.stack([totals[name].double() for name in SUM_NAMES]),
+        _by_lag(mask_T, weight_T, log_T, lag_T),
+        torch.stack(maxima),
+    )
+
+
+def _largest(values: torch.Tensor) -> torch.Tensor:
+    return torch.cat([values.new_full((1,), -math.inf), values]).max()
+
+
+def _by_lag(
+    mask_T: torch.Tensor, weight_T: torch.Tensor, log_T: torch.Tensor, lag_T: torch.Tensor
+) -> torch.Tensor:
+    streams_LT = torch.stack([mask_T, weight_T * mask_T, weight_T.square() * mask_T, log_T])
+    assert streams_LT.shape[0] == len(LAG_SUM_NAMES)
+    bin_T = lag_T.clamp(0, NUM_LAG_BINS - 1)
+    columns = [streams_LT[:, bin_T == lag].sum(dim=1) for lag in range(NUM_LAG_BINS)]
+    return torch.stack(columns, dim=1)

@@ -1,0 +1,194 @@
+"""From additive sums to the numbers that a run reports, and the health rules on them.
+
+Invariants
+- Every reported number is a function of sums and maxima over the whole minibatch, so it does not
+  depend on microbatches or ranks.
+- A mean over nothing is left out rather than reported as 0.
+
+"Raw" weights are exp(c(log pi_theta - log pi_rollout)) before any truncation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from megatron_async.algorithms.interface import LAG_SUM_NAMES, NUM_LAG_BINS, LossMetrics
+from megatron_async.algorithms.reduce import Reducer
+
+
+def effective_sample_size(weight_sum: float, weight_square_sum: float, count: float) -> float:
+    """(sum w)^2 / (n sum w^2), as a share of n (Kish 1965); 0 when all weights are 0."""
+    if count <= 0 or weight_square_sum <= 0:
+        return 0.0
+    return weight_sum * weight_sum / (count * weight_square_sum)
+
+
+def finalize(metrics: LossMetrics) -> dict[str, float]:
+    """Reported numbers of one minibatch; `metrics` are merged over microbatches and ranks.
+
+    loss/{total, policy, kl, entropy}    sums of the loss's parts
+    actor/clip_high, clip_low, clip_dual share of kept tokens where that bound is active
+    actor/clip_fraction                  clip_high + clip_low
+    actor/ratio, ppo_kl                  mean over kept tokens of r, and of -c(log r), to pi_old
+    actor/coefficient, coefficient_ess   mean and ESS of the weights in use over kept tokens
+    actor/kept_fraction                  kept tokens / trained tokens (rejection in the loss)
+    actor/entropy                        mean over trained tokens
+    actor/advantage_mean, advantage_std  over trained tokens (population)
+    ref/kl, ref/k3                       mean of log pi - log pi_ref, and of its k3 estimate
+    off_policy/ess                       raw per token: effective_sample_size over trained tokens
+    off_policy/ess_sequence              the same over whole-generation weights
+    off_policy/kl, k3                    mean of -L, of exp(c(L)) - 1 - c(L): KL(rollout || theta)
+    off_policy/weight, weight_sequence   mean raw weight per token and per sequence
+    off_policy/chi2_token, chi2_sequence mean squared raw weight minus 1
+    off_policy/log_ratio_{max, min}, log_weight_sequence_{max, min}   extremes of L and sum L
+    off_policy/staleness                 RAPID: mean of log min(w, eta) over generations
+    off_policy/clipped_generations       RAPID: share of generations with w > eta
+    off_policy/lag_mean, lag_max         over trained tokens
+    off_policy/tokens                    share of trained tokens with lag > 0
+    off_policy/lag_{k}/{share, weight, ess, log_ratio}   of the tokens with lag k (the last k:
+                                         or more): share of tokens, mean raw weight, ESS, mean L
+    """
+    s = metrics.sums()
+    result = {
+        "loss/total": s["loss"],
+        "loss/policy": s["policy_loss"],
+        "loss/kl": s["kl_loss"],
+        "loss/entropy": s["entropy_loss"],
+        "actor/tokens": s["tokens"],
+        "actor/sequences": s["sequences"],
+    }
+    tokens, kept, sequences = s["tokens"], s["kept_tokens"], s["sequences"]
+    if kept > 0:
+        result |= {
+            "actor/clip_high": s["clip_high"] / kept,
+            "actor/clip_low": s["clip_low"] / kept,
+            "actor/clip_dual": s["clip_dual"] / kept,
+            "actor/clip_fraction": (s["clip_high"] + s["clip_low"]) / kept,
+            "actor/ratio": s["ratio"] / kept,
+            "actor/ppo_kl": -s["ratio_log"] / kept,
+            "actor/coefficient": s["coefficient"] / kept,
+            "actor/coefficient_ess": effective_sample_size(
+                s["coefficient"], s["coefficient_sq"], kept
+            ),
+        }
+    if tokens > 0:
+        mean = s["advantage"] / tokens
+        result |= {
+            "actor/kept_fraction": kept / tokens,
+            "actor/entropy": s["entropy"] / tokens,
+            "actor/advantage_mean": mean,
+            "actor/advantage_std": math.sqrt(max(s["advantage_sq"] / tokens - mean * mean, 0.0)),
+            "ref/kl": s["ref_k1"] / tokens,
+            "ref/k3": s["ref_k3"] / tokens,
+            "off_policy/ess": effective_sample_size(s["is_weight"], s["is_weight_sq"], tokens),
+            "off_policy/kl": -s["log_ratio"] / tokens,
+            "off_policy/k3": s["k3"] / tokens,
+            "off_policy/weight": s["is_weight"] / tokens,
+            "off_policy/chi2_token": s["is_weight_sq"] / tokens - 1.0,
+            "off_policy/log_ratio_max": s["log_ratio_max"],
+            "off_policy/log_ratio_min": -s["log_ratio_neg_min"],
+            "off_policy/lag_mean": s["lag"] / tokens,
+            "off_policy/lag_max": s["lag_max"],
+            "off_policy/tokens": s["off_policy_tokens"] / tokens,
+        }
+        result |= _by_lag(metrics, tokens)
+    if sequences > 0:
+        result |= {
+            "off_policy/ess_sequence": effective_sample_size(
+                s["seq_weight"], s["seq_weight_sq"], sequences
+            ),
+            "off_policy/weight_sequence": s["seq_weight"] / sequences,
+            "off_policy/chi2_sequence": s["seq_weight_sq"] / sequences - 1.0,
+            "off_policy/staleness": s["seq_staleness"] / sequences,
+            "off_policy/clipped_generations": s["seq_weight_clipped"] / sequences,
+            "off_policy/log_weight_sequence_max": s["seq_log_weight_max"],
+            "off_policy/log_weight_sequence_min": -s["seq_log_weight_neg_min"],
+        }
+    return result
+
+
+def _by_lag(metrics: LossMetrics, tokens: float) -> dict[str, float]:
+    result: dict[str, float] = {}
+    for lag, column in enumerate(metrics.lag_sums_LB.T.tolist()):
+        sums = dict(zip(LAG_SUM_NAMES, column, strict=True))
+        count = sums["lag_tokens"]
+        if count > 0:
+            result[f"off_policy/lag_{lag}/share"] = count / tokens
+            result[f"off_policy/lag_{lag}/weight"] = sums["lag_weight"] / count
+            result[f"off_policy/lag_{lag}/log_ratio"] = sums["lag_log_ratio"] / count
+            result[f"off_policy/lag_{lag}/ess"] = effective_sample_size(
+                sums["lag_weight"], sums["lag_weight_sq"], count
+            )
+    return result
+
+
+def batch_staleness(
+    lag_T: torch.Tensor, mask_T: torch.Tensor, resumed_S: torch.Tensor, reducer: Reducer
+) -> dict[str, float]:
+    """Of a batch before training: lags of its trained tokens and resumed trajectories.
+
+    staleness/lag_mean, lag_max, off_policy_tokens (share with lag > 0), lag_share_{k} (the last
+    k: or more), resumed_trajectories (share). Nothing trained gives only the last.
+    """
+    result: dict[str, float] = {}
+    lags = lag_T[mask_T != 0].double()
+    bins = lags.clamp(max=NUM_LAG_BINS - 1)
+    resumed, sequences, tokens, total, off_policy, *counts = reducer.sum(
+        resumed_S,
+        torch.ones_like(resumed_S),
+        torch.ones_like(lags),
+        lags,
+        lags > 0,
+        *(bins == lag for lag in range(NUM_LAG_BINS)),
+    )
+    largest = reducer.max(lags)
+    if sequences:
+        result["staleness/resumed_trajectories"] = resumed / sequences
+    if tokens:
+        result |= {
+            "staleness/lag_mean": total / tokens,
+            "staleness/lag_max": largest,
+            "staleness/off_policy_tokens": off_policy / tokens,
+        }
+        result |= {f"staleness/lag_share_{lag}": n / tokens for lag, n in enumerate(counts)}
+    return result
+
+
+@dataclass(frozen=True)
+class HealthWarning:
+    """A named rule that a metric broke."""
+
+    rule: str
+    metric: str
+    value: float
+    message: str
+
+
+# rule, metric, lowest and highest healthy value (the guide of verl's rollout correction,
+# docs/algo/rollout_corr.md, "conditional alerting").
+_HEALTH_RULES: tuple[tuple[str, str, float, float], ...] = (
+    ("mean_weight", "rollout_corr/rollout_is_mean", 0.5, 2.0),
+    ("low_ess", "rollout_corr/rollout_is_eff_sample_size", 0.3, math.inf),
+    ("weight_std", "rollout_corr/rollout_is_std", -math.inf, 1.0),
+    ("kl", "rollout_corr/kl", -0.1, 0.1),
+    ("chi2", "rollout_corr/chi2_token", -math.inf, 1.0),
+)
+
+
+def health_warnings(metrics: Mapping[str, float]) -> list[HealthWarning]:
+    """The rules that `metrics` break: mean weight outside 0.5 to 2, ESS < 0.3, weight std > 1,
+    |KL| > 0.1, token chi^2 > 1. A metric that is absent breaks none; NaN breaks its rule."""
+    found = []
+    for rule, name, low, high in _HEALTH_RULES:
+        value = metrics.get(name)
+        if value is not None and not low <= value <= high:
+            healthy = f"between {low:g} and {high:g}"
+            if math.isinf(low) or math.isinf(high):
+                healthy = f"at least {low:g}" if math.isinf(high) else f"at most {high:g}"
+            message = f"{rule}: {name} is {value:.4g}, healthy is {healthy}"
+            found.append(HealthWarning(rule, name, value, message))
+    return found

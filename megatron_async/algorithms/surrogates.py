@@ -1,0 +1,220 @@
+"""The surrogate losses, one token at a time, with their derivatives in closed form.
+
+Invariants
+- Every function is elementwise over T tokens, given the log-ratio (and what a sequence shares).
+- Arguments are finite everywhere (untrained tokens were set to 0 before); aggregation, masks and
+  denominators are applied by the caller.
+- A term that is bounded has derivative 0 where the bound is active; ties count as unbounded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_async.algorithms.interface import GSPO_LOG_BOUND, SAFETY_BOUND, LossConfig
+
+
+@dataclass(frozen=True, eq=False)
+class Terms:
+    """Per token: loss, d loss / d log-prob, weight in use, ratio, c(log-ratio), clip flags."""
+
+    value_T: torch.Tensor
+    dlogp_T: torch.Tensor
+    coefficient_T: torch.Tensor
+    ratio_T: torch.Tensor
+    log_ratio_T: torch.Tensor
+    clip_high_T: torch.Tensor
+    clip_low_T: torch.Tensor
+    clip_dual_T: torch.Tensor
+
+
+def bounded_exp(log_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """exp(c(x)), c(x), and whether x lies inside the bounds (where d/dx is not 0)."""
+    clamped_T = log_T.clamp(-SAFETY_BOUND, SAFETY_BOUND)
+    return clamped_T.exp(), clamped_T, log_T.abs() <= SAFETY_BOUND
+
+
+def truncate(
+    weights: torch.Tensor, lower: float | None, upper: float | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Truncated weights, where they were above `upper`, where below `lower`.
+
+    An upper bound alone gives min(w, upper) (Espeholt et al. 2018, IMPALA; Yao et al. 2025, TIS);
+    with a lower bound weights outside [lower, upper] become 0 (IcePop, Ling Team 2025).
+    """
+    never = torch.zeros_like(weights, dtype=torch.bool)
+    high = never if upper is None else weights > upper
+    low = never if lower is None else weights < lower
+    if lower is not None:
+        return torch.where(high | low, torch.zeros_like(weights), weights), high, low
+    return weights if upper is None else weights.clamp(max=upper), high, low
+
+
+def reinforce(
+    logprobs_T: torch.Tensor,
+    log_ratio_T: torch.Tensor,
+    raw_weight_T: torch.Tensor,
+    advantages_T: torch.Tensor,
+    correction_T: torch.Tensor,
+    config: LossConfig,
+    weight_mean: float,
+) -> Terms:
+    """-sg(w) A log pi, w a truncated ratio (Williams 1992; PipelineRL, arXiv 2509.19128).
+
+    With a whole-sequence weight and sequence-mean-token-sum this is RAPID's Eq. 3.
+    """
+    weight_T, high_T, low_T = truncate(raw_weight_T, config.weight_lower, config.weight_upper)
+    coefficient_T = weight_T / weight_mean * correction_T
+    ratio_T, clamped_T, _ = bounded_exp(log_ratio_T)
+    return Terms(
+        value_T=-coefficient_T * advantages_T * logprobs_T,
+        dlogp_T=-coefficient_T * advantages_T,
+        coefficient_T=coefficient_T,
+        ratio_T=ratio_T,
+        log_ratio_T=clamped_T,
+        clip_high_T=high_T,
+        clip_low_T=low_T,
+        clip_dual_T=torch.zeros_like(high_T),
+    )
+
+
+def aipo(
+    log_ratio_T: torch.Tensor,
+    advantages_T: torch.Tensor,
+    correction_T: torch.Tensor,
+    config: LossConfig,
+) -> Terms:
+    """-min(r, delta) A: AIPO (LlamaRL, arXiv 2505.24034) as PRIME-RL uses it."""
+    ratio_T, clamped_T, inside_T = bounded_exp(log_ratio_T)
+    high_T = ratio_T > config.aipo_delta
+    coefficient_T = ratio_T.clamp(max=config.aipo_delta) * correction_T
+    active_T = ~high_T & inside_T
+    return Terms(
+        value_T=-coefficient_T * advantages_T,
+        dlogp_T=-correction_T * ratio_T * advantages_T * active_T,
+        coefficient_T=coefficient_T,
+        ratio_T=ratio_T,
+        log_ratio_T=clamped_T,
+        clip_high_T=high_T,
+        clip_low_T=torch.zeros_like(high_T),
+        clip_dual_T=torch.zeros_like(high_T),
+    )
+
+
+def ppo_clip(
+    log_ratio_T: torch.Tensor,
+    advantages_T: torch.Tensor,
+    correction_T: torch.Tensor,
+    config: LossConfig,
+) -> Terms:
+    """max(-r A, -clip(r) A) (Schulman et al. 2017, Eq. 7), for A < 0 at most -C A (dual clip,
+    Ye et al. 2020, arXiv 1912.09729, Eq. 5), times the weights of decoupled correction."""
+    ratio_T, clamped_T, inside_T = bounded_exp(log_ratio_T)
+    return _clipped(ratio_T, clamped_T, inside_T, advantages_T, correction_T, config, dual=True)
+
+
+def gspo(
+    log_ratio_T: torch.Tensor,
+    mean_log_ratio_T: torch.Tensor,
+    advantages_T: torch.Tensor,
+    correction_T: torch.Tensor,
+    config: LossConfig,
+) -> Terms:
+    """PPO-clip on the sequence's geometric mean ratio (GSPO, arXiv 2507.18071, Eqs. 5 and 7).
+
+    The derivative is that of GSPO-token (its Eq. 14): with a sequence-mean-token-mean aggregation
+    and one advantage per sequence it equals the gradient of the sequence objective.
+    """
+    ratio_T = mean_log_ratio_T.clamp(max=GSPO_LOG_BOUND).exp()
+    clamped_T = log_ratio_T.clamp(-SAFETY_BOUND, SAFETY_BOUND)
+    inside_T = mean_log_ratio_T <= GSPO_LOG_BOUND
+    return _clipped(ratio_T, clamped_T, inside_T, advantages_T, correction_T, config, dual=False)
+
+
+def _clipped(
+    ratio_T: torch.Tensor,
+    clamped_T: torch.Tensor,
+    inside_T: torch.Tensor,
+    advantages_T: torch.Tensor,
+    correction_T: torch.Tensor,
+    config: LossConfig,
+    *,
+    dual: bool,
+) -> Terms:
+    low, high = 1.0 - config.clip_low, 1.0 + config.clip_high
+    free_T = -advantages_T * ratio_T
+    bounded_T = -advantages_T * ratio_T.clamp(low, high)
+    clipped_T = bounded_T > free_T
+    value_T = torch.maximum(free_T, bounded_T)
+    dual_T = torch.zeros_like(clipped_T)
+    if dual and config.dual_clip is not None:
+        limit_T = -advantages_T * config.dual_clip
+        dual_T = (advantages_T < 0) & (limit_T < value_T)
+        value_T = torch.where(dual_T, limit_T, value_T)
+    active_T = ~clipped_T & ~dual_T & inside_T
+    return Terms(
+        value_T=correction_T * value_T,
+        dlogp_T=correction_T * free_T * active_T,
+        coefficient_T=correction_T,
+        ratio_T=ratio_T,
+        log_ratio_T=clamped_T,
+        clip_high_T=clipped_T & (ratio_T > high),
+        clip_low_T=clipped_T & (ratio_T < low),
+        clip_dual_T=dual_T,
+    )
+
+
+def cispo(
+    logprobs_T: torch.Tensor,
+    log_ratio_T: torch.Tensor,
+    advantages_T: torch.Tensor,
+    correction_T: torch.Tensor,
+    config: LossConfig,
+) -> Terms:
+    """-sg(clip(r)) A log pi (CISPO, MiniMax-M1, arXiv 2506.13585, Eqs. 4 and 5)."""
+    ratio_T, clamped_T, _ = bounded_exp(log_ratio_T)
+    low, high = 1.0 - config.clip_low, 1.0 + config.clip_high
+    coefficient_T = ratio_T.clamp(low, high) * correction_T
+    return Terms(
+        value_T=-coefficient_T * advantages_T * logprobs_T,
+        dlogp_T=-coefficient_T * advantages_T,
+        coefficient_T=coefficient_T,
+        ratio_T=ratio_T,
+        log_ratio_T=clamped_T,
+        clip_high_T=ratio_T > high,
+        clip_low_T=ratio_T < low,
+        clip_dual_T=torch.zeros_like(ratio_T, dtype=torch.bool),
+    )
+
+
+def sft(logprobs_T: torch.Tensor) -> Terms:
+    """Cross-entropy, -log pi."""
+    never_T = torch.zeros_like(logprobs_T, dtype=torch.bool)
+    zero_T, one_T = torch.zeros_like(logprobs_T), torch.ones_like(logprobs_T)
+    return Terms(-logprobs_T, -one_T, one_T, zero_T, zero_T, never_T, never_T, never_T)
+
+
+def kl_to_reference(
+    logprobs_T: torch.Tensor,
+    ref_logprobs_T: torch.Tensor,
+    log_ratio_T: torch.Tensor,
+    correction_T: torch.Tensor,
+    config: LossConfig,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Importance-weighted KL(pi || pi_ref) per token and its derivative.
+
+    d = log pi - log pi_ref, y = min(r, C). k2: sg(y) d^2 / 2. k3: y (exp(-d) - 1 + d) with y
+    differentiated where it is not truncated, so that its gradient r d (grad log pi) is that of the
+    KL (Schulman 2020, "Approximating KL divergence", for the estimators).
+    """
+    ratio_T, _, inside_T = bounded_exp(log_ratio_T)
+    weight_T = ratio_T.clamp(max=config.kl_weight_upper) * correction_T
+    distance_T = logprobs_T - ref_logprobs_T
+    if config.kl_estimator == "k2":
+        return 0.5 * weight_T * distance_T.square(), weight_T * distance_T
+    inverse_T, negative_T, near_T = bounded_exp(-distance_T)
+    k3_T = inverse_T - 1.0 - negative_T
+    moves_T = (ratio_T <= config.kl_weight_upper) & inside_T
+    return weight_T * k3_T, weight_T * ((1.0 - inverse_T) * near_T + k3_T * moves_T)

@@ -1,0 +1,224 @@
+"""`CheckpointManager`: save, find, load and retain the checkpoints of one run.
+
+Invariants
+- `save`, `wait`, `close`, `load` (and `newest` in a trainer rank) are collective: every rank calls
+  them in the same order. `take_finalised` is not.
+- At most one save is under way; the next one, `wait` and `close` wait for it, within
+  `checkpoint.timeout_seconds`.
+- A save that failed raises on every rank at the next of these calls, and no earlier checkpoint
+  has changed. Pruning happens only after a commit.
+- Finding verifies every file (ranks share the reading); a corrupt checkpoint is reported and the
+  one before it is used.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from megatron_async.checkpoint.manifest import (
+    Checkpoint,
+    Manifest,
+    faults,
+    list_checkpoints,
+    prune,
+    report_corrupt,
+    step_directory,
+)
+from megatron_async.config.run import CheckpointConfig
+from megatron_async.errors import ComponentFailure, UserError
+
+if TYPE_CHECKING:  # Megatron is imported where it is used: finding a checkpoint does not need it.
+    from megatron_async.checkpoint.state import Checkpointable
+    from megatron_async.checkpoint.writer import SaveJob
+
+logger = logging.getLogger(__name__)
+
+_TEMPORARY_PREFIX = ".saving_"
+
+
+@dataclass(frozen=True)
+class Finalised:
+    """A commit: the manifest of `step` exists now, and these steps can still be restored."""
+
+    step: int
+    kept_steps: tuple[int, ...]
+
+
+class CheckpointManager:
+    """Checkpoints in `root`, the run's `checkpoints/`."""
+
+    def __init__(self, root: Path | str, config: CheckpointConfig) -> None:
+        self._root = Path(root)
+        self._config = config
+        self._job: SaveJob | None = None
+        self._saves = 0
+        self._finalised: list[Finalised] = []
+
+    # ------------------------------------------------------------ saving
+
+    def save(self, trainer: Checkpointable, extra: Mapping[str, Any]) -> None:
+        """Copy the trainer's state and write it, in the background where configured.
+
+        `extra` is any JSON object and belongs to the caller; rank 0's is kept. Raises
+        ComponentFailure when this save (synchronous) or the previous one (asynchronous) failed,
+        TypeError when `extra` is not JSON.
+        """
+        from megatron_async.checkpoint.state import current_layout, sharded_state
+        from megatron_async.checkpoint.writer import SaveJob, prepare
+
+        self.wait()
+        version = trainer.version
+        manifest = Manifest(
+            lineage=version.lineage,
+            step=version.number,
+            layout=current_layout(),
+            files={},
+            trainer=trainer.progress(),
+            extra=dict(extra),
+        )
+        manifest.to_json()  # Raises here rather than in the background.
+        temporary = self._root / f"{_TEMPORARY_PREFIX}{version}"
+        self._on_rank_zero(lambda: self._make_room(temporary), version.number)
+        prepared = prepare(
+            sharded_state(trainer, loading=False, with_random=True),
+            temporary,
+            validate=self._saves == 0,
+        )
+        self._saves += 1
+        self._job = SaveJob(
+            prepared,
+            manifest,
+            temporary,
+            step_directory(self._root, version.number),
+            self._config.timeout_seconds,
+        )
+        self._job.start()
+        if not self._config.asynchronous:
+            self.wait()
+
+    def wait(self) -> None:
+        """Until the save under way is committed. Raises ComponentFailure when it failed."""
+        job, self._job = self._job, None
+        if job is None:
+            return
+        job.join()
+        self._note(job)
+        errors: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(errors, job.error)
+        failed = next((error for error in errors if error is not None), None)
+        if failed is None:
+            return
+        if dist.get_rank() == 0:
+            shutil.rmtree(job.temporary, ignore_errors=True)
+        dist.barrier()
+        raise self._failure(job.step, failed)
+
+    def close(self) -> None:
+        """Before the process group ends."""
+        self.wait()
+
+    def take_finalised(self) -> list[Finalised]:
+        """Rank 0: commits since the last call, oldest first. Not collective, never waits."""
+        if self._job is not None and self._job.done:
+            self._note(self._job)
+        taken, self._finalised = self._finalised, []
+        return taken
+
+    def _note(self, job: SaveJob) -> None:
+        """Remember and prune after a commit, once (only rank 0 sees a checkpoint)."""
+        checkpoint, job.checkpoint = job.checkpoint, None
+        if checkpoint is None:
+            return
+        prune(self._root, self._config.keep)
+        kept = tuple(sorted(c.step for c in list_checkpoints(self._root)))
+        self._finalised.append(Finalised(checkpoint.step, kept))
+
+    def _failure(self, step: int, error: str) -> ComponentFailure:
+        newest = next(iter(list_checkpoints(self._root)), None)
+        last = "there is none before it" if newest is None else f"the last good is {newest.path}"
+        return ComponentFailure(
+            f"checkpoint of step {step} in {self._root} could not be written ({error}); {last}"
+        )
+
+    def _on_rank_zero(self, work: Callable[[], None], step: int) -> None:
+        """Do it on rank 0; an OSError there fails the save on every rank."""
+        box: list[str | None] = [None]
+        if dist.get_rank() == 0:
+            try:
+                work()
+            except OSError as error:
+                box[0] = str(error)
+        dist.broadcast_object_list(box, src=0)
+        if box[0] is not None:
+            raise self._failure(step, box[0])
+
+    def _make_room(self, temporary: Path) -> None:
+        """An empty directory to write to; before the first save, what dead processes left goes."""
+        if self._saves == 0:
+            for path in self._root.glob(f"{_TEMPORARY_PREFIX}*"):
+                logger.warning("removing %s, a checkpoint that was never finished", path)
+                shutil.rmtree(path)
+        temporary.mkdir(parents=True)
+
+    # ------------------------------------------------------------ loading
+
+    def newest(self) -> Checkpoint | None:
+        """The newest intact checkpoint, every file verified; None when there is none at all.
+
+        Collective where torch.distributed is initialised. Raises UserError when there are
+        checkpoints and every one of them is corrupt.
+        """
+        candidates = list_checkpoints(self._root)
+        for checkpoint in candidates:
+            problems = shared_faults(checkpoint)
+            if not problems:
+                return checkpoint
+            report_corrupt(checkpoint, problems)
+        if candidates:
+            raise UserError(f"every checkpoint in {self._root} is corrupt")
+        return None
+
+    def load(self, trainer: Checkpointable, checkpoint: Checkpoint) -> None:
+        """Weights, optimizer, progress; random states where the layout is the one that saved.
+
+        Raises UserError when `optimizer.distributed` is not what it was: the two optimizers keep
+        their state in different forms.
+        """
+        from megatron_async.checkpoint.state import current_layout, load_state
+
+        then = checkpoint.manifest.trainer["distributed_optimizer"]
+        now = trainer.progress()["distributed_optimizer"]
+        if then != now:
+            raise UserError(
+                f"optimizer.distributed is {now}, but checkpoint {checkpoint.path} was saved with "
+                f"{then}"
+            )
+        saved, current = checkpoint.manifest.layout, current_layout()
+        if saved != current:
+            logger.warning(
+                "checkpoint %s was saved at %s and is loaded at %s: random states start anew",
+                checkpoint.path,
+                saved,
+                current,
+            )
+        load_state(trainer, checkpoint.path, with_random=saved == current)
+        trainer.restore_progress(checkpoint.manifest.trainer)
+
+
+def shared_faults(checkpoint: Checkpoint) -> list[str]:
+    """`faults`, with the files divided over the ranks where there are any; the same on all."""
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    files = checkpoint.manifest.files
+    mine = faults(checkpoint.path, {name: files[name] for name in sorted(files)[rank::size]})
+    if size == 1:
+        return mine
+    found: list[list[str]] = [[] for _ in range(size)]
+    dist.all_gather_object(found, mine)
+    return [problem for part in found for problem in part]

@@ -1,0 +1,265 @@
+"""The manifest: what makes a directory of files a checkpoint, and the commit record of a run.
+
+Invariants
+- A directory is a checkpoint exactly when it holds `manifest.json`; the file appears by one atomic
+  rename after every other file is complete and on disk (SEMANTICS section 2).
+- The manifest lists every file with its size and SHA-256, so that a torn, truncated or corrupted
+  checkpoint is told from a good one before anything is loaded.
+- Checkpoints are ordered by (lineage, step): after a rollback the surviving line is newer, however
+  far the abandoned one had come.
+- Removal takes the manifest away first: what is half removed is no checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_async.errors import UserError
+from megatron_async.trajectory.types import PolicyVersion
+
+logger = logging.getLogger(__name__)
+
+MANIFEST_NAME = "manifest.json"
+FORMAT = 1
+_HASH_BLOCK = 1 << 22
+
+
+class CorruptCheckpoint(Exception):
+    """A checkpoint directory whose content is not what its manifest says; names the first fault."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Ranks that wrote a checkpoint. Weights and optimizer state load at any other layout."""
+
+    tensor: int
+    pipeline: int
+    data: int
+    context: int = 1
+    expert: int = 1
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """Size in bytes and SHA-256 (hex) of one file."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """`step` is the policy version of the weights: batches 0 to step - 1 are committed by it.
+
+    `trainer` is the trainer's own state, `extra` the caller's (store position, seeds); both are
+    JSON objects. `files` maps names relative to the directory.
+    """
+
+    lineage: int
+    step: int
+    layout: Layout
+    files: Mapping[str, FileRecord]
+    trainer: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    written_at: str = ""
+
+    @property
+    def version(self) -> PolicyVersion:
+        """(lineage, step)."""
+        return PolicyVersion(self.lineage, self.step)
+
+    def to_json(self) -> str:
+        """Inverse of `from_json`. Raises TypeError when `extra` is not JSON-serialisable."""
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        """Raises CorruptCheckpoint for anything that `to_json` does not write."""
+        try:
+            content = json.loads(text)
+            if content.pop("format") != FORMAT:
+                raise ValueError("unknown format number")
+            return cls(
+                **{
+                    **content,
+                    "layout": Layout(**content["layout"]),
+                    "files": {k: FileRecord(**v) for k, v in content["files"].items()},
+                }
+            )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CorruptCheckpoint(f"{MANIFEST_NAME} cannot be read: {error}") from error
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A finalised checkpoint on disk."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def step(self) -> int:
+        """The policy version of its weights."""
+        return self.manifest.step
+
+    @property
+    def lineage(self) -> int:
+        """The line that wrote it."""
+        return self.manifest.lineage
+
+    @property
+    def extra(self) -> Mapping[str, Any]:
+        """What the caller of the save gave."""
+        return self.manifest.extra
+
+
+def step_directory(root: Path | str, step: int) -> Path:
+    """Directory of the checkpoint of `step` below `root`, the run's `checkpoints/`."""
+    return Path(root) / f"step_{step:06d}"
+
+
+def hash_file(path: Path) -> FileRecord:
+    """Read a file once. Raises OSError."""
+    digest, size = hashlib.sha256(), 0
+    with path.open("rb") as stream:
+        while block := stream.read(_HASH_BLOCK):
+            digest.update(block)
+            size += len(block)
+    return FileRecord(size, digest.hexdigest())
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Content is complete and on disk before the name exists. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Make renames inside `path` durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def finalise(temporary: Path, target: Path, manifest: Manifest) -> Checkpoint:
+    """Turn a complete directory of files into the checkpoint `target`: the commit.
+
+    A `target` that exists is an abandoned line's or a corrupt one; it is taken away first. Raises
+    OSError, in which case no manifest exists at `target`.
+    """
+    remove(target)
+    temporary.rename(target)
+    sync_directory(target.parent)
+    write_atomically(target / MANIFEST_NAME, manifest.to_json().encode())
+    return Checkpoint(target, manifest)
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint directory, manifest first. A missing one is no error."""
+    if not path.exists():
+        return
+    (path / MANIFEST_NAME).unlink(missing_ok=True)
+    shutil.rmtree(path)
+
+
+def faults(path: Path, files: Mapping[str, FileRecord]) -> list[str]:
+    """What is wrong with these files of the checkpoint at `path`, one sentence each."""
+    found = []
+    for name, record in sorted(files.items()):
+        try:
+            actual = hash_file(path / name)
+        except OSError as error:
+            found.append(f"{name} cannot be read ({error.strerror})")
+            continue
+        if actual.size != record.size:
+            found.append(f"{name} has {actual.size} bytes, its manifest says {record.size}")
+        elif actual.sha256 != record.sha256:
+            found.append(f"{name} does not have the checksum of its manifest")
+    return found
+
+
+def read_checkpoint(path: Path) -> Checkpoint:
+    """Read and check a manifest, but not the files. Raises CorruptCheckpoint."""
+    try:
+        text = (path / MANIFEST_NAME).read_text()
+    except OSError as error:
+        raise CorruptCheckpoint(f"{MANIFEST_NAME} cannot be read: {error.strerror}") from error
+    return Checkpoint(path, Manifest.from_json(text))
+
+
+def list_checkpoints(root: Path | str) -> list[Checkpoint]:
+    """Finalised checkpoints, newest first by (lineage, step). Unreadable ones are reported."""
+    found = []
+    for path in sorted(Path(root).glob("step_*")) if Path(root).is_dir() else []:
+        if not (path / MANIFEST_NAME).exists():
+            logger.warning("checkpoint %s was never finalised and is ignored", path)
+            continue
+        try:
+            found.append(read_checkpoint(path))
+        except CorruptCheckpoint as error:
+            logger.warning("checkpoint %s is corrupt and is ignored: %s", path, error)
+    return sorted(found, key=lambda checkpoint: checkpoint.manifest.version, reverse=True)
+
+
+def first_intact(checkpoints: Iterable[Checkpoint]) -> Checkpoint | None:
+    """The first checkpoint all of whose files are what the manifest says; others are reported."""
+    for checkpoint in checkpoints:
+        problems = faults(checkpoint.path, checkpoint.manifest.files)
+        if not problems:
+            return checkpoint
+        report_corrupt(checkpoint, problems)
+    return None
+
+
+def report_corrupt(checkpoint: Checkpoint, problems: Sequence[str]) -> None:
+    """Say which checkpoint is passed over and why."""
+    logger.warning(
+        "checkpoint %s is corrupt (%s); the previous one is used", checkpoint.path, problems[0]
+    )
+
+
+def find_latest(root: Path | str) -> Checkpoint | None:
+    """The newest intact checkpoint in `root`, every file verified; None when there is none."""
+    return first_intact(list_checkpoints(root))
+
+
+def open_checkpoint(path: Path | str) -> Checkpoint:
+    """A checkpoint that a person named. Raises UserError when it is missing or corrupt."""
+    path = Path(path)
+    if not path.is_dir():
+        raise UserError(f"checkpoint {path} does not exist")
+    try:
+        checkpoint = read_checkpoint(path)
+    except CorruptCheckpoint as error:
+        raise UserError(f"checkpoint {path} is not complete: {error}") from error
+    problems = faults(path, checkpoint.manifest.files)
+    if problems:
+        raise UserError(f"checkpoint {path} is corrupt: {problems[0]}")
+    return checkpoint
+
+
+def prune(root: Path | str, keep: int) -> list[Path]:
+    """Remove all but the `keep` newest finalised checkpoints; returns what was removed."""
+    removed = []
+    for checkpoint in list_checkpoints(root)[keep:]:
+        remove(checkpoint.path)
+        removed.append(checkpoint.path)
+    return removed

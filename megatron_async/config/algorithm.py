@@ -1,0 +1,274 @@
+"""Settings of advantages, rollout correction and losses, and the correction presets.
+
+Invariants
+- `correction.preset` supplies defaults for the other correction settings; what is set beside it
+  wins. The arguments of the presets are those of verl 0.9.1.
+- A combination that has no meaning (k1 as a loss term, a correction preset for another loss) is
+  refused with a sentence; nothing is silently replaced.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Any, Final, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from megatron_async.config.base import Settings
+from megatron_async.config.thresholds import parse_rejection, parse_weight_threshold
+
+RecipeName = Literal["copris", "pipeline_rl", "prime_rl", "rapid", "grpo", "dapo", "pg", "sft"]
+LossName = Literal["ppo_clip", "reinforce", "aipo", "rapid", "gspo", "cispo", "sft"]
+EstimatorName = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "pg", "rapid", "none"]
+AggregationName = Literal[
+    "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"
+]
+CorrectionPreset = Literal[
+    "decoupled_token_is",
+    "decoupled_seq_is",
+    "decoupled_token_icepop",
+    "decoupled_seq_is_rs",
+    "decoupled_geo_rs",
+    "decoupled_geo_rs_seq_tis",
+    "decoupled_geo_rs_token_tis",
+    "decoupled_k3_rs",
+    "decoupled_k3_rs_seq_tis",
+    "decoupled_k3_rs_token_tis",
+    "bypass",
+    "bypass_ppo_clip",
+    "bypass_ppo_clip_geo_rs",
+    "bypass_ppo_clip_k3_rs",
+    "bypass_pg_is",
+    "bypass_pg_token_icepop",
+    "bypass_pg_rs",
+    "bypass_pg_geo_rs",
+    "bypass_pg_geo_rs_seq_tis",
+    "bypass_pg_geo_rs_token_tis",
+    "disabled",
+]
+
+_SEQ_IS: Final = {"rollout_is": "sequence", "rollout_is_threshold": 2.0}
+_TOKEN_IS: Final = {"rollout_is": "token", "rollout_is_threshold": 2.0}
+_TOKEN_ICEPOP: Final = {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"}
+_GEO_RS: Final = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"}
+_K3_RS: Final = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01}
+_SEQ_RS: Final = {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"}
+_CLIP: Final = {"bypass_mode": True, "loss_type": "ppo_clip"}
+_PG: Final = {"bypass_mode": True, "loss_type": "reinforce"}
+
+# What a preset sets; all other correction settings keep their defaults (nothing corrected).
+CORRECTION_PRESETS: Final[MappingProxyType[str, dict[str, Any]]] = MappingProxyType(
+    {
+        "decoupled_token_is": {**_TOKEN_IS},
+        "decoupled_seq_is": {**_SEQ_IS},
+        "decoupled_token_icepop": {**_TOKEN_ICEPOP},
+        "decoupled_seq_is_rs": {**_SEQ_IS, **_SEQ_RS},
+        "decoupled_geo_rs": {**_GEO_RS},
+        "decoupled_geo_rs_seq_tis": {**_SEQ_IS, **_GEO_RS},
+        "decoupled_geo_rs_token_tis": {**_TOKEN_IS, **_GEO_RS},
+        "decoupled_k3_rs": {**_K3_RS},
+        "decoupled_k3_rs_seq_tis": {**_SEQ_IS, **_K3_RS},
+        "decoupled_k3_rs_token_tis": {**_TOKEN_IS, **_K3_RS},
+        "bypass": {"bypass_mode": True},
+        "bypass_ppo_clip": {**_CLIP},
+        "bypass_ppo_clip_geo_rs": {**_CLIP, **_GEO_RS},
+        "bypass_ppo_clip_k3_rs": {**_CLIP, **_K3_RS},
+        "bypass_pg_is": {**_PG, **_SEQ_IS},
+        "bypass_pg_token_icepop": {**_PG, **_TOKEN_ICEPOP},
+        "bypass_pg_rs": {**_PG, **_GEO_RS},
+        "bypass_pg_geo_rs": {**_PG, **_GEO_RS},
+        "bypass_pg_geo_rs_seq_tis": {**_PG, **_SEQ_IS, **_GEO_RS},
+        "bypass_pg_geo_rs_token_tis": {**_PG, **_TOKEN_IS, **_GEO_RS},
+        "disabled": {},
+    }
+)
+
+
+class RolloutCorrectionConfig(Settings):
+    """How the gap between the rollout policy and the trained one is corrected.
+
+    Decoupled mode (`bypass_mode: false`): pi_old is recomputed at the start of the update, weights
+    and rejection come once per batch from pi_old / pi_rollout. Bypass mode: pi_old := pi_rollout,
+    both come from pi_theta / pi_rollout at each minibatch.
+    """
+
+    preset: CorrectionPreset | None = Field(None, description="Named defaults of this section.")
+    rollout_is: Literal["token", "sequence"] | None = Field(
+        None,
+        description="Level of the importance weights; none = no weights. In bypass mode it is the "
+        "weight of loss `reinforce` (in place of loss.weight) and only a metric of others.",
+    )
+    rollout_is_threshold: float | str = Field(
+        2.0, description="A number truncates above; `lo_hi` sets weights outside to 0 (IcePop)."
+    )
+    rollout_is_batch_normalize: bool = Field(
+        False, description="Divide truncated weights by their global mean."
+    )
+    rollout_rs: str | None = Field(
+        None,
+        description="Rejection: comma-separated token_k1/k2/k3, seq_sum_k1/k2/k3, seq_mean_k1/k2/k3"
+        ", seq_max_k2/k3 (`sequence` = seq_sum_k1, `geometric` = seq_mean_k1); all must pass.",
+    )
+    rollout_rs_threshold: float | str | None = Field(
+        None,
+        description="One threshold for all options or one each, comma-separated. k1: `lo_hi`, or a "
+        "number u for 1/u_u, bounds of exp(k1) = pi_rollout / pi_train; k2, k3: an upper bound.",
+    )
+    bypass_mode: bool = Field(False, description="pi_old := pi_rollout.")
+    loss_type: Literal["ppo_clip", "reinforce"] | None = Field(
+        None, description="Bypass mode: the loss this correction is meant for; none = any."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("preset") in CORRECTION_PRESETS:
+            return {**CORRECTION_PRESETS[data["preset"]], **data}
+        return data
+
+    @model_validator(mode="after")
+    def _thresholds(self) -> Self:
+        parse_weight_threshold(self.rollout_is_threshold, "rollout_is_threshold")
+        if self.rollout_rs is not None:
+            if self.rollout_rs_threshold is None:
+                raise ValueError(f"rollout_rs {self.rollout_rs!r} needs rollout_rs_threshold")
+            parse_rejection(self.rollout_rs, self.rollout_rs_threshold)
+        return self
+
+
+class AdvantageConfig(Settings):
+    """How rewards become advantages."""
+
+    estimator: EstimatorName = Field(
+        "grpo",
+        description="grpo: (R - group mean) / group std; dr_grpo: without std; rloo: leave-one-out "
+        "mean; reinforce_pp: whitened over the batch; pg: R - batch mean; rapid: importance-"
+        "weighted group baseline under the current policy; none: 1 (SFT).",
+    )
+    std_epsilon: float = Field(1e-6, gt=0, description="Added to the group's std.")
+
+
+class LossSettings(Settings):
+    """The surrogate loss and its thresholds (docs/algorithms.md has every formula)."""
+
+    name: LossName = Field("ppo_clip", description="Surrogate.")
+    aggregation: AggregationName = Field("token_mean", description="How tokens are averaged.")
+    fixed_normalizer: float = Field(
+        1.0, gt=0, description="Divisor of seq_mean_token_sum_norm, e.g. the longest response."
+    )
+    clip_low: float = Field(0.2, ge=0, lt=1, description="Ratio clipped below 1 - clip_low.")
+    clip_high: float = Field(0.2, ge=0, description="Ratio clipped above 1 + clip_high.")
+    dual_clip: float | None = Field(
+        None, gt=1, description="ppo_clip: bound of the ratio for negative advantages; none = off."
+    )
+    weight: Literal["none", "token", "sequence"] = Field(
+        "none", description="reinforce: level of the detached ratio pi_theta / pi_old."
+    )
+    weight_threshold: float | str | None = Field(
+        None, description="reinforce: a number truncates above; `lo_hi` is IcePop; none = neither."
+    )
+    aipo_delta: float = Field(8.0, gt=0, description="aipo: upper bound of the ratio.")
+    aipo_form: Literal["objective", "coefficient"] = Field(
+        "objective",
+        description="`objective`: a clipped token has no gradient; `coefficient`: the clipped "
+        "ratio is a detached weight.",
+    )
+
+    @model_validator(mode="after")
+    def _threshold(self) -> Self:
+        if self.weight_threshold is not None:
+            parse_weight_threshold(self.weight_threshold, "weight_threshold")
+        return self
+
+
+class RapidConfig(Settings):
+    """RAPID's importance-weighted group policy gradient."""
+
+    eta: float = Field(2.0, gt=0, description="Upper bound of a generation's weight.")
+    clip_policy_weight: bool = Field(
+        True, description="Bound the weight in the gradient too, not only in the baseline."
+    )
+    leave_one_out: bool = Field(
+        False, description="Baseline over the other generations, divided by N - 1."
+    )
+
+
+class KLConfig(Settings):
+    """Distance to a frozen reference policy."""
+
+    reward_coef: float = Field(
+        0.0, ge=0, description="Reward minus this times sum_t (log pi_old - log pi_ref) (k1)."
+    )
+    loss_coef: float = Field(0.0, ge=0, description="Weight of the KL term in the loss; 0 = none.")
+    loss_estimator: Literal["k1", "k2", "k3"] = Field(
+        "k3", description="k2 or k3, both importance-weighted; k1 is refused."
+    )
+    weight_threshold: float = Field(
+        2.0, gt=0, description="Upper bound of the importance weight of the KL term."
+    )
+
+    @field_validator("loss_estimator")
+    @classmethod
+    def _no_k1(cls, value: str) -> str:
+        if value == "k1":
+            raise ValueError(
+                "is 'k1', whose gradient is zero in expectation; use k2 or k3, or put k1 into the "
+                "reward with kl.reward_coef"
+            )
+        return value
+
+
+class OverlongConfig(Settings):
+    """DAPO's soft punishment of responses near the length limit."""
+
+    buffer_share: float = Field(
+        0.0, ge=0, le=1, description="Share of the limit over which it grows (DAPO 0.2); 0 = off."
+    )
+    max_length: int | None = Field(
+        None, ge=1, description="Limit in tokens; none = sampling.max_new_tokens."
+    )
+    penalty: float = Field(1.0, ge=0, description="Reward taken away at the limit.")
+
+
+class AlgorithmConfig(Settings):
+    """What the gradient is: a recipe's defaults, each field of which may be set by hand."""
+
+    recipe: RecipeName = Field("copris", description="Named set of defaults.")
+    epochs: int = Field(
+        1, ge=1, description="Passes over a batch, each of schedule.updates_per_batch updates."
+    )
+    advantage: AdvantageConfig = Field(default_factory=AdvantageConfig, description="Advantages.")
+    loss: LossSettings = Field(default_factory=LossSettings, description="Surrogate loss.")
+    correction: RolloutCorrectionConfig = Field(
+        default_factory=RolloutCorrectionConfig, description="Rollout correction."
+    )
+    rapid: RapidConfig = Field(default_factory=RapidConfig, description="RAPID.")
+    kl: KLConfig = Field(default_factory=KLConfig, description="KL to the reference policy.")
+    entropy_coef: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
+    overlong: OverlongConfig = Field(default_factory=OverlongConfig, description="Length shaping.")
+
+    @model_validator(mode="after")
+    def _combinations(self) -> Self:
+        name, correction = self.loss.name, self.correction
+        if correction.bypass_mode and correction.loss_type not in (None, name):
+            raise ValueError(
+                f"algorithm.correction (preset {correction.preset}) is for loss "
+                f"{correction.loss_type!r}, but algorithm.loss.name is {name!r}"
+            )
+        if (name == "sft") != (self.advantage.estimator == "none"):
+            raise ValueError(
+                f"algorithm.loss.name {name!r} and algorithm.advantage.estimator "
+                f"{self.advantage.estimator!r} do not fit: 'sft' and 'none' go together"
+            )
+        if name == "sft" and correction.rollout_rs is not None:
+            raise ValueError(
+                f"algorithm.correction.rollout_rs {correction.rollout_rs!r} has no meaning with "
+                "algorithm.loss.name 'sft'"
+            )
+        normalizes = correction.rollout_is_batch_normalize
+        if normalizes and correction.bypass_mode and name != "reinforce":
+            raise ValueError(
+                "algorithm.correction.rollout_is_batch_normalize true in bypass mode is a setting "
+                f"of loss 'reinforce', but algorithm.loss.name is {name!r}"
+            )
+        return self

@@ -1,0 +1,11 @@
+"""The base of every settings model: unknown keys are refused, values are checked, frozen."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Settings(BaseModel):
+    """A frozen group of settings; a misspelt key is an error, not a silent default."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)

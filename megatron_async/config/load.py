@@ -1,0 +1,130 @@
+"""From a YAML file and dotted overrides to a checked `RunConfig`.
+
+Invariants
+- Precedence: recipe < schedule preset < YAML (a file over its `base:`) < command line.
+- Every refusal is one sentence that names the setting and the value (`UserError`).
+- `dump` and `load_config` are inverse: a run directory's config.yaml gives the same run.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from megatron_async.config.presets import SCHEDULE_PRESETS, schedule_defaults
+from megatron_async.config.recipes import RECIPES, recipe_defaults
+from megatron_async.config.run import RunConfig
+from megatron_async.errors import UserError
+
+_MAX_BASE_DEPTH = 8
+
+
+def merge(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
+    """`high` over `low`; nested mappings are merged, everything else is replaced."""
+    result = copy.deepcopy(dict(low))
+    for key, value in high.items():
+        if isinstance(value, Mapping) and isinstance(result.get(key), Mapping):
+            result[key] = merge(result[key], value)
+        else:
+            result[key] = copy.deepcopy(value)
+    return result
+
+
+def read_yaml(path: Path, depth: int = 0) -> dict[str, Any]:
+    """A YAML mapping with `base:` files (relative to it) merged below it."""
+    if depth > _MAX_BASE_DEPTH:
+        raise UserError(f"config file {path}: `base:` is nested deeper than {_MAX_BASE_DEPTH}")
+    try:
+        content = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise UserError(f"config file {path} cannot be read: {error.strerror}") from error
+    except yaml.YAMLError as error:
+        raise UserError(f"config file {path} is not valid YAML: {error}") from error
+    if content is None:
+        content = {}
+    if not isinstance(content, dict):
+        raise UserError(f"config file {path} must hold a mapping, got {type(content).__name__}")
+    base = content.pop("base", None)
+    if base is None:
+        return content
+    return merge(read_yaml(path.parent / str(base), depth + 1), content)
+
+
+def parse_override(text: str) -> dict[str, Any]:
+    """`a.b=value` to a nested mapping; the value is read as YAML."""
+    dotted, equals, value = text.partition("=")
+    if not equals or not all(dotted.split(".")):
+        raise UserError(f"override {text!r} is not of the form section.setting=value")
+    try:
+        parsed: Any = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise UserError(f"override {text!r}: the value is not valid YAML") from error
+    if isinstance(parsed, str):
+        parsed = _number(parsed)
+    for key in reversed(dotted.split(".")):
+        parsed = {key: parsed}
+    return parsed  # type: ignore[no-any-return]
+
+
+def _number(text: str) -> str | float:
+    """YAML 1.1 reads `1e-6` as a string; people mean a number. `0.5_2` is a pair of bounds."""
+    if "_" in text:
+        return text
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def build_config(settings: Mapping[str, Any]) -> RunConfig:
+    """Recipe and preset defaults below `settings`, checked. Raises UserError."""
+    recipe = _named(settings, "algorithm", "recipe", "copris", RECIPES)
+    below = recipe_defaults(recipe)
+    preset = _named(merge(below, settings), "schedule", "preset", "copris", SCHEDULE_PRESETS)
+    below = merge(below, schedule_defaults(preset))
+    try:
+        return RunConfig.model_validate(merge(below, settings))
+    except ValidationError as error:
+        raise UserError(describe(error)) from error
+
+
+def _named(
+    settings: Mapping[str, Any], section: str, key: str, default: str, known: Mapping[str, Any]
+) -> str:
+    inner = settings.get(section) or {}
+    if not isinstance(inner, Mapping):
+        raise UserError(f"{section} must be a mapping of settings, got {inner!r}")
+    name = inner.get(key, default)
+    if name not in known:
+        raise UserError(f"{section}.{key} is {name!r}; it must be one of {', '.join(known)}")
+    return str(name)
+
+
+def describe(error: ValidationError) -> str:
+    """The first problem as one sentence that names the setting and its value."""
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"]) or "config"
+    if first["type"] == "extra_forbidden":
+        return f"unknown setting {where} (value {first['input']!r})"
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "value_error":
+        return f"{where}: {message}" if first["loc"] else message
+    return f"{where} is {first['input']!r}: {message[0].lower()}{message[1:]}"
+
+
+def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read `path`, apply `section.setting=value` overrides, check. Raises UserError."""
+    settings = read_yaml(Path(path))
+    for text in overrides:
+        settings = merge(settings, parse_override(text))
+    return build_config(settings)
+
+
+def dump(config: RunConfig) -> str:
+    """The whole configuration as YAML, every default written out."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)

@@ -1,0 +1,100 @@
+"""Settings of the model, its parallel layout, the optimizer and the trainer."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from megatron_async.config.base import Settings
+
+
+class ModelConfig(Settings):
+    """Where the weights come from and in which precision they are trained."""
+
+    path: str = Field("", description="Hugging Face directory: config.json, safetensors, tokenizer")
+    checkpoint: str = Field(
+        "",
+        description="Checkpoint (of a run, or made by `convert`) whose weights replace those of "
+        "`path`, which still gives config and tokenizer; empty = the weights of `path`.",
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="`auto`: bfloat16 on GPU (fp32 main grads), float32 on CPU."
+    )
+    trust_remote_code: bool = Field(False, description="Run Python code from the model directory.")
+    attention_backend: Literal["auto", "sdpa", "transformer_engine"] = Field(
+        "auto", description="`auto`: Transformer Engine when installed and a GPU is there."
+    )
+
+
+class ParallelConfig(Settings):
+    """Ranks of the trainer; data parallel size follows from the world size."""
+
+    ranks: int = Field(1, ge=1, description="Trainer processes on all nodes together.")
+    nodes: int = Field(1, ge=1, description="Trainer nodes.")
+    tensor: int = Field(1, ge=1, description="TP size.")
+    pipeline: int = Field(1, ge=1, description="PP size.")
+    context: int = Field(1, ge=1, description="CP size.")
+    expert: int = Field(1, ge=1, description="EP size.")
+    sequence: bool = Field(False, description="Sequence parallelism (needs tensor > 1).")
+
+    @model_validator(mode="after")
+    def _layout(self) -> Self:
+        model_size = self.tensor * self.pipeline * self.context
+        if self.ranks % model_size:
+            raise ValueError(
+                f"parallel.ranks {self.ranks} is not divisible by tensor {self.tensor} x pipeline "
+                f"{self.pipeline} x context {self.context} = {model_size}"
+            )
+        if self.ranks % self.nodes:
+            raise ValueError(
+                f"parallel.ranks {self.ranks} is not divisible by parallel.nodes {self.nodes}"
+            )
+        if self.sequence and self.tensor == 1:
+            raise ValueError("parallel.sequence true needs parallel.tensor > 1, got 1")
+        return self
+
+    @property
+    def data(self) -> int:
+        """DP size."""
+        return self.ranks // (self.tensor * self.pipeline * self.context)
+
+
+class OptimizerConfig(Settings):
+    """Adam with a warm-up and a constant or cosine schedule."""
+
+    lr: float = Field(1e-6, gt=0, description="Peak learning rate.")
+    min_lr: float = Field(0.0, ge=0, description="Learning rate at the end of the cosine.")
+    schedule: Literal["constant", "cosine"] = Field("constant", description="After the warm-up.")
+    warmup_steps: int = Field(0, ge=0, description="Linear warm-up, in optimizer steps.")
+    betas: tuple[float, float] = Field((0.9, 0.95), description="Adam's moments.")
+    eps: float = Field(1e-8, gt=0, description="Adam's epsilon.")
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay.")
+    clip_grad: float = Field(1.0, ge=0, description="Largest global gradient norm; 0 = no limit.")
+    distributed: bool = Field(
+        True, description="Shard optimizer state over data-parallel ranks (when there are several)."
+    )
+
+
+class TrainerConfig(Settings):
+    """How a batch becomes microbatches, and when the run gives up."""
+
+    microbatch_tokens: int = Field(
+        16384, ge=1, description="Token budget of a microbatch; a longer sequence stands alone."
+    )
+    logprob_chunk_tokens: int = Field(
+        1024, ge=1, description="Response tokens whose logits exist at once in the chunked head."
+    )
+    recompute_activations: bool = Field(False, description="Full activation recomputation.")
+    max_nonfinite_steps: int = Field(
+        3, ge=1, description="Skipped non-finite steps in a row after which the run stops."
+    )
+    wait_for_batch_seconds: float = Field(
+        1800.0, gt=0, description="Longest wait for a batch before the run stops with an error."
+    )
+    collective_timeout_seconds: float = Field(
+        600.0, gt=0, description="Longest wait inside one collective operation."
+    )
+    max_restarts: int = Field(
+        0, ge=0, description="torchrun restarts of all ranks, from the last checkpoint."
+    )

@@ -1,0 +1,97 @@
+"""Named recipes: which schedule, advantage, loss, correction and hyper-parameters a source uses.
+
+Precedence (SEMANTICS.md section 3): recipe < schedule preset < YAML file < command line.
+Sources: copris CoPRIS, arXiv 2511.05589 (its surrogate is assumed to be GRPO's, clip 0.2 assumed);
+pipeline_rl PipelineRL, arXiv 2509.19128; prime_rl PRIME-RL (delta and form assumed); rapid RAPID;
+grpo DeepSeekMath, arXiv 2402.03300, with the KL of RAPID's baseline; dapo DAPO, arXiv 2503.14476;
+pg and sft as in RAPID's comparison. RAPID's N_step of 32 is read as generations, so 8 groups of 4
+an update, 64 groups for its 8 updates (assumed). DAPO's overlong buffer is 4,096 of 20,480 tokens.
+
+Invariant: a recipe names a correction only by its preset, so that choosing another preset replaces
+it as a whole.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Any, Final
+
+RECIPES: Final[MappingProxyType[str, dict[str, dict[str, Any]]]] = MappingProxyType(
+    {
+        "copris": {
+            "schedule": {"preset": "copris", "concurrency": 1024},
+            "algorithm": {
+                "advantage": {"estimator": "grpo"},
+                "loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
+                "correction": {"preset": "bypass"},
+            },
+        },
+        "pipeline_rl": {
+            "schedule": {"preset": "pipeline"},
+            "algorithm": {
+                "advantage": {"estimator": "dr_grpo"},
+                "loss": {"name": "reinforce", "weight": "token", "weight_threshold": 5.0},
+                "correction": {"preset": "bypass"},
+            },
+        },
+        "prime_rl": {
+            "schedule": {"preset": "async"},
+            "algorithm": {
+                "advantage": {"estimator": "dr_grpo"},
+                "loss": {"name": "aipo", "aipo_delta": 8.0, "aipo_form": "objective"},
+                "correction": {"preset": "bypass"},
+            },
+        },
+        "rapid": {
+            "schedule": {"preset": "rapid", "groups_per_batch": 64},
+            "sampling": {"max_new_tokens": 2048},
+            "optimizer": {"lr": 1e-6},
+            "algorithm": {
+                "advantage": {"estimator": "rapid"},
+                "loss": {"name": "rapid", "aggregation": "seq_mean_token_sum"},
+                "rapid": {"eta": 2.0, "clip_policy_weight": True, "leave_one_out": False},
+                "correction": {"preset": "bypass"},
+            },
+        },
+        "grpo": {
+            "schedule": {"preset": "sync"},
+            "algorithm": {
+                "advantage": {"estimator": "grpo"},
+                "loss": {"name": "ppo_clip", "aggregation": "seq_mean_token_mean"},
+                "correction": {"preset": "disabled"},
+                "kl": {"loss_coef": 0.04, "loss_estimator": "k3"},
+            },
+        },
+        "dapo": {
+            "schedule": {"preset": "sync", "dynamic_sampling": True},
+            "algorithm": {
+                "advantage": {"estimator": "grpo"},
+                "loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.28},
+                "correction": {"preset": "disabled"},
+                "overlong": {"buffer_share": 0.2, "penalty": 1.0},
+            },
+        },
+        "pg": {
+            "schedule": {"preset": "sync"},
+            "algorithm": {
+                "advantage": {"estimator": "pg"},
+                "loss": {"name": "reinforce", "weight": "none"},
+                "correction": {"preset": "bypass"},
+            },
+        },
+        "sft": {
+            "sft": {"optimizer": {"lr": 2e-5}},
+            "algorithm": {
+                "advantage": {"estimator": "none"},
+                "loss": {"name": "sft"},
+                "correction": {"preset": "disabled"},
+            },
+        },
+    }
+)
+
+
+def recipe_defaults(recipe: str) -> dict[str, Any]:
+    """Defaults of one recipe, as a nested mapping of settings. Raises KeyError for no recipe."""
+    settings = RECIPES[recipe]
+    return {**settings, "algorithm": {"recipe": recipe, **settings["algorithm"]}}

@@ -1,0 +1,145 @@
+"""Settings of tasks, sampling, engines, weight exchange and the trajectory store."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from megatron_async.config.base import Settings
+
+
+class TaskConfig(Settings):
+    """Where prompts come from and who judges the answers."""
+
+    kind: Literal["reasoning_gym", "jsonl"] = Field(
+        "reasoning_gym", description="Procedural tasks, or prompts and answers from a JSONL file."
+    )
+    name: str = Field("chain_sum", description="reasoning-gym task; for jsonl the answer checker.")
+    path: str = Field("", description="jsonl: file with `prompt` and `answer` in each line.")
+    params: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Arguments of the task; `mixture`: a list of such arguments, each with a "
+        "`weight`, from which every problem draws one.",
+    )
+    prompt_template: str = Field(
+        "{question}", description="Prompt; a procedural task's metadata may be named too."
+    )
+    remove_spaces: bool = Field(False, description="Prompts without blanks, for character models.")
+    chat_template: Literal["auto", "never"] = Field(
+        "auto", description="`auto`: the tokenizer's chat template, when it has one."
+    )
+    answer_marker: str = Field(
+        "",
+        description="The answer is what follows its last occurrence; empty: the last "
+        "<answer>...</answer>, else the last \\boxed{...}, else the whole text.",
+    )
+    full_score_only: bool = Field(
+        True, description="Reward 1 for the verifier's full score, else 0; false: its own score."
+    )
+    heldout_share: float = Field(
+        0.1, gt=0, lt=1, description="Share of problems (by hash of their text) kept for eval."
+    )
+    direct_share: float = Field(
+        0.0, ge=0, le=1, description="Worked answers that state only the result, as a share."
+    )
+    terse_share: float = Field(
+        0.0, ge=0, le=1, description="Worked answers that note only running results, as a share."
+    )
+    train_seed: int = Field(1, description="Seed of the training problems.")
+    eval_seed: int = Field(1_000_003, description="Seed of the held-out problems.")
+    verifier_timeout_seconds: float = Field(10.0, gt=0, description="Limit of one judgement.")
+    on_verifier_timeout: Literal["zero", "drop"] = Field(
+        "zero", description="A judgement past its limit: reward 0, or the trajectory is dropped."
+    )
+    verifier_workers: int = Field(1, ge=1, description="Verifier processes.")
+
+    @model_validator(mode="after")
+    def _shares(self) -> Self:
+        if self.direct_share + self.terse_share > 1:
+            raise ValueError(
+                f"task.direct_share {self.direct_share} and task.terse_share {self.terse_share} "
+                "add up to more than 1"
+            )
+        return self
+
+
+class SamplingConfig(Settings):
+    """How training rollouts are sampled."""
+
+    temperature: float = Field(1.0, gt=0, description="Sampling temperature.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus; < 1 biases the behaviour policy.")
+    top_k: int = Field(-1, description="Top-k; -1 = off; else biases the behaviour policy.")
+    max_new_tokens: int = Field(1024, ge=1, description="Longest response.")
+    allow_biased_behaviour: bool = Field(
+        False, description="Accept top_p < 1 or top_k: reported log-probs are those before the cut."
+    )
+
+    @model_validator(mode="after")
+    def _unbiased(self) -> Self:
+        if (self.top_p < 1 or self.top_k != -1) and not self.allow_biased_behaviour:
+            raise ValueError(
+                f"sampling.top_p {self.top_p} / top_k {self.top_k} make the behaviour policy "
+                "differ from its log-probs; set sampling.allow_biased_behaviour: true to accept "
+                "that"
+            )
+        return self
+
+
+class EngineConfig(Settings):
+    """Inference engines: how many, how they are started, and when one counts as dead."""
+
+    kind: Literal["sglang", "simulated"] = Field("sglang", description="Engine implementation.")
+    count: int = Field(1, ge=1, description="Engines.")
+    tensor: int = Field(1, ge=1, description="TP size of one engine.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="`auto`: cuda if present.")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="float32 on CPU, bfloat16 on GPU."
+    )
+    max_total_tokens: int | None = Field(
+        65536, description="KV capacity in tokens; none = SGLang decides from memory."
+    )
+    max_running_requests: int | None = Field(None, description="Requests in one decode batch.")
+    context_length: int | None = Field(None, description="Longest prompt + response.")
+    stream_interval: int = Field(16, ge=1, description="Tokens between two stream events.")
+    extra_args: list[str] = Field(default_factory=list, description="More SGLang arguments.")
+    host: str = Field(
+        "127.0.0.1",
+        description="Address that servers bind to; `node`: that of the node each of them is on.",
+    )
+    api_key: str = Field("", description="Key that servers ask for; needed where hosts differ.")
+    start_timeout_seconds: float = Field(240.0, gt=0, description="Limit of a start.")
+    request_timeout_seconds: float = Field(600.0, gt=0, description="Limit of one request.")
+    health_interval_seconds: float = Field(5.0, gt=0, description="Between two health checks.")
+    no_progress_seconds: float = Field(
+        120.0, gt=0, description="No token for this long with requests running: engine is hung."
+    )
+    max_restarts: int = Field(3, ge=0, description="Restarts of one engine before the run stops.")
+
+
+class WeightsConfig(Settings):
+    """How policy weights reach the engines, and how that is checked."""
+
+    transport: Literal["distributed", "tensor", "disk", "delta"] = Field(
+        "distributed", description="Collective broadcast, same-host tensors, files, or differences."
+    )
+    bucket_mib: int = Field(512, ge=1, description="Size of one bucket, MiB.")
+    verify: Literal["every", "first", "never"] = Field(
+        "every", description="When checksums and the probe sequence are compared."
+    )
+    probe_tokens: int = Field(48, ge=2, description="Length of the fixed probe sequence.")
+    probe_tolerance: float = Field(
+        0.05, gt=0, description="Mean |engine - trainer| log-prob of the probe; 1e-4 in float32."
+    )
+    timeout_seconds: float = Field(600.0, gt=0, description="Limit of one whole update.")
+
+
+class StoreConfig(Settings):
+    """The durable trajectory store."""
+
+    chunk_tokens: int = Field(64, ge=1, description="Tokens after which a chunk is written.")
+    chunk_seconds: float = Field(2.0, gt=0, description="... or this long, whichever is first.")
+    compact_after_checkpoints: int = Field(
+        4, ge=1, description="Consumed trajectories are exported and removed after this many."
+    )
+    export: Literal["none", "jsonl"] = Field("jsonl", description="Form of exported trajectories.")

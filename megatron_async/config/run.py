@@ -1,0 +1,120 @@
+"""`RunConfig`: everything one run is, and the sub-commands' own settings."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from megatron_async.config.algorithm import AlgorithmConfig
+from megatron_async.config.base import Settings
+from megatron_async.config.model import (
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainerConfig,
+)
+from megatron_async.config.rollout import (
+    EngineConfig,
+    SamplingConfig,
+    StoreConfig,
+    TaskConfig,
+    WeightsConfig,
+)
+from megatron_async.config.schedule import ScheduleConfig
+from megatron_async.config.simulate import SimulateConfig
+
+
+class CheckpointConfig(Settings):
+    """When training state is saved and how much of it is kept."""
+
+    every_steps: int = Field(10, ge=1, description="Steps between two checkpoints.")
+    keep: int = Field(2, ge=1, description="Finalised checkpoints that stay on disk.")
+    asynchronous: bool = Field(True, description="Write while training goes on.")
+    timeout_seconds: float = Field(1800.0, gt=0, description="Limit of writing one checkpoint.")
+    export_hf: bool = Field(True, description="Export a Hugging Face checkpoint at the end.")
+
+
+class SFTConfig(Settings):
+    """Supervised fine-tuning on worked answers of the task."""
+
+    steps: int = Field(200, ge=1, description="Optimizer steps.")
+    batch_sequences: int = Field(64, ge=1, description="Examples per step.")
+    examples: int = Field(20000, ge=1, description="Different worked answers.")
+    data: str = Field("", description="JSONL with `prompt` and `response`; empty = the task's own.")
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="Its own Adam.")
+    log_every: int = Field(10, ge=1, description="Steps between two progress lines.")
+
+
+class EvalConfig(Settings):
+    """Evaluation on problems that training never sees."""
+
+    prompts: int = Field(256, ge=1, description="Held-out problems.")
+    temperature: float = Field(0.0, ge=0, description="0 = greedy.")
+    samples: int = Field(1, ge=1, description="Answers per problem; accuracy is their mean.")
+    every_steps: int = Field(0, ge=0, description="Also during training; 0 = only at its ends.")
+
+
+class TelemetryConfig(Settings):
+    """What is written while the run goes on."""
+
+    tensorboard: bool = Field(True, description="Scalars and histograms.")
+    histograms_every: int = Field(5, ge=1, description="Steps between two histograms.")
+    record_events: bool = Field(True, description="Record scheduler events for `replay`.")
+    progress: Literal["auto", "live", "lines", "off"] = Field("auto", description="Terminal view.")
+
+
+class ExperimentConfig(Settings):
+    """For measurements only: what makes two runs comparable (SEMANTICS.md section 6)."""
+
+    forced_lengths: list[int] = Field(
+        default_factory=list,
+        description="Response length of trajectory i is entry i modulo their number; empty = off.",
+    )
+
+
+class RunConfig(Settings):
+    """A run: `megatron-async train --config FILE`."""
+
+    name: str = Field("run", min_length=1, description="Directory name under `root`.")
+    root: str = Field("runs", description="Where run directories are made.")
+    seed: int = Field(1, description="Seed of initialisation, prompts and shuffling.")
+    steps: int = Field(100, ge=1, description="Rollout batches to train on.")
+    model: ModelConfig = Field(default_factory=ModelConfig, description="Model.")
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="Layout.")
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="Trainer.")
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="Optimizer.")
+    task: TaskConfig = Field(default_factory=TaskConfig, description="Prompts and rewards.")
+    sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="Sampling.")
+    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig, description="Scheduler.")
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="Loss.")
+    engines: EngineConfig = Field(default_factory=EngineConfig, description="Inference.")
+    weights: WeightsConfig = Field(default_factory=WeightsConfig, description="Weight exchange.")
+    store: StoreConfig = Field(default_factory=StoreConfig, description="Trajectory store.")
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="Saving.")
+    sft: SFTConfig = Field(default_factory=SFTConfig, description="`megatron-async sft`.")
+    eval: EvalConfig = Field(default_factory=EvalConfig, description="`megatron-async eval`.")
+    telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig, description="Logging.")
+    experiment: ExperimentConfig = Field(
+        default_factory=ExperimentConfig, description="For measurements only."
+    )
+
+    simulate: SimulateConfig = Field(
+        default_factory=SimulateConfig, description="`megatron-async simulate` and `plan` only."
+    )
+
+    @model_validator(mode="after")
+    def _cross_checks(self) -> Self:
+        limit = self.engines.max_total_tokens
+        if limit is not None and self.sampling.max_new_tokens >= limit:
+            raise ValueError(
+                f"sampling.max_new_tokens {self.sampling.max_new_tokens} does not fit into "
+                f"engines.max_total_tokens {limit}"
+            )
+        longest = max(self.experiment.forced_lengths, default=0)
+        if longest > self.sampling.max_new_tokens or min(self.experiment.forced_lengths or [1]) < 1:
+            raise ValueError(
+                f"experiment.forced_lengths must lie in 1..{self.sampling.max_new_tokens} "
+                f"(sampling.max_new_tokens), got up to {longest}"
+            )
+        return self

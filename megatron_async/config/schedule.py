@@ -1,0 +1,102 @@
+"""The one policy space of the scheduler: every published schedule is a named point in it.
+
+`preset` only supplies defaults (see `presets.py`); any combination of the fields is legal unless
+`ScheduleConfig` refuses it with a sentence.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from megatron_async.config.base import Settings
+
+PresetName = Literal["sync", "rapid", "copris", "pipeline", "async"]
+
+
+class ScheduleConfig(Settings):
+    """When requests start, what happens to them at a step boundary, and when weights change."""
+
+    preset: PresetName = Field("copris", description="Named point whose defaults are used.")
+    groups_per_batch: int = Field(16, ge=1, description="B: complete groups that make a batch.")
+    group_size: int = Field(8, ge=1, description="N: trajectories for each prompt.")
+    concurrency: int | Literal["auto"] = Field(
+        64, description="N': requests in flight over all engines, or `auto` (closed loop)."
+    )
+    refill: Literal["continuous", "batch"] = Field(
+        "continuous",
+        description="`continuous`: a replacement at every completion; `batch`: only what the "
+        "current batch needs.",
+    )
+    boundary: Literal["drain", "abort", "continue"] = Field(
+        "abort",
+        description="When a batch is complete: `drain` waits for all running requests, `abort` "
+        "ends them early and keeps what they wrote, `continue` lets them run.",
+    )
+    weight_update: Literal["boundary", "in_flight"] = Field(
+        "boundary",
+        description="`boundary`: weights change while no request runs; `in_flight`: engines are "
+        "paused for the transfer and running requests go on with the new weights.",
+    )
+    kv: Literal["keep", "recompute"] = Field(
+        "recompute", description="KV cache of running requests at an in-flight update."
+    )
+    updates_per_batch: int = Field(
+        1, ge=1, le=64, description="H or G: optimizer steps on minibatches of one batch."
+    )
+    max_async_level: int | None = Field(
+        None,
+        ge=0,
+        description="k: rollouts of step n come from version max(0, n - k) or newer; none = free.",
+    )
+    on_stale: Literal["wait", "drop", "restart", "mask"] = Field(
+        "drop",
+        description="What happens to a trajectory that would pass the lag bound. `wait` holds the "
+        "update for it; `mask` trains only its tokens within the bound.",
+    )
+    max_off_policy_share: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="`concurrency: auto` lowers N' when more of a batch's tokens than this were "
+        "written by an older version than the batch's; 1 = never.",
+    )
+    buffer_order: Literal["oldest_first", "newest_first", "longest_first"] = Field(
+        "oldest_first", description="Order in which buffered partial trajectories are resumed."
+    )
+    ring_batches: int = Field(
+        2, ge=1, description="Complete batches that may wait between generation and training."
+    )
+    overflow: Literal["block", "drop_oldest"] = Field(
+        "block", description="When the ring is full: stop starting requests, or drop the oldest."
+    )
+    oversample: float = Field(
+        1.0, ge=1.0, le=8.0, description="Groups started per batch, as a multiple of B."
+    )
+    dynamic_sampling: bool = Field(
+        False, description="DAPO: groups whose rewards are all equal do not count and are dropped."
+    )
+    overlap: bool = Field(
+        False, description="Whether generation goes on while the trainer works on a batch."
+    )
+
+    @model_validator(mode="after")
+    def _combinations(self) -> Self:
+        if isinstance(self.concurrency, int) and self.concurrency < 1:
+            raise ValueError(f"concurrency must be at least 1, got {self.concurrency}")
+        if self.updates_per_batch > self.groups_per_batch:
+            raise ValueError(
+                f"updates_per_batch {self.updates_per_batch} needs at least as many groups, "
+                f"groups_per_batch is {self.groups_per_batch}"
+            )
+        if self.dynamic_sampling and self.group_size < 2:
+            raise ValueError(
+                "dynamic_sampling needs groups of at least 2 (one reward has no variance), "
+                f"group_size is {self.group_size}"
+            )
+        if self.boundary == "continue" and self.weight_update == "boundary" and self.overlap:
+            raise ValueError(
+                "boundary: continue with overlap: true needs weight_update: in_flight, got boundary"
+            )
+        return self

@@ -1,0 +1,171 @@
+"""Settings of the simulator and the planner: every constant that they assume is a field here.
+
+What a field's description calls "assumed" comes from no data sheet; `megatron-async simulate`
+prints all of them. Public figures (peak rates, memory, links, model shapes) are in
+`megatron_async/simulate/hardware.py` and `model_shape.py` and are chosen by name.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from megatron_async.config.base import Settings
+
+GpuName = Literal["A100", "H100", "H800", "H200", "B200", "L40S", "A6000"]
+
+
+class GpuConfig(Settings):
+    """The accelerator; a figure left out is the data sheet's."""
+
+    name: GpuName = Field("H100", description="Row of the data-sheet table.")
+    bf16_tflops: float | None = Field(None, gt=0, description="Dense bfloat16 peak, TFLOP/s.")
+    memory_gb: float | None = Field(None, gt=0, description="HBM, 1e9 bytes.")
+    memory_tb_per_s: float | None = Field(None, gt=0, description="HBM bandwidth, 1e12 bytes/s.")
+    nvlink_gb_per_s: float | None = Field(
+        None, gt=0, description="To another GPU of the node, one direction, 1e9 bytes/s."
+    )
+    network_gb_per_s: float | None = Field(
+        None, gt=0, description="To another node, per GPU, one direction, 1e9 bytes/s."
+    )
+    pcie_gb_per_s: float | None = Field(
+        None, gt=0, description="To host memory, one direction, 1e9 bytes/s."
+    )
+
+
+class EfficiencyConfig(Settings):
+    """Share of a peak that is reached, and what each step costs on top. All assumed."""
+
+    memory_bandwidth: float = Field(0.8, gt=0, le=1, description="Of HBM, in decode.")
+    decode_flops: float = Field(0.6, gt=0, le=1, description="Of the peak, in decode's GEMMs.")
+    prefill_flops: float = Field(0.5, gt=0, le=1, description="Of the peak, in prefill.")
+    training_flops: float = Field(
+        0.35, gt=0, le=1, description="Of the peak, forward and backward of packed sequences."
+    )
+    links: float = Field(0.7, gt=0, le=1, description="Of NVLink, network and PCIe.")
+    collective_latency_seconds: float = Field(
+        10e-6, ge=0, description="Fixed cost of one all-reduce inside a node."
+    )
+    decode_overhead_seconds: float = Field(
+        0.003, ge=0, description="Launch, sampling and batch bookkeeping of one decode step."
+    )
+    update_overhead_seconds: float = Field(
+        0.3, ge=0, description="Optimizer step, gradient norm, logging: per optimizer step."
+    )
+    batch_overhead_seconds: float = Field(
+        2.0, ge=0, description="Packing, advantages and hand-over: per batch."
+    )
+    weight_update_overhead_seconds: float = Field(
+        1.0, ge=0, description="Pause, checksums and resume: per weight update, beyond the bytes."
+    )
+
+
+class LengthConfig(Settings):
+    """Response lengths in tokens, before the cut at `sampling.max_new_tokens`."""
+
+    distribution: Literal["lognormal", "weibull", "constant", "file"] = Field(
+        "lognormal", description="`file`: the empirical distribution of recorded lengths."
+    )
+    median: float = Field(2500.0, gt=0, description="Of the log-normal; the constant's value.")
+    sigma: float = Field(0.9, gt=0, description="Standard deviation of the log length.")
+    scale: float = Field(3500.0, gt=0, description="Weibull's scale (lambda).")
+    shape: float = Field(1.0, gt=0, description="Weibull's shape (k); below 1 = heavy tail.")
+    path: str = Field("", description="One length per line, a JSON list, or JSONL (see docs).")
+    prompt_correlation: float = Field(
+        0.5, ge=0, lt=1, description="Correlation of (normal scores of) lengths within a prompt."
+    )
+    prompt_tokens: int = Field(200, ge=1, description="Prompt length.")
+
+    @model_validator(mode="after")
+    def _file_is_named(self) -> Self:
+        if self.distribution == "file" and not self.path:
+            raise ValueError("distribution: file needs simulate.lengths.path, got nothing")
+        return self
+
+
+class RewardConfig(Settings):
+    """Rewards matter to the simulation only through `schedule.dynamic_sampling`."""
+
+    success_alpha: float = Field(
+        0.5, gt=0, description="A prompt's rate of success is Beta(alpha, beta) distributed."
+    )
+    success_beta: float = Field(0.5, gt=0, description="See success_alpha.")
+    verifier_seconds: float = Field(0.05, ge=0, description="One judgement, no queue.")
+
+
+class SimulateConfig(Settings):
+    """What `megatron-async simulate` and `plan` know beside the run's own settings."""
+
+    model: str = Field(
+        "", description="Name of a public shape (see docs/simulator.md); empty = model.path's."
+    )
+    gpu: GpuConfig = Field(default_factory=GpuConfig, description="Accelerator.")
+    gpus: int = Field(8, ge=1, description="`plan`: GPUs in all.")
+    gpus_per_node: int = Field(8, ge=1, description="GPUs that NVLink joins.")
+    placement: Literal["disaggregated", "colocated"] = Field(
+        "disaggregated",
+        description="Trainers and engines on their own GPUs, or all GPUs for each in turn.",
+    )
+    offload: bool = Field(
+        False,
+        description="Colocated: trainer state goes to host memory while engines generate. Without "
+        "it, it stays beside the KV cache.",
+    )
+    lengths: LengthConfig = Field(default_factory=LengthConfig, description="Response lengths.")
+    reward: RewardConfig = Field(default_factory=RewardConfig, description="Rewards.")
+    efficiency: EfficiencyConfig = Field(
+        default_factory=EfficiencyConfig, description="Assumed shares and overheads."
+    )
+    cost_model: str = Field(
+        "", description="YAML written by `profile-engine`; replaces the roofline of the engine."
+    )
+    engine_memory_share: float = Field(
+        0.85, gt=0, le=1, description="Of HBM for weights and KV cache (assumed)."
+    )
+    trainer_memory_share: float = Field(
+        0.9, gt=0, le=1, description="Of HBM that the planner fills on a trainer GPU (assumed)."
+    )
+    kv_capacity_tokens: int | None = Field(
+        None, ge=1, description="Of one engine; none = from memory, or from the cost model."
+    )
+    admission_reserve_tokens: int = Field(
+        400,
+        ge=0,
+        description="Free KV that an engine asks for, per running request, before it admits one "
+        "more (assumed; SGLang's new-token ratio near its floor of 0.1 times its clip of 4,096).",
+    )
+    retract_steps: int = Field(
+        20, ge=1, description="Decode steps that a preemption makes room for (SGLang's value)."
+    )
+    training_flops_per_parameter: float = Field(
+        6.0, gt=0, description="Per token: 2 forward + 4 backward."
+    )
+    recompute_activations: bool = Field(True, description="Adds one forward pass per token.")
+    extra_forward_passes: float = Field(
+        0.0, ge=0, description="Passes without gradient per token: pi_old, reference, RAPID's."
+    )
+    trainer_seconds_per_token: float | None = Field(
+        None, gt=0, description="Measured; replaces the trainer's roofline."
+    )
+    trainer_seconds_per_update: float | None = Field(
+        None, ge=0, description="Measured; replaces the fixed cost of an optimizer step."
+    )
+    weight_update_seconds: float | None = Field(
+        None, ge=0, description="Measured pause of one weight update; replaces bytes over links."
+    )
+    steps: int = Field(30, ge=1, description="Batches that are simulated.")
+    warmup_steps: int = Field(5, ge=0, description="First batches left out of the figures.")
+    chunk_tokens: int = Field(
+        2048, ge=1, description="Decode steps between two reports of running requests' tokens."
+    )
+    load_report_seconds: float = Field(5.0, gt=0, description="Virtual time between load reports.")
+
+    @model_validator(mode="after")
+    def _steps(self) -> Self:
+        if self.warmup_steps >= self.steps:
+            raise ValueError(
+                f"simulate.warmup_steps {self.warmup_steps} must be below simulate.steps "
+                f"{self.steps}"
+            )
+        return self

@@ -1,0 +1,94 @@
+"""Threshold notations of the rollout correction, read once and checked.
+
+`2.0` is an upper bound, `"0.5_2.0"` a lower and an upper one. In YAML write both with a decimal
+point or in quotes: YAML reads a bare 0.5_2 as the number 0.52.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+# option -> (level, divergence)
+REJECTION_OPTIONS: Final[dict[str, tuple[str, str]]] = {
+    f"{level}_{divergence}": (level, divergence)
+    for level in ("token", "seq_sum", "seq_mean", "seq_max")
+    for divergence in ("k1", "k2", "k3")
+    if (level, divergence) != ("seq_max", "k1")
+}
+REJECTION_ALIASES: Final[dict[str, str]] = {"sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
+
+
+@dataclass(frozen=True)
+class ParsedRejection:
+    """One rejection option; bounds are in the space of the statistic (logarithms for k1)."""
+
+    option: str
+    level: str
+    divergence: str
+    lower: float
+    upper: float
+
+
+def _bounds(spec: float | str, name: str) -> tuple[float | None, float]:
+    if isinstance(spec, bool):
+        raise ValueError(f"{name} must be a number or lo_hi, got {spec!r}")
+    low_text, separator, high_text = str(spec).strip().partition("_")
+    if not separator:
+        low_text, high_text = "", low_text
+    try:
+        low = float(low_text) if separator else None
+        high = float(high_text)
+    except ValueError as error:
+        raise ValueError(f"{name} must be a number or lo_hi, got {spec!r}") from error
+    if not (math.isfinite(high) and high > 0 and (low is None or 0 < low <= high)):
+        raise ValueError(f"{name} must be positive with lo <= hi, got {spec!r}")
+    return low, high
+
+
+def parse_weight_threshold(spec: float | str, name: str) -> tuple[float | None, float]:
+    """(lower or None, upper) of importance weights. Raises ValueError naming the setting."""
+    return _bounds(spec, name)
+
+
+def parse_rejection(options: str, thresholds: float | str) -> tuple[ParsedRejection, ...]:
+    """Comma-separated options and thresholds (one for all, or one each). Raises ValueError.
+
+    Duplicate options count once, before thresholds are matched to them. One number u for a k1
+    option means 1/u_u.
+    """
+    names: list[str] = []
+    for part in options.split(","):
+        name = REJECTION_ALIASES.get(part.strip(), part.strip())
+        if name and name not in REJECTION_OPTIONS:
+            known = ", ".join([*REJECTION_OPTIONS, *REJECTION_ALIASES])
+            raise ValueError(f"rollout_rs option {name!r} is not one of {known}")
+        if name and name not in names:
+            names.append(name)
+    if not names:
+        raise ValueError(f"rollout_rs must name at least one option, got {options!r}")
+    specs = [part.strip() for part in str(thresholds).split(",") if part.strip()]
+    if len(specs) not in (1, len(names)):
+        raise ValueError(
+            f"rollout_rs_threshold {thresholds!r} must hold one threshold, or one for each of the "
+            f"{len(names)} options of rollout_rs"
+        )
+    if len(specs) == 1:
+        specs = specs * len(names)
+    return tuple(_rule(name, spec) for name, spec in zip(names, specs, strict=True))
+
+
+def _rule(option: str, spec: str) -> ParsedRejection:
+    level, divergence = REJECTION_OPTIONS[option]
+    setting = f"rollout_rs_threshold for {option}"
+    if divergence != "k1":
+        low, high = _bounds(spec, setting)
+        if low is not None:
+            raise ValueError(f"{setting} is one upper bound, got {spec!r}")
+        return ParsedRejection(option, level, divergence, -math.inf, high)
+    low, high = _bounds(spec, setting)
+    low = 1.0 / high if low is None else low
+    if low > high:
+        raise ValueError(f"{setting}: one number u means 1/u_u and must be >= 1, got {spec!r}")
+    return ParsedRejection(option, level, divergence, math.log(low), math.log(high))

@@ -1,0 +1,1 @@
+"""Runs the scheduler against engines, verifiers and the store."""

@@ -1,0 +1,434 @@
+"""The asyncio driver: runs the sans-IO scheduler against engines, verifiers, prompts and the store.
+
+Invariants
+- Every event reaches the scheduler through `_feed`, one at a time, on the event loop; its actions
+  are carried out in order. Nothing else changes the scheduler.
+- Pausing, allowing an update and resuming are carried out one after the other, never at once.
+- A stale engine (new, restarted, or one that missed an update) serves nothing: it is `EngineUp`
+  only when it holds the current version.
+- The first failure that cannot be mended is kept in `failure`, and every waiter gets it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from megatron_async.config import RunConfig
+from megatron_async.errors import ComponentFailure
+from megatron_async.rollout.generation import EngineSlot, Generation, Reports
+from megatron_async.rollout.interfaces import EngineClient, EngineError
+from megatron_async.rollout.statistics import RolloutStatistics
+from megatron_async.scheduler import events as ev
+from megatron_async.scheduler.record import Recorder
+from megatron_async.scheduler.scheduler import Scheduler
+from megatron_async.trajectory.batch import TokenBatch
+from megatron_async.trajectory.packing import pack_groups
+from megatron_async.trajectory.store import TrajectoryStore
+from megatron_async.trajectory.types import (
+    DropReason,
+    PolicyVersion,
+    Prompt,
+    Trajectory,
+)
+
+
+class PromptSource(Protocol):
+    """Training prompts in a fixed order."""
+
+    def take(self, count: int) -> list[Prompt]:
+        """The next prompts; fewer when the source is exhausted."""
+        ...
+
+
+class Verifier(Protocol):
+    """Judges finished responses; every judgement is limited in time."""
+
+    async def score(
+        self, prompt: Prompt, response_ids: Sequence[int]
+    ) -> tuple[float | None, dict[str, float]]:
+        """Reward and details; `None` when it failed and the setting says drop."""
+        ...
+
+
+class RolloutDriver:
+    """One rollout side: owns scheduler, store and engine clients for the life of a run."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        scheduler: Scheduler,
+        store: TrajectoryStore,
+        prompts: PromptSource,
+        verifier: Verifier,
+        version: PolicyVersion,
+        stop_token_ids: Sequence[int] = (),
+        recorder: Recorder | None = None,
+    ) -> None:
+        """`prompts` and `verifier` belong to the task, `stop_token_ids` end a response."""
+        self._config = config
+        self._scheduler = scheduler
+        self._store = store
+        self._prompts = prompts
+        self._verifier = verifier
+        self._version = version
+        self._recorder = recorder
+        self._slots: dict[str, EngineSlot] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._control: asyncio.Queue[ev.Action] = asyncio.Queue()
+        self._batches: asyncio.Queue[TokenBatch] = asyncio.Queue()
+        self._allowed: dict[int, asyncio.Event] = {}
+        self._stale = asyncio.Event()
+        self._closed = False
+        self._quiet = False
+        self.failure: ComponentFailure | None = None
+        self.failed = asyncio.Event()
+        self.lost_engines: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+        self.statistics = RolloutStatistics()
+        self._generation = Generation(
+            config,
+            store,
+            self.statistics,
+            stop_token_ids,
+            Reports(self._feed, self.engine_failed, self.fail, self._watch),
+        )
+
+    # ------------------------------------------------------------ life
+
+    def start(self) -> None:
+        """Begin work: recovered groups first, then new prompts as the scheduler asks for them."""
+        self._spawn(self._control_loop())
+        self._spawn(self._monitor_loop())
+        for group in self._store.unconsumed_groups():
+            self._feed(_recovered(group.trajectories, self._store.lag_number))
+
+    async def close(self) -> None:
+        """Abort what runs, keep its tokens, flush and close the store. Engines go on."""
+        self._closed = True
+        await self._generation.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._store.close()
+
+    # ------------------------------------------------------------ engines
+
+    def add_engine(self, client: EngineClient) -> None:
+        """An engine is there; it is stale until weights are published to it."""
+        self._slots[client.engine_id] = EngineSlot(client)
+        self._stale.set()
+
+    def engine_failed(self, engine_id: str, why: str) -> None:
+        """Take an engine out of service and tell the fleet; a second report is ignored.
+
+        Its trajectories go on elsewhere from their last stored token.
+        """
+        slot = self._slots.get(engine_id)
+        if slot is None:
+            return
+        self.statistics.warned("engine_failed", why)
+        self._generation.forget_engine(slot)
+        del self._slots[engine_id]
+        if slot.up:
+            self._feed(ev.EngineDown(engine_id))
+        self.lost_engines.put_nowait((engine_id, why))
+
+    def stale_engines(self) -> list[EngineClient]:
+        """Engines that do not hold the current version."""
+        return [slot.client for slot in self._slots.values() if not slot.up]
+
+    def engines(self) -> list[EngineClient]:
+        """All engines that are there."""
+        return [slot.client for slot in self._slots.values()]
+
+    def fail(self, failure: ComponentFailure) -> None:
+        """Keep the first failure; wake every waiter."""
+        if self.failure is None:
+            self.failure = failure
+            self.failed.set()
+
+    # ------------------------------------------------------------ the trainer's side
+
+    async def next_batch(self, timeout: float) -> TokenBatch | None:
+        """The next batch, or None when stale engines want weights first.
+
+        Raises ComponentFailure when the rollout side has failed or nothing came in time.
+        """
+        self.statistics.trainer_asked()
+        batch = await self._wait_for(self._batches.get(), self._stale.wait(), timeout, "a batch")
+        if not isinstance(batch, TokenBatch):
+            return None
+        self._feed(ev.BatchTaken(batch.step))
+        self.statistics.trainer_took(batch.step)
+        return batch
+
+    async def begin_update(self, version: PolicyVersion, timeout: float) -> list[EngineClient]:
+        """Wait until the engines are ready for `version`; returns those that must receive it."""
+        if version != self._version and any(slot.up for slot in self._slots.values()):
+            allowed = self._allowed.setdefault(version.number, asyncio.Event())
+            self._feed(ev.UpdateRequested(version.number))
+            await self._wait_for(allowed.wait(), None, timeout, f"engines to take {version}")
+        self.statistics.update_began()
+        return self.engines() if version != self._version else self.stale_engines()
+
+    def end_update(self, version: PolicyVersion, engine_ids: Sequence[str]) -> None:
+        """These engines hold `version` now (verified)."""
+        self.statistics.update_ended()
+        is_new = version != self._version
+        self._version = version
+        newly_up = []
+        for engine_id in engine_ids:
+            slot = self._slots.get(engine_id)
+            if slot is None:
+                continue
+            slot.version = version
+            if not slot.up:
+                slot.up = True
+                slot.last_token_at = time.monotonic()
+                newly_up.append(slot)
+        if is_new:
+            self._feed(ev.WeightsPublished(version))
+        for slot in newly_up:
+            self._feed(
+                ev.EngineUp(
+                    slot.client.engine_id,
+                    version,
+                    slot.client.kv_capacity_tokens,
+                    self._config.engines.max_running_requests,
+                )
+            )
+        if not self.stale_engines():
+            self._stale.clear()
+
+    async def quiesce(self) -> None:
+        """End generation for good: running requests are aborted, their tokens kept."""
+        self._quiet = True
+        requests = self._generation.of()
+        clients = [slot.client for slot in self._slots.values()]
+        await self._each(clients, lambda client: client.resume())
+        await self._generation.abort(requests)
+
+    def drop_batch(self, step: int, reason: DropReason) -> None:
+        """The trainer could not use the batch of `step`."""
+        self._store.drop_batch(step, reason)
+
+    async def _wait_for(
+        self,
+        wanted: Coroutine[Any, Any, Any],
+        other: Coroutine[Any, Any, Any] | None,
+        timeout: float,
+        what: str,
+    ) -> Any:
+        """Result of `wanted`, or None when `other` came first; a failure or the limit raises."""
+        first = asyncio.ensure_future(wanted)
+        waiters = {first, asyncio.ensure_future(self.failed.wait())}
+        if other is not None:
+            waiters.add(asyncio.ensure_future(other))
+        done, pending = await asyncio.wait(
+            waiters, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
+        )
+        for waiter in pending:
+            waiter.cancel()
+        if first in done:
+            return first.result()
+        if self.failure is not None:
+            raise self.failure
+        if not done:
+            raise ComponentFailure(f"waited {timeout:.0f} s for {what}; {self.describe()}")
+        return None
+
+    # ------------------------------------------------------------ scheduler in the middle
+
+    def _feed(self, event: ev.Event) -> None:
+        actions = self._scheduler.step(event)
+        if self._recorder is not None:
+            self._recorder.write(event, actions)
+        if self._quiet:
+            return
+        for action in actions:
+            if not isinstance(action, ev.Abort):
+                self._carry_out(action)
+        unwanted = [action.trajectory_id for action in actions if isinstance(action, ev.Abort)]
+        requests = self._generation.of(unwanted)
+        if requests:
+            self._spawn(self._generation.abort(requests))
+
+    def _carry_out(self, action: ev.Action) -> None:
+        match action:
+            case ev.Submit():
+                self._generation.submit(action.trajectory_id, self._slots[action.engine_id])
+            case ev.Score():
+                self._spawn(self._score(action.trajectory_id))
+            case ev.RequestPrompts():
+                self._spawn(self._fetch_prompts(action.count))
+            case ev.EmitBatch():
+                self._spawn(self._emit(action))
+            case ev.Drop():
+                self._store.drop(action.trajectory_id, action.reason)
+                self.statistics.dropped(action.reason)
+            case ev.Restart():
+                self._store.restart(action.trajectory_id)
+            case ev.Warn():
+                self.statistics.warned(action.name, action.message)
+            case ev.PauseEngines() | ev.AllowUpdate() | ev.ResumeEngines():
+                self._control.put_nowait(action)
+
+    async def _control_loop(self) -> None:
+        while True:
+            action = await self._control.get()
+            up = [slot.client for slot in self._slots.values() if slot.up]
+            match action:
+                case ev.PauseEngines():
+                    await self._each(up, lambda c, mode=action.mode: c.pause(mode))
+                case ev.ResumeEngines():
+                    await self._each(up, lambda c: c.resume())
+                case ev.AllowUpdate():
+                    self._allowed.setdefault(action.number, asyncio.Event()).set()
+
+    async def _each(self, clients: Sequence[EngineClient], call: Any) -> None:
+        """Ask all engines at once; one that fails is taken out of service."""
+        results = await asyncio.gather(*(call(c) for c in clients), return_exceptions=True)
+        for client, result in zip(clients, results, strict=True):
+            if isinstance(result, EngineError):
+                self.engine_failed(client.engine_id, str(result))
+            elif isinstance(result, BaseException):
+                raise result
+
+    # ------------------------------------------------------------ prompts, rewards, batches
+
+    async def _score(self, trajectory_id: int) -> None:
+        trajectory = self._store.load_trajectory(trajectory_id)
+        response = np.concatenate(
+            [s.token_ids for s in trajectory.segments] or [np.zeros(0, np.int32)]
+        )
+        reward, detail = await self._verifier.score(trajectory.prompt, response.tolist())
+        if reward is not None:
+            await self._store.set_reward(trajectory_id, reward, detail)
+        self._feed(ev.RewardReady(trajectory_id, reward))
+
+    async def _fetch_prompts(self, count: int) -> None:
+        specs = []
+        for prompt in self._prompts.take(count):
+            group = self._store.add_group(prompt, self._config.schedule.group_size)
+            ids = tuple(t.trajectory_id for t in group.trajectories)
+            specs.append(ev.GroupSpec(group.group_id, ids, len(prompt.token_ids)))
+        self._feed(ev.PromptsAvailable(tuple(specs)))
+
+    async def _emit(self, action: ev.EmitBatch) -> None:
+        groups = [self._store.load_group(group_id) for group_id in action.group_ids]
+        self._store.mark_batched(action.group_ids, action.step)
+        await self._store.sync()
+        batch = pack_groups(
+            groups,
+            step=action.step,
+            lineage=self._version.lineage,
+            branch_points=self._store.branch_points(),
+            temperature=self._config.sampling.temperature,
+            mask_before=action.mask_before,
+        )
+        metrics = self.statistics.batch_metrics(batch)
+        self._batches.put_nowait(replace(batch, extra_metrics=metrics))
+        if self._recorder is not None:
+            self._recorder.flush()
+
+    # ------------------------------------------------------------ watching
+
+    async def _monitor_loop(self) -> None:
+        """Ask engines for their load; report hangs. Restarts are the fleet's business."""
+        settings = self._config.engines
+        while True:
+            await asyncio.sleep(settings.health_interval_seconds)
+            for slot in list(self._slots.values()):
+                if not slot.up:
+                    continue
+                engine_id = slot.client.engine_id
+                try:
+                    status = await slot.client.status()
+                except EngineError as error:
+                    self.engine_failed(engine_id, str(error))
+                    continue
+                preemptions = max(0, status.preemptions_total - slot.preemptions_seen)
+                slot.preemptions_seen = status.preemptions_total
+                self._feed(ev.EngineLoad(engine_id, status.kv_usage, preemptions))
+                silent = time.monotonic() - slot.last_token_at
+                if slot.running and silent > settings.no_progress_seconds:
+                    self.engine_failed(
+                        engine_id, f"engine {engine_id} made no token for {silent:.0f} s"
+                    )
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        self._watch(task)
+
+    def _watch(self, task: asyncio.Task[Any]) -> None:
+        task.add_done_callback(self._report_crash)
+
+    def _report_crash(self, task: asyncio.Task[Any]) -> None:
+        """A defect in a background task must end the run, not vanish."""
+        if task.cancelled() or self._closed:
+            return
+        error = task.exception()
+        if isinstance(error, ComponentFailure):
+            self.fail(error)
+        elif error is not None:
+            failure = ComponentFailure(f"the rollout driver failed: {error!r}")
+            failure.__cause__ = error
+            self.fail(failure)
+
+    def status(self) -> dict[str, Any]:
+        """Queue and buffer sizes, counters and warnings, for a person."""
+        return {
+            "engines_up": sum(slot.up for slot in self._slots.values()),
+            "engines": len(self._slots),
+            "running": len(self._generation),
+            "tokens": self.statistics.tokens,
+            "version": str(self._version),
+            "warnings": dict(self.statistics.warnings),
+            "states": self._store.counts(),
+        }
+
+    def describe(self) -> str:
+        """One line about what is going on, for error messages."""
+        up = sum(slot.up for slot in self._slots.values())
+        return (
+            f"{up} of {len(self._slots)} engines serve, {len(self._generation)} requests run, "
+            f"current version {self._version}"
+        )
+
+
+def _recovered(
+    trajectories: Sequence[Trajectory], lag_number: Callable[[PolicyVersion], int]
+) -> ev.Recovered:
+    """What the scheduler must know of a group that the store still holds."""
+    first = trajectories[0]
+
+    def numbers(trajectory: Trajectory) -> list[int]:
+        return [lag_number(s.version) for s in trajectory.segments if not s.from_environment]
+
+    return ev.Recovered(
+        ev.GroupSpec(
+            first.group_id,
+            tuple(t.trajectory_id for t in trajectories),
+            len(first.prompt.token_ids),
+        ),
+        tuple(
+            ev.RecoveredTrajectory(
+                t.trajectory_id,
+                t.state,
+                t.response_length,
+                min(numbers(t), default=None),
+                t.reward,
+                newest_version=max(numbers(t), default=None),
+                drop_reason=t.drop_reason,
+            )
+            for t in trajectories
+        ),
+    )

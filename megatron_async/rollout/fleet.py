@@ -1,0 +1,122 @@
+"""The engine fleet: starts engines, notices the dead, restarts them, gives up with one sentence.
+
+Invariants
+- An engine that was (re)started is handed to the driver as stale: it serves nothing before it
+  holds the current weights.
+- One engine is restarted at most `engines.max_restarts` times; the run goes on while one is left.
+- When none is left and none can be restarted, the driver fails with a sentence that says why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Protocol
+
+from megatron_async.config.rollout import EngineConfig
+from megatron_async.errors import ComponentFailure
+from megatron_async.rollout.driver import RolloutDriver
+from megatron_async.rollout.interfaces import EngineClient
+
+
+class EngineLauncher(Protocol):
+    """Starts and stops the process behind engine `index`; time-limited, raises ComponentFailure."""
+
+    async def launch(self, index: int) -> EngineClient: ...
+
+    async def alive(self, index: int) -> bool: ...
+
+    async def stop(self, index: int) -> None: ...
+
+
+@dataclass
+class _Member:
+    index: int
+    client: EngineClient | None = None
+    restarts: int = 0
+    gone: bool = False
+
+
+class Fleet:
+    """All engines of a run; outlives the drivers that use them one after another."""
+
+    def __init__(self, settings: EngineConfig, launcher: EngineLauncher) -> None:
+        self._settings = settings
+        self._launcher = launcher
+        self._members = [_Member(index) for index in range(settings.count)]
+        self._driver: RolloutDriver | None = None
+        self._watcher: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Start all engines at once; the first that cannot start fails the run."""
+        clients = await asyncio.gather(*(self._launcher.launch(m.index) for m in self._members))
+        for member, client in zip(self._members, clients, strict=True):
+            member.client = client
+
+    def attach(self, driver: RolloutDriver) -> None:
+        """Hand every engine to `driver` as stale, and mend what it finds broken."""
+        self._driver = driver
+        for member in self._members:
+            if member.client is not None:
+                driver.add_engine(member.client)
+        self._watcher = asyncio.create_task(self._watch(driver))
+
+    def detach(self) -> None:
+        """Stop watching; the engines go on."""
+        self._driver = None
+        if self._watcher is not None:
+            self._watcher.cancel()
+            self._watcher = None
+
+    async def stop(self) -> None:
+        """End every engine process."""
+        self.detach()
+        for member in self._members:
+            if member.client is not None:
+                await member.client.close()
+        await asyncio.gather(
+            *(self._launcher.stop(m.index) for m in self._members), return_exceptions=True
+        )
+
+    async def _watch(self, driver: RolloutDriver) -> None:
+        """Wait for lost engines (the driver's finding or a dead process), and mend."""
+        while True:
+            try:
+                engine_id, why = await asyncio.wait_for(
+                    driver.lost_engines.get(), self._settings.health_interval_seconds
+                )
+            except TimeoutError:
+                await self._look_for_dead_processes(driver)
+                continue
+            for member in self._members:
+                if member.client is not None and member.client.engine_id == engine_id:
+                    await self._mend(driver, member, why)
+
+    async def _look_for_dead_processes(self, driver: RolloutDriver) -> None:
+        for member in self._members:
+            if member.client is not None and not await self._launcher.alive(member.index):
+                engine_id = member.client.engine_id
+                driver.engine_failed(engine_id, f"the process of engine {engine_id} has ended")
+
+    async def _mend(self, driver: RolloutDriver, member: _Member, why: str) -> None:
+        """Restart one engine, or take it out for good."""
+        if member.client is not None:
+            await member.client.close()
+            member.client = None
+        await self._launcher.stop(member.index)
+        while member.restarts < self._settings.max_restarts:
+            member.restarts += 1
+            try:
+                member.client = await self._launcher.launch(member.index)
+            except ComponentFailure as error:
+                why = str(error)
+                continue
+            driver.add_engine(member.client)
+            return
+        if all(other.client is None for other in self._members):
+            driver.fail(
+                ComponentFailure(
+                    f"no inference engine is left: {why} (restarted {member.restarts} times, "
+                    f"engines.max_restarts is {self._settings.max_restarts})"
+                )
+            )

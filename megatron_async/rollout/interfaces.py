@@ -1,0 +1,104 @@
+"""What the rollout driver needs from an engine, and the messages between them.
+
+Invariants
+- An engine reports every token exactly once, in order, with its log-prob (behaviour policy, at the
+  sampling temperature) and the policy version that made it.
+- A `generate` stream ends with exactly one chunk whose `end` is set, or raises `EngineError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from megatron_async.config.rollout import SamplingConfig
+from megatron_async.trajectory.types import FloatArray, IntArray, PolicyVersion
+
+PauseMode = Literal["in_place", "retract", "abort"]
+StreamEnd = Literal["stop", "length", "abort"]
+
+
+class EngineError(RuntimeError):
+    """An engine did not answer as it should; names the engine, what was asked and the answer."""
+
+
+@dataclass(frozen=True, eq=False)
+class GenerationRequest:
+    """Continue `input_ids` (prompt and earlier response tokens) by at most `max_new_tokens`."""
+
+    request_id: str
+    input_ids: IntArray
+    max_new_tokens: int
+    sampling: SamplingConfig
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class TokenChunk:
+    """New tokens of one request, all of one version; the last chunk carries `end`."""
+
+    token_ids: IntArray
+    logprobs: FloatArray
+    version: PolicyVersion
+    end: StreamEnd | None = None
+
+
+@dataclass(frozen=True)
+class EngineStatus:
+    """A load report of one engine."""
+
+    running_requests: int
+    queued_requests: int
+    kv_usage: float
+    preemptions_total: int
+
+
+class EngineClient(Protocol):
+    """One engine. Every method has a time limit and raises `EngineError`."""
+
+    @property
+    def engine_id(self) -> str: ...
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def kv_capacity_tokens(self) -> int: ...
+
+    def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
+        """Stream a response. Cancelling the iteration aborts the request."""
+        ...
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End these requests; each stream ends with a chunk of `end="abort"`."""
+        ...
+
+    async def pause(self, mode: PauseMode) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def flush_cache(self) -> None: ...
+
+    async def version(self) -> PolicyVersion:
+        """The version that the engine says it holds."""
+        ...
+
+    async def checksum(self) -> str:
+        """One checksum over all weights that the engine really holds (all TP ranks)."""
+        ...
+
+    async def score(self, token_ids: IntArray) -> FloatArray:
+        """Raw log-probs (temperature 1) of tokens 1..n-1 given those before, [n - 1]."""
+        ...
+
+    async def status(self) -> EngineStatus: ...
+
+    async def healthy(self) -> bool:
+        """Whether it answers at all; never raises."""
+        ...
+
+    async def close(self) -> None:
+        """Release connections (not the server)."""
+        ...

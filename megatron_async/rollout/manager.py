@@ -1,0 +1,324 @@
+"""The rollout manager: the whole rollout side of a run behind a handful of calls.
+
+It is a plain class that a Ray actor (`rollout/actors.py`) or a test holds. The trainer's calls come
+in a fixed order: `attach`, then again and again `next_batch` (a batch, or the news that stale
+engines want weights), `begin_update`, the transfer itself (which the trainer does), `end_update`.
+
+Invariants
+- An update counts only when all engines agree on their checksum and the probe sequence's log-probs
+  agree with the trainer's (SEMANTICS.md section 5); otherwise `end_update` raises.
+- `checkpoint_finalised` is called after the manifest exists, never before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_async.config import RunConfig
+from megatron_async.errors import ComponentFailure
+from megatron_async.rollout.driver import RolloutDriver, Verifier
+from megatron_async.rollout.evaluate import EvalResult, evaluate
+from megatron_async.rollout.fleet import EngineLauncher, Fleet
+from megatron_async.rollout.interfaces import EngineClient, EngineError
+from megatron_async.scheduler.record import Recorder
+from megatron_async.scheduler.scheduler import Scheduler
+from megatron_async.tasks.base import Task
+from megatron_async.trajectory.batch import TokenBatch
+from megatron_async.trajectory.store import TrajectoryStore
+from megatron_async.trajectory.types import DropReason, FloatArray, IntArray, PolicyVersion, Prompt
+from megatron_async.weights.http import EngineAddress
+
+
+@dataclass(frozen=True, eq=False)
+class UpdateReport:
+    """A verified update: how far the probe was off, and an evaluation when one was due."""
+
+    probe_mean_error: float | None
+    probe_max_error: float | None
+    evaluation: EvalResult | None
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """From where a run goes on, on a line of its own: the restored checkpoint, if there is one.
+
+    `parent` is the line that wrote the checkpoint, `store_position` where the store stood then.
+    """
+
+    lineage: int = 0
+    step: int = 0
+    parent: int | None = None
+    store_position: int | None = None
+
+
+class _TaskPrompts:
+    """A task's training problems in order, from `position` on."""
+
+    def __init__(self, task: Task, position: int) -> None:
+        self._task = task
+        self.position = position
+
+    def take(self, count: int) -> list[Prompt]:
+        prompts = self._task.train_prompts(self.position, count)
+        self.position += len(prompts)
+        return prompts
+
+
+@dataclass(frozen=True, eq=False)
+class _Session:
+    """What lives from one `attach` to the next."""
+
+    resume: ResumePoint
+    store: TrajectoryStore
+    driver: RolloutDriver
+    recorder: Recorder | None
+
+
+class RolloutManager:
+    """Owns the fleet for its whole life, and driver and store from one `attach` to the next."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        task: Task,
+        verifier: Verifier,
+        launcher: EngineLauncher,
+        store_file: Path,
+        events_directory: Path | None,
+    ) -> None:
+        self._config = config
+        self._task = task
+        self._verifier = verifier
+        self._store_file = store_file
+        self._events_directory = events_directory
+        self._fleet = Fleet(config.engines, launcher)
+        self._session: _Session | None = None
+        self._addressed: set[str] = set()
+
+    # ------------------------------------------------------------ life
+
+    async def start(self) -> None:
+        """Start the engines. Raises ComponentFailure when one cannot start."""
+        await self._fleet.start()
+
+    async def attach(self, resume: ResumePoint) -> None:
+        """A trainer begins at `resume`: open the store there, with a new scheduler.
+
+        A trainer that comes back (restarted ranks) attaches again: what the store holds survives,
+        everything is rolled back to its checkpoint, and all engines count as stale.
+        """
+        await self._detach()
+        store = TrajectoryStore.open(
+            self._store_file,
+            self._config.store,
+            lineage=resume.lineage,
+            step=resume.step,
+            parent=resume.parent,
+            position=resume.store_position,
+        )
+        version = PolicyVersion(resume.lineage, resume.step)
+        recorder = None
+        if self._events_directory is not None:
+            self._events_directory.mkdir(exist_ok=True)
+            stream = (self._events_directory / f"{resume.lineage}.jsonl").open("w")
+            recorder = Recorder(
+                stream, self._config.schedule, first_step=resume.step, version=version
+            )
+        # Prompts that became groups after the checkpoint are in the store already.
+        prompts = _TaskPrompts(self._task, store.admitted_groups)
+        driver = RolloutDriver(
+            self._config,
+            scheduler=Scheduler(self._config.schedule, first_step=resume.step, version=version),
+            store=store,
+            prompts=prompts,
+            verifier=self._verifier,
+            version=version,
+            stop_token_ids=self._task.stop_token_ids,
+            recorder=recorder,
+        )
+        self._session = _Session(resume, store, driver, recorder)
+        if store.recovery is not None:
+            driver.statistics.warned("store_recovered", store.recovery.sentence)
+        driver.start()
+        self._fleet.attach(driver)
+
+    async def _detach(self) -> None:
+        session, self._session = self._session, None
+        self._fleet.detach()
+        if session is not None:
+            await session.driver.close()
+            if session.recorder is not None:
+                session.recorder.close()
+
+    async def stop(self) -> None:
+        """Keep every token, close the store, end the engines."""
+        await self._detach()
+        await self._fleet.stop()
+
+    @property
+    def _attached(self) -> _Session:
+        if self._session is None:
+            raise ComponentFailure("no trainer is attached to the rollout manager")
+        return self._session
+
+    @property
+    def _driver(self) -> RolloutDriver:
+        return self._attached.driver
+
+    def status(self) -> dict[str, Any]:
+        """Queue and buffer sizes and counters, for the progress display; empty before `attach`."""
+        if self._session is None:
+            return {}
+        failure = self._driver.failure
+        return {**self._driver.status(), "failure": None if failure is None else str(failure)}
+
+    # ------------------------------------------------------------ batches
+
+    async def next_batch(self) -> TokenBatch | None:
+        """The next batch, or None when stale engines want weights. Raises ComponentFailure."""
+        return await self._driver.next_batch(self._config.trainer.wait_for_batch_seconds)
+
+    def drop_batch(self, step: int, reason: str) -> None:
+        """The trainer could not use the batch of `step` (all its trajectories are dropped)."""
+        self._driver.drop_batch(step, DropReason(reason))
+
+    # ------------------------------------------------------------ weights
+
+    async def begin_update(self, number: int) -> list[EngineAddress]:
+        """Make engines ready for version `number`; returns those that must receive it."""
+        version = PolicyVersion(self._attached.resume.lineage, number)
+        engines = await self._driver.begin_update(version, self._config.weights.timeout_seconds)
+        self._addressed = {engine.engine_id for engine in engines}
+        return [EngineAddress(engine.engine_id, engine.url) for engine in engines]
+
+    async def end_update(
+        self,
+        number: int,
+        engine_ids: Sequence[str],
+        probe_ids: IntArray | None,
+        probe_logprobs: FloatArray | None,
+    ) -> UpdateReport:
+        """Verify what the engines hold, publish it, evaluate when that is due.
+
+        `probe_ids` [n] and the trainer's raw log-probs of its tokens 1..n-1, [n - 1]; None skips
+        the check (`weights.verify`). Raises ComponentFailure on a mismatch.
+        """
+        version = PolicyVersion(self._attached.resume.lineage, number)
+        for engine_id in self._addressed - set(engine_ids):
+            self._driver.engine_failed(engine_id, f"engine {engine_id} did not take {version}")
+        holders = [e for e in self._driver.engines() if e.engine_id in set(engine_ids)]
+        last = number >= self._config.steps
+        # What an idle engine has cached was made by other weights (`kv: keep` does not flush).
+        await self._flush(set(self._driver.stale_engines()) & set(holders))
+        if probe_ids is not None:
+            holders = await self._compare_checksums(holders, version)
+        if last:
+            await self._driver.quiesce()
+            await self._flush(holders)
+        else:
+            self._driver.end_update(version, [e.engine_id for e in holders])
+        mean = worst = None
+        if probe_ids is not None and probe_logprobs is not None:
+            mean, worst = await self._probe(holders, version, probe_ids, probe_logprobs)
+        evaluation = None
+        if self._evaluation_due(number):
+            try:
+                evaluation = await self.evaluate(holders, tag=f"eval-{version}")
+            except EngineError as error:
+                raise ComponentFailure(f"the evaluation of {version} failed: {error}") from error
+        return UpdateReport(mean, worst, evaluation)
+
+    async def _flush(self, engines: Iterable[EngineClient]) -> None:
+        for engine in engines:
+            try:
+                await engine.flush_cache()
+            except EngineError as error:
+                self._driver.engine_failed(engine.engine_id, str(error))
+
+    def _evaluation_due(self, number: int) -> bool:
+        every = self._config.eval.every_steps
+        at_an_end = number in (0, self._config.steps)
+        return at_an_end or (every > 0 and number % every == 0)
+
+    async def evaluate(self, engines: Sequence[EngineClient], tag: str) -> EvalResult:
+        """Held-out accuracy under the weights that `engines` hold."""
+        prompts = self._task.eval_prompts(self._config.eval.prompts)
+        return await evaluate(
+            engines,
+            prompts,
+            self._verifier,
+            self._config.eval,
+            self._config.sampling,
+            self._task.stop_token_ids,
+            tag,
+        )
+
+    async def _compare_checksums(
+        self, engines: Sequence[EngineClient], version: PolicyVersion
+    ) -> list[EngineClient]:
+        """Those engines that answer; they all hold `version`, with the same checksum."""
+
+        async def ask(engine: EngineClient) -> tuple[EngineClient, str, PolicyVersion] | None:
+            try:
+                return engine, await engine.checksum(), await engine.version()
+            except EngineError as error:
+                self._driver.engine_failed(engine.engine_id, str(error))
+                return None
+
+        answers = [a for a in await asyncio.gather(*map(ask, engines)) if a is not None]
+        for engine, _, held in answers:
+            if held != version:
+                raise ComponentFailure(
+                    f"engine {engine.engine_id} says that it holds version {held} after the "
+                    f"update to {version}"
+                )
+        if len({checksum for _, checksum, _ in answers}) > 1:
+            listing = ", ".join(f"{engine.engine_id}: {sum_}" for engine, sum_, _ in answers)
+            raise ComponentFailure(f"engines disagree on the weights of {version}: {listing}")
+        return [engine for engine, _, _ in answers]
+
+    async def _probe(
+        self,
+        engines: Sequence[EngineClient],
+        version: PolicyVersion,
+        probe_ids: IntArray,
+        expected: FloatArray,
+    ) -> tuple[float, float]:
+        scored = await asyncio.gather(
+            *(engine.score(probe_ids) for engine in engines), return_exceptions=True
+        )
+        limit = self._config.weights.probe_tolerance
+        means, maxima = [0.0], [0.0]
+        for engine, got in zip(engines, scored, strict=True):
+            if isinstance(got, EngineError):
+                self._driver.engine_failed(engine.engine_id, str(got))
+                continue
+            if isinstance(got, BaseException):
+                raise got
+            error = np.abs(got - expected)
+            means.append(float(error.mean()))
+            maxima.append(float(error.max()))
+            if not means[-1] <= limit:
+                raise ComponentFailure(
+                    f"engine {engine.engine_id} does not hold the trainer's weights of {version}: "
+                    f"the probe's log-probs differ by {means[-1]:.2e} on average, "
+                    f"weights.probe_tolerance is {limit:.2e}"
+                )
+        return max(means), max(maxima)
+
+    # ------------------------------------------------------------ checkpoints
+
+    async def position(self) -> dict[str, Any]:
+        """What a checkpoint must keep of the rollout side (`ResumePoint` is made from it)."""
+        return {"store_position": await self._attached.store.sync(durable=True)}
+
+    async def checkpoint_finalised(self, step: int, kept_steps: Sequence[int]) -> None:
+        """The manifest of `step` exists; `kept_steps` can still be restored."""
+        await self._attached.store.checkpoint_finalised(step, kept_steps)

@@ -1,0 +1,49 @@
+"""Which Ray nodes the rollout side may use, and under which address a node is reached.
+
+A trainer node of a cluster launch is a Ray node too, because a process can talk to a Ray cluster
+only through a node on its own machine. It carries a label, and nothing of the rollout side is
+placed there. In a cluster without labels the selector matches every node.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Final
+
+import psutil
+
+from megatron_async.errors import UserError
+
+ROLE_LABEL: Final = "megatron-async-role"
+TRAINER_ROLE: Final = "trainer"
+NOT_ON_TRAINER_NODES: Final = {ROLE_LABEL: f"!{TRAINER_ROLE}"}
+
+INTERFACE_VARIABLE: Final = "MEGATRON_ASYNC_INTERFACE"
+# `engines.host` with this value: each server binds to the address of the node that it is on.
+NODE_HOST: Final = "node"
+
+
+def node_address() -> str:
+    """The IPv4 address at which other nodes reach this one.
+
+    That of the interface named in MEGATRON_ASYNC_INTERFACE (ib0, eth0, ...), else the one that the
+    default route leaves by, else what the host name resolves to. Raises UserError for an interface
+    that does not exist or has no IPv4 address.
+    """
+    name = os.environ.get(INTERFACE_VARIABLE, "")
+    if name:
+        for entry in psutil.net_if_addrs().get(name, []):
+            if entry.family == socket.AF_INET:
+                return str(entry.address)
+        known = ", ".join(sorted(psutil.net_if_addrs()))
+        raise UserError(
+            f"{INTERFACE_VARIABLE} is {name!r}, which is no interface with an IPv4 address on "
+            f"{socket.gethostname()} (there are {known})"
+        )
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # Documentation address: nothing is sent by connect.
+            return str(probe.getsockname()[0])
+        except OSError:
+            return socket.gethostbyname(socket.gethostname())

@@ -1,0 +1,103 @@
+"""SGLang's own HTTP server, fit for training (`python -m megatron_async.rollout.sglang_server`).
+
+Takes SGLang's command line unchanged. What it adds, in the server and in every process that it
+spawns (multiprocessing re-imports the main module first, so the module level does the work):
+
+- `--device cpu`: stand-ins for GPU packages and the attention backend `torch_batched`.
+- Every streamed chunk carries the version of each of its tokens (`meta_info.weight_versions`).
+  SGLang itself reports them only in the last chunk, so a token streamed around a weight update
+  could not be attributed; the hook uses SGLang's own plugin registry and its own span function.
+- A lifeline: the server ends itself, with all its processes, as soon as whoever started it is
+  gone. The starter holds the write end of a pipe whose read end is named in the environment.
+
+Invariants
+- One process group per server, led by this process: killing the group leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from typing import Any
+
+LIFELINE_VARIABLE = "MEGATRON_ASYNC_LIFELINE_FD"
+CPU_VARIABLE = "SGLANG_USE_CPU_ENGINE"
+
+
+def _report_versions_of_unfinished(result: Any, accumulator: Any, *, req: Any) -> None:
+    """After SGLang has put a request's output into a batch: fill in its version spans.
+
+    SGLang leaves None for a request that has not finished. The spans are counted from the
+    request's first token, as in the final chunk.
+    """
+    from sglang.srt.utils.weight_versions import compute_weight_version_spans
+
+    versions = accumulator.weight_versions
+    if versions and versions[-1] is None and accumulator.rids[-1] == req.rid:
+        versions[-1] = compute_weight_version_spans(
+            req.weight_version_events,
+            current_version=accumulator.current_weight_version,
+            num_output_tokens=req.send_token_offset,
+        )
+
+
+def install() -> None:
+    """Prepare this process to run SGLang; a second call changes nothing."""
+    if os.environ.get(CPU_VARIABLE) == "1":
+        from megatron_async.rollout import sglang_attention, sglang_cpu
+
+        sglang_cpu.install_stand_ins()
+        sglang_attention.register()
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    target = (
+        "sglang.srt.managers.scheduler_components.output_streamer"
+        "._GenerationStreamAccumulator.accept"
+    )
+    if not HookRegistry._hooks.get(target):
+        HookRegistry.register(target, _report_versions_of_unfinished, HookType.AFTER)
+        HookRegistry.apply_hooks()
+        if target not in HookRegistry._patched:
+            raise RuntimeError(
+                f"SGLang has no {target}: streamed tokens cannot be attributed to policy versions"
+            )
+
+
+def _end_when_starter_is_gone(read_end: int) -> None:
+    """Block until the other end of the pipe closes, then kill this process group."""
+    while os.read(read_end, 1):
+        pass
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def _hold_lifeline() -> None:
+    text = os.environ.pop(LIFELINE_VARIABLE, "")
+    if not text:
+        return
+    read_end = int(text)
+    os.set_inheritable(read_end, False)
+    threading.Thread(
+        target=_end_when_starter_is_gone, args=(read_end,), name="lifeline", daemon=True
+    ).start()
+
+
+def main() -> None:
+    """Run the server until it is told to stop."""
+    _hold_lifeline()
+    from sglang.launch_server import run_server
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    try:
+        run_server(prepare_server_args(sys.argv[1:]))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+if __name__ in ("__main__", "__mp_main__"):
+    install()
+
+if __name__ == "__main__":
+    main()

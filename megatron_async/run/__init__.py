@@ -1,0 +1,1 @@
+"""A run from the outside: its directory, its processes, the trainer's loop, the closing report."""

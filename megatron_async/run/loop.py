@@ -1,0 +1,231 @@
+"""The trainer's loop: take a batch, train, publish the weights, checkpoint.
+
+It runs on every trainer rank in the same order; only rank 0 has a link to the rollout side, and
+what it hears is broadcast. The trainer knows nothing of engines but their addresses.
+
+Invariants
+- Version n is published exactly when the trainer's step is n; a skipped batch publishes the same
+  weights under the next number.
+- A checkpoint of step n is finalised before the rollout side hears of it.
+- A run that is asked to stop ends between two steps, with a finalised checkpoint of the last one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+import torch.distributed as dist
+
+from megatron_async.checkpoint.manager import CheckpointManager
+from megatron_async.config import RunConfig
+from megatron_async.rollout.manager import UpdateReport
+from megatron_async.run.link import RolloutLink
+from megatron_async.run.stop import StopAsked, StopRequest
+from megatron_async.telemetry.health import HealthWatch
+from megatron_async.telemetry.metrics import MetricsWriter
+from megatron_async.trainer.report import StepReport
+from megatron_async.trainer.step import PolicyTrainer
+from megatron_async.trajectory.batch import TokenBatch
+from megatron_async.trajectory.types import DropReason
+from megatron_async.weights.publisher import WeightPublisher
+
+T = TypeVar("T")
+
+
+@dataclass
+class LoopParts:
+    """What the loop works with; `link` and `metrics` only on rank 0."""
+
+    config: RunConfig
+    trainer: PolicyTrainer
+    publisher: WeightPublisher
+    checkpoints: CheckpointManager
+    link: RolloutLink | None
+    metrics: MetricsWriter | None
+    stop: StopRequest = field(default_factory=StopRequest)
+
+
+def on_rank_zero(work: Callable[[], T]) -> T:
+    """Do it on rank 0 and give every rank the result; an error there is raised everywhere."""
+    box: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            box[0] = work()
+        except Exception as error:
+            box[1] = error
+            dist.broadcast_object_list(box, src=0)
+            raise
+    dist.broadcast_object_list(box, src=0)
+    if box[1] is not None:
+        raise box[1]
+    return box[0]  # type: ignore[no-any-return]
+
+
+class TrainLoop:
+    """One rank's view of a run, from its resume point to its last step."""
+
+    def __init__(self, parts: LoopParts) -> None:
+        self._parts = parts
+        self._config = parts.config
+        self._trainer = parts.trainer
+        self._probe = probe_batch(parts.config, parts.trainer.vocab_size)
+        self._updates_sent = 0
+        self._health = HealthWatch()
+        self._saved_step = parts.trainer.step
+
+    def run(self) -> bool:
+        """Until `config.steps` batches are trained on: True; False when asked to stop before.
+
+        Raises ComponentFailure.
+        """
+        self._publish()
+        while self._trainer.step < self._config.steps:
+            if self._parts.stop.asked_anywhere():
+                return self._stop()
+            began = time.monotonic()
+            try:
+                batch = on_rank_zero(lambda: self._link.next_batch())
+            except StopAsked:
+                return self._stop()
+            waited = time.monotonic() - began
+            if batch is None:  # stale engines want the current weights first
+                self._publish()
+                continue
+            self._step(batch, waited)
+        self._parts.checkpoints.wait()
+        on_rank_zero(self._tell_finalised)
+        return True
+
+    def _stop(self) -> bool:
+        """Keep what was trained since the last checkpoint."""
+        if self._trainer.step != self._saved_step:
+            self._checkpoint()
+        self._parts.checkpoints.wait()
+        on_rank_zero(self._tell_finalised)
+        return False
+
+    @property
+    def _link(self) -> RolloutLink:
+        assert self._parts.link is not None
+        return self._parts.link
+
+    def _step(self, batch: TokenBatch, waited: float) -> None:
+        began = time.monotonic()
+        report = self._trainer.train_batch(batch)
+        trained = time.monotonic() - began
+        if report.skipped:
+            on_rank_zero(lambda: self._link.drop_batch(batch.step, DropReason.NONFINITE.value))
+        began = time.monotonic()
+        update = self._publish()
+        published = time.monotonic() - began
+        began = time.monotonic()
+        self._checkpoint_if_due()
+        on_rank_zero(self._tell_finalised)
+        times = {
+            "time/wait_for_batch": waited,
+            "time/train": trained,
+            "time/publish": published,
+            "time/checkpoint": time.monotonic() - began,
+        }
+        times["time/step"] = sum(times.values())
+        self._write(batch, report, update, times)
+
+    # ------------------------------------------------------------ weights
+
+    def _publish(self) -> UpdateReport:
+        """Send the current weights to the engines that must have them, verified."""
+        number = self._trainer.step
+        engines = on_rank_zero(lambda: self._link.begin_update(number))
+        reached = self._parts.publisher.publish(engines, self._trainer.version)
+        verify = self._config.weights.verify
+        checked = verify == "every" or (verify == "first" and self._updates_sent == 0)
+        self._updates_sent += 1
+        expected = None
+        if checked:
+            expected = self._trainer.compute_logprobs(self._probe)[1:].astype(np.float32)
+        ids = self._probe.token_ids_T if checked else None
+        update = on_rank_zero(lambda: self._link.end_update(number, reached, ids, expected))
+        if self._parts.metrics is not None and update.evaluation is not None:
+            self._parts.metrics.write(number, update.evaluation.metrics(), kind="eval")
+        return update
+
+    # ------------------------------------------------------------ checkpoints and records
+
+    def _checkpoint_if_due(self) -> None:
+        step = self._trainer.step
+        settings = self._config.checkpoint
+        if step % settings.every_steps and step != self._config.steps:
+            return
+        self._checkpoint()
+
+    def _checkpoint(self) -> None:
+        extra = on_rank_zero(lambda: self._link.position())
+        self._parts.checkpoints.save(self._trainer, extra)
+        self._saved_step = self._trainer.step
+
+    def _tell_finalised(self) -> None:
+        """Rank 0 tells the rollout side of manifests that exist by now."""
+        if self._parts.link is not None:
+            for done in self._parts.checkpoints.take_finalised():
+                self._parts.link.checkpoint_finalised(done.step, done.kept_steps)
+
+    def _write(
+        self,
+        batch: TokenBatch,
+        report: StepReport,
+        update: UpdateReport,
+        times: dict[str, float],
+    ) -> None:
+        writer = self._parts.metrics
+        if writer is None:
+            return
+        metrics = {**batch.extra_metrics, **report.metrics, **times}
+        metrics |= {
+            "train/loss": report.loss,
+            "train/grad_norm": report.grad_norm,
+            "train/learning_rate": report.learning_rate,
+            "train/skipped_updates": report.skipped_updates,
+            "train/tokens": report.num_tokens,
+            "train/trained_tokens": report.num_trained_tokens,
+            "train/microbatches": report.num_microbatches,
+            "train/tokens_per_second": report.tokens_per_second,
+        }
+        if update.probe_mean_error is not None:
+            metrics["weights/probe_mean_error"] = update.probe_mean_error
+        writer.write(report.step, metrics)
+        for name, message in self._health.step(metrics):
+            writer.warn(report.step, name, message)
+        if report.step % self._config.telemetry.histograms_every == 0:
+            trained = batch.loss_mask_T > 0
+            writer.histogram(report.step, "rollout/lag", batch.lag_T[trained])
+            lengths_S = batch.lengths_S() - batch.prompt_lengths_S
+            writer.histogram(report.step, "rollout/response_length", lengths_S)
+            writer.histogram(report.step, "rollout/reward", batch.rewards_S)
+
+
+def probe_batch(config: RunConfig, vocab_size: int) -> TokenBatch:
+    """The fixed probe sequence of `weights.probe_tokens` tokens, at temperature 1."""
+    length = config.weights.probe_tokens
+    tokens_T = np.random.default_rng(0).integers(0, vocab_size, length, dtype=np.int32)
+    mask_T = np.ones(length, np.float32)
+    mask_T[0] = 0
+    zeros_T = np.zeros(length, np.int32)
+    return TokenBatch(
+        step=0,
+        token_ids_T=tokens_T,
+        loss_mask_T=mask_T,
+        rollout_logprobs_T=np.zeros(length, np.float32),
+        version_T=zeros_T,
+        lag_T=zeros_T,
+        cu_seqlens_S1=np.array([0, length], np.int32),
+        rewards_S=np.zeros(1, np.float32),
+        group_ids_S=np.zeros(1, np.int64),
+        trajectory_ids_S=np.zeros(1, np.int64),
+        prompt_lengths_S=np.ones(1, np.int32),
+        truncated_S=np.zeros(1, np.bool_),
+        resumed_S=np.zeros(1, np.bool_),
+    )

@@ -1,0 +1,279 @@
+"""One node of a launch over several nodes: `-m megatron_async.run.node ROLE RUN_DIR --index I ...`.
+
+    rollout   node 0: Ray's head, the rollout manager, the session; others: Ray nodes for engines
+    trainer   torchrun with this node's trainer ranks, and a Ray node that only they talk through
+
+The scripts in `launch/` start one such process on every node, in any order. The roles find each
+other through the session's files; no port is fixed.
+
+Invariants
+- Exit codes: 0 the run is complete; 75 (EX_TEMPFAIL) it stopped with a checkpoint because it was
+  asked to, and should be queued again; 2 bad input; 1 a component has failed.
+- A role ends when its session is closed or superseded; its children end with it.
+- Every wait has a time limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from megatron_async.config import RunConfig
+from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.rollout.nodes import ROLE_LABEL, TRAINER_ROLE, node_address
+from megatron_async.run.directory import Outcome, RunDirectory
+from megatron_async.run.processes import Child
+from megatron_async.run.session import Session
+from megatron_async.run.stop import STOP_FILE_VARIABLE
+from megatron_async.run.train_rank import RAY_ADDRESS_VARIABLE
+
+REQUEUE_CODE = os.EX_TEMPFAIL
+_POLL_SECONDS = 0.5
+_MEET_SECONDS = 600.0
+_RAY_STOP_SECONDS = 15.0
+
+
+class Node:
+    """What the roles share: where they are in the run, and their children."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.directory, self.config = RunDirectory.open(arguments.run_directory, [])
+        self.session = Session.join(self.directory, arguments.session)
+        self.index: int = arguments.index
+        self.count: int = arguments.count
+        self.address = node_address()
+
+    @property
+    def name(self) -> str:
+        return socket.gethostname().split(".")[0]
+
+    def use_token(self) -> None:
+        """Ray's processes from here on show the session's token."""
+        os.environ["RAY_AUTH_MODE"] = "token"
+        os.environ["RAY_AUTH_TOKEN_PATH"] = str(self.session.token_file)
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+    @contextmanager
+    def ray_node(self, *arguments: str) -> Iterator[Child]:
+        """`ray start` for the length of the block."""
+        child = Child(
+            [
+                *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block"),
+                *("--node-ip-address", self.address, "--disable-usage-stats"),
+                "--dashboard-agent-listen-port=0",
+                *arguments,
+            ],
+            self.directory.logs / f"ray-{self.session.path.name}-{self.name}-{os.getpid()}.log",
+        )
+        try:
+            yield child
+        finally:
+            child.stop(_RAY_STOP_SECONDS)
+
+
+def run_rollout(node: Node) -> int:
+    """Role `rollout`."""
+    if node.index > 0:
+        return _join_rollout(node)
+    node.session.begin()
+    node.use_token()
+    try:
+        port = free_port(node.address)
+        address = f"{node.address}:{port}"
+        with node.ray_node(
+            "--head",
+            f"--port={port}",
+            f"--ray-client-server-port={free_port(node.address)}",
+            "--include-dashboard=false",
+        ) as ray_node:
+            _wait_for_port(node.address, port, ray_node)
+            node.session.publish("ray", {"address": address})
+            outcome = drive_rollout(node.config, node.directory, address, node.session)
+    finally:
+        node.session.close()
+    return REQUEUE_CODE if outcome is Outcome.STOPPED else 0
+
+
+def _join_rollout(node: Node) -> int:
+    """A further rollout node: Ray, until the session is closed."""
+    address = node.session.wait_for("ray", _MEET_SECONDS)["address"]
+    node.use_token()
+    with node.ray_node(f"--address={address}") as ray_node:
+        while not node.session.closed() and node.session.is_current():
+            if ray_node.exit_code() is not None:
+                raise ComponentFailure(f"Ray on {node.name} has ended:\n{ray_node.log_tail()}")
+            time.sleep(_POLL_SECONDS)
+    return 0
+
+
+def drive_rollout(
+    config: RunConfig, directory: RunDirectory, ray_address: str, session: Session | None
+) -> Outcome:
+    """Hold the rollout side in the Ray cluster at `ray_address` until the trainers have ended.
+
+    Raises UserError or ComponentFailure when the rollout side fails, or the session is over.
+    """
+    import ray
+
+    from megatron_async.run.rollout_side import RolloutSide, connect_ray
+    from megatron_async.telemetry.progress import Progress
+
+    connect_ray(ray_address, private=False)
+    try:
+        rollout = RolloutSide(config, directory)
+        try:
+            rollout.start()
+            if session is not None:
+                session.publish("rollout", {})
+            with Progress(
+                directory.metrics_file, config.steps, config.telemetry.progress
+            ) as progress:
+                while (outcome := directory.outcome()) is None:
+                    if session is not None:
+                        session.check()
+                    progress.update(rollout.status())
+                    time.sleep(_POLL_SECONDS)
+                progress.update({})
+            return outcome
+        finally:
+            rollout.stop()
+    finally:
+        ray.shutdown()
+
+
+def run_trainer(node: Node) -> int:
+    """Role `trainer`."""
+    address = node.session.wait_for("ray", _MEET_SECONDS)["address"]
+    node.session.wait_for("rollout", _MEET_SECONDS)
+    node.use_token()
+    with node.ray_node(
+        f"--address={address}",
+        "--num-cpus=0",
+        "--num-gpus=0",
+        f"--labels={ROLE_LABEL}={TRAINER_ROLE}",
+    ):
+        environment = {
+            RAY_ADDRESS_VARIABLE: address,
+            STOP_FILE_VARIABLE: str(node.session.stop_file),
+        }
+        if "OMP_NUM_THREADS" not in os.environ:
+            environment["OMP_NUM_THREADS"] = "1"
+        command = _torchrun(node)
+        log = node.directory.logs / f"trainer-{node.index}.log"
+        torchrun = Child(command, log, environment)
+        try:
+            while (code := torchrun.exit_code()) is None:
+                if node.directory.outcome() is None:  # else the session may end before torchrun
+                    node.session.check()
+                time.sleep(_POLL_SECONDS)
+        finally:
+            torchrun.stop()
+    return _trainer_code(node, code, torchrun)
+
+
+def _torchrun(node: Node) -> list[str]:
+    """`torchrun` for this node's ranks; the nodes meet at node 0, on a port that it chooses."""
+    config = node.config
+    if config.parallel.ranks % node.count:
+        raise UserError(
+            f"parallel.ranks is {config.parallel.ranks}, which {node.count} trainer nodes do not "
+            "divide"
+        )
+    if node.count == 1:
+        meeting = ["--standalone"]
+    else:
+        if node.index == 0:
+            port = free_port(node.address)
+            node.session.publish("trainers", {"endpoint": f"{node.address}:{port}"})
+        endpoint = node.session.wait_for("trainers", _MEET_SECONDS)["endpoint"]
+        meeting = [
+            f"--nnodes={node.count}",
+            # c10d, not static: only with it can torchrun restart all ranks after one has died.
+            "--rdzv-backend=c10d",
+            f"--rdzv-id={node.session.path.name}",
+            f"--rdzv-endpoint={endpoint}",
+            f"--rdzv-conf=is_host={int(node.index == 0)},join_timeout={_MEET_SECONDS:.0f}",
+            f"--local-addr={node.address}",
+        ]
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", *meeting),
+        f"--nproc-per-node={config.parallel.ranks // node.count}",
+        f"--max-restarts={config.trainer.max_restarts}",
+        *("-m", "megatron_async.run.train_rank", str(node.directory.path)),
+    ]
+
+
+def _trainer_code(node: Node, code: int, torchrun: Child) -> int:
+    if code == 0:
+        return REQUEUE_CODE if node.directory.outcome() is Outcome.STOPPED else 0
+    left = node.directory.take_failure() if node.index == 0 else None
+    if left is not None:
+        raise (UserError if left["exit_code"] == 2 else ComponentFailure)(left["sentence"])
+    raise ComponentFailure(
+        f"the trainer ranks of {node.name} ended with exit code {code}; the end of "
+        f"{torchrun.log_file}:\n{torchrun.log_tail()}"
+    )
+
+
+def free_port(host: str) -> int:
+    """A port that was free on this interface a moment ago."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait_for_port(host: str, port: int, child: Child) -> None:
+    deadline = time.monotonic() + _MEET_SECONDS
+    while time.monotonic() < deadline:
+        if child.exit_code() is not None:
+            raise ComponentFailure(f"Ray's head did not start:\n{child.log_tail()}")
+        with socket.socket() as probe:
+            probe.settimeout(1.0)
+            if probe.connect_ex((host, port)) == 0:
+                return
+        time.sleep(_POLL_SECONDS)
+    raise ComponentFailure(f"Ray's head did not listen on {host}:{port} in {_MEET_SECONDS:.0f} s")
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="megatron_async.run.node", description=__doc__)
+    parser.add_argument("role", choices=("rollout", "trainer"))
+    parser.add_argument("run_directory", type=Path)
+    parser.add_argument("--index", type=int, required=True, help="of this node in its role")
+    parser.add_argument("--count", type=int, required=True, help="nodes of this role")
+    parser.add_argument("--session", required=True, help="name of this launch, alike on all nodes")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str]) -> int:
+    """Exit code of this node."""
+    parsed = _parse(arguments)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        node = Node(parsed)
+        stop_file = node.session.stop_file
+        signal.signal(signal.SIGUSR2, lambda number, frame: stop_file.touch())
+        return run_rollout(node) if parsed.role == "rollout" else run_trainer(node)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except ComponentFailure as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,46 @@
+"""What is refused before any process starts: a missing model, an impossible layout, a bad task.
+
+Every refusal is a `UserError` of one sentence.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron_async.checkpoint.manifest import MANIFEST_NAME
+from megatron_async.config import RunConfig
+from megatron_async.errors import UserError
+
+
+def check_model(path: Path | str) -> dict[str, Any]:
+    """The parsed config.json of a Hugging Face directory with weights and a tokenizer."""
+    directory = Path(path)
+    config_file = directory / "config.json"
+    if not str(path) or not config_file.is_file():
+        raise UserError(f"model.path {str(path)!r} has no config.json: not a Hugging Face model")
+    try:
+        parsed: dict[str, Any] = json.loads(config_file.read_text())
+    except json.JSONDecodeError as error:
+        raise UserError(f"model.path {path}: config.json is not valid JSON ({error})") from error
+    if not any(directory.glob("*.safetensors")):
+        raise UserError(f"model.path {path} holds no *.safetensors weights")
+    if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+        raise UserError(f"model.path {path} holds no tokenizer")
+    return parsed
+
+
+def check_run(config: RunConfig) -> None:
+    """The model, the parallel layout on it, and the task, without starting anything."""
+    check_model(config.model.path)
+    if config.model.checkpoint and not (Path(config.model.checkpoint) / MANIFEST_NAME).is_file():
+        raise UserError(
+            f"model.checkpoint {config.model.checkpoint!r} has no {MANIFEST_NAME}: not a checkpoint"
+        )
+    from megatron_async.tasks import build_task
+    from megatron_async.trainer.layout import check_layout
+    from megatron_async.weights.families import read_architecture
+
+    check_layout(read_architecture(config.model.path), config.parallel)
+    build_task(config.task, config.model.path)

@@ -1,0 +1,98 @@
+"""Child processes of a run: started in a session of their own, ended within a limit, no leftovers.
+
+Invariants
+- A child dies with its parent, even when the parent is killed (Linux parent-death signal).
+- `stop` first asks (SIGTERM), then kills; it touches only the child's own session.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Ask the kernel for SIGTERM when the parent process ends. For a child's first moment."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _prepare_child() -> None:
+    die_with_parent()
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+
+
+class Child:
+    """One process with its output in a log file.
+
+    SIGUSR2 asks a run to stop (`run/stop.py`); who does not listen for it must not die of it, so a
+    child starts with it ignored, and so do its own children.
+    """
+
+    def __init__(
+        self, command: Sequence[str], log_file: Path, extra_env: Mapping[str, str] | None = None
+    ) -> None:
+        self.log_file = log_file
+        with log_file.open("ab") as log:
+            self._process = subprocess.Popen(
+                list(command),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **(extra_env or {})},
+                start_new_session=True,
+                preexec_fn=_prepare_child,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return self._process.poll()
+
+    def wait(self, seconds: float) -> int | None:
+        """Exit code, or None when it still runs after the limit."""
+        try:
+            return self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def stop(self, grace_seconds: float = 10.0) -> None:
+        """End the whole session of the child."""
+        for sign, seconds in ((signal.SIGTERM, grace_seconds), (signal.SIGKILL, 5.0)):
+            try:
+                os.killpg(self._process.pid, sign)
+            except ProcessLookupError:
+                return
+            if self.wait(seconds) is not None and sign is signal.SIGTERM:
+                continue  # its grandchildren may still be there: the kill clears the session
+
+    def log_tail(self, lines: int = 15) -> str:
+        """The last lines that it wrote."""
+        if not self.log_file.exists():
+            return ""
+        return "\n".join(self.log_file.read_text(errors="replace").splitlines()[-lines:])
+
+
+def torchrun_command(ranks: int, module: str, *arguments: str, max_restarts: int = 0) -> list[str]:
+    """`torchrun` of this interpreter for all ranks on this machine."""
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+        f"--max-restarts={max_restarts}",
+        "-m",
+        module,
+        *arguments,
+    ]

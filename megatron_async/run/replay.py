@@ -1,0 +1,105 @@
+"""`megatron-async replay RUN_DIR`: recorded scheduler events, fed to today's scheduler.
+
+Invariants
+- Nothing is written; a run that is still going on may be replayed up to its last complete line.
+- Every line of the run (lineage) is replayed by itself, as it was recorded.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import typer
+
+from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.scheduler import events as ev
+from megatron_async.scheduler.record import Divergence, Exchange, replay
+
+
+@dataclass
+class Timeline:
+    """Watches exchanges; one line for each batch and each thing out of the ordinary."""
+
+    lines: list[str] = field(default_factory=list)
+    events: int = 0
+    _counts: Counter[str] = field(default_factory=Counter)
+    _tokens: int = 0
+    _version: int | None = None
+
+    def watch(self, exchange: Exchange) -> None:
+        """Take one exchange."""
+        self.events += 1
+        event = exchange.event
+        self._counts[type(event).__name__] += 1
+        match event:
+            case ev.TokensArrived():
+                self._tokens += event.count
+            case ev.EngineUp():
+                self._note(exchange, f"engine {event.engine_id} up with {event.version}")
+            case ev.EngineDown():
+                self._note(exchange, f"engine {event.engine_id} down")
+            case ev.UpdateRequested():
+                self._note(exchange, f"update {event.number} requested")
+            case ev.WeightsPublished():
+                self._version = event.version.number
+                self._note(exchange, f"version {event.version} published")
+            case ev.BatchTaken():
+                self._note(exchange, f"batch {event.step} taken by the trainer")
+        for action in exchange.actions:
+            self._act(exchange, action)
+
+    def _act(self, exchange: Exchange, action: ev.Action) -> None:
+        self._counts[type(action).__name__] += 1
+        match action:
+            case ev.EmitBatch():
+                counts, self._counts = self._counts, Counter()
+                tokens, self._tokens = self._tokens, 0
+                self._note(
+                    exchange,
+                    f"batch {action.step} emitted: {len(action.group_ids)} groups; since the last "
+                    f"one {tokens} tokens, {counts['Submit']} submitted, {counts['Finished']} "
+                    f"finished, {counts['Aborted']} aborted, {counts['Drop']} dropped, "
+                    f"{counts['Restart']} restarted",
+                )
+            case ev.Warn():
+                self._note(exchange, f"{action.name}: {action.message}")
+
+    def _note(self, exchange: Exchange, what: str) -> None:
+        self.lines.append(f"{exchange.index:>9}  {what}")
+
+
+def records_of(run_directory: Path, lineage: int | None) -> list[Path]:
+    """Record files, oldest line first. Raises UserError when there is none."""
+    directory = run_directory / "events"
+    found = {int(p.stem): p for p in directory.glob("*.jsonl") if p.stem.isdigit()}
+    if lineage is not None:
+        if lineage not in found:
+            raise UserError(f"--lineage {lineage}: {directory} has lines {sorted(found) or 'none'}")
+        return [found[lineage]]
+    if not found:
+        raise UserError(
+            f"{run_directory} has no recorded events (events/*.jsonl): the run needs "
+            "telemetry.record_events true"
+        )
+    return [found[number] for number in sorted(found)]
+
+
+def replay_command(run_directory: Path, lineage: int | None, timeline: bool) -> None:
+    """Print a timeline and the outcome of each line. Raises ComponentFailure at a difference."""
+    differs: Divergence | None = None
+    for path in records_of(run_directory, lineage):
+        seen = Timeline()
+        found = replay(path, watch=seen.watch)
+        if timeline:
+            typer.echo(f"{path}: event index, what happened")
+            for line in seen.lines:
+                typer.echo(line)
+        if found is None:
+            typer.echo(f"{path}: same actions for {seen.events} events")
+        else:
+            typer.echo(f"{path}: {found}")
+            differs = differs or found
+    if differs is not None:
+        raise ComponentFailure(f"the scheduler acts differently from the record: {differs}")

@@ -1,0 +1,95 @@
+"""The rollout side of a run, held from outside: create its manager actor, look after it, end it.
+
+Used by the one-machine supervisor and by the rollout role of a cluster launch. This process is
+connected to the Ray cluster in which the manager, the engines and the verifiers live.
+
+Invariants
+- What the manager says went wrong is raised here as it is: UserError or ComponentFailure.
+- Every call has a time limit; a manager that is slow for a moment is not a failure.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+
+from megatron_async.config import RunConfig, dump
+from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.rollout.actors import MANAGER_NAME, NAMESPACE, ManagerActor
+from megatron_async.rollout.nodes import NOT_ON_TRAINER_NODES
+from megatron_async.run.directory import RunDirectory
+
+_CALL_SECONDS = 20.0
+
+
+def connect_ray(address: str | None, *, private: bool = True) -> str:
+    """Join the Ray cluster at `address` (None: start one on this machine); returns its address.
+
+    `private`: a cluster for this user on the loopback needs no token.
+    """
+    if private:
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Not None: Ray would join whatever cluster `ray start` left a note of on this machine.
+    own = {"address": "local", "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+    context = ray.init(
+        **({"address": address} if address else own),
+        namespace=NAMESPACE,
+        log_to_driver=False,
+        logging_level="error",
+        configure_logging=True,
+    )
+    return str(context.address_info["gcs_address"])
+
+
+class RolloutSide:
+    """Manager, engines and verifiers of one run."""
+
+    def __init__(self, config: RunConfig, directory: RunDirectory) -> None:
+        self._config = config
+        self._directory = directory
+        self._manager: Any = None
+        self._starting: Any = None
+
+    def start(self) -> None:
+        """Create the manager; engines start in the background (`status` tells how that went)."""
+        self._directory.forget_outcome()
+        self._manager = ManagerActor.options(  # type: ignore[attr-defined]
+            name=MANAGER_NAME, label_selector=NOT_ON_TRAINER_NODES
+        ).remote(dump(self._config), str(self._directory.path))
+        self._starting = self._manager.start.remote()
+
+    def status(self) -> dict[str, Any]:
+        """The manager's status; {} before a trainer has attached, or when it is slow.
+
+        Raises UserError or ComponentFailure when the rollout side has failed.
+        """
+        try:
+            status: dict[str, Any] = ray.get(self._manager.status.remote(), timeout=_CALL_SECONDS)
+            if self._starting is not None and ray.wait([self._starting], timeout=0)[0]:
+                ray.get(self._starting)
+                self._starting = None
+        except RayTaskError as error:
+            if isinstance(error.cause, UserError | ComponentFailure):
+                raise type(error.cause)(str(error.cause)) from error
+            raise
+        except RayActorError as error:
+            raise ComponentFailure(f"the rollout manager has died: {error}") from error
+        except GetTimeoutError:
+            return {}
+        if status.get("failure"):
+            raise ComponentFailure(status["failure"])
+        return status
+
+    def stop(self) -> None:
+        """Keep every token, end the engines. What goes wrong on the way goes to the log."""
+        if self._manager is None:
+            return
+        try:
+            ray.get(self._manager.call.remote("stop"), timeout=_CALL_SECONDS)
+        except (RayError, ComponentFailure, UserError) as error:
+            with (self._directory.logs / "supervisor.log").open("a") as out:
+                out.write(f"stopping the rollout manager: {error!r}\n")

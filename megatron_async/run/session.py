@@ -1,0 +1,108 @@
+"""A session: one launch of a run over several nodes, and what its roles tell each other by files.
+
+It is the directory `RUN_DIR/launch/NAME/` on the file system that all nodes share. A requeued job
+is a new session of the same run.
+
+Invariants
+- A note is written atomically and never changes; a wait for one has a time limit and says what
+  was waited for.
+- The newest session owns the run: `is_current` turns false for the processes of an older one, so
+  that what a lost node left running ends itself.
+- The Ray token of a session is readable by its user only.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.run.directory import RunDirectory, write_atomically
+
+_POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Session:
+    """Paths and notes of one session."""
+
+    path: Path
+
+    @classmethod
+    def join(cls, directory: RunDirectory, name: str) -> Session:
+        """Make or find the session. Raises UserError for a name that is no file name."""
+        if not name or "/" in name or name.startswith("."):
+            raise UserError(f"--session is {name!r}; it must be a plain name, e.g. a job's id")
+        path = directory.path / "launch" / name
+        path.mkdir(parents=True, exist_ok=True)
+        return cls(path)
+
+    def begin(self) -> None:
+        """By the first rollout node: from now on this session owns the run. Raises UserError."""
+        if self.closed():
+            raise UserError(
+                f"--session {self.path.name!r} was used by an earlier launch of the run"
+            )
+        token = self.token_file
+        token.touch(mode=0o600)
+        token.write_text(secrets.token_hex(32))
+        write_atomically(self._owner_file, self.path.name)
+
+    def is_current(self) -> bool:
+        """Whether no newer session has begun."""
+        return self._owner_file.exists() and self._owner_file.read_text() == self.path.name
+
+    @property
+    def stop_file(self) -> Path:
+        """Exists when the run is asked to stop at the end of its step, with a checkpoint."""
+        return self.path / "stop"
+
+    @property
+    def token_file(self) -> Path:
+        """What Ray's processes show each other."""
+        return self.path / "ray-token"
+
+    @property
+    def _owner_file(self) -> Path:
+        return self.path.parent / "current"
+
+    def close(self) -> None:
+        """The session has ended: every role of it ends too."""
+        (self.path / "closed").touch()
+
+    def closed(self) -> bool:
+        """Whether a role or the job script has ended the session."""
+        return (self.path / "closed").exists()
+
+    def check(self) -> None:
+        """Raises ComponentFailure when the session is over."""
+        if self.closed():
+            raise ComponentFailure(f"session {self.path.name} was closed")
+        if not self.is_current():
+            raise ComponentFailure(
+                f"session {self.path.name} was superseded by a newer launch of the run"
+            )
+
+    def publish(self, note: str, content: dict[str, Any]) -> None:
+        """Tell the other roles."""
+        write_atomically(self.path / f"{note}.json", json.dumps(content))
+
+    def wait_for(self, note: str, seconds: float) -> dict[str, Any]:
+        """The note of another role. Raises ComponentFailure after the limit, or when closed."""
+        path = self.path / f"{note}.json"
+        deadline = time.monotonic() + seconds
+        while not path.exists():
+            if self.closed():
+                raise ComponentFailure(f"session {self.path.name} was closed before {note} was up")
+            if time.monotonic() > deadline:
+                raise ComponentFailure(
+                    f"waited {seconds:.0f} s for {note} of session {self.path.name} ({path}): the "
+                    "node that writes it has not started, or its log says why not"
+                )
+            time.sleep(_POLL_SECONDS)
+        content: dict[str, Any] = json.loads(path.read_text())
+        return content

@@ -1,0 +1,143 @@
+"""Supervised fine-tuning: the same Megatron trainer on worked answers.
+
+`run_sft` is the supervisor's side, `main` one rank under torchrun
+(`-m megatron_async.run.sft RUN_DIR DESTINATION`). Every rank makes the same batches from the same
+seed; nothing is sent between them but gradients.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+
+from megatron_async.config import RunConfig
+from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.run.directory import RunDirectory
+from megatron_async.run.processes import Child, torchrun_command
+from megatron_async.tasks.base import WorkedExample
+from megatron_async.telemetry.progress import Progress
+from megatron_async.trainer.report import StepReport
+from megatron_async.trajectory.batch import TokenBatch
+
+_POLL_SECONDS = 0.5
+
+
+def run_sft(config: RunConfig, directory: RunDirectory, destination: Path) -> None:
+    """Train in torchrun ranks, show progress, leave a Hugging Face directory at `destination`.
+
+    Raises UserError or ComponentFailure with the sentence of the rank that failed.
+    """
+    directory.take_failure()
+    command = torchrun_command(
+        config.parallel.ranks, "megatron_async.run.sft", str(directory.path), str(destination)
+    )
+    environment = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": "1"}
+    child = Child(command, directory.logs / "sft.log", environment)
+    try:
+        with Progress(
+            directory.metrics_file, config.sft.steps, config.telemetry.progress
+        ) as progress:
+            while child.exit_code() is None:
+                progress.update({})
+                time.sleep(_POLL_SECONDS)
+            progress.update({})
+    finally:
+        child.stop()
+    left = directory.take_failure()
+    if left is not None:
+        raise (UserError if left["exit_code"] == 2 else ComponentFailure)(left["sentence"])
+    if child.exit_code() != 0:
+        raise ComponentFailure(
+            f"sft ended with exit code {child.exit_code()}; the end of {child.log_file}:\n"
+            f"{child.log_tail()}"
+        )
+
+
+def example_batch(examples: Sequence[WorkedExample], step: int) -> TokenBatch:
+    """Pack worked examples; the response (end of text included) is what is trained."""
+    lengths = [len(e.prompt_ids) + len(e.response_ids) for e in examples]
+    cu_S1 = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    mask = [
+        np.concatenate([np.zeros(len(e.prompt_ids)), np.ones(len(e.response_ids))])
+        for e in examples
+    ]
+    count, total = len(examples), int(cu_S1[-1])
+    tokens = [np.concatenate([e.prompt_ids, e.response_ids]) for e in examples]
+    return TokenBatch(
+        step=step,
+        token_ids_T=np.concatenate(tokens).astype(np.int32),
+        loss_mask_T=np.concatenate(mask).astype(np.float32),
+        rollout_logprobs_T=np.zeros(total, np.float32),
+        version_T=np.full(total, -1, np.int32),
+        lag_T=np.zeros(total, np.int32),
+        cu_seqlens_S1=cu_S1,
+        rewards_S=np.zeros(count, np.float32),
+        group_ids_S=np.arange(count, dtype=np.int64),
+        trajectory_ids_S=np.arange(count, dtype=np.int64),
+        prompt_lengths_S=np.array([len(e.prompt_ids) for e in examples], np.int32),
+        truncated_S=np.zeros(count, np.bool_),
+        resumed_S=np.zeros(count, np.bool_),
+    )
+
+
+def train(config: RunConfig, directory: RunDirectory, destination: Path) -> None:
+    """One rank: all steps, then the export."""
+    from megatron_async.tasks import build_task
+    from megatron_async.telemetry.metrics import MetricsWriter
+    from megatron_async.trainer.parallel import parallel_session
+    from megatron_async.trainer.step import PolicyTrainer
+    from megatron_async.weights.save import save_hf
+
+    with ExitStack() as stack:
+        layout = stack.enter_context(parallel_session(config.parallel, config.trainer, config.seed))
+        task = build_task(config.task, config.model.path)
+        trainer = PolicyTrainer(config, purpose="sft")
+        examples = task.worked_examples(config.sft.examples, config.sft.data)
+        order = np.random.default_rng(config.seed)
+        metrics = None
+        if layout.rank == 0:
+            board = directory.tensorboard / "sft" if config.telemetry.tensorboard else None
+            metrics = MetricsWriter(directory.metrics_file, board, lineage=0)
+            stack.callback(metrics.close)
+        for step in range(config.sft.steps):
+            chosen = order.integers(0, len(examples), config.sft.batch_sequences)
+            report = trainer.train_sft(example_batch([examples[i] for i in chosen], step))
+            due = step % config.sft.log_every == 0 or step == config.sft.steps - 1
+            if metrics is not None and due:
+                metrics.write(step, _sft_metrics(report), kind="sft")
+        save_hf(trainer.model, destination, config.model.path)
+
+
+def _sft_metrics(report: StepReport) -> dict[str, float]:
+    return {
+        "train/loss": report.loss,
+        "train/grad_norm": report.grad_norm,
+        "train/learning_rate": report.learning_rate,
+        "train/tokens_per_second": report.tokens_per_second,
+        "train/tokens": report.num_tokens,
+    }
+
+
+def main(arguments: list[str]) -> int:
+    """Exit code of one rank: 0, 1 for a failed component, 2 for bad input."""
+    directory, config = RunDirectory.open(arguments[0], [])
+    try:
+        train(config, directory, Path(arguments[1]))
+    except (UserError, ComponentFailure) as error:
+        code = 2 if isinstance(error, UserError) else 1
+        directory.report_failure(str(error), code)
+        return code
+    return 0
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # gloo threads of a failed collective would keep the interpreter alive

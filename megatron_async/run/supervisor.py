@@ -1,0 +1,97 @@
+"""Starts a whole run on this machine, watches it, shows it, and cleans up.
+
+Processes: a local Ray with the rollout side, and torchrun with the trainer ranks. On several nodes
+the scripts in `launch/` start both through `run/node.py`, and this module is not used.
+
+Invariants
+- The first failure is told as one sentence; everything is ended before it is raised.
+- Ctrl-C ends everything, loses at most the running chunks, and says how to go on.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import TYPE_CHECKING
+
+from megatron_async.config import RunConfig
+from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.run.directory import RunDirectory
+from megatron_async.run.processes import Child, torchrun_command
+from megatron_async.run.train_rank import RAY_ADDRESS_VARIABLE
+from megatron_async.telemetry.progress import Progress
+
+if TYPE_CHECKING:  # It imports Ray, which `--help` and a refused config must not wait for.
+    from megatron_async.run.rollout_side import RolloutSide
+
+_POLL_SECONDS = 0.5
+
+
+class Supervisor:
+    """One run on one machine."""
+
+    def __init__(self, config: RunConfig, directory: RunDirectory) -> None:
+        self._config = config
+        self._directory = directory
+        self._trainers: Child | None = None
+        self._rollout: RolloutSide | None = None
+
+    def run(self) -> None:
+        """Until the run is complete. Raises UserError or ComponentFailure; KeyboardInterrupt."""
+        import ray
+
+        from megatron_async.run.rollout_side import RolloutSide, connect_ray
+
+        self._directory.take_failure()
+        address = connect_ray(os.environ.get("RAY_ADDRESS"))
+        try:
+            self._rollout = RolloutSide(self._config, self._directory)
+            self._rollout.start()
+            self._trainers = self._start_trainers(address)
+            self._watch(self._rollout)
+        finally:
+            self._stop()
+            ray.shutdown()
+
+    def _start_trainers(self, ray_address: str) -> Child:
+        command = torchrun_command(
+            self._config.parallel.ranks,
+            "megatron_async.run.train_rank",
+            str(self._directory.path),
+            max_restarts=self._config.trainer.max_restarts,
+        )
+        environment = {RAY_ADDRESS_VARIABLE: ray_address}
+        if "OMP_NUM_THREADS" not in os.environ:
+            environment["OMP_NUM_THREADS"] = "1"
+        return Child(command, self._directory.logs / "trainer.log", environment)
+
+    def _watch(self, rollout: RolloutSide) -> None:
+        assert self._trainers is not None
+        progress = Progress(
+            self._directory.metrics_file, self._config.steps, self._config.telemetry.progress
+        )
+        with progress:
+            while (code := self._trainers.exit_code()) is None:
+                progress.update(rollout.status())
+                time.sleep(_POLL_SECONDS)
+            progress.update({})
+        self._raise_trainer_failure(code)
+
+    def _raise_trainer_failure(self, code: int) -> None:
+        left = self._directory.take_failure()
+        if left is not None:
+            kind = UserError if left["exit_code"] == 2 else ComponentFailure
+            raise kind(left["sentence"])
+        if code != 0:
+            assert self._trainers is not None
+            raise ComponentFailure(
+                f"the trainer ended with exit code {code}; the end of "
+                f"{self._trainers.log_file}:\n{self._trainers.log_tail()}"
+            )
+
+    def _stop(self) -> None:
+        """Trainers first (they would only complain), then engines and the store."""
+        if self._trainers is not None:
+            self._trainers.stop()
+        if self._rollout is not None:
+            self._rollout.stop()

@@ -1,0 +1,88 @@
+"""Entry of one trainer rank under torchrun: `-m megatron_async.run.train_rank RUN_DIR`.
+
+Where the rollout side is comes from the environment (`MEGATRON_ASYNC_RAY_ADDRESS`), set by whoever
+started both. A failure with a sentence is left in the run directory for the supervisor, and so is
+how the run ended: complete, or stopped because it was asked to (SIGUSR2, see `run/stop.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from contextlib import ExitStack
+
+from megatron_async.config import RunConfig
+from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.run.directory import Outcome, RunDirectory
+from megatron_async.run.stop import StopRequest
+
+RAY_ADDRESS_VARIABLE = "MEGATRON_ASYNC_RAY_ADDRESS"
+
+
+def train(directory: RunDirectory, config: RunConfig, ray_address: str, stop: StopRequest) -> None:
+    """Build this rank's trainer, restore the newest checkpoint, run the loop, export."""
+    from megatron_async.checkpoint.manager import CheckpointManager
+    from megatron_async.rollout.manager import ResumePoint
+    from megatron_async.run.link import RayLink
+    from megatron_async.run.loop import LoopParts, TrainLoop, on_rank_zero
+    from megatron_async.telemetry.metrics import MetricsWriter
+    from megatron_async.trainer.parallel import parallel_session
+    from megatron_async.trainer.step import PolicyTrainer
+    from megatron_async.weights.publisher import WeightPublisher
+    from megatron_async.weights.save import save_hf
+
+    with ExitStack() as stack:
+        layout = stack.enter_context(parallel_session(config.parallel, config.trainer, config.seed))
+        first = layout.rank == 0
+        lineage = on_rank_zero(directory.next_lineage)
+        trainer = PolicyTrainer(config, lineage=lineage)
+        checkpoints = CheckpointManager(directory.checkpoints, config.checkpoint)
+        newest = checkpoints.newest()
+        resume = ResumePoint(lineage)
+        if newest is not None:
+            checkpoints.load(trainer, newest)
+            manifest = newest.manifest
+            position = int(manifest.extra["store_position"])
+            resume = ResumePoint(lineage, trainer.step, manifest.lineage, position)
+        metrics = link = None
+        if first:
+            link = RayLink(config, ray_address, stop.asked)
+            stack.callback(link.close)
+            board = directory.tensorboard if config.telemetry.tensorboard else None
+            metrics = MetricsWriter(directory.metrics_file, board, lineage=lineage)
+            stack.callback(metrics.close)
+        on_rank_zero(lambda: link.attach(resume) if link is not None else None)
+        publisher = WeightPublisher(config, trainer.model, directory.path / "weights")
+        stack.callback(publisher.close)
+        parts = LoopParts(config, trainer, publisher, checkpoints, link, metrics, stop)
+        complete = TrainLoop(parts).run()
+        if complete and config.checkpoint.export_hf:
+            # A run that was extended by --resume exports anew.
+            on_rank_zero(lambda: shutil.rmtree(directory.hf_export, ignore_errors=True))
+            save_hf(trainer.model, directory.hf_export, config.model.path)
+        outcome = Outcome.COMPLETE if complete else Outcome.STOPPED
+        on_rank_zero(lambda: directory.report_outcome(outcome))
+
+
+def main(arguments: list[str]) -> int:
+    """Exit code: 0, 1 for a failed component, 2 for bad input."""
+    stop = StopRequest.from_environment()
+    directory, config = RunDirectory.open(arguments[0], [])
+    try:
+        train(directory, config, os.environ[RAY_ADDRESS_VARIABLE], stop)
+    except UserError as error:
+        directory.report_failure(str(error), 2)
+        return 2
+    except ComponentFailure as error:
+        directory.report_failure(str(error), 1)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: gloo threads of a failed collective would keep the interpreter alive.
+    os._exit(code)

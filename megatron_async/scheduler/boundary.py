@@ -1,0 +1,58 @@
+"""The weight update as the scheduler sees it: engines are made ready, then weights change.
+
+Invariants
+- `AllowUpdate` is said once for each request, and only when no request runs (`weight_update:
+  boundary`, or a boundary action that ends requests) or after `PauseEngines` (`in_flight`).
+- Between the request and the publication nothing is submitted (`closed`).
+- `ResumeEngines` follows the publication exactly when `PauseEngines` was said before.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from megatron_async.config.schedule import ScheduleConfig
+from megatron_async.scheduler.events import Action, AllowUpdate, PauseEngines, ResumeEngines
+
+
+class _Phase(enum.Enum):
+    SERVING = enum.auto()
+    PREPARING = enum.auto()
+    UPDATING = enum.auto()
+
+
+class UpdateGate:
+    """Where the weight update stands."""
+
+    def __init__(self, config: ScheduleConfig) -> None:
+        self._pauses = config.weight_update == "in_flight"
+        self._needs_idle = not (self._pauses and config.boundary == "continue")
+        self._mode: PauseEngines = PauseEngines("in_place" if config.kv == "keep" else "retract")
+        self._phase = _Phase.SERVING
+        self._number = -1
+
+    @property
+    def closed(self) -> bool:
+        """Whether an update is being prepared or carried out."""
+        return self._phase is not _Phase.SERVING
+
+    def request(self, number: int) -> None:
+        """The trainer wants to publish version `number`."""
+        if self._phase is _Phase.UPDATING and number == self._number:
+            return
+        self._phase = _Phase.PREPARING
+        self._number = number
+
+    def ready(self, in_flight: int) -> list[Action]:
+        """What lets the transfer begin, if it may begin now; nothing otherwise."""
+        if self._phase is not _Phase.PREPARING or (self._needs_idle and in_flight):
+            return []
+        self._phase = _Phase.UPDATING
+        allow = AllowUpdate(self._number)
+        return [self._mode, allow] if self._pauses else [allow]
+
+    def published(self) -> list[Action]:
+        """Weights have changed."""
+        was_paused = self._pauses and self._phase is _Phase.UPDATING
+        self._phase = _Phase.SERVING
+        return [ResumeEngines()] if was_paused else []

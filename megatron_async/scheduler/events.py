@@ -1,0 +1,258 @@
+"""The scheduler's whole vocabulary: what can happen (events) and what must be done (actions).
+
+Events and actions are plain frozen data of ints, strings and tuples: they can be recorded, replayed
+and compared byte for byte. They name trajectories, never hold their tokens. Time does not exist
+here; the driver turns time limits into events.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_async.trajectory.types import DropReason, PolicyVersion, TrajectoryState
+
+# ---------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """A prompt that became a group: its N trajectories and the prompt's length in tokens."""
+
+    group_id: int
+    trajectory_ids: tuple[int, ...]
+    prompt_tokens: int
+    priority: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PromptsAvailable:
+    """New groups may be started (answer to `RequestPrompts`). Empty = the source is exhausted."""
+
+    groups: tuple[GroupSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveredTrajectory:
+    """What the store knows of one unconsumed trajectory after a restart.
+
+    `oldest_version` and `newest_version` are those of its oldest and newest policy token, in
+    numbers of the current line. `drop_reason` belongs to state `dropped`: a process that ended
+    in the middle of dropping a group left the others behind.
+    """
+
+    trajectory_id: int
+    state: TrajectoryState
+    response_tokens: int
+    oldest_version: int | None
+    reward: float | None
+    newest_version: int | None = None
+    drop_reason: DropReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """A group found in the store at a resume, oldest group first."""
+
+    group: GroupSpec
+    trajectories: tuple[RecoveredTrajectory, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineUp:
+    """An engine holds `version` and may serve up to `max_running` requests at once."""
+
+    engine_id: str
+    version: PolicyVersion
+    kv_capacity_tokens: int
+    max_running: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineDown:
+    """An engine is gone; whatever ran there is partial now, with the tokens that arrived.
+
+    Its requests report nothing after this: a late `Finished` or `Aborted` could not be told from
+    that of the request that goes on elsewhere.
+    """
+
+    engine_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokensArrived:
+    """`count` more tokens of a running trajectory, all made by policy number `version`."""
+
+    trajectory_id: int
+    count: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Generation of a trajectory is complete (its last tokens have been reported before)."""
+
+    trajectory_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """A request ended without finishing (asked for, or the engine's doing): it is partial now."""
+
+    trajectory_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class RewardReady:
+    """The verifier's judgement. `reward=None`: it failed and the setting says drop."""
+
+    trajectory_id: int
+    reward: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """A load report: share of KV in use (0-1) and preemptions since the last report."""
+
+    engine_id: str
+    kv_usage: float
+    preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTaken:
+    """The trainer took the emitted batch of `step` and works on it."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateRequested:
+    """The trainer has made version `number` and wants to publish it."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsPublished:
+    """All engines that are up hold this version now."""
+
+    version: PolicyVersion
+
+
+Event = (
+    PromptsAvailable
+    | Recovered
+    | EngineUp
+    | EngineDown
+    | TokensArrived
+    | Finished
+    | Aborted
+    | RewardReady
+    | EngineLoad
+    | BatchTaken
+    | UpdateRequested
+    | WeightsPublished
+)
+
+# ---------------------------------------------------------------- actions
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPrompts:
+    """`count` more groups are wanted."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Start a trajectory on an engine, or go on with it from its stored tokens."""
+
+    trajectory_id: int
+    engine_id: str
+    resume: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """End a running request early; it will be `Aborted` (or `Finished`, if that came first)."""
+
+    trajectory_id: int
+    engine_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Send a finished trajectory to the verifier."""
+
+    trajectory_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """Forget a trajectory's tokens and reward; it starts again from its prompt."""
+
+    trajectory_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """A trajectory leaves the run; neither an engine nor a verifier works on it any more."""
+
+    trajectory_id: int
+    reason: DropReason
+
+
+@dataclass(frozen=True, slots=True)
+class EmitBatch:
+    """Batch for update `step`: complete, scored groups, in this order.
+
+    `mask_before`: tokens of policy numbers below it are not trained (boundary action `mask`).
+    """
+
+    step: int
+    group_ids: tuple[int, ...]
+    mask_before: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PauseEngines:
+    """Stop generation for a weight transfer, with SGLang's mode of that name."""
+
+    mode: Literal["in_place", "retract"]
+
+
+@dataclass(frozen=True, slots=True)
+class AllowUpdate:
+    """Engines are ready (idle or paused): the weight transfer of `number` may begin."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeEngines:
+    """Generation goes on after a transfer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Warn:
+    """A failure signature was seen, by its name, with what to change."""
+
+    name: str
+    message: str
+
+
+Action = (
+    RequestPrompts
+    | Submit
+    | Abort
+    | Score
+    | Restart
+    | Drop
+    | EmitBatch
+    | PauseEngines
+    | AllowUpdate
+    | ResumeEngines
+    | Warn
+)

@@ -1,0 +1,330 @@
+"""The life of trajectories and groups: pending -> running <-> partial -> finished -> scored ->
+batched, or dropped.
+
+Invariants
+- A group leaves whole: in one batch when all members are scored, or by `Drop` of every member
+  with one reason.
+- `Drop`, `Restart` and `Score` are said only when no engine or verifier works on the trajectory;
+  until then it keeps its slot and carries its fate.
+- After every change no open group is past its deadline, but under `on_stale: mask`.
+- `open_groups` counts groups that were started and neither batched nor dropped.
+"""
+
+from __future__ import annotations
+
+from megatron_async.config.schedule import ScheduleConfig
+from megatron_async.scheduler import events as ev
+from megatron_async.scheduler.balance import Fleet
+from megatron_async.scheduler.lag import LagLedger
+from megatron_async.scheduler.ready import ReadyGroups
+from megatron_async.scheduler.state import (
+    EngineEntry,
+    Fate,
+    GroupEntry,
+    TrajectoryEntry,
+    new_group,
+)
+from megatron_async.scheduler.tally import Tally
+from megatron_async.scheduler.work import FreshGroups, WorkQueue
+from megatron_async.trajectory.types import DropReason, TrajectoryState
+
+Actions = list[ev.Action]
+
+
+class Lifecycle:
+    """Owns every trajectory that is neither batched nor dropped; appends actions to `out`."""
+
+    def __init__(self, config: ScheduleConfig, fleet: Fleet, first_step: int) -> None:
+        self._config = config
+        self._fleet = fleet
+        self._trajectories: dict[int, TrajectoryEntry] = {}
+        self._groups_started = 0
+        self.work = WorkQueue(config.buffer_order)
+        self.fresh = FreshGroups()
+        self.ready = ReadyGroups()
+        self.lag = LagLedger(config.max_async_level, config.groups_per_batch, first_step)
+        self.tally = Tally()
+        self.open_groups = 0
+
+    @property
+    def none_unfinished(self) -> bool:
+        """Whether every group there is is complete."""
+        return not len(self.fresh) and self.open_groups == self.ready.count
+
+    # ------------------------------------------------------------ arriving
+
+    def add_group(self, spec: ev.GroupSpec) -> GroupEntry:
+        """A group whose trajectories are new here. Raises ValueError for an id that is known."""
+        group = new_group(spec)
+        for entry in group.members:
+            if entry.trajectory_id in self._trajectories:
+                raise ValueError(f"trajectory {entry.trajectory_id} is known already")
+            self._trajectories[entry.trajectory_id] = entry
+        self.tally.add(group.members)
+        return group
+
+    def start_group(self) -> None:
+        """The next new group's members may be submitted."""
+        group = self.fresh.pop()
+        self._open(group)
+        for entry in group.members:
+            self.work.push(entry)
+
+    def _open(self, group: GroupEntry) -> None:
+        group.order = self._groups_started
+        group.started_after = self.tally.groups_batched
+        self._groups_started += 1
+        self.open_groups += 1
+
+    def recovered(self, event: ev.Recovered, version: int, out: Actions) -> None:
+        """Take up a group where the store left it; `version` is what engines shall serve."""
+        group = self.add_group(event.group)
+        found = [(self._trajectories[known.trajectory_id], known) for known in event.trajectories]
+        if all(known.state is TrajectoryState.PENDING for _, known in found):
+            self.fresh.push(group)
+            return
+        self._open(group)
+        for entry, known in found:
+            entry.tokens = known.response_tokens
+            entry.oldest = known.oldest_version
+            entry.newest = version if known.newest_version is None else known.newest_version
+        self.lag.place(group, group.oldest_of_members())
+        gone = [pair for pair in found if pair[1].state is TrajectoryState.DROPPED]
+        for entry, _ in gone:
+            group.members.remove(entry)
+            self.tally.forget(entry)
+            del self._trajectories[entry.trajectory_id]
+        if gone:
+            self._drop_group(group, gone[0][1].drop_reason or DropReason.FILTERED, out)
+            return
+        for entry, known in found:
+            self._restore(entry, known, out)
+        self.resolve_stale(out)
+
+    def _restore(self, entry: TrajectoryEntry, known: ev.RecoveredTrajectory, out: Actions) -> None:
+        if known.state is TrajectoryState.SCORED and known.reward is not None:
+            self._scored(entry, known.reward, out)
+        elif known.state in (TrajectoryState.FINISHED, TrajectoryState.SCORED):
+            self.tally.move(entry, TrajectoryState.FINISHED)
+            out.append(ev.Score(entry.trajectory_id))
+        else:
+            self._queue(entry)
+
+    # ------------------------------------------------------------ running
+
+    def submitted(self, entry: TrajectoryEntry, engine: EngineEntry, version: int) -> None:
+        """`entry`, taken from the work queue, runs on `engine`, which serves `version`."""
+        self.tally.move(entry, TrajectoryState.RUNNING)
+        if entry.oldest is None:
+            entry.oldest = version
+            self.lag.place(entry.group, entry.group.oldest_of_members())
+        self._fleet.occupy(entry, engine)
+
+    def tokens_arrived(self, event: ev.TokensArrived, out: Actions) -> None:
+        """Count tokens; the first one tells which version is a trajectory's oldest."""
+        entry = self._trajectories.get(event.trajectory_id)
+        if entry is None:
+            return
+        first = not entry.tokens
+        entry.add_tokens(event.count, event.version)
+        if entry.engine is not None:
+            entry.engine.kv_tokens += event.count
+        elif entry.state is TrajectoryState.PARTIAL:
+            self.tally.partial_tokens += event.count
+        if first or entry.oldest is None or event.version < entry.oldest:
+            self._oldest_known(entry, event.version, out)
+        if first and entry.state is TrajectoryState.PENDING:
+            self._queue(entry)  # a late report after its engine was lost: it is partial now
+
+    def _oldest_known(self, entry: TrajectoryEntry, version: int, out: Actions) -> None:
+        """The oldest token of `entry` is of `version`: correct what submission assumed."""
+        if entry.oldest == version:
+            return
+        entry.oldest = version
+        group = entry.group
+        if group.drop_reason is None:
+            self.lag.place(group, group.oldest_of_members())
+            if version < self.lag.floor:
+                self.resolve_stale(out)
+
+    def finished(self, event: ev.Finished, out: Actions) -> bool:
+        """A response is complete; True when that was news."""
+        entry = self._trajectories.get(event.trajectory_id)
+        if entry is None or entry.state in (TrajectoryState.FINISHED, TrajectoryState.SCORED):
+            return False
+        self._fleet.release(entry)
+        if entry.fate is not None:
+            self._meet_fate(entry, out)
+        else:
+            self.work.remove(entry)
+            self.tally.move(entry, TrajectoryState.FINISHED)
+            out.append(ev.Score(entry.trajectory_id))
+        return True
+
+    def aborted(self, event: ev.Aborted, out: Actions) -> None:
+        """A request ended early."""
+        entry = self._trajectories.get(event.trajectory_id)
+        if entry is not None and entry.state is TrajectoryState.RUNNING:
+            self._fleet.release(entry)
+            self.ended_early(entry, out)
+
+    def ended_early(self, entry: TrajectoryEntry, out: Actions) -> None:
+        """`entry` has left its engine unfinished."""
+        if entry.fate is not None:
+            self._meet_fate(entry, out)
+            return
+        if not entry.tokens:
+            entry.oldest = None
+            self.lag.place(entry.group, entry.group.oldest_of_members())
+        self._queue(entry)
+
+    def _queue(self, entry: TrajectoryEntry) -> None:
+        waiting = TrajectoryState.PARTIAL if entry.tokens else TrajectoryState.PENDING
+        self.tally.move(entry, waiting)
+        self.work.push(entry)
+
+    def abort_all(self, out: Actions) -> None:
+        """End every running request early."""
+        for engine in self._fleet.engines.values():
+            for entry in engine.running.values():
+                self._abort(entry, out)
+
+    def _abort(self, entry: TrajectoryEntry, out: Actions) -> None:
+        if entry.engine is not None and not entry.abort_sent:
+            entry.abort_sent = True
+            out.append(ev.Abort(entry.trajectory_id, entry.engine.engine_id))
+
+    # ------------------------------------------------------------ judged and batched
+
+    def judged(self, event: ev.RewardReady, out: Actions) -> None:
+        """The verifier has answered."""
+        entry = self._trajectories.get(event.trajectory_id)
+        if entry is None or entry.state is not TrajectoryState.FINISHED:
+            return
+        if entry.fate is not None:
+            self._meet_fate(entry, out)
+        elif event.reward is None:
+            self._drop_group(entry.group, DropReason.VERIFIER, out, judged=entry)
+        else:
+            self._scored(entry, event.reward, out)
+
+    def _scored(self, entry: TrajectoryEntry, reward: float, out: Actions) -> None:
+        group = entry.group
+        entry.reward = reward
+        self.tally.move(entry, TrajectoryState.SCORED)
+        group.unscored -= 1
+        if group.unscored:
+            return
+        if self._config.dynamic_sampling and group.zero_variance:
+            self._drop_group(group, DropReason.FILTERED, out)
+        else:
+            self._make_ready(group)
+
+    def _make_ready(self, group: GroupEntry) -> None:
+        self.ready.add(group)
+        self.lag.completed(group, True)
+
+    def _unready(self, group: GroupEntry) -> None:
+        if group.complete:
+            self.ready.discard(group)
+            self.lag.completed(group, False)
+
+    def _take_oldest(self) -> GroupEntry:
+        group = self.ready.take()
+        self.lag.completed(group, False)
+        return group
+
+    def drop_oldest_ready(self, out: Actions) -> None:
+        """Make room in the ring."""
+        self._drop_group(self._take_oldest(), DropReason.OVERFLOW, out)
+
+    def take_batch(self, size: int, out: Actions) -> bool:
+        """Emit the oldest `size` complete groups as the next batch, and settle what is stale then.
+
+        Returns False when fewer than `size` of them have a token that may be trained (`mask`).
+        """
+        groups: list[GroupEntry] = []
+        masks = self._config.on_stale == "mask"
+        step, floor = self.lag.next_step, self.lag.floor
+        while self.ready.count and len(groups) < size:
+            group = self._take_oldest()
+            if masks and all(entry.newest < floor for entry in group.members):
+                self._drop_group(group, DropReason.STALE, out)
+            else:
+                groups.append(group)
+        if len(groups) < size:
+            for group in groups:
+                self._make_ready(group)
+            return False
+        masked = any(group.oldest is not None and group.oldest < floor for group in groups)
+        self.tally.batch(groups, step)
+        for group in groups:
+            self.lag.remove(group)
+            for entry in group.members:
+                del self._trajectories[entry.trajectory_id]
+        self.open_groups -= size
+        ids = tuple(group.group_id for group in groups)
+        out.append(ev.EmitBatch(step, ids, floor if masked else None))
+        self.lag.next_step += 1
+        self.resolve_stale(out)
+        return True
+
+    # ------------------------------------------------------------ leaving and starting again
+
+    def _drop_group(
+        self,
+        group: GroupEntry,
+        reason: DropReason,
+        out: Actions,
+        judged: TrajectoryEntry | None = None,
+    ) -> None:
+        """All members leave, now or when their request or judgement has ended."""
+        group.drop_reason = reason
+        self._unready(group)
+        self.lag.remove(group)
+        self.open_groups -= 1
+        for entry in group.members:
+            self._doom(entry, Fate.DROP, out, judged)
+
+    def _doom(
+        self, entry: TrajectoryEntry, fate: Fate, out: Actions, judged: TrajectoryEntry | None
+    ) -> None:
+        entry.fate = fate
+        if entry.state is TrajectoryState.RUNNING:
+            self._abort(entry, out)
+        elif entry.state is not TrajectoryState.FINISHED or entry is judged:
+            self._meet_fate(entry, out)
+
+    def _meet_fate(self, entry: TrajectoryEntry, out: Actions) -> None:
+        """Nothing outside works on `entry` any more: drop it or start it again."""
+        if entry.fate is Fate.RESTART:
+            self.tally.restart(entry)
+            entry.forget_tokens()
+            out.append(ev.Restart(entry.trajectory_id))
+            self.work.push(entry)
+            return
+        reason = entry.group.drop_reason
+        assert reason is not None
+        self.work.remove(entry)
+        self.tally.drop(entry, reason)
+        del self._trajectories[entry.trajectory_id]
+        out.append(ev.Drop(entry.trajectory_id, reason))
+
+    def resolve_stale(self, out: Actions) -> None:
+        """Settle groups that no batch may hold as they are (`on_stale`); `mask` keeps them.
+
+        What `wait` could not save (`LagLedger.may_emit`) is dropped.
+        """
+        if self._config.on_stale == "mask":
+            return
+        floor = self.lag.floor
+        for group in self.lag.expired():
+            if self._config.on_stale != "restart":
+                self._drop_group(group, DropReason.STALE, out)
+                continue
+            self._unready(group)
+            for entry in group.members:
+                if entry.fate is None and entry.oldest is not None and entry.oldest < floor:
+                    group.unscored += entry.state is TrajectoryState.SCORED
+                    self._doom(entry, Fate.RESTART, out, None)
+            self.lag.place(group, group.oldest_of_members())

@@ -1,0 +1,260 @@
+"""Record what a scheduler was told and what it answered; replay it against the code of today.
+
+One JSON line a record. The first holds the format's version, the schedule's settings, the first
+step and the policy version; every other one an event and its actions, each as `[name, fields...]`:
+
+    {"e": ["Finished", 17], "a": [["Score", 17], ["Submit", 93, "engine-0", false]]}
+
+Invariants
+- A record read back is equal to what was written, types included.
+- A last line that a crash cut short is ignored; a damaged line anywhere else is refused by number.
+- `replay` has no side effect but reading the file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import types
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO, TypeVar
+
+from pydantic import ValidationError
+
+from megatron_async.config.schedule import ScheduleConfig
+from megatron_async.errors import UserError
+from megatron_async.scheduler import events as ev
+from megatron_async.scheduler.scheduler import Scheduler
+from megatron_async.trajectory.types import PolicyVersion
+
+FORMAT = "megatron_async.schedule"
+FORMAT_VERSION = 1
+
+_EVENTS = {cls.__name__: cls for cls in typing.get_args(ev.Event)}
+_ACTIONS = {cls.__name__: cls for cls in typing.get_args(ev.Action)}
+_Message = TypeVar("_Message")
+
+
+def _field_types(cls: type) -> tuple[Any, ...]:
+    hints = typing.get_type_hints(cls)
+    return tuple(hints[field.name] for field in dataclasses.fields(cls))
+
+
+_FIELD_TYPES: dict[type, tuple[Any, ...]] = {
+    cls: _field_types(cls)
+    for cls in (*_EVENTS.values(), *_ACTIONS.values(), ev.GroupSpec, ev.RecoveredTrajectory)
+}
+
+
+@dataclass(frozen=True)
+class Header:
+    """With what the recorded scheduler was made."""
+
+    config: ScheduleConfig
+    first_step: int
+    version: PolicyVersion
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One event and the actions it caused; `index` counts from 0."""
+
+    index: int
+    event: ev.Event
+    actions: tuple[ev.Action, ...]
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first action that is not what was recorded; None = there is no action in that place."""
+
+    index: int
+    event: ev.Event
+    position: int
+    recorded: ev.Action | None
+    replayed: ev.Action | None
+
+    def __str__(self) -> str:
+        return (
+            f"event {self.index} ({self.event}): action {self.position} was {self.recorded}, "
+            f"now it is {self.replayed}"
+        )
+
+
+class Recorder:
+    """Writes one record; the caller says when to flush and close."""
+
+    def __init__(
+        self, stream: TextIO, config: ScheduleConfig, *, first_step: int, version: PolicyVersion
+    ) -> None:
+        self._stream = stream
+        self._write(
+            {
+                "format": FORMAT,
+                "format_version": FORMAT_VERSION,
+                "schedule": config.model_dump(mode="json"),
+                "first_step": first_step,
+                "version": list(version),
+            }
+        )
+
+    def write(self, event: ev.Event, actions: Sequence[ev.Action]) -> None:
+        """One event and what the scheduler answered."""
+        self._write({"e": encode(event), "a": [encode(action) for action in actions]})
+
+    def flush(self) -> None:
+        """Hand what was written to the operating system."""
+        self._stream.flush()
+
+    def close(self) -> None:
+        """End the record."""
+        self._stream.close()
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._stream.write(json.dumps(line, separators=(",", ":")) + "\n")
+
+
+def encode(message: ev.Event | ev.Action) -> list[Any]:
+    """`[class name, field values in order]`, of JSON types only."""
+    return [type(message).__name__, *_plain(message)]
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return [_plain(getattr(value, field.name)) for field in dataclasses.fields(value)]
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def decode_event(data: list[Any]) -> ev.Event:
+    """Inverse of `encode` for events."""
+    event: ev.Event = _message(_EVENTS, data)
+    return event
+
+
+def decode_action(data: list[Any]) -> ev.Action:
+    """Inverse of `encode` for actions."""
+    action: ev.Action = _message(_ACTIONS, data)
+    return action
+
+
+def _message(known: dict[str, type[_Message]], data: list[Any]) -> _Message:
+    name, *values = data
+    return _build(known[name], values)
+
+
+def _build(cls: type[_Message], values: list[Any]) -> _Message:
+    hints = _FIELD_TYPES[cls]
+    if len(values) != len(hints):
+        raise ValueError(f"{cls.__name__} has {len(hints)} fields, the record {len(values)}")
+    return cls(*(_typed(hint, value) for hint, value in zip(hints, values, strict=True)))
+
+
+def _typed(hint: Any, value: Any) -> Any:
+    """`value` as read from JSON, in the type that a field declares."""
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        inner = [option for option in typing.get_args(hint) if option is not type(None)]
+        return None if value is None else _typed(inner[0], value)
+    if origin is tuple:
+        item = typing.get_args(hint)[0]
+        return tuple(_typed(item, part) for part in value)
+    if hint is PolicyVersion:
+        return PolicyVersion(*value)
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return hint(value)
+    if dataclasses.is_dataclass(hint):
+        return _build(typing.cast(type, hint), value)
+    return value
+
+
+def _lines(path: Path) -> Iterator[tuple[int, Any]]:
+    """Numbered JSON lines; an incomplete last one is left out."""
+    try:
+        stream = path.open(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"schedule record {path} cannot be read: {error.strerror}") from error
+    with stream:
+        for number, line in enumerate(stream, start=1):
+            if not line.endswith("\n"):
+                return
+            try:
+                yield number, json.loads(line)
+            except json.JSONDecodeError as error:
+                raise UserError(f"schedule record {path} is damaged in line {number}") from error
+
+
+def read_record(path: Path) -> tuple[Header, Iterator[Exchange]]:
+    """Header and exchanges of a record. Raises UserError for a file that is not one."""
+    lines = _lines(path)
+    _, first = next(lines, (0, None))
+    if not isinstance(first, dict) or first.get("format") != FORMAT:
+        raise UserError(f"{path} is not a schedule record")
+    if first.get("format_version") != FORMAT_VERSION:
+        raise UserError(
+            f"schedule record {path} has format_version {first.get('format_version')}, this "
+            f"program reads {FORMAT_VERSION}"
+        )
+    try:
+        header = Header(
+            ScheduleConfig.model_validate(first["schedule"]),
+            int(first["first_step"]),
+            PolicyVersion(*first["version"]),
+        )
+    except (KeyError, TypeError, ValueError, ValidationError) as error:
+        raise UserError(f"schedule record {path}: its header does not fit ({error})") from error
+    return header, _exchanges(path, lines)
+
+
+def _exchanges(path: Path, lines: Iterator[tuple[int, Any]]) -> Iterator[Exchange]:
+    for number, line in lines:
+        try:
+            event = decode_event(line["e"])
+            actions = tuple(decode_action(action) for action in line["a"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                f"schedule record {path}: line {number} is not an event with its actions ({error})"
+            ) from error
+        yield Exchange(number - 2, event, actions)
+
+
+def replay(
+    path: Path,
+    make: Callable[[Header], Scheduler] | None = None,
+    watch: Callable[[Exchange], None] | None = None,
+) -> Divergence | None:
+    """Feed a record to the scheduler again; the first action that differs, or None.
+
+    `make` builds another scheduler than today's; `watch` sees every exchange (a timeline).
+    """
+    header, exchanges = read_record(path)
+    scheduler = make(header) if make is not None else _scheduler(header)
+    for exchange in exchanges:
+        if watch is not None:
+            watch(exchange)
+        found = first_difference(exchange, scheduler.step(exchange.event))
+        if found is not None:
+            return found
+    return None
+
+
+def _scheduler(header: Header) -> Scheduler:
+    return Scheduler(header.config, first_step=header.first_step, version=header.version)
+
+
+def first_difference(exchange: Exchange, actions: Sequence[ev.Action]) -> Divergence | None:
+    """Where `actions` part from the recorded ones."""
+    recorded = exchange.actions
+    for position in range(max(len(recorded), len(actions))):
+        before = recorded[position] if position < len(recorded) else None
+        now = actions[position] if position < len(actions) else None
+        if before != now or type(before) is not type(now):
+            return Divergence(exchange.index, exchange.event, position, before, now)
+    return None

@@ -1,0 +1,309 @@
+"""The scheduler: events in, actions out. No clock, no socket, no randomness, no logging.
+
+Invariants, for every point of the policy space
+- At most N' requests are in flight, an aborted one counts until it has ended; slots are full
+  whenever there is work that may run and an engine with room that holds the current version.
+- Partial trajectories are submitted first, then the rest of started groups, then new groups.
+- Nothing is submitted to an engine of another version, between a weight update's request and its
+  publication, between a batch and the version made from it (`overlap: false`), or while the lag
+  bound would refuse what the current version writes.
+- A group is batched once, complete, or all of it is dropped: when one member is dropped, so are
+  the others, with the same reason (`lifecycle.py`).
+- With a lag bound k, batch n holds tokens of version max(0, n - k) or newer only (`lag.py`).
+- The same events give the same actions. An event about a trajectory that is gone, or that does
+  not run, changes nothing (late reports after an engine was lost).
+
+What is where: `lifecycle` trajectories and groups, `work` the order of submission, `balance` the
+engines, `admission` how many groups may start, `lag` the bound, `ready` complete groups,
+`boundary` the weight update, `signatures` what goes wrong by name. Here: when each of them acts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_async.config.schedule import ScheduleConfig
+from megatron_async.scheduler import auto_concurrency, signatures
+from megatron_async.scheduler import events as ev
+from megatron_async.scheduler.admission import Occupancy, new_groups_allowed, ring_full
+from megatron_async.scheduler.balance import Fleet
+from megatron_async.scheduler.boundary import UpdateGate
+from megatron_async.scheduler.lifecycle import Actions, Lifecycle
+from megatron_async.scheduler.view import SchedulerView, snapshot
+from megatron_async.trajectory.types import PolicyVersion
+
+_PREFETCHED_BATCHES = 1
+"""Emitted batches that may wait for the trainer; the rest of the ring stays undecided here."""
+
+
+class Scheduler:
+    """One state machine for every schedule; drive it with `step`, read it with `view`."""
+
+    def __init__(self, config: ScheduleConfig, *, first_step: int, version: PolicyVersion) -> None:
+        """`first_step` is the first batch to emit, `version` what the engines shall hold for it."""
+        self._config = config
+        self._version = version
+        self._fleet = Fleet()
+        self._life = Lifecycle(config, self._fleet, first_step)
+        self._gate = UpdateGate(config)
+        self._untaken: list[int] = []
+        self._prompts_requested = False
+        self._exhausted = False
+        self._draining = False
+        self._auto: auto_concurrency.AutoConcurrency | None = None
+        if config.concurrency == "auto":
+            self._auto = auto_concurrency.start(config.groups_per_batch, config.group_size)
+        self._watch = signatures.Watch(config)
+        self._handlers: dict[type, Callable[[Any, Actions], None]] = {
+            ev.TokensArrived: self._life.tokens_arrived,
+            ev.Finished: self._finished,
+            ev.Aborted: self._aborted,
+            ev.RewardReady: self._reward_ready,
+            ev.PromptsAvailable: self._prompts_available,
+            ev.Recovered: self._recovered,
+            ev.EngineUp: self._engine_up,
+            ev.EngineDown: self._engine_down,
+            ev.EngineLoad: self._engine_load,
+            ev.BatchTaken: self._batch_taken,
+            ev.UpdateRequested: self._update_requested,
+            ev.WeightsPublished: self._weights_published,
+        }
+
+    def step(self, event: ev.Event) -> list[ev.Action]:
+        """Take one event; return what must be done now, in this order."""
+        actions: Actions = []
+        self._handlers[type(event)](event, actions)
+        return actions
+
+    @property
+    def concurrency(self) -> int:
+        """N' as it is now."""
+        if self._auto is not None:
+            return self._auto.limit
+        assert isinstance(self._config.concurrency, int)
+        return self._config.concurrency
+
+    @property
+    def finished(self) -> bool:
+        """The source is exhausted and everything it gave was taken by the trainer or dropped.
+
+        Groups too few for a last batch (fewer than `updates_per_batch`) do not count.
+        """
+        left_over = self._life.ready.count < self._config.updates_per_batch
+        return self._exhausted and self._life.none_unfinished and left_over and not self._untaken
+
+    def view(self) -> SchedulerView:
+        """Counts for metrics; O(engines)."""
+        return snapshot(
+            self._config,
+            self._life,
+            self._fleet,
+            version=self._version,
+            concurrency=self.concurrency,
+            untaken_batches=len(self._untaken),
+            exhausted=self._exhausted,
+            finished=self.finished,
+        )
+
+    # ------------------------------------------------------------ events about trajectories
+
+    def _finished(self, event: ev.Finished, out: Actions) -> None:
+        news = self._life.finished(event, out)
+        if news and self._auto is not None:
+            self._auto = auto_concurrency.completed(self._auto)
+        self._advance(out)
+
+    def _aborted(self, event: ev.Aborted, out: Actions) -> None:
+        self._life.aborted(event, out)
+        self._advance(out)
+
+    def _reward_ready(self, event: ev.RewardReady, out: Actions) -> None:
+        self._life.judged(event, out)
+        self._advance(out)
+
+    def _prompts_available(self, event: ev.PromptsAvailable, out: Actions) -> None:
+        self._prompts_requested = False
+        self._exhausted = not event.groups
+        for spec in event.groups:
+            self._life.fresh.push(self._life.add_group(spec))
+        self._advance(out)
+
+    def _recovered(self, event: ev.Recovered, out: Actions) -> None:
+        self._life.recovered(event, self._version.number, out)
+        self._advance(out)
+
+    # ------------------------------------------------------------ engines and weights
+
+    def _engine_up(self, event: ev.EngineUp, out: Actions) -> None:
+        self._lose_engine(event.engine_id, out)
+        self._fleet.add(event)
+        self._fleet_changed(out)
+
+    def _engine_down(self, event: ev.EngineDown, out: Actions) -> None:
+        self._lose_engine(event.engine_id, out)
+        self._fleet_changed(out)
+
+    def _lose_engine(self, engine_id: str, out: Actions) -> None:
+        self._watch.engine_lost(engine_id)
+        for entry in self._fleet.remove(engine_id):
+            self._life.ended_early(entry, out)
+
+    def _fleet_changed(self, out: Actions) -> None:
+        if self._auto is not None:
+            self._auto = auto_concurrency.capped(self._auto, self._fleet.request_limit())
+        self._advance(out)
+
+    def _engine_load(self, event: ev.EngineLoad, out: Actions) -> None:
+        engine = self._fleet.engines.get(event.engine_id)
+        if engine is None:
+            return
+        in_flight = self._fleet.in_flight
+        out.extend(self._watch.load(event, len(engine.running), in_flight))
+        if self._auto is not None:
+            self._auto = auto_concurrency.loaded(
+                self._auto, event.kv_usage, event.preemptions, in_flight
+            )
+            self._advance(out)
+
+    def _update_requested(self, event: ev.UpdateRequested, out: Actions) -> None:
+        self._gate.request(event.number)
+        if self._config.boundary == "abort":
+            self._life.abort_all(out)
+        self._advance(out)
+
+    def _weights_published(self, event: ev.WeightsPublished, out: Actions) -> None:
+        self._version = event.version
+        self._fleet.published(event.version)
+        self._untaken = [step for step in self._untaken if step >= event.version.number]
+        out.extend(self._gate.published())
+        self._advance(out)
+        out.extend(self._watch.published(event.version.number, bool(self._untaken)))
+
+    # ------------------------------------------------------------ batches
+
+    def _batch_taken(self, event: ev.BatchTaken, out: Actions) -> None:
+        self._untaken = [step for step in self._untaken if step != event.step]
+        out.extend(self._watch.taken(event.step))
+        self._advance(out)
+
+    def _advance(self, out: Actions) -> None:
+        """Do whatever has become possible."""
+        self._emit_batches(out)
+        self._shed_overflow(out)
+        out.extend(self._gate.ready(self._fleet.in_flight))
+        self._fill(out)
+
+    def _trainer_ready(self) -> bool:
+        if self._config.overlap:
+            return len(self._untaken) < _PREFETCHED_BATCHES
+        return self._version.number >= self._life.lag.next_step and not self._gate.closed
+
+    def _batch_size(self) -> int:
+        """Groups of the next batch if they are complete, else 0.
+
+        When the source is exhausted and nothing else is under way, what is left is a last, smaller
+        batch, unless it has fewer groups than minibatches.
+        """
+        complete = self._life.ready.count
+        if complete >= self._config.groups_per_batch:
+            return self._config.groups_per_batch
+        ended = self._exhausted and self._life.none_unfinished
+        return complete if ended and complete >= self._config.updates_per_batch else 0
+
+    def _emit_batches(self, out: Actions) -> None:
+        self._draining = False
+        while self._trainer_ready():
+            size = self._batch_size()
+            if not size or (self._config.on_stale == "wait" and not self._life.lag.may_emit()):
+                return
+            drains = self._config.boundary == "drain" and not self._config.overlap
+            if drains and self._fleet.in_flight:
+                self._draining = True
+                return
+            step = self._life.lag.next_step
+            if not self._life.take_batch(size, out):
+                continue
+            self._untaken.append(step)
+            if self._config.boundary == "abort" and not self._config.overlap:
+                self._life.abort_all(out)
+            if self._auto is not None:
+                self._auto = auto_concurrency.batched(
+                    self._auto,
+                    self._life.tally.off_policy_share,
+                    self._config.max_off_policy_share,
+                )
+
+    def _shed_overflow(self, out: Actions) -> None:
+        """`overflow: drop_oldest`: the oldest group of a batch beyond the ring leaves."""
+        if not self._config.overlap or self._config.overflow != "drop_oldest":
+            return
+        free = max(0, self._config.ring_batches - len(self._untaken))
+        while self._life.ready.count >= (free + 1) * self._config.groups_per_batch:
+            self._watch.ring_full()
+            self._life.drop_oldest_ready(out)
+
+    # ------------------------------------------------------------ submitting
+
+    def _fill(self, out: Actions) -> None:
+        """Use free slots: partial trajectories, started groups, new groups, more prompts."""
+        lag = self._life.lag
+        training = not self._config.overlap and self._version.number < lag.next_step
+        born_stale = self._version.number < lag.floor
+        if training or born_stale or self._draining or self._gate.closed:
+            return
+        limit = self.concurrency
+        fleet, life = self._fleet, self._life
+        while fleet.in_flight < limit:
+            entry = life.work.peek()
+            if entry is None:
+                if not self._start_group():
+                    break
+                continue
+            engine = fleet.choose(entry.group, self._version, limit)
+            if engine is None:
+                return
+            life.work.pop()
+            life.submitted(entry, engine, self._version.number)
+            out.append(ev.Submit(entry.trajectory_id, engine.engine_id, entry.tokens > 0))
+        if fleet.in_flight < limit:
+            self._request_prompts(limit, out)
+
+    def _start_group(self) -> bool:
+        """Let the next new group in, if there is one and every limit allows it."""
+        if not len(self._life.fresh) or self._fleet.room(self._version) == 0:
+            return False
+        if self._groups_allowed() == 0:
+            return False
+        self._life.start_group()
+        return True
+
+    def _request_prompts(self, limit: int, out: Actions) -> None:
+        """Ask for as many groups as free slots take and the limits allow; one answer at a time."""
+        if self._prompts_requested or self._exhausted or len(self._life.fresh):
+            return
+        free = limit - self._fleet.in_flight
+        room = self._fleet.room(self._version)
+        if room is not None:
+            free = min(free, room)
+        if free <= 0:
+            return
+        wanted = -(-free // self._config.group_size)
+        allowed = self._groups_allowed()
+        if allowed is not None:
+            wanted = min(wanted, allowed)
+        if wanted:
+            self._prompts_requested = True
+            out.append(ev.RequestPrompts(wanted))
+
+    def _groups_allowed(self) -> int | None:
+        now = Occupancy(
+            self._life.open_groups,
+            self._life.ready.count,
+            len(self._untaken),
+            self._version.number,
+            self._life.lag.next_step,
+        )
+        if ring_full(self._config, now):
+            self._watch.ring_full()
+        return new_groups_allowed(self._config, now)

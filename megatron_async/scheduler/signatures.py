@@ -1,0 +1,124 @@
+"""Failure signatures that the papers name: when each counts as seen, and what to change.
+
+Invariants
+- Detectors are pure functions of what they are given, or a `Streak` of such judgements.
+- A signature is said once when it sets in, and again only after it was gone in between.
+- The thresholds are assumed (no source gives numbers); each is a named constant.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_async.config.schedule import ScheduleConfig
+from megatron_async.scheduler.events import EngineLoad, Warn
+
+PREEMPTED_SHARE = 0.05
+"""Share of an engine's running requests preempted between two reports that counts as a storm."""
+STREAK = 3
+"""Reports or steps in a row before a signature is said."""
+ESS_FLOOR = 0.3
+"""Raw effective sample size per token, as a share of n, below which it has collapsed."""
+ENTROPY_GROWTH = 1.5
+"""Newest entropy over that of the window's first step that counts as growth without end."""
+ENTROPY_WINDOW = 10
+"""Steps of entropy that are looked at."""
+
+
+@dataclass(slots=True)
+class Streak:
+    """Fires once when a condition has held `length` times in a row."""
+
+    length: int = STREAK
+    seen: int = 0
+
+    def observe(self, condition: bool) -> bool:
+        """Count one observation; True exactly when the streak reaches its length."""
+        self.seen = self.seen + 1 if condition else 0
+        return self.seen == self.length
+
+
+class Watch:
+    """The scheduler's own signatures: recomputation storm, queue underflow and overflow."""
+
+    def __init__(self, config: ScheduleConfig) -> None:
+        self._config = config
+        self._storms: dict[str, Streak] = {}
+        self._underflow = Streak()
+        self._overflow = Streak()
+        self._ring_was_full = False
+
+    def load(self, event: EngineLoad, running: int, in_flight: int) -> list[Warn]:
+        """A load report of an engine with `running` requests, of `in_flight` in all."""
+        storm = event.preemptions > max(1.0, PREEMPTED_SHARE * running)
+        if not self._storms.setdefault(event.engine_id, Streak()).observe(storm):
+            return []
+        message = (
+            f"engine {event.engine_id} preempted {event.preemptions} of {running} requests since "
+            f"its last report, {in_flight} are in flight in all: N' is over the KV capacity; lower "
+            "schedule.concurrency (or set it to auto), or raise engines.max_total_tokens"
+        )
+        return [Warn("recomputation_storm", message)]
+
+    def engine_lost(self, engine_id: str) -> None:
+        """Forget what was seen of an engine."""
+        self._storms.pop(engine_id, None)
+
+    def published(self, number: int, batch_waits: bool) -> list[Warn]:
+        """Weights `number` are out and the trainer looks for its next batch."""
+        if not self._config.overlap or not self._underflow.observe(not batch_waits):
+            return []
+        message = (
+            f"the trainer found no batch ready for {STREAK} steps in a row up to step {number}: "
+            "raise schedule.concurrency, add engines, or give the trainer fewer GPUs"
+        )
+        return [Warn("queue_underflow", message)]
+
+    def ring_full(self) -> None:
+        """Groups were blocked or dropped since the last batch was taken."""
+        self._ring_was_full = True
+
+    def taken(self, step: int) -> list[Warn]:
+        """The trainer took the batch of `step`."""
+        fires = self._overflow.observe(self._ring_was_full)
+        self._ring_was_full = False
+        if not fires:
+            return []
+        message = (
+            f"the ring of complete batches was full for {STREAK} steps in a row up to step {step} "
+            f"(schedule.overflow: {self._config.overflow}): generation outruns training; lower "
+            "schedule.concurrency, use fewer engines, or raise schedule.ring_batches"
+        )
+        return [Warn("queue_overflow", message)]
+
+
+def ess_collapse(ess_share: Sequence[float]) -> Warn | None:
+    """Warn when the newest values of raw token ESS / n are all below `ESS_FLOOR`."""
+    newest = ess_share[-STREAK:]
+    if len(newest) < STREAK or any(value >= ESS_FLOOR for value in newest):
+        return None
+    return Warn(
+        "ess_collapse",
+        f"the effective sample size was {newest[-1]:.2f} of the tokens or less for {STREAK} steps: "
+        "the data are too far off-policy; lower schedule.max_async_level or schedule.concurrency, "
+        "or the learning rate",
+    )
+
+
+def entropy_growth(entropy: Sequence[float]) -> Warn | None:
+    """Warn when entropy rose at almost every step of the window, by `ENTROPY_GROWTH` in all."""
+    window = entropy[-ENTROPY_WINDOW:]
+    if len(window) < ENTROPY_WINDOW or not all(map(math.isfinite, window)):
+        return None
+    rises = sum(later > earlier for earlier, later in itertools.pairwise(window))
+    if rises < 0.8 * (len(window) - 1) or window[-1] < ENTROPY_GROWTH * max(window[0], 1e-6):
+        return None
+    return Warn(
+        "entropy_growth",
+        f"entropy rose from {window[0]:.3f} to {window[-1]:.3f} nats in {ENTROPY_WINDOW} steps: "
+        "stale data or clipping push the policy apart; lower schedule.max_async_level, tighten "
+        "rejection, or lower the learning rate",
+    )

@@ -1,0 +1,127 @@
+"""What the scheduler remembers of a trajectory, a group and an engine.
+
+Invariants
+- An entry exists exactly while its trajectory is neither batched nor dropped.
+- `oldest` is a lower bound of the policy number of every trained token: the number that its
+  engines served when it was submitted until the first token arrives, that token's number then.
+- A trajectory with a `fate` takes no further part; it leaves (or starts again) as soon as nothing
+  outside works on it any more, so that no `Drop` ever overtakes an engine or a verifier.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from megatron_async.scheduler.events import GroupSpec
+from megatron_async.trajectory.types import DropReason, PolicyVersion, TrajectoryState
+
+
+class Fate(enum.Enum):
+    """What becomes of a trajectory when its request or judgement has ended."""
+
+    DROP = "drop"
+    RESTART = "restart"
+
+
+@dataclass(slots=True, eq=False)
+class EngineEntry:
+    """One engine that is up; `index` is its order of arrival, the last tie-break everywhere."""
+
+    engine_id: str
+    index: int
+    version: PolicyVersion
+    kv_capacity: int
+    max_running: int | None
+    kv_tokens: int = 0
+    running: dict[int, TrajectoryEntry] = field(default_factory=dict)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more request fits under its own limit."""
+        return self.max_running is None or len(self.running) < self.max_running
+
+
+@dataclass(slots=True, eq=False)
+class TrajectoryEntry:
+    """One trajectory that is neither batched nor dropped."""
+
+    trajectory_id: int
+    group: GroupEntry
+    index: int
+    state: TrajectoryState = TrajectoryState.PENDING
+    tokens: int = 0
+    oldest: int | None = None
+    newest: int = -1
+    newest_tokens: int = 0
+    reward: float | None = None
+    engine: EngineEntry | None = None
+    abort_sent: bool = False
+    fate: Fate | None = None
+
+    def add_tokens(self, count: int, version: int) -> None:
+        """Count tokens of one policy number."""
+        self.tokens += count
+        if version > self.newest:
+            self.newest = version
+            self.newest_tokens = 0
+        if version == self.newest:
+            self.newest_tokens += count
+
+    def forget_tokens(self) -> None:
+        """Back to the prompt."""
+        self.state = TrajectoryState.PENDING
+        self.tokens = 0
+        self.oldest = None
+        self.newest = -1
+        self.newest_tokens = 0
+        self.reward = None
+        self.fate = None
+
+    def tokens_of(self, version: int) -> int:
+        """Tokens that policy `version` wrote, if that is the newest one seen; else 0."""
+        return self.newest_tokens if self.newest == version else 0
+
+
+@dataclass(slots=True, eq=False)
+class GroupEntry:
+    """One prompt's trajectories. `order` counts started groups; -1 = none was submitted yet.
+
+    `started_after`: groups that batches had taken when it was started (lag in samples).
+    """
+
+    spec: GroupSpec
+    members: list[TrajectoryEntry] = field(default_factory=list)
+    order: int = -1
+    started_after: int = 0
+    unscored: int = 0
+    complete: bool = False
+    oldest: int | None = None
+    drop_reason: DropReason | None = None
+    serving: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def group_id(self) -> int:
+        return self.spec.group_id
+
+    def oldest_of_members(self) -> int | None:
+        """Smallest policy number in the group, those with a fate left out."""
+        return min(
+            (m.oldest for m in self.members if m.oldest is not None and m.fate is None),
+            default=None,
+        )
+
+    @property
+    def zero_variance(self) -> bool:
+        """Whether all rewards are equal, so that every group-relative advantage is zero."""
+        return len({member.reward for member in self.members}) == 1
+
+
+def new_group(spec: GroupSpec) -> GroupEntry:
+    """A group none of whose trajectories has run."""
+    group = GroupEntry(spec, unscored=len(spec.trajectory_ids))
+    group.members = [
+        TrajectoryEntry(trajectory_id, group, index)
+        for index, trajectory_id in enumerate(spec.trajectory_ids)
+    ]
+    return group

@@ -1,0 +1,1 @@
+"""Cost models and a virtual clock that drive the same scheduler."""

@@ -1,0 +1,330 @@
+"""One engine of the simulation: a decode batch that is advanced from event to event.
+
+All running requests advance together. `steps` counts decode steps as a real number; a request that
+joined at step j has floor(steps - j) tokens of this stint. Between two changes of the batch the KV
+cache grows by one token per request and step, so n steps take
+
+    n (fixed + per_kv kv) + per_kv batch n^2 / 2
+
+seconds (the continuous limit of the sum), which is solved for n or for time as needed.
+
+Invariants
+- Time only moves forward, and only through `advance`; everything else happens at that moment.
+- KV never passes the capacity: the newest requests are preempted before that, go to the head of
+  the queue and are prefilled again in full when there is room.
+- A request that is taken out loses the part of a token that it was at; whole tokens never get lost.
+- Prefill stops decoding for its duration. A prompt that a running request of the same group has in
+  the cache is neither prefilled nor counted twice.
+- A token belongs to the version that the engine held when its decode step ended.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+from megatron_async.simulate.engine_costs import EngineCosts
+
+_CLOSE = 1e-6
+"""Decode steps: far below one token, far above rounding."""
+
+Tokens = list[tuple[int, int]]
+"""(policy number, tokens), oldest first."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A trajectory on an engine. `before`: tokens that it came with (or had when preempted)."""
+
+    trajectory_id: int
+    group_id: int
+    prompt: int
+    before: int
+    remaining: int
+    was_preempted: bool = False
+    joined: float = 0.0
+    reported: int = 0
+    cancelled: bool = False
+
+    @property
+    def finish_at(self) -> float:
+        """Decode step at which it is complete."""
+        return self.joined + self.remaining
+
+
+@dataclass(slots=True)
+class EngineCounters:
+    """What an engine has done; seconds and tokens."""
+
+    busy_seconds: float = 0.0
+    slot_seconds: float = 0.0
+    generated: float = 0.0
+    prefilled: int = 0
+    resumed_prefill: int = 0
+    preempted_prefill: int = 0
+    updated_prefill: int = 0
+    preemptions: int = 0
+
+
+@dataclass(slots=True)
+class Limits:
+    """Rules of admission and preemption, see `SimulateConfig`."""
+
+    max_running: int | None
+    reserve_tokens: int
+    retract_steps: int
+    chunk_tokens: int
+
+
+@dataclass(slots=True, eq=False)
+class Engine:
+    """State of one engine; `stamp` changes with every forecast, so that old ones are void."""
+
+    engine_id: str
+    costs: EngineCosts
+    limits: Limits
+    version: int = 0
+    now: float = 0.0
+    steps: float = 0.0
+    kv: float = 0.0
+    stall: float = 0.0
+    paused: bool = False
+    stamp: int = 0
+    running: dict[int, Request] = field(default_factory=dict)
+    counters: EngineCounters = field(default_factory=EngineCounters)
+    _waiting: deque[Request] = field(default_factory=deque)
+    _queued: dict[int, Request] = field(default_factory=dict)
+    _groups: dict[int, int] = field(default_factory=dict)
+    _finishing: list[tuple[float, int]] = field(default_factory=list)
+    _switches: list[tuple[float, int]] = field(default_factory=lambda: [(0.0, 0)])
+    _next_report: float = 0.0
+    _target: tuple[float, float] = (math.inf, 0.0)
+
+    # ------------------------------------------------------------ time
+
+    def advance(self, now: float) -> None:
+        """Let decoding and prefill go on until `now`."""
+        elapsed = now - self.now
+        self.now = now
+        if self.paused or elapsed <= 0:
+            return
+        counters = self.counters
+        counters.slot_seconds += elapsed * len(self.running)
+        prefill = min(self.stall, elapsed)
+        self.stall -= prefill
+        elapsed -= prefill
+        counters.busy_seconds += prefill
+        if not self.running:
+            return
+        when, target = self._target
+        steps = target - self.steps if now == when else self._steps_in(elapsed)
+        self.steps += steps
+        grown = len(self.running) * steps
+        self.kv += grown
+        counters.generated += grown
+        counters.busy_seconds += elapsed
+
+    def _steps_in(self, seconds: float) -> float:
+        """Positive root of n (fixed + per_kv kv) + per_kv batch n^2 / 2 = seconds."""
+        batch = len(self.running)
+        fixed, per_kv = self.costs.decode(batch)
+        first = fixed + per_kv * self.kv
+        return 2 * seconds / (first + math.sqrt(first**2 + 2 * per_kv * batch * seconds))
+
+    def forecast(self) -> float | None:
+        """When something happens here by itself: a completion, a full cache, a report."""
+        self.stamp += 1
+        self._target = (math.inf, 0.0)
+        batch = len(self.running)
+        if self.paused or not batch:
+            return None
+        self._forget_gone()
+        full_in = max(0.0, self.costs.kv_capacity_tokens - self.kv) / batch
+        target = min(self._finishing[0][0], self._next_report, self.steps + full_in)
+        steps = max(0.0, target - self.steps)
+        fixed, per_kv = self.costs.decode(batch)
+        seconds = steps * (fixed + per_kv * self.kv) + per_kv * batch * steps**2 / 2
+        when = self.now + self.stall + seconds
+        self._target = (when, self.steps + steps)
+        return when
+
+    # ------------------------------------------------------------ what happens by itself
+
+    def completed(self) -> list[Request]:
+        """Requests that are complete now; they leave."""
+        done = []
+        while self._finishing and self._finishing[0][0] <= self.steps + _CLOSE:
+            _, trajectory_id = heapq.heappop(self._finishing)
+            request = self.running.get(trajectory_id)
+            if request is not None and request.finish_at <= self.steps + _CLOSE:
+                self._leave(request)
+                done.append(request)
+        return done
+
+    def report_due(self) -> bool:
+        """Whether running requests shall report their tokens; at most once for each chunk."""
+        if self.steps + _CLOSE < self._next_report:
+            return False
+        self._next_report = self.steps + self.limits.chunk_tokens
+        return True
+
+    def preempt(self) -> list[tuple[Request, Tokens]]:
+        """Make room when the cache is full: the newest requests go back to the queue."""
+        capacity = self.costs.kv_capacity_tokens
+        if self.kv < capacity - _CLOSE * max(1, len(self.running)):
+            return []
+        out = []
+        while len(self.running) > 1:
+            if self.kv <= capacity - self.limits.retract_steps * len(self.running):
+                break
+            request = next(reversed(self.running.values()))
+            written = self.take_tokens(request)
+            self._leave(request)
+            self._stop(request)
+            request.was_preempted = True
+            self._waiting.appendleft(request)
+            self._queued[request.trajectory_id] = request
+            self.counters.preemptions += 1
+            out.append((request, written))
+        return out
+
+    def take_tokens(self, request: Request) -> Tokens:
+        """Tokens since the last report, by version."""
+        generated = self._tokens_at(request, self.steps)
+        first, request.reported = request.reported, generated
+        if generated == first:
+            return []
+        out: Tokens = []
+        end = generated
+        for began, version in reversed(self._switches):
+            start = max(first, self._tokens_at(request, began))
+            if start < end:
+                out.append((version, end - start))
+                end = start
+            if start == first:
+                break
+        out.reverse()
+        return out
+
+    def _tokens_at(self, request: Request, steps: float) -> int:
+        return min(request.remaining, max(0, math.floor(steps - request.joined + _CLOSE)))
+
+    # ------------------------------------------------------------ what is done to it
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; `admit` lets it in."""
+        self._waiting.append(request)
+        self._queued[request.trajectory_id] = request
+
+    def cancel(self, trajectory_id: int) -> tuple[Request, Tokens] | None:
+        """Take a request out, with the tokens not reported yet; None when it is not here."""
+        request = self.running.get(trajectory_id)
+        if request is not None:
+            written = self.take_tokens(request)
+            self._leave(request)
+            return request, written
+        request = self._queued.pop(trajectory_id, None)
+        if request is None:
+            return None
+        request.cancelled = True
+        return request, []
+
+    def admit(self) -> None:
+        """Let waiting requests in as far as KV and slots go."""
+        if self.paused:
+            return
+        limits, capacity = self.limits, self.costs.kv_capacity_tokens
+        # No less than a preemption frees, or what was preempted would come straight back.
+        reserve = max(limits.reserve_tokens, limits.retract_steps)
+        while self._waiting:
+            request = self._waiting[0]
+            if request.cancelled:
+                self._waiting.popleft()
+                continue
+            count = len(self.running) + 1
+            cached = request.group_id in self._groups
+            needed = request.before + (0 if cached else request.prompt)
+            full = self.kv + needed + reserve * count > capacity
+            if count > 1 and (full or (limits.max_running or count) < count):
+                return
+            self._waiting.popleft()
+            self._enter(request, needed)
+
+    def _enter(self, request: Request, needed: int) -> None:
+        if not self.running:
+            self._next_report = max(self._next_report, self.steps + self.limits.chunk_tokens)
+        del self._queued[request.trajectory_id]
+        self.running[request.trajectory_id] = request
+        self._groups[request.group_id] = self._groups.get(request.group_id, 0) + 1
+        self.kv += needed
+        context = request.before + request.prompt
+        pairs = needed * (context - needed / 2)
+        self.stall += self.costs.prefill(needed, pairs)
+        counters = self.counters
+        counters.prefilled += needed
+        if request.was_preempted:
+            counters.preempted_prefill += needed
+        elif request.before:
+            counters.resumed_prefill += needed
+        request.joined = self.steps
+        request.reported = 0
+        heapq.heappush(self._finishing, (request.finish_at, request.trajectory_id))
+
+    def _leave(self, request: Request) -> None:
+        """Free its KV, and its prompt's when no other member of its group runs here."""
+        del self.running[request.trajectory_id]
+        left = self._groups[request.group_id] - 1
+        self.kv -= request.before + min(request.remaining, self.steps - request.joined)
+        if left:
+            self._groups[request.group_id] = left
+        else:
+            del self._groups[request.group_id]
+            self.kv -= request.prompt
+        if not self.running:
+            self.kv = 0.0  # no rounding error survives an idle moment
+
+    def _stop(self, request: Request) -> None:
+        """What it has written so far is what it will come back with."""
+        written = self._tokens_at(request, self.steps)
+        request.before += written
+        request.remaining -= written
+        request.reported = 0
+
+    def _forget_gone(self) -> None:
+        finishing = self._finishing
+        while True:
+            at, trajectory_id = finishing[0]
+            request = self.running.get(trajectory_id)
+            if request is not None and request.finish_at == at:
+                return
+            heapq.heappop(finishing)
+
+    def pause(self, *, recompute: bool) -> None:
+        """Stop for a weight transfer; `recompute`: the KV of running requests is given up."""
+        self.paused = True
+        if not recompute:
+            return
+        tokens, pairs = 0, 0.0
+        for request in self.running.values():
+            context = request.prompt + request.before + self._tokens_at(request, self.steps)
+            tokens += context
+            pairs += context * context / 2
+        self.stall += self.costs.prefill(tokens, pairs)
+        self.counters.prefilled += tokens
+        self.counters.updated_prefill += tokens
+
+    def resume(self) -> None:
+        """Generation goes on."""
+        self.paused = False
+
+    def load(self, version: int) -> None:
+        """Other weights from now on."""
+        self.version = version
+        self._switches.append((self.steps, version))
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._queued)

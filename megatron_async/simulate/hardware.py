@@ -1,0 +1,58 @@
+"""Accelerators: public data-sheet figures, and the one that a configuration means.
+
+Sources: NVIDIA's data sheets of A100 80GB SXM, H100 SXM5, H800 SXM5, H200 SXM, B200 (HGX), L40S and
+RTX A6000; dense (not sparse) bfloat16 rates; NVLink is half of the quoted bidirectional figure.
+The network is what DGX systems of that generation have per GPU (A100: 200 Gb/s, H100 on: 400 Gb/s;
+PCIe cards: 100 Gb/s, assumed). GPUs without NVLink have PCIe's figure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final
+
+from megatron_async.config.simulate import GpuConfig, GpuName
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Peak rates in FLOP/s, bytes and bytes/s; links in one direction."""
+
+    flops: float
+    memory: float
+    memory_bandwidth: float
+    nvlink: float
+    network: float
+    pcie: float
+
+
+_T, _G = 1e12, 1e9
+DATA_SHEETS: Final = MappingProxyType[GpuName, Gpu](
+    {
+        "A100": Gpu(312 * _T, 80 * _G, 2.039 * _T, 300 * _G, 25 * _G, 32 * _G),
+        "H100": Gpu(989 * _T, 80 * _G, 3.35 * _T, 450 * _G, 50 * _G, 64 * _G),
+        "H800": Gpu(989 * _T, 80 * _G, 3.35 * _T, 200 * _G, 50 * _G, 64 * _G),
+        "H200": Gpu(989 * _T, 141 * _G, 4.8 * _T, 450 * _G, 50 * _G, 64 * _G),
+        "B200": Gpu(2250 * _T, 180 * _G, 7.7 * _T, 900 * _G, 50 * _G, 64 * _G),
+        "L40S": Gpu(362 * _T, 48 * _G, 0.864 * _T, 32 * _G, 12.5 * _G, 32 * _G),
+        "A6000": Gpu(154.8 * _T, 48 * _G, 0.768 * _T, 56 * _G, 12.5 * _G, 32 * _G),
+    }
+)
+
+
+def gpu_of(config: GpuConfig) -> Gpu:
+    """The data sheet's figures under what the configuration says itself."""
+    sheet = DATA_SHEETS[config.name]
+
+    def figure(own: float | None, unit: float, default: float) -> float:
+        return default if own is None else own * unit
+
+    return Gpu(
+        figure(config.bf16_tflops, _T, sheet.flops),
+        figure(config.memory_gb, _G, sheet.memory),
+        figure(config.memory_tb_per_s, _T, sheet.memory_bandwidth),
+        figure(config.nvlink_gb_per_s, _G, sheet.nvlink),
+        figure(config.network_gb_per_s, _G, sheet.network),
+        figure(config.pcie_gb_per_s, _G, sheet.pcie),
+    )

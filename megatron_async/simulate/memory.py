@@ -1,0 +1,77 @@
+"""What fits into GPU memory: KV cache of an engine, state and activations of a trainer rank.
+
+Sources: mixed precision with fp32 main gradients and a distributed optimizer, 2 + 4 + 12 / DP bytes
+a parameter (Megatron-core; Rajbhandari et al., arXiv 1910.02054); activations of a layer, 34 bytes
+per token and hidden unit with flash attention and sequence parallelism, 2 bytes for its input alone
+when it is recomputed (Korthikanti et al., arXiv 2205.05198, section 4).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_async.simulate.model_shape import BF16, ModelShape
+
+WEIGHT_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2, 4, 12
+LAYER_BYTES, LAYER_INPUT_BYTES = 34, 2
+LOGIT_BYTES = 8
+"""float32 logits and their gradient of the chunk whose logits exist at once."""
+
+
+@dataclass(frozen=True)
+class TrainerLayout:
+    """Parallel sizes of the trainer."""
+
+    tensor: int
+    pipeline: int
+    context: int
+    data: int
+
+    @property
+    def gpus(self) -> int:
+        return self.tensor * self.pipeline * self.context * self.data
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that hold different parameters."""
+        return self.tensor * self.pipeline
+
+
+def trainer_state_bytes(shape: ModelShape, layout: TrainerLayout) -> float:
+    """Weights, main gradients and this rank's part of the optimizer state."""
+    shards = layout.data * layout.context
+    per_parameter = WEIGHT_BYTES + GRADIENT_BYTES + OPTIMIZER_BYTES / shards
+    return shape.parameters / layout.model_ranks * per_parameter
+
+
+def activation_bytes(
+    shape: ModelShape,
+    layout: TrainerLayout,
+    *,
+    microbatch_tokens: int,
+    logit_tokens: int,
+    recompute: bool,
+) -> float:
+    """Of the first pipeline stage, which holds the most microbatches (1F1B: as many as stages)."""
+    tokens = microbatch_tokens / layout.context
+    per_unit = tokens * shape.hidden / layout.tensor
+    layers = shape.layers / layout.pipeline
+    in_flight = layout.pipeline
+    if recompute:
+        kept = layers * in_flight * per_unit * LAYER_INPUT_BYTES + per_unit * LAYER_BYTES
+    else:
+        kept = layers * in_flight * per_unit * LAYER_BYTES
+    return kept + logit_tokens * shape.vocab / layout.tensor * LOGIT_BYTES
+
+
+def kv_capacity_tokens(
+    shape: ModelShape, memory: float, share: float, tensor: int, taken_by_trainer: float
+) -> int:
+    """Tokens of KV that one engine holds; 0 or less = the weights alone do not fit.
+
+    `taken_by_trainer` is per GPU, for engines that share their GPUs with a trainer.
+    """
+    # Fewer KV heads than TP ranks are replicated.
+    copies = max(1, tensor // shape.kv_heads)
+    left = tensor * (memory * share - taken_by_trainer) - BF16 * shape.parameters
+    return int(left // (shape.kv_bytes_per_token * copies))

@@ -1,0 +1,335 @@
+"""`megatron-async plan`: how to use so many GPUs for a model, a schedule and a length distribution.
+
+1. Every split of the GPUs (or all of them twice, colocated), every TP of the engines and every
+   TP x PP of the trainer that fits into memory is estimated in closed form.
+2. The best trainer layout of each trainer size and the best TP of each engine size are combined;
+   the best combinations are simulated, which gives the order, the step time and the lag.
+
+N' is the smallest number of requests in flight with 95 % of the generation speed that any N' within
+the KV cache has (a larger one only adds lag), and never more than the lag bound lets run.
+
+The estimate: generation takes tokens / (b / decode step time at b requests an engine), and where a
+step's end gives up the KV of running requests, their prefill; the KV of a running request is the
+mean age of a response, E[L^2] / (2 E[L]), plus its prompt (renewal theory). Training as in
+`trainer_costs`. With overlap a step takes the longer of the two, else their sum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.table import Table
+
+from megatron_async.config import RunConfig, build_config
+from megatron_async.config.load import merge
+from megatron_async.errors import UserError
+from megatron_async.simulate.build import simulate, trainer_costs
+from megatron_async.simulate.engine_costs import RooflineEngine
+from megatron_async.simulate.hardware import gpu_of
+from megatron_async.simulate.lengths import GroupSource
+from megatron_async.simulate.memory import (
+    TrainerLayout,
+    activation_bytes,
+    kv_capacity_tokens,
+    trainer_state_bytes,
+)
+from megatron_async.simulate.model_shape import shape_of
+from megatron_async.simulate.statistics import Summary
+
+_SIZES = (1, 2, 4, 8, 16)
+_ENOUGH = 0.95
+"""Share of the largest throughput at which N' is not raised further."""
+_KEPT = 3
+"""Trainer layouts and TP sizes that are combined when the GPUs can be split in one way only."""
+_FULL = 0.92
+"""Share of the KV cache that N' may fill on average, as `concurrency: auto` aims at."""
+
+
+@dataclass(frozen=True)
+class TrainerPlan:
+    """A trainer layout that fits."""
+
+    layout: TrainerLayout
+    seconds: float
+    memory: float
+    fixed_memory: float
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """Engines that hold the model."""
+
+    count: int
+    tensor: int
+    concurrency: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A whole plan; `summary` once it was simulated. Memory is of a trainer GPU, in bytes."""
+
+    trainer: TrainerPlan
+    engines: EnginePlan
+    step_seconds: float
+    config: RunConfig
+    summary: Summary | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The best first; the others are the runner-ups."""
+
+    candidates: list[Candidate]
+    considered: int
+
+    @property
+    def sentence(self) -> str:
+        """The answer in words."""
+        best = self.candidates[0]
+        layout, summary = best.trainer.layout, best.summary
+        assert summary is not None
+        return (
+            f"best of {self.considered}: {layout.gpus} trainer GPUs (TP {layout.tensor}, PP "
+            f"{layout.pipeline}, DP {layout.data}) and {best.engines.count} engines of TP "
+            f"{best.engines.tensor}, schedule.concurrency={best.engines.concurrency}: "
+            f"{summary.step_seconds:.1f} s a step, {summary.tokens_per_second:,.0f} trained "
+            f"tokens/s, lag {summary.lag_mean:.2f} (largest {summary.lag_max})"
+        )
+
+
+@dataclass(frozen=True)
+class _Workload:
+    """A batch as drawn from the length distribution. `age`: KV tokens of a running request."""
+
+    sequences: list[int]
+    response_tokens: int
+    age: float
+
+
+def make_plan(settings: Mapping[str, Any], top: int) -> Plan:
+    """Search and simulate. Raises UserError when nothing fits."""
+    settings = dict(settings)
+    config = build_config(_with_layout(settings, 1, 1, 1, 1, 1, 8))
+    if config.simulate.placement == "colocated" and config.schedule.overlap:
+        raise UserError(
+            f"schedule.overlap true (preset {config.schedule.preset}) needs simulate.placement "
+            "disaggregated, got colocated"
+        )
+    found = sorted(_candidates(config, settings), key=lambda c: c.step_seconds)
+    if not found:
+        raise UserError(
+            f"nothing fits: simulate.gpus {config.simulate.gpus} of {config.simulate.gpu.name} "
+            f"cannot hold trainer and engines of {shape_of(config).parameters / 1e9:.1f} B "
+            "parameters; use more GPUs or larger ones, or set simulate.recompute_activations true"
+        )
+    tried = [replace(c, summary=simulate(c.config)) for c in found[:top]]
+    tried.sort(key=lambda c: -c.summary.tokens_per_second if c.summary else 0.0)
+    return Plan(tried, len(found))
+
+
+def _candidates(config: RunConfig, settings: dict[str, Any]) -> Iterator[Candidate]:
+    workload = _workload(config)
+    splits = _splits(config)
+    kept = _KEPT if len(splits) == 1 else 1
+    for trainer_gpus, engine_gpus in splits:
+        for trainer in _trainers(config, workload, trainer_gpus)[:kept]:
+            for engines in _engines(config, workload, engine_gpus, trainer)[:kept]:
+                yield _candidate(config, settings, trainer, engines)
+
+
+def _candidate(
+    config: RunConfig, settings: dict[str, Any], trainer: TrainerPlan, engines: EnginePlan
+) -> Candidate:
+    layout = trainer.layout
+    candidate = build_config(
+        _with_layout(
+            settings,
+            layout.gpus,
+            layout.tensor,
+            layout.pipeline,
+            engines.count,
+            engines.tensor,
+            engines.concurrency,
+        )
+    )
+    both = (trainer.seconds, engines.seconds)
+    step = max(both) if config.schedule.overlap else sum(both)
+    step += trainer_costs(candidate).publish_seconds
+    return Candidate(trainer, engines, step, candidate)
+
+
+def _splits(config: RunConfig) -> list[tuple[int, int]]:
+    """Trainer and engine GPUs: whole nodes when there are more than two, else any number."""
+    settings = config.simulate
+    if settings.placement == "colocated":
+        return [(settings.gpus, settings.gpus)]
+    if settings.gpus < 2:
+        raise UserError(
+            f"simulate.gpus {settings.gpus} cannot be split; placement disaggregated needs 2"
+        )
+    unit = settings.gpus_per_node if settings.gpus > 2 * settings.gpus_per_node else 1
+    return [(n, settings.gpus - n) for n in range(unit, settings.gpus, unit)]
+
+
+def _workload(config: RunConfig) -> _Workload:
+    source = GroupSource(
+        config.simulate.lengths,
+        config.simulate.reward,
+        group_size=config.schedule.group_size,
+        longest=config.sampling.max_new_tokens,
+        seed=config.seed,
+    )
+    groups = range(config.schedule.groups_per_batch)
+    lengths = [length for number in groups for length in source.group(number)[0]]
+    prompt = config.simulate.lengths.prompt_tokens
+    age = sum(n * n for n in lengths) / (2 * sum(lengths))
+    return _Workload([n + prompt for n in lengths], sum(lengths), age + prompt)
+
+
+def _trainers(config: RunConfig, workload: _Workload, gpus: int) -> list[TrainerPlan]:
+    """Layouts that fit, fastest first."""
+    shape, gpu = shape_of(config), gpu_of(config.simulate.gpu)
+    longest = config.sampling.max_new_tokens + config.simulate.lengths.prompt_tokens
+    plans = []
+    for tensor in _SIZES:
+        if tensor > config.simulate.gpus_per_node or shape.heads % tensor or gpus % tensor:
+            continue
+        for pipeline in _SIZES:
+            if shape.layers % pipeline or gpus % (tensor * pipeline):
+                continue
+            layout = TrainerLayout(tensor, pipeline, 1, gpus // (tensor * pipeline))
+            state = trainer_state_bytes(shape, layout)
+            memory = state + activation_bytes(
+                shape,
+                layout,
+                microbatch_tokens=max(config.trainer.microbatch_tokens, longest),
+                logit_tokens=config.trainer.logprob_chunk_tokens,
+                recompute=config.simulate.recompute_activations,
+            )
+            if memory > gpu.memory * config.simulate.trainer_memory_share:
+                continue
+            costs = replace(trainer_costs(config), layout=layout)
+            seconds = costs.batch_seconds(workload.sequences, config.schedule.updates_per_batch)
+            kept = 0.0 if config.simulate.offload else state
+            plans.append(TrainerPlan(layout, seconds, memory, kept))
+    return sorted(plans, key=lambda plan: plan.seconds)
+
+
+def _engines(
+    config: RunConfig, workload: _Workload, gpus: int, trainer: TrainerPlan
+) -> list[EnginePlan]:
+    """TP sizes that hold the model and the longest response, fastest first."""
+    settings = config.simulate
+    shape, gpu = shape_of(config), gpu_of(settings.gpu)
+    longest = config.sampling.max_new_tokens + settings.lengths.prompt_tokens
+    taken = trainer.fixed_memory if settings.placement == "colocated" else 0.0
+    plans = []
+    for tensor in _SIZES:
+        if tensor > settings.gpus_per_node or shape.heads % tensor or gpus % tensor:
+            continue
+        capacity = kv_capacity_tokens(
+            shape, gpu.memory, settings.engine_memory_share, tensor, taken
+        )
+        if capacity < longest:
+            continue
+        costs = RooflineEngine(shape, gpu, settings.efficiency, tensor, capacity)
+        count = gpus // tensor
+        limit = int(_FULL * capacity / workload.age)
+        allowed = _requests_allowed(config)
+        if allowed is not None:
+            limit = min(limit, -(-allowed // count))
+        batch, seconds = _smallest_sufficient(config, costs, workload, count, max(1, limit))
+        plans.append(EnginePlan(count, tensor, batch * count, seconds))
+    return sorted(plans, key=lambda plan: plan.seconds)
+
+
+def _requests_allowed(config: RunConfig) -> int | None:
+    """Requests that the schedule itself ever has in flight; None = as many as N'."""
+    schedule = config.schedule
+    batch = schedule.groups_per_batch * schedule.group_size
+    limits = []
+    if schedule.refill == "batch":
+        limits.append(int(batch * schedule.oversample))
+    if schedule.max_async_level is not None:
+        limits.append(int(batch * (schedule.max_async_level + schedule.oversample)))
+    return min(limits, default=None)
+
+
+def _generation_seconds(
+    config: RunConfig, costs: RooflineEngine, workload: _Workload, count: int, batch: int
+) -> float:
+    """One step's generation on `count` engines of `batch` requests each."""
+    age = workload.age
+    fixed, per_kv = costs.decode(batch)
+    seconds = workload.response_tokens / count * (fixed + per_kv * batch * age) / batch
+    schedule = config.schedule
+    swaps = schedule.weight_update == "in_flight" and schedule.kv == "recompute"
+    if schedule.boundary == "abort" or swaps:
+        seconds += costs.prefill(round(batch * age), batch * age**2 / 2)
+    return seconds
+
+
+def _smallest_sufficient(
+    config: RunConfig, costs: RooflineEngine, workload: _Workload, count: int, limit: int
+) -> tuple[int, float]:
+    """(requests an engine, seconds); on a grid of 5 % steps up to `limit`."""
+    grid = sorted({*(min(limit, math.ceil(1.05**i)) for i in range(400)), limit})
+    seconds = [_generation_seconds(config, costs, workload, count, batch) for batch in grid]
+    enough = min(seconds) / _ENOUGH
+    return next((b, s) for b, s in zip(grid, seconds, strict=True) if s <= enough)
+
+
+def _with_layout(
+    settings: dict[str, Any],
+    ranks: int,
+    tensor: int,
+    pipeline: int,
+    engines: int,
+    engine_tensor: int,
+    concurrency: int,
+) -> dict[str, Any]:
+    return merge(
+        settings,
+        {
+            "parallel": {
+                "ranks": ranks,
+                "nodes": 1,
+                "tensor": tensor,
+                "pipeline": pipeline,
+                "context": 1,
+                "expert": 1,
+                "sequence": tensor > 1,
+            },
+            "engines": {"count": engines, "tensor": engine_tensor},
+            "schedule": {"concurrency": concurrency},
+        },
+    )
+
+
+def plan_table(plan: Plan) -> Table:
+    """Best first."""
+    out = Table(title="plans, best first")
+    columns = "trainer GPUs,TP x PP x DP,memory,engines,N',estimated s,step s,tokens/s,lag"
+    for name in [*columns.split(","), "engine idle", "trainer idle"]:
+        out.add_column(name, justify="right")
+    for candidate in plan.candidates:
+        layout, engines, summary = candidate.trainer.layout, candidate.engines, candidate.summary
+        assert summary is not None
+        out.add_row(
+            str(layout.gpus),
+            f"{layout.tensor} x {layout.pipeline} x {layout.data}",
+            f"{candidate.trainer.memory / 1e9:.0f} GB",
+            f"{engines.count} of TP {engines.tensor}",
+            str(engines.concurrency),
+            f"{candidate.step_seconds:.1f}",
+            f"{summary.step_seconds:.1f}",
+            f"{summary.tokens_per_second:,.0f}",
+            f"{summary.lag_mean:.2f} / {summary.lag_max}",
+            f"{summary.engine_idle:.0%}",
+            f"{summary.trainer_idle:.0%}",
+        )
+    return out

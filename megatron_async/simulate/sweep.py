@@ -1,0 +1,77 @@
+"""`megatron-async simulate`: one configuration, several presets, or a cartesian sweep.
+
+Precedence is that of a run: recipe < preset < file < `--set` < `--presets` < `--sweep`. So a preset
+given by `--presets` does not override what the file says about the schedule itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_async.config import RunConfig, build_config
+from megatron_async.config.load import merge, parse_override, read_yaml
+from megatron_async.config.presets import SCHEDULE_PRESETS
+from megatron_async.errors import UserError
+from megatron_async.simulate.build import simulate
+from megatron_async.simulate.statistics import Summary
+
+Overrides = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One simulated configuration: `labels` are what tells it from the others."""
+
+    labels: Overrides
+    config: RunConfig
+    summary: Summary
+
+
+def parse_sweep(text: str) -> list[str]:
+    """`a.b=1,2,3` to one override for each value. Raises UserError."""
+    name, equals, values = text.partition("=")
+    parts = [value.strip() for value in values.split(",")]
+    if not equals or not name or not all(parts):
+        raise UserError(f"--sweep {text!r} is not of the form section.setting=value,value,...")
+    return [f"{name}={value}" for value in parts]
+
+
+def sweep_points(sweeps: Sequence[str], presets: Sequence[str]) -> list[Overrides]:
+    """Every combination of presets and swept values, the last sweep fastest."""
+    if list(presets) == ["all"]:
+        presets = list(SCHEDULE_PRESETS)
+    axes = [[f"schedule.preset={preset}" for preset in presets]] if presets else []
+    axes += [parse_sweep(text) for text in sweeps]
+    return [tuple(point) for point in itertools.product(*axes)]
+
+
+def read_settings(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """The file with overrides, not yet checked."""
+    settings = read_yaml(path)
+    for text in overrides:
+        settings = merge(settings, parse_override(text))
+    return settings
+
+
+def run_points(
+    settings: Mapping[str, Any],
+    points: Iterable[Overrides],
+    told: Callable[[Point], None] | None = None,
+) -> list[Point]:
+    """Simulate each point; all are checked before the first one runs. Raises UserError."""
+    configs = []
+    for labels in points:
+        merged = dict(settings)
+        for text in labels:
+            merged = merge(merged, parse_override(text))
+        configs.append((labels, build_config(merged)))
+    out = []
+    for labels, config in configs:
+        out.append(Point(labels, config, simulate(config)))
+        if told is not None:
+            told(out[-1])
+    return out

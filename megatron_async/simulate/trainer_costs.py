@@ -1,0 +1,124 @@
+"""What the trainer's work and a weight update cost, in seconds.
+
+One batch of B sequences in H updates:
+
+    H x (tokens on the busiest data-parallel rank x seconds per token x pipeline factor
+         + gradient reduction and parameter gathering + update_overhead_seconds)
+    + batch_overhead_seconds
+
+- Seconds per token: (per-parameter FLOPs x active parameters + attention) / (TP PP CP F e_t) plus
+  tensor-parallel communication. Per-parameter FLOPs are 6, plus 2 for each further forward pass
+  (recomputation, pi_old, reference); attention scales alike, with half the keys on average.
+- The busiest rank holds at least the longest sequence, and at least its share of the update.
+- Pipeline factor 1 + (PP - 1) / microbatches (Narayanan et al., arXiv 2104.04473).
+- Gradients are reduced in fp32 and parameters gathered in bf16 over the data-parallel ranks; no
+  overlap with the backward pass is assumed.
+
+A weight update moves each engine's bf16 weights once over the links (broadcast to all engines at
+the same time), limited by the side with fewer ranks that hold different parts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_async.config.simulate import SimulateConfig
+from megatron_async.simulate.engine_costs import all_reduce_seconds
+from megatron_async.simulate.hardware import Gpu
+from megatron_async.simulate.memory import (
+    GRADIENT_BYTES,
+    WEIGHT_BYTES,
+    TrainerLayout,
+    trainer_state_bytes,
+)
+from megatron_async.simulate.model_shape import BF16, ModelShape
+
+
+@dataclass(frozen=True)
+class TrainerCosts:
+    """The trainer of one run. `microbatch_tokens` as in `trainer.microbatch_tokens`."""
+
+    shape: ModelShape
+    gpu: Gpu
+    layout: TrainerLayout
+    settings: SimulateConfig
+    microbatch_tokens: int
+    engine_tensor: int
+
+    def batch_seconds(self, sequence_tokens: Sequence[int], updates: int) -> float:
+        """Training on these sequences (prompt + response lengths) in `updates` updates."""
+        count = len(sequence_tokens)
+        ends = [count * i // updates for i in range(updates + 1)]
+        return self.settings.efficiency.batch_overhead_seconds + sum(
+            self._update_seconds(sequence_tokens[first:last])
+            for first, last in itertools.pairwise(ends)
+        )
+
+    def _update_seconds(self, sequence_tokens: Sequence[int]) -> float:
+        tokens = sum(sequence_tokens)
+        if self.settings.trainer_seconds_per_token is not None:
+            return tokens * self.settings.trainer_seconds_per_token + self.fixed_seconds
+        longest = max(sequence_tokens)
+        on_rank = max(tokens / self.layout.data, longest)
+        mean_context = sum(n * n for n in sequence_tokens) / max(1, tokens) / 2
+        microbatches = max(1, math.ceil(on_rank / self.microbatch_tokens))
+        bubble = 1 + (self.layout.pipeline - 1) / microbatches
+        return on_rank * self._token_seconds(mean_context) * bubble + self.fixed_seconds
+
+    @property
+    def passes(self) -> float:
+        """Work on a token in units of one forward pass."""
+        extra = self.settings.extra_forward_passes + self.settings.recompute_activations
+        return self.settings.training_flops_per_parameter / 2 + extra
+
+    def _token_seconds(self, mean_context: float) -> float:
+        """One token on the ranks of one model replica."""
+        shape, layout, e = self.shape, self.layout, self.settings.efficiency
+        flops = 2 * shape.active_parameters + shape.attention_flops_per_token_pair * mean_context
+        ranks = layout.model_ranks * layout.context
+        compute = self.passes * flops / (ranks * self.gpu.flops * e.training_flops)
+        if layout.tensor == 1:
+            return compute
+        # Two all-reduces a layer and pass; latency counts once a microbatch, not once a token.
+        size = self.microbatch_tokens * shape.hidden * BF16
+        reduce = all_reduce_seconds(size, layout.tensor, self.gpu.nvlink, e)
+        layers = shape.layers / layout.pipeline
+        communication = self.passes * 2 * layers * reduce / self.microbatch_tokens
+        return compute + communication / layout.context
+
+    @property
+    def fixed_seconds(self) -> float:
+        """One optimizer step, whatever the batch."""
+        if self.settings.trainer_seconds_per_update is not None:
+            return self.settings.trainer_seconds_per_update
+        e, layout = self.settings.efficiency, self.layout
+        replicas = layout.data * layout.context
+        size = (GRADIENT_BYTES + WEIGHT_BYTES) * self.shape.parameters / layout.model_ranks
+        moved = size * (replicas - 1) / replicas
+        one_node = layout.gpus <= self.settings.gpus_per_node
+        link = self.gpu.nvlink if one_node else self.gpu.network
+        return moved / (link * e.links) + e.update_overhead_seconds
+
+    @property
+    def publish_seconds(self) -> float:
+        """From the permission to change weights to the moment when all engines serve them."""
+        if self.settings.weight_update_seconds is not None:
+            return self.settings.weight_update_seconds
+        e = self.settings.efficiency
+        size = BF16 * self.shape.parameters
+        if self.settings.placement == "colocated":
+            seconds = size / self.engine_tensor / (self.gpu.nvlink * e.links)
+            return seconds + e.weight_update_overhead_seconds + self.switch_seconds
+        streams = min(self.layout.model_ranks, self.engine_tensor)
+        return size / streams / (self.gpu.network * e.links) + e.weight_update_overhead_seconds
+
+    @property
+    def switch_seconds(self) -> float:
+        """Colocated with offload: trainer state to host memory, or back."""
+        if self.settings.placement != "colocated" or not self.settings.offload:
+            return 0.0
+        state = trainer_state_bytes(self.shape, self.layout)
+        return state / (self.gpu.pcie * self.settings.efficiency.links)

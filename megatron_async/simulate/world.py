@@ -1,0 +1,311 @@
+"""A virtual clock around the real scheduler: engines, verifier, prompts and trainer by cost model.
+
+It plays the part that `rollout/driver.py` and the trainer's loop play in a live run: it carries out
+the scheduler's actions and tells it what happened. The scheduler is the same object.
+
+Invariants
+- Events reach the scheduler one at a time in order of virtual time; those that follow from an
+  action without delay are told before the clock moves.
+- The trainer takes batch n after it has published version n, as the live loop does.
+- A run is a function of its settings: no real clock, no randomness but the group source's.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_async.config.schedule import ScheduleConfig
+from megatron_async.config.simulate import SimulateConfig
+from megatron_async.errors import ComponentFailure
+from megatron_async.scheduler import Scheduler
+from megatron_async.scheduler import events as ev
+from megatron_async.scheduler.record import Recorder
+from megatron_async.simulate.engine import Engine, Request, Tokens
+from megatron_async.simulate.lengths import GroupSource
+from megatron_async.simulate.statistics import Statistics, StepRow
+from megatron_async.simulate.trainer_costs import TrainerCosts
+from megatron_async.trajectory.types import PolicyVersion
+
+
+@dataclass(slots=True, eq=False)
+class Response:
+    """A simulated trajectory: its final length, and what is written, by version."""
+
+    group_id: int
+    prompt: int
+    length: int
+    reward: float
+    tokens: int = 0
+    versions: Tokens = field(default_factory=list)
+
+    def append(self, written: Tokens) -> None:
+        """More tokens."""
+        for version, count in written:
+            self.tokens += count
+            if self.versions and self.versions[-1][0] == version:
+                count += self.versions.pop()[1]
+            self.versions.append((version, count))
+
+
+class World:
+    """One simulated run; `run` until so many batches are trained."""
+
+    def __init__(
+        self,
+        schedule: ScheduleConfig,
+        settings: SimulateConfig,
+        *,
+        engines: list[Engine],
+        max_running: int | None,
+        trainer: TrainerCosts,
+        source: GroupSource,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self._schedule = schedule
+        self._settings = settings
+        self._engines = {engine.engine_id: engine for engine in engines}
+        self._max_running = max_running
+        self._trainer = trainer
+        self._source = source
+        self._recorder = recorder
+        self.scheduler = Scheduler(schedule, first_step=0, version=PolicyVersion(0, 0))
+        self._responses: dict[int, Response] = {}
+        self._groups_given = 0
+        self._now = 0.0
+        self._serial = itertools.count()
+        self._agenda: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._events: deque[ev.Event] = deque()
+        self._dirty: dict[str, Engine] = {}
+        self._batches: deque[tuple[int, list[int]]] = deque()
+        self._trainer_busy = False
+        self._idle_since = 0.0
+        self._version = 0
+        self._under_way = 0
+        self._updates_began: dict[int, float] = {}
+        self.statistics = Statistics(engines)
+        self._carry_out: dict[type, Callable[[Any], None]] = {
+            ev.Submit: self._submit,
+            ev.Abort: self._abort,
+            ev.Score: self._score,
+            ev.Restart: self._restart,
+            ev.Drop: self._drop,
+            ev.RequestPrompts: self._give_prompts,
+            ev.EmitBatch: self._emit,
+            ev.PauseEngines: self._pause,
+            ev.AllowUpdate: self._allow_update,
+            ev.ResumeEngines: self._resume,
+            ev.Warn: self._warn,
+        }
+
+    def run(self, steps: int) -> None:
+        """Simulate until version `steps` is published. Raises ComponentFailure on a dead end."""
+        for engine in self._engines.values():
+            capacity = engine.costs.kv_capacity_tokens
+            version = PolicyVersion(0, 0)
+            self._feed(ev.EngineUp(engine.engine_id, version, capacity, self._max_running))
+        self._later(self._settings.load_report_seconds, self._report_load)
+        while self._version < steps:
+            if self._events:
+                self._feed(self._events.popleft())
+            elif self._dirty:
+                self._settle_engines()
+            else:
+                self._move_clock()
+
+    def _move_clock(self) -> None:
+        if not self._under_way and len(self._agenda) <= 1:
+            raise ComponentFailure(
+                f"the simulated schedule stands still at step {self._version}: nothing runs, "
+                f"{self.scheduler.view()}"
+            )
+        when, _, action, arguments = heapq.heappop(self._agenda)
+        self._now = when
+        action(*arguments)
+
+    def _later(self, delay: float, action: Callable[..., None], *arguments: Any) -> None:
+        entry = (self._now + delay, next(self._serial), action, arguments)
+        heapq.heappush(self._agenda, entry)
+
+    def _feed(self, event: ev.Event) -> None:
+        actions = self.scheduler.step(event)
+        if self._recorder is not None:
+            self._recorder.write(event, actions)
+        for action in actions:
+            self._carry_out[type(action)](action)
+
+    # ------------------------------------------------------------ engines
+
+    def _touch(self, engine: Engine) -> None:
+        engine.advance(self._now)
+        self._dirty[engine.engine_id] = engine
+
+    def _settle_engines(self) -> None:
+        dirty, self._dirty = self._dirty, {}
+        for engine in dirty.values():
+            engine.admit()
+            when = engine.forecast()
+            if when is not None:
+                entry = (when, next(self._serial), self._engine_event, (engine, engine.stamp))
+                heapq.heappush(self._agenda, entry)
+
+    def _engine_event(self, engine: Engine, stamp: int) -> None:
+        if stamp != engine.stamp:
+            return
+        self._touch(engine)
+        for request in engine.completed():
+            self._wrote(request, engine.take_tokens(request))
+            self._under_way -= 1
+            self._events.append(ev.Finished(request.trajectory_id))
+        for request, written in engine.preempt():
+            self._wrote(request, written)
+        if engine.report_due():
+            for request in engine.running.values():
+                self._wrote(request, engine.take_tokens(request))
+
+    def _wrote(self, request: Request, written: Tokens) -> None:
+        """Tell the scheduler: the newest version's tokens exactly, older ones under the oldest.
+
+        That is all that it keeps of them, and it bounds the events.
+        """
+        if not written:
+            return
+        trajectory_id = request.trajectory_id
+        self._responses[trajectory_id].append(written)
+        version, newest = written[-1]
+        older = sum(count for _, count in written[:-1])
+        if older:
+            self._events.append(ev.TokensArrived(trajectory_id, older, written[0][0]))
+        self._events.append(ev.TokensArrived(trajectory_id, newest, version))
+
+    def _report_load(self) -> None:
+        for engine in self._engines.values():
+            engine.advance(self._now)
+            self._dirty[engine.engine_id] = engine
+            usage = min(1.0, engine.kv / engine.costs.kv_capacity_tokens)
+            news = self.statistics.new_preemptions(engine)
+            self._events.append(ev.EngineLoad(engine.engine_id, usage, news))
+        self._later(self._settings.load_report_seconds, self._report_load)
+
+    # ------------------------------------------------------------ actions
+
+    def _submit(self, action: ev.Submit) -> None:
+        engine = self._engines[action.engine_id]
+        self._touch(engine)
+        response = self._responses[action.trajectory_id]
+        self._under_way += 1
+        engine.submit(
+            Request(
+                action.trajectory_id,
+                response.group_id,
+                response.prompt,
+                response.tokens,
+                response.length - response.tokens,
+            )
+        )
+
+    def _abort(self, action: ev.Abort) -> None:
+        engine = self._engines[action.engine_id]
+        self._touch(engine)
+        found = engine.cancel(action.trajectory_id)
+        if found is None:
+            return  # it has finished at this very moment; that event is queued
+        request, written = found
+        self._wrote(request, written)
+        self._under_way -= 1
+        self._events.append(ev.Aborted(action.trajectory_id))
+
+    def _score(self, action: ev.Score) -> None:
+        self._under_way += 1
+        self._later(self._settings.reward.verifier_seconds, self._judge, action.trajectory_id)
+
+    def _judge(self, trajectory_id: int) -> None:
+        self._under_way -= 1
+        reward = self._responses[trajectory_id].reward
+        self._events.append(ev.RewardReady(trajectory_id, reward))
+
+    def _restart(self, action: ev.Restart) -> None:
+        response = self._responses[action.trajectory_id]
+        self.statistics.wasted(response.tokens)
+        response.tokens, response.versions = 0, []
+
+    def _drop(self, action: ev.Drop) -> None:
+        self.statistics.wasted(self._responses.pop(action.trajectory_id).tokens)
+        self.statistics.dropped[action.reason.value] += 1
+
+    def _give_prompts(self, action: ev.RequestPrompts) -> None:
+        specs = []
+        prompt = self._settings.lengths.prompt_tokens
+        size = self._schedule.group_size
+        for _ in range(action.count):
+            number = self._groups_given
+            self._groups_given += 1
+            lengths, rewards = self._source.group(number)
+            ids = tuple(range(number * size, (number + 1) * size))
+            for trajectory_id, length, reward in zip(ids, lengths, rewards, strict=True):
+                self._responses[trajectory_id] = Response(number, prompt, length, reward)
+            specs.append(ev.GroupSpec(number, ids, prompt))
+        self._events.append(ev.PromptsAvailable(tuple(specs)))
+
+    def _warn(self, action: ev.Warn) -> None:
+        self.statistics.warnings[action.name] = action.message
+
+    # ------------------------------------------------------------ trainer and weights
+
+    def _emit(self, action: ev.EmitBatch) -> None:
+        size = self._schedule.group_size
+        responses = [
+            self._responses.pop(trajectory_id)
+            for group_id in action.group_ids
+            for trajectory_id in range(group_id * size, (group_id + 1) * size)
+        ]
+        self.statistics.batch(action.step, [r.versions for r in responses], action.mask_before)
+        self._batches.append((action.step, [r.prompt + r.tokens for r in responses]))
+        self._train_next()
+
+    def _train_next(self) -> None:
+        if self._trainer_busy or not self._batches:
+            return
+        step, sequences = self._batches.popleft()
+        self._trainer_busy = True
+        self._under_way += 1
+        seconds = self._trainer.batch_seconds(sequences, self._schedule.updates_per_batch)
+        waited = self._now - self._idle_since
+        self.statistics.taken(StepRow(step, len(sequences), sum(sequences), waited, seconds))
+        self._updates_began[step + 1] = self._now + seconds
+        self._events.append(ev.BatchTaken(step))
+        self._later(seconds + self._trainer.switch_seconds, self._trained, step)
+
+    def _trained(self, step: int) -> None:
+        self._events.append(ev.UpdateRequested(step + 1))
+
+    def _pause(self, action: ev.PauseEngines) -> None:
+        for engine in self._engines.values():
+            self._touch(engine)
+            engine.pause(recompute=action.mode == "retract")
+
+    def _allow_update(self, action: ev.AllowUpdate) -> None:
+        self._later(self._trainer.publish_seconds, self._published, action.number)
+
+    def _published(self, number: int) -> None:
+        for engine in self._engines.values():
+            self._touch(engine)
+            engine.load(number)
+        self._version = number
+        self._trainer_busy = False
+        self._under_way -= 1
+        self._idle_since = self._now
+        self.statistics.published(
+            self._now, self._now - self._updates_began.pop(number), self.scheduler.concurrency
+        )
+        self._events.append(ev.WeightsPublished(PolicyVersion(0, number)))
+        self._train_next()
+
+    def _resume(self, action: ev.ResumeEngines) -> None:
+        for engine in self._engines.values():
+            self._touch(engine)
+            engine.resume()

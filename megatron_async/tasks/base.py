@@ -1,0 +1,109 @@
+"""What a task is: prompts in a fixed order, held-out prompts, worked answers, a way to judge.
+
+Invariants
+- Prompts are a pure function of (settings, position): a run that is resumed at a position asks
+  exactly the problems that an uninterrupted run would have asked.
+- No problem is on both sides: whether a problem is held out follows from its own text
+  (`is_heldout`) and from nothing else, so no seed, count or order can make training see it.
+- A prompt's payload is JSON; together with the answer's text it is all that judging needs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from megatron_async.trajectory.types import IntArray, Prompt
+
+_HASH_RANGE = 1 << 64
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A question as text. `fields`: what a prompt template may name besides `question`."""
+
+    question: str
+    payload: dict[str, Any]
+    fields: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class WorkedExample:
+    """One supervised example; `response_ids` ends with the end-of-text token."""
+
+    prompt_ids: IntArray
+    response_ids: IntArray
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A verdict on one answer. `reward` is `None` when the verifier itself failed.
+
+    `detail` holds numbers for metrics: `score` (the verifier's own, 0-1), `answered` (an answer
+    was found in the text), and `verifier_timeout`, `verifier_crash` or `verifier_error` = 1 where
+    one of these happened.
+    """
+
+    reward: float | None
+    detail: dict[str, float] = field(default_factory=dict)
+
+
+class Task(Protocol):
+    """Prompts and worked answers of one task, tokenized for one model."""
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a response (they are part of it)."""
+        ...
+
+    def train_prompts(self, position: int, count: int) -> list[Prompt]:
+        """Training prompts `position` to `position + count - 1` of the task's fixed order."""
+        ...
+
+    def eval_prompts(self, count: int) -> list[Prompt]:
+        """The first `count` held-out prompts, all different."""
+        ...
+
+    def worked_examples(self, count: int, data: str = "") -> Sequence[WorkedExample]:
+        """Supervised examples of training problems, or those of the JSONL file `data`."""
+        ...
+
+
+class ProblemSource(Protocol):
+    """Where problems come from, before there is any tokenizer."""
+
+    name: str
+
+    def train(self, index: int) -> Problem:
+        """Training problem `index` >= 0."""
+        ...
+
+    def heldout(self, count: int) -> list[Problem]:
+        """The first `count` different held-out problems. UserError if there are fewer."""
+        ...
+
+    def worked(self, count: int) -> list[tuple[Problem, str]]:
+        """Training problems with answers whose steps are written out. UserError if it has none."""
+        ...
+
+
+class Scorer(Protocol):
+    """The judge itself. May raise or hang: it runs in a process of its own (`verifier.py`)."""
+
+    def score(self, payload: dict[str, Any], text: str) -> Judgement:
+        """Judge a response's text, special tokens already removed."""
+        ...
+
+
+def stable_hash(*parts: object) -> int:
+    """A 64-bit hash of the parts' text that is the same in every process and on every machine."""
+    joined = "\x1f".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.blake2b(joined.encode(), digest_size=8).digest(), "big")
+
+
+def is_heldout(question: str, share: float) -> bool:
+    """Whether a problem belongs to evaluation: decided by its text alone, spaces and case aside."""
+    normalised = " ".join(question.split()).casefold()
+    return stable_hash("held-out", normalised) < share * _HASH_RANGE

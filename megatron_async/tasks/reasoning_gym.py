@@ -1,0 +1,188 @@
+"""Problems and verifiers of reasoning-gym's procedural tasks.
+
+Invariants
+- Problem `index` depends on the task's arguments, the seed and `index` only. Seeds are hashed per
+  chunk: reasoning-gym itself seeds item i with `seed + i`, so its nearby seeds share problems.
+- The payload names the problem (arguments' place in the mixture, chunk seed, offset); the verifier
+  makes it again and refuses to judge when the answer that comes out is another one.
+- Judging is reasoning-gym's own `score_answer`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, Final
+
+import reasoning_gym
+from reasoning_gym.factory import DATASETS
+
+from megatron_async.config.rollout import TaskConfig
+from megatron_async.errors import UserError
+from megatron_async.tasks.answers import final_answer
+from megatron_async.tasks.base import Judgement, Problem, is_heldout, stable_hash
+from megatron_async.tasks.worked_answers import WORKED_ANSWERS, Styles
+
+_CHUNK: Final = 1000
+_MAX_REDRAWS: Final = 200
+_MAX_HELDOUT_DRAWS_EACH: Final = 40
+_SFT_SEED_OFFSET: Final = "worked"
+_SEED_RANGE: Final = 1 << 31
+
+# Tasks of reasoning-gym 0.1.25 on which RL would learn nonsense.
+UNUSABLE: Final = {"game_of_life_halting": "its verifier gives full score to every answer"}
+
+
+class ReasoningGymProblems:
+    """Draws problems of one task; `params.mixture` weighs several sets of its arguments."""
+
+    def __init__(self, config: TaskConfig) -> None:
+        self.name = config.name
+        self._config = config
+        self._components = mixture(config)
+        self._weights = [weight for weight, _ in self._components]
+        self._dataset = lru_cache(maxsize=64)(self._make_dataset)
+        self._entry(*self._draw("check", config.train_seed, 0, 0))
+
+    def train(self, index: int) -> Problem:
+        """Training problem `index`; one whose text is held out is drawn again."""
+        return self._training_problem("train", index)
+
+    def heldout(self, count: int) -> list[Problem]:
+        """The first `count` different held-out problems of `eval_seed`'s order."""
+        found: dict[str, Problem] = {}
+        limit = int(count * _MAX_HELDOUT_DRAWS_EACH / self._config.heldout_share)
+        for index in range(limit):
+            if len(found) == count:
+                break
+            problem = self._problem("heldout", self._config.eval_seed, index, 0)
+            if is_heldout(problem.question, self._config.heldout_share):
+                found.setdefault(problem.question, problem)
+        if len(found) < count:
+            raise UserError(
+                f"task {self.name} with params {self._config.params} has only {len(found)} "
+                f"different held-out problems at task.heldout_share "
+                f"{self._config.heldout_share}, eval.prompts asks for {count}"
+            )
+        return list(found.values())
+
+    def worked(self, count: int) -> list[tuple[Problem, str]]:
+        """Training problems (of an order of their own) with worked answers."""
+        write = WORKED_ANSWERS.get(self.name)
+        if write is None:
+            raise UserError(
+                f"task {self.name} has no worked answers of its own; set sft.data to a JSONL file "
+                f"with `prompt` and `response` (tasks that have: {', '.join(WORKED_ANSWERS)})"
+            )
+        return [self._worked(write, index) for index in range(count)]
+
+    def _worked(
+        self, write: Callable[[dict[str, Any], Styles, int], str], index: int
+    ) -> tuple[Problem, str]:
+        problem = self._training_problem(_SFT_SEED_OFFSET, index)
+        style_seed = stable_hash("style", self._config.train_seed, index)
+        styles = Styles(self._config.direct_share, self._config.terse_share)
+        return problem, write(dict(problem.fields), styles, style_seed)
+
+    def _training_problem(self, purpose: str, index: int) -> Problem:
+        for attempt in range(_MAX_REDRAWS):
+            problem = self._problem(purpose, self._config.train_seed, index, attempt)
+            if not is_heldout(problem.question, self._config.heldout_share):
+                return problem
+        raise UserError(
+            f"task {self.name} with params {self._config.params} has no training problem left at "
+            f"task.heldout_share {self._config.heldout_share}"
+        )
+
+    def _problem(self, purpose: str, seed: int, index: int, attempt: int) -> Problem:
+        component, chunk_seed, offset = self._draw(purpose, seed, index, attempt)
+        entry = self._entry(component, chunk_seed, offset)
+        texts = {k: str(v) for k, v in entry["metadata"].items() if isinstance(v, (str, int))}
+        payload = {
+            "component": component,
+            "seed": chunk_seed,
+            "index": offset,
+            "question": entry["question"],
+            "answer": str(entry["answer"]),
+        }
+        return Problem(entry["question"], payload, texts)
+
+    def _draw(self, purpose: str, seed: int, index: int, attempt: int) -> tuple[int, int, int]:
+        """Which arguments, which chunk (as its seed) and which place in it."""
+        chance = random.Random(stable_hash("component", purpose, seed, index, attempt))
+        component = chance.choices(range(len(self._weights)), self._weights)[0]
+        chunk, offset = divmod(index, _CHUNK)
+        chunk_seed = stable_hash("chunk", purpose, seed, component, chunk, attempt) % _SEED_RANGE
+        return component, chunk_seed, offset
+
+    def _entry(self, component: int, chunk_seed: int, offset: int) -> dict[str, Any]:
+        return self._dataset(component, chunk_seed)[offset]  # type: ignore[no-any-return]
+
+    def _make_dataset(self, component: int, chunk_seed: int) -> Any:
+        return make_dataset(self.name, self._components[component][1], chunk_seed)
+
+
+class ReasoningGymScorer:
+    """reasoning-gym's verifier of one task."""
+
+    def __init__(self, config: TaskConfig) -> None:
+        self._config = config
+        self._components = mixture(config)
+        self._dataset = lru_cache(maxsize=64)(self._make_dataset)
+
+    def score(self, payload: dict[str, Any], text: str) -> Judgement:
+        """Judge the answer that `text` ends in; without one, reward 0.
+
+        Raises ValueError when the problem cannot be made again, and whatever the verifier raises.
+        """
+        answer = final_answer(text, self._config.answer_marker)
+        if answer is None:
+            return Judgement(0.0, {"score": 0.0, "answered": 0.0})
+        dataset = self._dataset(payload["component"], payload["seed"])
+        entry = dataset[payload["index"]]
+        if str(entry["answer"]) != payload["answer"]:
+            raise ValueError(
+                f"{self._config.name} made another problem for seed {payload['seed']}, index "
+                f"{payload['index']}: its answer is {entry['answer']!r}, not {payload['answer']!r}"
+            )
+        score = float(dataset.score_answer(answer, entry))
+        reward = float(score >= 1.0) if self._config.full_score_only else score
+        return Judgement(reward, {"score": score, "answered": 1.0})
+
+    def _make_dataset(self, component: int, chunk_seed: int) -> Any:
+        return make_dataset(self._config.name, self._components[component][1], chunk_seed)
+
+
+def mixture(config: TaskConfig) -> list[tuple[float, dict[str, Any]]]:
+    """(weight, arguments) of each component; `params` beside `mixture` are common to all.
+
+    Raises UserError naming what is wrong.
+    """
+    if config.name in UNUSABLE:
+        raise UserError(f"task.name {config.name!r} cannot be used: {UNUSABLE[config.name]}")
+    if config.name not in DATASETS:
+        raise UserError(f"task.name {config.name!r} is not a task of reasoning-gym")
+    common = {key: value for key, value in config.params.items() if key != "mixture"}
+    parts = config.params.get("mixture", [{"weight": 1.0}])
+    if not isinstance(parts, list) or not parts:
+        raise UserError(f"task.params.mixture must be a list of arguments, got {parts!r}")
+    components = []
+    for part in parts:
+        weight = part.get("weight") if isinstance(part, dict) else None
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or weight <= 0:
+            raise UserError(f"task.params.mixture: {part!r} needs a positive `weight`")
+        arguments = {key: value for key, value in part.items() if key != "weight"}
+        components.append((float(weight), {**common, **arguments}))
+    return components
+
+
+def make_dataset(name: str, arguments: dict[str, Any], seed: int) -> Any:
+    """One chunk of problems. Raises UserError for arguments that the task refuses."""
+    reserved = {"seed", "size"} & arguments.keys()
+    if reserved:
+        raise UserError(f"task.params may not set {sorted(reserved)[0]!r}; see task.train_seed")
+    try:
+        return reasoning_gym.create_dataset(name, seed=seed, size=_CHUNK, **arguments)
+    except (TypeError, AssertionError, ValueError) as error:
+        raise UserError(f"task.params {arguments} are refused by {name}: {error}") from error

@@ -1,0 +1,113 @@
+"""A task of single-turn text problems: template, tokens and stop tokens around a problem source."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_async.config.rollout import TaskConfig
+from megatron_async.errors import UserError
+from megatron_async.tasks.base import Problem, ProblemSource, WorkedExample
+from megatron_async.tasks.jsonl import worked_lines
+from megatron_async.trajectory.types import IntArray, Prompt
+
+
+class TextTask:
+    """Implements `base.Task`. `tokenizer` is a transformers tokenizer."""
+
+    def __init__(
+        self,
+        config: TaskConfig,
+        source: ProblemSource,
+        tokenizer: Any,
+        stop_token_ids: tuple[int, ...],
+    ) -> None:
+        self._config = config
+        self._source = source
+        self._tokenizer = tokenizer
+        self._stop_token_ids = stop_token_ids
+        self._chat = config.chat_template == "auto" and bool(tokenizer.chat_template)
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a response."""
+        return self._stop_token_ids
+
+    def train_prompts(self, position: int, count: int) -> list[Prompt]:
+        """Training prompts from `position` on."""
+        return [self._prompt(self._source.train(position + i)) for i in range(count)]
+
+    def eval_prompts(self, count: int) -> list[Prompt]:
+        """The first `count` held-out prompts. Raises UserError if there are fewer."""
+        return [self._prompt(problem) for problem in self._source.heldout(count)]
+
+    def worked_examples(self, count: int, data: str = "") -> Sequence[WorkedExample]:
+        """`count` of the task's own, or all of `data` that are not held out (at most `count`)."""
+        pairs = list(worked_lines(data, self._config.heldout_share))[:count] if data else None
+        if pairs is None:
+            pairs = self._source.worked(count)
+        if not pairs:
+            raise UserError(f"sft.data {data} holds only held-out problems")
+        return [self._example(problem, response) for problem, response in pairs]
+
+    def prompt_ids(self, problem: Problem) -> IntArray:
+        """The prompt's tokens: template, then the chat template when there is one."""
+        try:
+            text = self._config.prompt_template.format(
+                question=problem.question,
+                **{k: v for k, v in problem.fields.items() if k != "question"},
+            )
+        except (KeyError, IndexError, ValueError) as error:
+            raise UserError(
+                f"task.prompt_template {self._config.prompt_template!r} does not fit the task: "
+                f"it may name question{''.join(', ' + k for k in sorted(problem.fields))}"
+            ) from error
+        if self._config.remove_spaces:
+            text = "".join(text.split())
+        if self._chat:
+            text = self._tokenizer.apply_chat_template(
+                [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+            )
+        return self._encode(text, add_special_tokens=not self._chat)
+
+    def _prompt(self, problem: Problem) -> Prompt:
+        return Prompt(self.prompt_ids(problem), self._source.name, problem.payload)
+
+    def _example(self, problem: Problem, response: str) -> WorkedExample:
+        response_ids = self._encode(response, add_special_tokens=False)
+        end = np.array([self._tokenizer.eos_token_id], dtype=np.int32)
+        return WorkedExample(self.prompt_ids(problem), np.concatenate([response_ids, end]))
+
+    def _encode(self, text: str, add_special_tokens: bool) -> IntArray:
+        ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return np.asarray(ids, dtype=np.int32)
+
+
+def load_tokenizer(model_path: str) -> Any:
+    """The tokenizer of a Hugging Face directory, never from a hub. Raises UserError."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"model.path {model_path!r} has no readable tokenizer: {error}") from error
+    if tokenizer.eos_token_id is None:
+        raise UserError(f"model.path {model_path!r}: the tokenizer has no end-of-text token")
+    return tokenizer
+
+
+def stop_tokens(model_path: str, tokenizer: Any) -> tuple[int, ...]:
+    """The tokenizer's end of text and those of `generation_config.json`, ascending."""
+    stops = {int(tokenizer.eos_token_id)}
+    file = Path(model_path) / "generation_config.json"
+    if file.is_file():
+        try:
+            more = json.loads(file.read_text()).get("eos_token_id")
+        except json.JSONDecodeError as error:
+            raise UserError(f"model.path: {file} is not valid JSON: {error.msg}") from error
+        stops.update([more] if isinstance(more, int) else more or [])
+    return tuple(sorted(stops))

@@ -1,0 +1,1 @@
+"""What a person sees: progress, TensorBoard, metrics and the run report."""

@@ -1,0 +1,36 @@
+"""Named warnings from a run's own metrics: the correction guide's rules, ESS collapse, entropy.
+
+Invariants
+- A pure function of the metrics seen so far; the rules themselves live where they are defined
+  (`algorithms.metrics`, `scheduler.signatures`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+
+from megatron_async.algorithms.metrics import health_warnings
+from megatron_async.scheduler.signatures import entropy_growth, ess_collapse
+
+_REMEMBERED_STEPS = 64
+
+
+class HealthWatch:
+    """Feed it every step's metrics; it says what is wrong."""
+
+    def __init__(self) -> None:
+        self._ess: deque[float] = deque(maxlen=_REMEMBERED_STEPS)
+        self._entropy: deque[float] = deque(maxlen=_REMEMBERED_STEPS)
+
+    def step(self, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+        """(name, message) of each rule that this step breaks."""
+        found = [(warning.rule, warning.message) for warning in health_warnings(metrics)]
+        if "off_policy/ess" in metrics:
+            self._ess.append(metrics["off_policy/ess"])
+        if "actor/entropy" in metrics:
+            self._entropy.append(metrics["actor/entropy"])
+        for warning in (ess_collapse(list(self._ess)), entropy_growth(list(self._entropy))):
+            if warning is not None:
+                found.append((warning.name, warning.message))
+        return found

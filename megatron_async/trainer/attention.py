@@ -1,0 +1,142 @@
+"""Core attention over a packed stream: causal, within each sequence only, no score matrix kept.
+
+Invariants
+- A query attends only to keys of its own sequence, at or before it, and within the window where
+  the layer has one.
+- Grouped key/value heads are not expanded in memory.
+
+On CUDA in half precision this is torch's variable-length flash attention in one call; on the CPU,
+and in float32 on CUDA (flash attention has no float32), it is one
+`scaled_dot_product_attention` per sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch import Tensor
+
+
+class PackedAttention(MegatronModule):
+    """Takes [T, 1, heads, head_dim], gives [T, 1, heads * head_dim], as Megatron's SelfAttention
+
+    expects of a core attention. `packed_seq_params` must hold the borders (`cu_seqlens_q`).
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        cp_comm_type: str | None = None,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__(config=config)
+        head_dim = config.kv_channels
+        self.scale = 1.0 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale
+        self.window: int | None = None
+        if is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        ):
+            # Megatron counts the keys to the left of a query, without the query itself.
+            self.window = config.window_size[0] + 1
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Raises ValueError without `packed_seq_params`: a border-less stream would mix."""
+        if packed_seq_params is None:
+            raise ValueError("PackedAttention needs packed_seq_params with the sequence borders")
+        query_THD, key_TGD, value_TGD = (x.squeeze(1) for x in (query, key, value))
+        out_THD = packed_attention(
+            query_THD,
+            key_TGD,
+            value_TGD,
+            packed_seq_params.cu_seqlens_q,
+            int(packed_seq_params.max_seqlen_q),
+            scale=self.scale,
+            window=self.window,
+        )
+        return out_THD.reshape(out_THD.shape[0], 1, -1)
+
+
+def packed_attention(
+    query_THD: Tensor,
+    key_TGD: Tensor,
+    value_TGD: Tensor,
+    cu_seqlens_S1: Tensor,
+    max_seqlen: int,
+    *,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """softmax(scale · QKᵀ) V within each sequence, causal; [T, H, D] with G key/value heads.
+
+    `window` is the number of keys that a query sees, itself included; None for all before it.
+    """
+    if query_THD.is_cuda and query_THD.dtype in (torch.float16, torch.bfloat16):
+        from torch.nn.attention.varlen import varlen_attn
+
+        left = -1 if window is None else window - 1
+        out: Tensor = varlen_attn(
+            query_THD,
+            key_TGD,
+            value_TGD,
+            cu_seqlens_S1,
+            cu_seqlens_S1,
+            max_seqlen,
+            max_seqlen,
+            scale=scale,
+            window_size=(left, 0),
+            enable_gqa=query_THD.shape[1] != key_TGD.shape[1],
+        )
+        return out
+    return _per_sequence(query_THD, key_TGD, value_TGD, cu_seqlens_S1, scale, window)
+
+
+def _per_sequence(
+    query_THD: Tensor,
+    key_TGD: Tensor,
+    value_TGD: Tensor,
+    cu_seqlens_S1: Tensor,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    lengths = torch.diff(cu_seqlens_S1).tolist()
+    parts = []
+    for query_LHD, key_LHD, value_LHD in zip(
+        query_THD.split(lengths), key_TGD.split(lengths), value_TGD.split(lengths), strict=True
+    ):
+        length = query_LHD.shape[0]
+        mask = None
+        if window is not None and window < length:
+            position = torch.arange(length, device=query_THD.device)
+            distance = position[:, None] - position[None, :]
+            mask = (distance >= 0) & (distance < window)
+        out_1HLD = F.scaled_dot_product_attention(
+            query_LHD.transpose(0, 1)[None],
+            key_LHD.transpose(0, 1)[None],
+            value_LHD.transpose(0, 1)[None],
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=query_LHD.shape[1] != key_LHD.shape[1],
+        )
+        parts.append(out_1HLD[0].transpose(0, 1))
+    return torch.cat(parts)

@@ -1,0 +1,183 @@
+"""What is installed, what will be used, and why: one place for the trainer and for `doctor`.
+
+Invariants
+- Detection imports nothing heavy that is not there; it never fails because of a broken optional
+  package, it reports it.
+- A choice depends only on `Capabilities` and the settings, so that `doctor` shows what a run does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import torch
+from megatron_async_kernels import describe_backend
+
+from megatron_async.algorithms.kernel_loss import describe_loss
+from megatron_async.config.model import ModelConfig
+from megatron_async.errors import UserError
+from megatron_async.trainer.device import has_cuda
+from megatron_async.weights.architecture import Architecture
+
+LayerBackend = Literal["local", "transformer_engine"]
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """Versions of what is there (None: not installed; "broken: …": installed, does not import)."""
+
+    torch: str
+    megatron_core: str
+    cuda: str | None
+    device_name: str | None
+    transformer_engine: str | None
+    apex: str | None
+    triton: str | None
+
+    @property
+    def usable_transformer_engine(self) -> bool:
+        return self.cuda is not None and _usable(self.transformer_engine)
+
+    @property
+    def usable_apex(self) -> bool:
+        return self.cuda is not None and _usable(self.apex)
+
+
+@dataclass(frozen=True)
+class Backends:
+    """What the trainer uses, each with the reason in one clause."""
+
+    device: str
+    layers: LayerBackend
+    layers_reason: str
+    attention: str
+    norm: str
+    optimizer: str
+    logprob: str
+    policy_loss: str
+    gradient_accumulation_fusion: bool
+    rope_fusion: bool
+
+    def lines(self) -> list[tuple[str, str]]:
+        """(part, what and why) rows for `doctor`."""
+        return [
+            ("device", self.device),
+            ("layers", f"{self.layers} ({self.layers_reason})"),
+            ("attention", self.attention),
+            ("norm", self.norm),
+            ("optimizer", self.optimizer),
+            ("token log-probs", self.logprob),
+            ("policy loss", self.policy_loss),
+            (
+                "gradient accumulation fusion",
+                "on" if self.gradient_accumulation_fusion else "off (needs Apex's CUDA extension)",
+            ),
+        ]
+
+
+def _usable(version: str | None) -> bool:
+    return version is not None and not version.startswith("broken")
+
+
+def _probe(module: str, distribution: str) -> str | None:
+    """The version of an optional package, or why it cannot be imported."""
+    if importlib.util.find_spec(module) is None:
+        return None
+    try:
+        importlib.import_module(module)
+    except (ImportError, OSError, RuntimeError) as error:
+        return f"broken: {type(error).__name__}: {error}"
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "installed (no version)"
+
+
+@cache
+def detect() -> Capabilities:
+    """What this machine has."""
+    cuda = has_cuda()
+    return Capabilities(
+        torch=torch.__version__,
+        megatron_core=importlib.metadata.version("megatron-core"),
+        cuda=torch.version.cuda if cuda else None,
+        device_name=torch.cuda.get_device_name() if cuda else None,
+        transformer_engine=_probe("transformer_engine.pytorch", "transformer-engine")
+        if importlib.util.find_spec("transformer_engine")
+        else None,
+        apex=_probe("apex", "apex"),
+        triton=_probe("triton", "triton"),
+    )
+
+
+def choose(
+    model: ModelConfig,
+    capabilities: Capabilities | None = None,
+    architecture: Architecture | None = None,
+) -> Backends:
+    """The backends of a run with these model settings (and this model, where it is known).
+
+    Raises UserError when `model.attention_backend` asks for what is not there.
+    """
+    found = capabilities or detect()
+    layers, reason = _layers(model, found, architecture)
+    engine = layers == "transformer_engine"
+    if found.cuda is None:
+        device = "CPU (no CUDA device); Megatron-core runs through the device adapter, gloo"
+        attention = "torch scaled_dot_product_attention, one call per sequence"
+    else:
+        device = f"{found.device_name} (CUDA {found.cuda}), NCCL"
+        attention = (
+            "Transformer Engine, packed"
+            if engine
+            else "torch variable-length flash attention (float32: one call per sequence)"
+        )
+    if engine:
+        optimizer = "Transformer Engine FusedAdam"
+    elif found.usable_apex:
+        optimizer = "Apex FusedAdam"
+    else:
+        optimizer = "torch Adam (neither Transformer Engine nor Apex is usable)"
+    return Backends(
+        device=device,
+        layers=layers,
+        layers_reason=reason,
+        attention=attention,
+        norm="Transformer Engine RMSNorm" if engine else "torch rms_norm, sequence-parallel aware",
+        optimizer=optimizer,
+        logprob=describe_backend(),
+        policy_loss=describe_loss(cuda=found.cuda is not None, triton=found.triton),
+        gradient_accumulation_fusion=found.cuda is not None and _has_weight_gradient_fusion(),
+        rope_fusion=engine,
+    )
+
+
+def _layers(
+    model: ModelConfig, found: Capabilities, architecture: Architecture | None
+) -> tuple[LayerBackend, str]:
+    wanted = model.attention_backend
+    if wanted == "sdpa":
+        return "local", "model.attention_backend is sdpa"
+    if architecture is not None and architecture.post_norms:
+        reason = f"{architecture.family} has layers of its own"
+    elif found.usable_transformer_engine:
+        return "transformer_engine", f"Transformer Engine {found.transformer_engine} and a GPU"
+    elif found.cuda is None:
+        reason = "no CUDA device"
+    elif found.transformer_engine is None:
+        reason = "Transformer Engine is not installed"
+    else:
+        reason = f"Transformer Engine is {found.transformer_engine}"
+    if wanted == "transformer_engine":
+        raise UserError(f"model.attention_backend is transformer_engine, but {reason}")
+    return "local", reason
+
+
+def _has_weight_gradient_fusion() -> bool:
+    """Megatron's own test for its fused weight-gradient kernel (Apex)."""
+    return importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None

@@ -1,0 +1,218 @@
+"""The device adapter: the whole of what running Megatron-core on a CPU means.
+
+Megatron-core names CUDA in its factory calls, streams, random states and type checks. On a
+machine without CUDA, `device_adapter()` answers those names with the CPU for as long as it is
+entered, and restores everything on the way out. With CUDA it does nothing at all.
+
+Invariants
+- The redirection of torch calls holds in the thread that entered the context (and in the backward
+  passes that it starts); another thread that calls Megatron enters it too, within the first.
+- This is the only module that patches anything, only inside the context, only without CUDA.
+- No number changes: what is redirected is where tensors live and which generator is used.
+
+What is redirected
+- `torch.cuda.current_device/set_device/synchronize/empty_cache`, streams: the CPU, and nothing.
+- `torch.cuda.manual_seed/get_rng_state/set_rng_state` and the generator calls of Megatron's RNG
+  tracker: the CPU generator.
+- `device="cuda"` in any torch call and `Tensor.cuda()`: the CPU.
+- `Tensor.type()`: the name it would have on CUDA, which the optimizer and the clipping compare.
+- The expert dispatcher's copies to the host: the tensors that are there already.
+- `torch.compile`: Megatron's small fused helpers run eagerly, so that no C++ compiler is needed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, ClassVar
+from unittest import mock
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+def has_cuda() -> bool:
+    """Whether the trainer runs on CUDA; everything else is CPU."""
+    return torch.cuda.is_available()
+
+
+def local_device(local_rank: int = 0) -> torch.device:
+    """The device of this process: CUDA device `local_rank`, or the CPU."""
+    return torch.device("cuda", local_rank) if has_cuda() else torch.device("cpu")
+
+
+def current_device() -> torch.device:
+    """The device that this process was set to."""
+    return torch.device("cuda", torch.cuda.current_device()) if has_cuda() else torch.device("cpu")
+
+
+@contextmanager
+def device_adapter() -> Iterator[None]:
+    """Run Megatron-core on the CPU inside this context; nothing where CUDA is there, or nested."""
+    if has_cuda() or _CpuDeviceMode.threads.entered:
+        yield
+        return
+    if _CpuDeviceMode.patched:
+        with _CpuDeviceMode():
+            yield
+        return
+    # Imported here: reading what a module patches must not cost an import of Megatron.
+    from megatron.core.tensor_parallel import random as megatron_random
+    from megatron.core.transformer.moe import token_dispatcher
+
+    with ExitStack() as stack:
+        for name, replacement in _CUDA_ON_CPU.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, replacement))
+        stack.enter_context(
+            mock.patch.object(megatron_random, "_get_cuda_rng_state", _get_tracker_state)
+        )
+        stack.enter_context(
+            mock.patch.object(megatron_random, "_set_cuda_rng_state", _set_tracker_state)
+        )
+        stack.enter_context(
+            mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", _on_host)
+        )
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(mock.patch.object(_CpuDeviceMode, "patched", True))
+        stack.enter_context(_CpuDeviceMode())
+        yield
+
+
+class _ThreadState(threading.local):
+    """Whether this thread has entered the mode."""
+
+    entered = False
+
+
+class _CpuDeviceMode(TorchFunctionMode):
+    """Sends torch calls that name CUDA to the CPU."""
+
+    threads: ClassVar[_ThreadState] = _ThreadState()
+    patched: ClassVar[bool] = False
+
+    def __enter__(self) -> Any:
+        self.threads.entered = True
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        self.threads.entered = False
+        super().__exit__(*exception)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if kwargs:
+            device = kwargs.get("device")
+            if device is not None and _names_cuda(device):
+                kwargs = {**kwargs, "device": "cpu"}
+            return func(*args, **kwargs)
+        if func is torch.Tensor.type and len(args) == 1:
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        if func is torch.Tensor.to and len(args) > 1 and _names_cuda(args[1]):
+            return func(args[0], "cpu", *args[2:])
+        return func(*args)
+
+
+def _names_cuda(device: Any) -> bool:
+    if isinstance(device, str):
+        return device.startswith("cuda")
+    return isinstance(device, torch.device) and device.type == "cuda"
+
+
+class _NoStream:
+    """The one stream of a CPU: everything on it is already done."""
+
+    _instance: ClassVar[_NoStream | None] = None
+
+    def __new__(cls, *_args: Any, **_kwargs: Any) -> _NoStream:
+        if cls._instance is None:
+            cls._instance = super().__new__(cls)
+        return cls._instance
+
+    def wait_stream(self, _other: _NoStream) -> None:
+        return None
+
+    def record_event(self, _event: Any = None) -> _NoStream:
+        """An event on a CPU is as done as the stream itself."""
+        return self
+
+    def synchronize(self) -> None:
+        return None
+
+
+def _cpu_device() -> torch.device:
+    return torch.device("cpu")
+
+
+# One function for each name: torch.compile keeps a table of these names by the object behind them.
+def _set_device(_device: Any) -> None:
+    return None
+
+
+def _synchronize(_device: Any = None) -> None:
+    return None
+
+
+def _empty_cache() -> None:
+    return None
+
+
+def _current_stream(_device: Any = None) -> _NoStream:
+    return _NoStream()
+
+
+def _default_stream(_device: Any = None) -> _NoStream:
+    return _NoStream()
+
+
+def _stream_context(_stream: Any) -> Any:
+    return nullcontext()
+
+
+def _manual_seed(seed: int) -> None:
+    torch.manual_seed(seed)
+
+
+def _get_rng_state(device: Any = "cuda") -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
+    torch.set_rng_state(new_state)
+
+
+def _get_tracker_state(
+    device: Any = "cuda", clone: bool = False, graph_safe: bool = False
+) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_tracker_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
+    torch.set_rng_state(new_state)
+
+
+def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """A tensor that is on the CPU already, as the NumPy array that was asked for."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+_CUDA_ON_CPU: Mapping[str, Any] = {
+    "current_device": _cpu_device,
+    "set_device": _set_device,
+    "synchronize": _synchronize,
+    "empty_cache": _empty_cache,
+    "Stream": _NoStream,
+    "stream": _stream_context,
+    "current_stream": _current_stream,
+    "default_stream": _default_stream,
+    "manual_seed": _manual_seed,
+    "get_rng_state": _get_rng_state,
+    "set_rng_state": _set_rng_state,
+}

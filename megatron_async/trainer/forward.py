@@ -1,0 +1,244 @@
+"""Microbatches through Megatron's schedule: scoring (forward only) and gradients.
+
+Invariants
+- Only tokens with `loss_mask_T` != 0 are scored, and sequences without any are not run at all.
+- The loss of a microbatch is its share of a sum that is already divided by global counts; shares
+  are added over microbatches and data-parallel ranks. A share that is not finite contributes no
+  gradient and is reported, so that every rank still takes part in every collective.
+- Whatever is returned is the same on every rank. One pipeline stage computes it (the last), one
+  tensor rank counts it (the first), an all-reduce over all ranks spreads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megatron_async.algorithms.interface import LossMetrics, LossOutput, attach_gradient
+from megatron_async.errors import NonFiniteError
+from megatron_async.trainer.microbatch import IndexArray, MicrobatchPlan, plan_microbatches
+from megatron_async.trainer.packed import PackedInputs, TokenLogprobs, pack_inputs
+from megatron_async.trainer.parallel import RankLayout
+from megatron_async.trajectory.batch import TokenBatch
+from megatron_async.trajectory.types import FloatArray
+
+_DUMMY_TOKENS = 2
+
+
+@dataclass(frozen=True, eq=False)
+class Microbatch:
+    """One microbatch of this rank: model inputs and where its rows belong.
+
+    `rows_R` are positions in the batch's stream, `cu_rows_S1` the borders of the sequences among
+    those rows. A dummy (`rows_R` empty) has two tokens and one row that count for nothing.
+    """
+
+    packed: PackedInputs
+    rows_R: IndexArray
+    cu_rows_S1: Tensor
+
+    @property
+    def is_dummy(self) -> bool:
+        return self.rows_R.size == 0
+
+
+LossFunction = Callable[[Microbatch, TokenLogprobs], LossOutput]
+# What Megatron wants of a loss function: value, a token count (unused here), things to report.
+_Share = tuple[Tensor, Tensor, None]
+
+
+@dataclass(frozen=True, eq=False)
+class GradientResult:
+    """Of all ranks together. `loss_is_finite` is about this rank alone; `reason` explains it.
+
+    `logprobs_T` are those that the loss saw, 0 where nothing is trained.
+    """
+
+    metrics: LossMetrics
+    logprobs_T: FloatArray
+    loss_is_finite: bool
+    reason: str | None
+    num_microbatches: int
+
+
+class _RowCollector:
+    """Log-probs of all microbatches of all ranks, in the order of the batch."""
+
+    def __init__(self, num_tokens: int, device: torch.device, counts: bool) -> None:
+        self._values_T = torch.zeros(num_tokens, dtype=torch.float32, device=device)
+        self._counts = counts
+
+    def add(self, micro: Microbatch, output: TokenLogprobs) -> None:
+        if self._counts and not micro.is_dummy:
+            rows_R = torch.from_numpy(micro.rows_R).to(self._values_T.device)
+            self._values_T[rows_R] = output.logprobs_R.detach().float()
+
+    def all_reduce(self) -> FloatArray:
+        """Collective; the same on every rank."""
+        dist.all_reduce(self._values_T)
+        values_T: FloatArray = self._values_T.cpu().numpy()
+        return values_T
+
+
+class PolicyRunner:
+    """Runs the wrapped model of this rank; holds no state of its own between calls."""
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        layout: RankLayout,
+        *,
+        token_budget: int,
+        hidden_size: int,
+    ) -> None:
+        self._model = model
+        self._layout = layout
+        self._token_budget = token_budget
+        self._hidden_size = hidden_size
+        self._counts = layout.is_last_stage and layout.tensor_rank == 0
+
+    def plan(self, batch: TokenBatch) -> tuple[list[Microbatch], MicrobatchPlan]:
+        """This rank's microbatches, and the plan of all ranks."""
+        trained_S = np.flatnonzero(_rows_per_sequence(batch))
+        plan = plan_microbatches(
+            batch.lengths_S()[trained_S],
+            data_parallel=self._layout.data_size,
+            token_budget=self._token_budget,
+            hidden_size=self._hidden_size,
+        )
+        mine = [
+            build_microbatch(batch, trained_S[chosen], self._layout.device)
+            for chosen in plan.rank(self._layout.data_rank)
+        ]
+        return mine, plan
+
+    @torch.no_grad()
+    def logprobs(self, batch: TokenBatch) -> FloatArray:
+        """log pi(token) at the batch's temperature where the loss mask is set, else 0, [T]."""
+        microbatches, plan = self.plan(batch)
+        total_T = torch.zeros(batch.num_tokens, dtype=torch.float32, device=self._layout.device)
+
+        def keep(output: TokenLogprobs, micro: Microbatch) -> _Share:
+            if self._counts and not micro.is_dummy:
+                rows_R = torch.from_numpy(micro.rows_R).to(self._layout.device)
+                total_T[rows_R] = output.logprobs_R.float()
+            return (
+                torch.zeros((), device=self._layout.device),
+                torch.zeros((), dtype=torch.int),
+                None,
+            )
+
+        self._run(microbatches, plan, batch.temperature, keep, forward_only=True, entropy=False)
+        dist.all_reduce(total_T)
+        result: FloatArray = total_T.cpu().numpy()
+        return result
+
+    def gradients(self, batch: TokenBatch, loss: LossFunction, *, entropy: bool) -> GradientResult:
+        """Add the gradient of the summed `loss` to the (zeroed) gradient buffers, reduced.
+
+        `loss` is called on the last stage for every microbatch that is not a dummy.
+        """
+        microbatches, plan = self.plan(batch)
+        metrics = LossMetrics.empty(self._layout.device)
+        rows = _RowCollector(batch.num_tokens, self._layout.device, self._counts)
+        reasons: list[str] = []
+
+        def share(output: TokenLogprobs, micro: Microbatch) -> _Share:
+            nonlocal metrics
+            rows.add(micro, output)
+            value = output.logprobs_R.sum() * 0.0
+            if not micro.is_dummy:
+                try:
+                    found = loss(micro, output)
+                    if not bool(torch.isfinite(found.loss_sum)):
+                        raise NonFiniteError("the loss is not finite")
+                    value = attach_gradient(found, output.logprobs_R, output.entropy_R)
+                    metrics = metrics.merge(found.metrics)
+                except NonFiniteError as error:
+                    reasons.append(str(error))
+            return value, self._zero(torch.int), None
+
+        self._run(microbatches, plan, batch.temperature, share, forward_only=False, entropy=entropy)
+        counted = metrics if self._counts else LossMetrics.empty(self._layout.device)
+        return GradientResult(
+            metrics=counted.all_reduce(dist.group.WORLD),
+            logprobs_T=rows.all_reduce(),
+            loss_is_finite=not reasons,
+            reason=reasons[0] if reasons else None,
+            num_microbatches=plan.num_microbatches,
+        )
+
+    def _zero(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.zeros((), dtype=dtype, device=self._layout.device)
+
+    def _run(
+        self,
+        microbatches: list[Microbatch],
+        plan: MicrobatchPlan,
+        temperature: float,
+        finish: Callable[[TokenLogprobs, Microbatch], _Share],
+        *,
+        forward_only: bool,
+        entropy: bool,
+    ) -> None:
+        """Megatron's schedule (1F1B where there are pipeline stages)."""
+
+        def forward_step(
+            iterator: Iterator[Microbatch], model: DistributedDataParallel
+        ) -> tuple[Any, Callable[[TokenLogprobs], _Share]]:
+            micro = next(iterator)
+            output = model(micro.packed, temperature=temperature, return_entropy=entropy)
+            return output, lambda found: finish(found, micro)
+
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(microbatches),
+            model=[self._model],
+            num_microbatches=plan.num_microbatches,
+            seq_length=self._token_budget,  # Not read: the stages tell each other the shapes.
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+
+def _rows_per_sequence(batch: TokenBatch) -> IndexArray:
+    """Tokens with a loss mask of each sequence, [S]."""
+    running_T1 = np.concatenate([[0], np.cumsum(batch.loss_mask_T != 0)])
+    counts: IndexArray = np.diff(running_T1[batch.cu_seqlens_S1]).astype(np.int64)
+    return counts
+
+
+def build_microbatch(batch: TokenBatch, sequences: IndexArray, device: torch.device) -> Microbatch:
+    """These sequences of the batch, end to end; a dummy for none."""
+    if sequences.size == 0:
+        return _dummy(device)
+    part = batch.select(sequences)
+    mask_T = part.loss_mask_T != 0
+    packed = pack_inputs(
+        torch.from_numpy(part.token_ids_T),
+        torch.from_numpy(part.cu_seqlens_S1),
+        torch.from_numpy(mask_T),
+        device,
+    )
+    starts_S = batch.cu_seqlens_S1[:-1][sequences].astype(np.int64)
+    shift_S = starts_S - part.cu_seqlens_S1[:-1]
+    where_T = np.repeat(shift_S, part.lengths_S()) + np.arange(part.num_tokens)
+    cu_rows_S1 = np.concatenate([[0], np.cumsum(_rows_per_sequence(part))])
+    return Microbatch(packed, where_T[mask_T], torch.from_numpy(cu_rows_S1).to(device))
+
+
+def _dummy(device: torch.device) -> Microbatch:
+    tokens_T = torch.zeros(_DUMMY_TOKENS, dtype=torch.int64)
+    mask_T = torch.arange(_DUMMY_TOKENS) == _DUMMY_TOKENS - 1
+    packed = pack_inputs(tokens_T, torch.tensor([0, _DUMMY_TOKENS]), mask_T, device)
+    return Microbatch(
+        packed, np.zeros(0, dtype=np.int64), torch.zeros(1, dtype=torch.int64, device=device)
+    )

@@ -1,0 +1,113 @@
+"""From an `Architecture` and the parallel settings to Megatron's TransformerConfig.
+
+Invariants
+- Nothing in the TransformerConfig depends on the device except precision and the fused pieces
+  that `capabilities.choose` reports.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megatron_async.config.model import ModelConfig, ParallelConfig, TrainerConfig
+from megatron_async.trainer.capabilities import Backends
+from megatron_async.trainer.device import has_cuda
+from megatron_async.trainer.layout import check_layout
+from megatron_async.weights.architecture import Architecture
+
+__all__ = ["check_layout", "gelu_tanh", "parameter_dtype", "transformer_config"]
+
+
+def parameter_dtype(model: ModelConfig) -> torch.dtype:
+    """`model.dtype`; `auto` is bfloat16 on CUDA and float32 elsewhere."""
+    if model.dtype == "auto":
+        return torch.bfloat16 if has_cuda() else torch.float32
+    return torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """GELU in its tanh form (Hendrycks and Gimpel, 2016, section 2)."""
+    return F.gelu(x, approximate="tanh")
+
+
+def transformer_config(
+    architecture: Architecture,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    trainer: TrainerConfig,
+    backends: Backends,
+) -> TransformerConfig:
+    """Megatron's settings for this model.
+
+    Parameters start as zeros and are meant to be loaded: Megatron's own initialisation path runs,
+    because it is what marks a parameter as split over tensor ranks (the gradient norm needs that).
+    """
+    a = architecture
+    dtype = parameter_dtype(model)
+    cuda = has_cuda()
+    settings: dict[str, object] = {
+        "num_layers": a.num_layers,
+        "hidden_size": a.hidden_size,
+        "ffn_hidden_size": a.ffn_size,
+        "num_attention_heads": a.num_heads,
+        "num_query_groups": a.num_kv_heads,
+        "kv_channels": a.head_dim,
+        "softmax_scale": a.attention_scale,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": a.norm_eps,
+        "layernorm_zero_centered_gamma": a.zero_centered_norm,
+        "qk_layernorm": a.qk_norm,
+        "add_bias_linear": False,
+        "add_qkv_bias": a.qkv_bias,
+        "gated_linear_unit": True,
+        "activation_func": F.silu if a.activation == "silu" else gelu_tanh,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "init_method": torch.nn.init.zeros_,
+        "output_layer_init_method": torch.nn.init.zeros_,
+        "embedding_init_method": torch.nn.init.zeros_,
+        "use_cpu_initialization": False,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "tensor_model_parallel_size": parallel.tensor,
+        "pipeline_model_parallel_size": parallel.pipeline,
+        "context_parallel_size": parallel.context,
+        "expert_model_parallel_size": parallel.expert,
+        "expert_tensor_parallel_size": 1,
+        "sequence_parallel": parallel.sequence,
+        # Microbatches differ in length, so pipeline stages tell each other the shapes.
+        "variable_seq_lengths": True,
+        # Checked even without experts: the other dispatcher cannot vary the length.
+        "moe_token_dispatcher_type": "alltoall",
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+        "bias_activation_fusion": cuda and a.activation == "silu",
+        "bias_dropout_fusion": cuda,
+        "apply_rope_fusion": backends.rope_fusion,
+        "gradient_accumulation_fusion": backends.gradient_accumulation_fusion,
+        # The gradient is the sum over tokens; dividing by the global count is the step's business.
+        "calculate_per_token_loss": True,
+    }
+    if a.local_window is not None:
+        settings["window_size"] = (a.local_window - 1, 0)
+        settings["window_attn_skip_freq"] = [int(local) for local in a.local_layers]
+    if a.experts is not None:
+        settings.update(
+            num_moe_experts=a.experts.num,
+            moe_router_topk=a.experts.top_k,
+            moe_ffn_hidden_size=a.experts.ffn_size,
+            # Softmax over the chosen experts equals softmax over all, renormalised.
+            moe_router_pre_softmax=not a.experts.normalize_top_k,
+            moe_router_load_balancing_type="none",
+            moe_router_dtype="fp32",
+            moe_grouped_gemm=backends.layers == "transformer_engine",
+        )
+    if trainer.recompute_activations:
+        settings.update(
+            recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+        )
+    return TransformerConfig(**settings)

@@ -1,0 +1,119 @@
+"""Which modules a transformer layer is made of: local Megatron layers, or Transformer Engine's.
+
+Local layers run everywhere: Megatron's tensor-parallel linear layers, our packed attention and
+our RMSNorm. Transformer Engine's are used where `capabilities.choose` finds it usable.
+"""
+
+from __future__ import annotations
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
+
+from megatron_async.trainer.attention import PackedAttention
+from megatron_async.trainer.capabilities import Backends
+from megatron_async.trainer.gemma_layers import LocalGlobalSelfAttention, RowParallelLinearNorm
+from megatron_async.trainer.norm import RMSNorm
+from megatron_async.trainer.router import TorchRouter
+from megatron_async.weights.architecture import Architecture
+
+
+def block_spec(
+    architecture: Architecture, config: TransformerConfig, backends: Backends
+) -> TransformerBlockSubmodules:
+    """The layers of this pipeline stage and the final norm."""
+    if backends.layers == "transformer_engine":
+        return _transformer_engine_block(architecture, config)
+    layer = local_layer_spec(architecture)
+    return TransformerBlockSubmodules(
+        layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm
+    )
+
+
+def local_layer_spec(architecture: Architecture) -> ModuleSpec:
+    """One layer of Megatron's own modules, with packed attention and RMSNorm."""
+    qk_norm = RMSNorm if architecture.qk_norm else IdentityOp
+    row_linear = RowParallelLinearNorm if architecture.post_norms else RowParallelLinear
+    attention = LocalGlobalSelfAttention if architecture.local_rope else SelfAttention
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=ModuleSpec(
+                module=attention,
+                params={"attn_mask_type": AttnMaskType.causal},
+                submodules=SelfAttentionSubmodules(
+                    linear_qkv=ColumnParallelLinear,
+                    core_attention=PackedAttention,
+                    linear_proj=row_linear,
+                    q_layernorm=qk_norm,
+                    k_layernorm=qk_norm,
+                ),
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=RMSNorm,
+            mlp=_local_feed_forward(architecture, row_linear),
+            mlp_bda=get_bias_dropout_add,
+            # One distributed checkpoint serves both kinds of layers.
+            sharded_state_dict_keys_map={
+                "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+                **(
+                    {}
+                    if architecture.experts
+                    else {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+                ),
+            },
+        ),
+    )
+
+
+def _local_feed_forward(architecture: Architecture, row_linear: type) -> ModuleSpec:
+    if architecture.experts is not None:
+        return ModuleSpec(
+            module=MoELayer,
+            submodules=MoESubmodules(
+                router=TorchRouter,
+                experts=ModuleSpec(
+                    module=SequentialMLP,
+                    submodules=MLPSubmodules(
+                        linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear
+                    ),
+                ),
+            ),
+        )
+    return ModuleSpec(
+        module=MLP,
+        submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=row_linear),
+    )
+
+
+def _transformer_engine_block(
+    architecture: Architecture, config: TransformerConfig
+) -> TransformerBlockSubmodules:
+    """Transformer Engine's layers (packed `thd` attention, norms inside the linear layers)."""
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    layer = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=architecture.experts.num if architecture.experts else None,
+        moe_grouped_gemm=architecture.experts is not None,
+        qk_layernorm=architecture.qk_norm,
+    )
+    return TransformerBlockSubmodules(
+        layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=TENorm
+    )

@@ -1,0 +1,179 @@
+"""Adam through Megatron's optimizers: data-parallel wrapping, schedule, clipping, guarded steps.
+
+Invariants
+- Gradients are summed over data-parallel ranks and microbatches, never averaged: the loss is
+  already divided by global counts (`calculate_per_token_loss` turns Megatron's averaging off, and
+  `finalize` below leaves out its division by token counts).
+- The learning rate is a pure function of the number of updates made: nothing to save or restore.
+- A step with a non-finite loss or gradient norm on any rank is applied on no rank.
+- With `optimizer.distributed` the distributed optimizer is used even at one data-parallel rank, so
+  that the checkpoint is the same at every layout.
+
+Megatron chooses Transformer Engine's or Apex's fused Adam, norm and scaling where they are
+installed and torch's AdamW otherwise; `fused_optimizer_name` says which.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.transformer.module import MegatronModule
+
+from megatron_async.config.model import OptimizerConfig
+from megatron_async.trainer.device import current_device, has_cuda
+
+
+def learning_rate(config: OptimizerConfig, update: int, total_updates: int) -> float:
+    """Rate of update number `update` (0-based): linear warm-up, then constant or cosine.
+
+    Warm-up gives lr (u + 1) / (warmup + 1) at u < warmup, so that no update has rate 0. The cosine
+    (Loshchilov and Hutter 2017, arXiv 1608.03983, eq. 5, one period) goes from lr to min_lr over
+    the updates that are left and stays at min_lr.
+    """
+    if update < config.warmup_steps:
+        return config.lr * (update + 1) / (config.warmup_steps + 1)
+    if config.schedule == "constant":
+        return config.lr
+    span = max(1, total_updates - config.warmup_steps)
+    progress = min(1.0, (update - config.warmup_steps) / span)
+    return config.min_lr + 0.5 * (config.lr - config.min_lr) * (1.0 + math.cos(math.pi * progress))
+
+
+def wrap_data_parallel(
+    model: MegatronModule, config: OptimizerConfig, *, bf16: bool
+) -> DistributedDataParallel:
+    """Megatron's DDP around the model: contiguous gradient buffers (fp32), summed over ranks.
+
+    Also installs the schedules' hooks in the model's config. Gradient reduction overlaps the
+    backward pass on GPUs; on a CPU there is nothing to overlap with.
+    """
+    transformer_config = model.config
+    transformer_config.calculate_per_token_loss = True
+    wrapped = DistributedDataParallel(
+        transformer_config,
+        DistributedDataParallelConfig(
+            grad_reduce_in_fp32=bf16,
+            overlap_grad_reduce=has_cuda(),
+            use_distributed_optimizer=config.distributed,
+        ),
+        model,
+    )
+    transformer_config.finalize_model_grads_func = finalize
+    transformer_config.no_sync_func = wrapped.no_sync
+    return wrapped
+
+
+def finalize(
+    models: list[MegatronModule], _num_tokens: torch.Tensor | None = None, **groups: Any
+) -> None:
+    """Reduce gradients over data, tensor (norms) and pipeline (tied embedding) ranks.
+
+    Megatron would divide by the token count afterwards; the loss has done that already.
+    """
+    finalize_model_grads(models, None, **groups)
+
+
+def build_optimizer(
+    model: DistributedDataParallel, config: OptimizerConfig, *, bf16: bool
+) -> ChainedOptimizer:
+    """Adam with decoupled weight decay (none on norms and biases), its state allocated."""
+    optimizer = get_megatron_optimizer(
+        MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            min_lr=config.min_lr,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.betas[0],
+            adam_beta2=config.betas[1],
+            adam_eps=config.eps,
+            clip_grad=config.clip_grad,
+            bf16=bf16,
+            params_dtype=torch.bfloat16 if bf16 else torch.float32,
+            use_distributed_optimizer=config.distributed,
+        ),
+        [model],
+    )
+    for part in optimizer.chained_optimizers:
+        if not part.is_stub_optimizer:
+            _allocate_state(part)
+    return optimizer
+
+
+def _allocate_state(part: Any) -> None:
+    """Zero moments before the first step, so that a checkpoint of step 0 is like any other.
+
+    torch's AdamW wants a `step` beside them, which Megatron's own initialiser leaves out.
+    """
+    inner = part.optimizer
+    if not isinstance(inner, torch.optim.AdamW):
+        part.init_state_fn(inner, part.config)
+        return
+    for group in inner.param_groups:
+        for parameter in group["params"]:
+            inner.state[parameter] = {
+                "step": torch.tensor(0.0),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+
+
+def fused_optimizer_name(optimizer: ChainedOptimizer) -> str:
+    """Module and class of the Adam in use, for `doctor` and the log."""
+    inner = type(optimizer.chained_optimizers[0].optimizer)
+    return f"{inner.__module__}.{inner.__name__}"
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """`applied` is the same on every rank; `grad_norm` is the norm before clipping."""
+
+    applied: bool
+    grad_norm: float
+
+
+def guarded_step(optimizer: ChainedOptimizer, *, rate: float, loss_is_finite: bool) -> UpdateResult:
+    """Clip and apply the gradients in the buffers, unless any rank saw something non-finite.
+
+    Megatron's own `step` applies a NaN gradient norm (a comparison with NaN is false), hence the
+    same public parts with a check in between. One scalar collective.
+    """
+    found_inf = optimizer.prepare_grads()
+    grad_norm = float(optimizer.get_grad_norm())
+    bad = found_inf or not loss_is_finite or not math.isfinite(grad_norm)
+    flag = torch.tensor([float(bad)], device=current_device())
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    if flag.item() > 0:
+        return UpdateResult(False, grad_norm)
+    _set_rate(optimizer.param_groups, rate)
+    for part in optimizer.chained_optimizers:
+        parameters = [] if part.is_stub_optimizer else part.get_parameters()
+        if parameters and part.config.clip_grad > 0:
+            clip_grad_by_total_norm_fp32(
+                parameters,
+                max_norm=part.config.clip_grad,
+                total_norm=grad_norm,
+                use_decoupled_grad=part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+            )
+    return UpdateResult(bool(optimizer.step_with_ready_grads()), grad_norm)
+
+
+def _set_rate(groups: Iterable[dict[str, Any]], rate: float) -> None:
+    for group in groups:
+        group["lr"] = rate * group.get("lr_mult", 1.0)
+
+
+def zero_gradients(model: DistributedDataParallel, optimizer: ChainedOptimizer) -> None:
+    """Before the first microbatch of an update."""
+    model.zero_grad_buffer()
+    optimizer.zero_grad()

@@ -1,0 +1,152 @@
+"""torch.distributed and Megatron's parallel state from `ParallelConfig`, and their clean end.
+
+Invariants
+- Every collective has the time limit `trainer.collective_timeout_seconds`.
+- Megatron's rank order (`tp-cp-ep-dp-pp`): tensor ranks are neighbours, pipeline stages furthest.
+- Experts are not split over tensor ranks (expert tensor parallel size 1): expert parallelism
+  spreads whole experts over the tensor and data ranks of a stage.
+- Seeds: the data order and the model are the same on all ranks of a replica; the RNG tracker's
+  tensor-parallel state differs by tensor rank, as Megatron wants it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from megatron_async.config.model import ParallelConfig, TrainerConfig
+from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.trainer.device import device_adapter, has_cuda, local_device
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """Where this process stands."""
+
+    rank: int
+    world_size: int
+    tensor_rank: int
+    tensor_size: int
+    pipeline_rank: int
+    pipeline_size: int
+    data_rank: int
+    data_size: int
+    expert_rank: int
+    expert_size: int
+    device: torch.device
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pipeline_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pipeline_rank == self.pipeline_size - 1
+
+
+def start_process_group(parallel: ParallelConfig, trainer: TrainerConfig) -> torch.device:
+    """Join the process group of torchrun's environment; returns this rank's device.
+
+    Without torchrun's variables and with `parallel.ranks` 1 the process is a group of its own.
+    Raises UserError when the number of processes is not `parallel.ranks`, ComponentFailure when
+    the others do not come within the time limit.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size != parallel.ranks:
+        raise UserError(
+            f"parallel.ranks is {parallel.ranks}, but {world_size} trainer process(es) were started"
+        )
+    device = local_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if dist.is_initialized():
+        return device
+    timeout = timedelta(seconds=trainer.collective_timeout_seconds)
+    backend = "cpu:gloo,cuda:nccl" if has_cuda() else "gloo"
+    try:
+        if "MASTER_ADDR" in os.environ:
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            dist.init_process_group(
+                backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
+            )
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        raise ComponentFailure(
+            f"the {world_size} trainer ranks did not all join within "
+            f"{trainer.collective_timeout_seconds:g} s: {error}"
+        ) from error
+    return device
+
+
+def init_parallel(parallel: ParallelConfig, trainer: TrainerConfig, seed: int) -> RankLayout:
+    """Process group, Megatron's groups and seeds. Call inside `device_adapter()`.
+
+    An earlier model-parallel state of this process is replaced.
+    """
+    device = start_process_group(parallel, trainer)
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=1,
+        distributed_timeout_minutes=max(1, round(trainer.collective_timeout_seconds / 60)),
+    )
+    seed_everything(seed)
+    return rank_layout(device)
+
+
+def rank_layout(device: torch.device) -> RankLayout:
+    """Reads Megatron's parallel state."""
+    return RankLayout(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pipeline_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        data_rank=parallel_state.get_data_parallel_rank(),
+        data_size=parallel_state.get_data_parallel_world_size(),
+        expert_rank=parallel_state.get_expert_model_parallel_rank(),
+        expert_size=parallel_state.get_expert_model_parallel_world_size(),
+        device=device,
+    )
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds Python, NumPy, torch and Megatron's RNG tracker; stages differ as in Megatron-LM."""
+    stage_seed = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    random.seed(stage_seed)
+    np.random.seed(stage_seed % 2**32)
+    torch.manual_seed(stage_seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(stage_seed)
+
+
+def destroy_parallel() -> None:
+    """Ends Megatron's state and the process group; safe to call twice."""
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@contextmanager
+def parallel_session(
+    parallel: ParallelConfig, trainer: TrainerConfig, seed: int
+) -> Iterator[RankLayout]:
+    """The device adapter and the parallel state around a rank's whole life."""
+    with ExitStack() as stack:
+        stack.enter_context(device_adapter())
+        stack.callback(destroy_parallel)
+        yield init_parallel(parallel, trainer, seed)

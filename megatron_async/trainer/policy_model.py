@@ -1,0 +1,186 @@
+"""`PolicyModel`: Megatron's GPTModel over packed streams, ending in token log-probs, not logits.
+
+Invariants
+- No [tokens × vocabulary] tensor, forward or backward: the last stage hands hidden states and the
+  vocabulary-parallel head to `token_logprob`, which works in chunks.
+- Only response rows reach the head.
+- Hidden states keep Megatron's layout [T, 1, D] ([T / tp, 1, D] under sequence parallelism, where
+  the stream is lengthened to a multiple of tp by one dummy sequence that nothing attends to and
+  no response row reads).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron_async_kernels import token_logprob
+from torch import Tensor
+
+from megatron_async.config.model import ModelConfig, ParallelConfig, TrainerConfig
+from megatron_async.trainer.capabilities import Backends, choose
+from megatron_async.trainer.hf_config import transformer_config
+from megatron_async.trainer.layer_spec import block_spec
+from megatron_async.trainer.layout import check_layout
+from megatron_async.trainer.packed import PackedInputs, TokenLogprobs
+from megatron_async.trainer.parallel import seed_everything
+from megatron_async.trainer.rope import inverse_frequencies, rotary_angles
+from megatron_async.weights.architecture import Architecture
+from megatron_async.weights.families import read_architecture
+
+
+class PolicyModel(GPTModel):
+    """One pipeline stage of the policy."""
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        config: TransformerConfig,
+        spec: TransformerBlockSubmodules,
+        backends: Backends,
+        logprob_chunk_tokens: int,
+    ) -> None:
+        super().__init__(
+            config=config,
+            transformer_layer_spec=spec,
+            vocab_size=architecture.padded_vocab_size(config.tensor_model_parallel_size),
+            max_sequence_length=architecture.max_positions,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            share_embeddings_and_output_weights=architecture.tied_head,
+            position_embedding_type="none",
+        )
+        self.architecture = architecture
+        self.backends = backends
+        self.logprob_chunk_tokens = logprob_chunk_tokens
+        # Plain attributes: no state to save, and float32 whatever the model's precision.
+        self._inv_freq = inverse_frequencies(architecture.rope, architecture.head_dim)
+        self._local_inv_freq: Tensor | None = None
+        if architecture.local_rope is not None:
+            self._local_inv_freq = inverse_frequencies(
+                architecture.local_rope, architecture.head_dim
+            )
+
+    def forward(
+        self, packed: PackedInputs, *, temperature: float = 1.0, return_entropy: bool = False
+    ) -> TokenLogprobs | Tensor:
+        """Log-probs of the response tokens on the last stage, hidden states before it.
+
+        `temperature` divides the logits, as it did when the tokens were sampled.
+        """
+        stream = self._pad_for_sequence_parallel(packed)
+        hidden: Tensor | None = None
+        if self.pre_process:
+            hidden = self.embedding(input_ids=stream.token_ids_T[None], position_ids=None)
+            if self.architecture.scale_embeddings:
+                hidden = hidden * self._embedding_scale(hidden.dtype)
+        hidden = self.decoder(
+            hidden_states=hidden,
+            attention_mask=None,
+            rotary_pos_emb=self._rotary(stream),
+            packed_seq_params=self._packed_seq_params(stream),
+        )
+        if not self.post_process:
+            return hidden
+        return self._token_logprobs(hidden, stream, temperature, return_entropy)
+
+    def head_weight(self) -> Tensor:
+        """This rank's vocabulary shard of the head, [V / tp, D]: the embedding's where tied."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+    def _pad_for_sequence_parallel(self, packed: PackedInputs) -> PackedInputs:
+        multiple = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
+        missing = -packed.num_tokens % multiple
+        if not missing:
+            return packed
+        filler = torch.arange(missing, device=packed.token_ids_T.device)
+        return replace(
+            packed,
+            token_ids_T=F.pad(packed.token_ids_T, (0, missing)),
+            position_ids_T=torch.cat((packed.position_ids_T, filler)),
+            cu_seqlens_S1=torch.cat((packed.cu_seqlens_S1, packed.cu_seqlens_S1[-1:] + missing)),
+            max_seqlen=max(packed.max_seqlen, missing),
+        )
+
+    def _packed_seq_params(self, stream: PackedInputs) -> PackedSeqParams:
+        # `thd` makes Megatron squeeze the batch axis and rotate sequence by sequence, as
+        # Transformer Engine's kernels want it; our attention takes [T, 1, heads, head_dim].
+        engine = self.backends.layers == "transformer_engine"
+        return PackedSeqParams(
+            qkv_format="thd" if engine else "sbhd",
+            cu_seqlens_q=stream.cu_seqlens_S1,
+            cu_seqlens_kv=stream.cu_seqlens_S1,
+            max_seqlen_q=stream.max_seqlen,
+            max_seqlen_kv=stream.max_seqlen,
+        )
+
+    def _rotary(self, stream: PackedInputs) -> Tensor:
+        device = stream.token_ids_T.device
+        self._inv_freq = self._inv_freq.to(device)
+        positions_T = stream.position_ids_T
+        if self.backends.rope_fusion:
+            # The fused kernel restarts positions itself and reads one table for the longest.
+            positions_T = torch.arange(stream.max_seqlen, device=device)
+        angles = rotary_angles(self._inv_freq, positions_T)
+        if self._local_inv_freq is None:
+            return angles
+        self._local_inv_freq = self._local_inv_freq.to(device)
+        return torch.stack((angles, rotary_angles(self._local_inv_freq, positions_T)))
+
+    def _embedding_scale(self, dtype: torch.dtype) -> float:
+        """sqrt(D), rounded to the model's precision as Gemma's published code does."""
+        return float(torch.tensor(self.config.hidden_size**0.5, dtype=dtype))
+
+    def _token_logprobs(
+        self, hidden: Tensor, stream: PackedInputs, temperature: float, return_entropy: bool
+    ) -> TokenLogprobs:
+        rows_R = stream.response_index_R - 1
+        # Row t-1 predicts token t; rows that predict nothing wanted are skipped by the mask.
+        targets_T = torch.zeros_like(stream.token_ids_T).index_copy(0, rows_R, stream.target_ids_R)
+        mask_T = torch.zeros_like(stream.token_ids_T, dtype=torch.bool).index_fill(0, rows_R, True)
+        weight = self.head_weight()
+        main_grad = None
+        if self.config.gradient_accumulation_fusion and torch.is_grad_enabled():
+            main_grad = getattr(weight, "main_grad", None)
+        result = token_logprob(
+            hidden.squeeze(1),
+            weight,
+            targets_T,
+            temperature=temperature,
+            return_entropy=return_entropy,
+            token_mask=mask_T,
+            tp_group=self.pg_collection.tp,
+            sequence_parallel=self.config.sequence_parallel,
+            weight_grad_out=main_grad,
+            vocab_size=self.architecture.vocab_size,
+            chunk_tokens=self.logprob_chunk_tokens,
+        )
+        if isinstance(result, tuple):
+            logprobs_T, entropy_T = result
+            return TokenLogprobs(logprobs_T[rows_R], entropy_T[rows_R])
+        return TokenLogprobs(result[rows_R], None)
+
+
+def build_policy(
+    model_config: ModelConfig, parallel: ParallelConfig, *, trainer: TrainerConfig, seed: int
+) -> list[PolicyModel]:
+    """The model chunks of this rank (one), zero until `load_hf_weights` fills them.
+
+    Call after `init_parallel`, inside `device_adapter()`. Raises UserError for an unsupported
+    model directory, backend or layout.
+    """
+    architecture = read_architecture(model_config.path)
+    check_layout(architecture, parallel)
+    backends = choose(model_config, architecture=architecture)
+    config = transformer_config(architecture, model_config, parallel, trainer, backends)
+    seed_everything(seed)
+    spec = block_spec(architecture, config, backends)
+    return [PolicyModel(architecture, config, spec, backends, trainer.logprob_chunk_tokens)]

@@ -1,0 +1,307 @@
+"""`PolicyTrainer`: the policy, its optimizer, and what one batch does to them.
+
+Invariants
+- Every rank calls every method with the same `TokenBatch`, in the same order.
+- Loss terms are normalised by global token counts, so the gradient does not depend on how the
+  batch is split over data-parallel ranks and microbatches.
+- Log-probs are at the batch's sampling temperature.
+- `step` counts batches, skipped ones too: it is the number of the policy version that the weights
+  are. `updates` counts the optimizer updates that were tried; it drives the learning rate.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from megatron_async.algorithms.algorithm import build_algorithm
+from megatron_async.algorithms.interface import LossMetrics
+from megatron_async.algorithms.metrics import finalize
+from megatron_async.checkpoint.start import load_checkpoint_weights
+from megatron_async.config import RunConfig
+from megatron_async.errors import ComponentFailure, NonFiniteError
+from megatron_async.trainer.device import current_device
+from megatron_async.trainer.forward import LossFunction, PolicyRunner
+from megatron_async.trainer.hf_config import parameter_dtype
+from megatron_async.trainer.optimizer import (
+    build_optimizer,
+    fused_optimizer_name,
+    guarded_step,
+    learning_rate,
+    wrap_data_parallel,
+    zero_gradients,
+)
+from megatron_async.trainer.parallel import rank_layout
+from megatron_async.trainer.policy_model import PolicyModel, build_policy
+from megatron_async.trainer.report import StepReport
+from megatron_async.trainer.rl import ReferencePolicy, mean_of, policy_gradient_loss
+from megatron_async.trainer.sft import sft_loss
+from megatron_async.trajectory.batch import TokenBatch
+from megatron_async.trajectory.types import FloatArray, PolicyVersion
+from megatron_async.weights.load import load_hf_weights
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Update:
+    """One optimizer update; `applied` is false when it was skipped, for `reason`."""
+
+    applied: bool
+    reason: str | None
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    num_microbatches: int
+    metrics: LossMetrics
+    logprobs_T: FloatArray | None
+    gradient_seconds: float
+    optimizer_seconds: float
+
+
+def _skipped(reason: str) -> Update:
+    """An update that failed before there was a gradient."""
+    return Update(
+        applied=False,
+        reason=reason,
+        loss=math.nan,
+        grad_norm=math.nan,
+        learning_rate=0.0,
+        num_microbatches=0,
+        metrics=LossMetrics.empty(),
+        logprobs_T=None,
+        gradient_seconds=0.0,
+        optimizer_seconds=0.0,
+    )
+
+
+class PolicyTrainer:
+    """Construct inside `device_adapter()` after `init_parallel`, on every rank.
+
+    Loads the Hugging Face weights of `model.path`. `purpose` chooses the optimizer settings and
+    the length of the learning-rate schedule (`optimizer` for rl, `sft.optimizer` and `sft.steps`
+    for sft). Raises UserError for a model directory or a layout that does not fit.
+    """
+
+    def __init__(
+        self, config: RunConfig, *, lineage: int = 0, purpose: Literal["rl", "sft"] = "rl"
+    ) -> None:
+        self._config = config
+        self._lineage = lineage
+        self._settings = config.sft.optimizer if purpose == "sft" else config.optimizer
+        self._total_updates = (
+            config.sft.steps
+            if purpose == "sft"
+            else config.steps * config.schedule.updates_per_batch
+        )
+        self._step = 0
+        self._updates = 0
+        self._nonfinite_in_a_row = 0
+        bf16 = parameter_dtype(config.model).itemsize == 2
+        self.model: list[PolicyModel] = build_policy(
+            config.model, config.parallel, trainer=config.trainer, seed=config.seed
+        )
+        if config.model.checkpoint:
+            load_checkpoint_weights(self.model[0], Path(config.model.checkpoint))
+        else:
+            load_hf_weights(self.model, Path(config.model.path))
+        self.layout = rank_layout(current_device())
+        self.wrapped = wrap_data_parallel(self.model[0], self._settings, bf16=bf16)
+        self.optimizer = build_optimizer(self.wrapped, self._settings, bf16=bf16)
+        logger.info("optimizer: %s", fused_optimizer_name(self.optimizer))
+        self.algorithm = build_algorithm(config, self.layout.device)
+        self._reference: ReferencePolicy | None = None
+        if purpose == "rl" and self.algorithm.needs_ref_logprobs:
+            self._reference = ReferencePolicy(self.wrapped)
+        self._runner = PolicyRunner(
+            self.wrapped,
+            self.layout,
+            token_budget=config.trainer.microbatch_tokens,
+            hidden_size=self.model[0].architecture.hidden_size,
+        )
+
+    # ------------------------------------------------------------ what it is
+
+    @property
+    def step(self) -> int:
+        """Batches trained on so far: the number of the current policy version."""
+        return self._step
+
+    @property
+    def version(self) -> PolicyVersion:
+        """(lineage, step) of the current weights."""
+        return PolicyVersion(self._lineage, self._step)
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the vocabulary, padding for tensor parallelism not counted."""
+        return self.model[0].architecture.vocab_size
+
+    def progress(self) -> Mapping[str, Any]:
+        """The trainer's own counters, for a checkpoint."""
+        return {
+            "step": self._step,
+            "updates": self._updates,
+            "nonfinite_in_a_row": self._nonfinite_in_a_row,
+            "distributed_optimizer": self._settings.distributed,
+        }
+
+    def restore_progress(self, progress: Mapping[str, Any]) -> None:
+        """Inverse of `progress`; the lineage stays this trainer's own."""
+        self._step = int(progress["step"])
+        self._updates = int(progress["updates"])
+        self._nonfinite_in_a_row = int(progress["nonfinite_in_a_row"])
+
+    # ------------------------------------------------------------ what it does
+
+    def compute_logprobs(self, batch: TokenBatch) -> FloatArray:
+        """log pi(token) of every token with `loss_mask_T` != 0, zero elsewhere, [T], no gradient.
+
+        The result is the same on every rank. Used for pi_old, for the probe and for evaluation.
+        """
+        return self._runner.logprobs(batch)
+
+    def train_batch(self, batch: TokenBatch) -> StepReport:
+        """The whole of an RL step: advantages, correction, H minibatches x epochs of updates.
+
+        An update that is not finite is skipped, counted and reported; where preparing the batch
+        fails for that reason, all of it is. Raises ComponentFailure after
+        `trainer.max_nonfinite_steps` skipped updates in a row.
+        """
+        began = time.monotonic()
+        try:
+            prepared, metrics = self._prepare(batch)
+        except NonFiniteError as error:  # The same on every rank: a pure function of the batch.
+            self._nonfinite_in_a_row += 1
+            return self._report(batch, [_skipped(str(error))], {}, began, {})
+        phases = {"prepare": time.monotonic() - began}
+        updates: list[Update] = []
+        found: list[dict[str, float]] = []
+        for _ in range(self._config.algorithm.epochs):
+            for minibatch in prepared.minibatches(self._config.schedule.updates_per_batch):
+                update = self._policy_update(minibatch)
+                updates.append(update)
+                if update.applied:
+                    found.append(self._update_metrics(minibatch, update))
+        return self._report(batch, updates, {**metrics, **mean_of(found)}, began, phases)
+
+    def _prepare(self, batch: TokenBatch) -> tuple[TokenBatch, dict[str, float]]:
+        """pi_old and the reference where the algorithm asks, then advantages and correction."""
+        if self.algorithm.needs_old_logprobs and batch.old_logprobs_T is None:
+            batch = replace(batch, old_logprobs_T=self.compute_logprobs(batch))
+        if self._reference is not None and batch.ref_logprobs_T is None:
+            with self._reference.in_place():
+                batch = replace(batch, ref_logprobs_T=self.compute_logprobs(batch))
+        return self.algorithm.prepare(batch)
+
+    def _policy_update(self, minibatch: TokenBatch) -> Update:
+        try:
+            current_T = None
+            if self.algorithm.needs_minibatch_pass:
+                current_T = self.compute_logprobs(minibatch)
+            minibatch, denominators = self.algorithm.prepare_minibatch(minibatch, current_T)
+        except NonFiniteError as error:
+            self._nonfinite_in_a_row += 1
+            return _skipped(str(error))
+        loss = policy_gradient_loss(self.algorithm, minibatch, denominators)
+        # Entropy is reported even where the loss does not need it: measured, it costs little.
+        return self._update(minibatch, loss, entropy=True)
+
+    def _update_metrics(self, minibatch: TokenBatch, update: Update) -> dict[str, float]:
+        metrics = finalize(update.metrics)
+        if update.logprobs_T is not None:
+            metrics |= self.algorithm.correction_metrics(minibatch, update.logprobs_T)
+        return metrics
+
+    def train_sft(self, batch: TokenBatch) -> StepReport:
+        """One optimizer update on the masked cross-entropy of the batch."""
+        began = time.monotonic()
+        update = self._update(batch, sft_loss(batch))
+        return self._report(batch, [update], {}, began, {})
+
+    # ------------------------------------------------------------ inside
+
+    def _update(self, batch: TokenBatch, loss: LossFunction, *, entropy: bool = False) -> Update:
+        """Gradient of the whole (mini)batch and one guarded optimizer step."""
+        began = time.monotonic()
+        zero_gradients(self.wrapped, self.optimizer)
+        found = self._runner.gradients(batch, loss, entropy=entropy)
+        between = time.monotonic()
+        rate = learning_rate(self._settings, self._updates, self._total_updates)
+        result = guarded_step(self.optimizer, rate=rate, loss_is_finite=found.loss_is_finite)
+        self._updates += 1
+        reason = None
+        if result.applied:
+            self._nonfinite_in_a_row = 0
+        else:
+            self._nonfinite_in_a_row += 1
+            reason = self._explain(found.reason, result.grad_norm)
+        return Update(
+            applied=result.applied,
+            reason=reason,
+            loss=found.metrics.sums()["loss"],
+            grad_norm=result.grad_norm,
+            learning_rate=rate,
+            num_microbatches=found.num_microbatches,
+            metrics=found.metrics,
+            logprobs_T=found.logprobs_T,
+            gradient_seconds=between - began,
+            optimizer_seconds=time.monotonic() - between,
+        )
+
+    def _explain(self, mine: str | None, grad_norm: float) -> str:
+        """Collective. Why the update was skipped: the first rank that knows, else the norm."""
+        reasons: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(reasons, mine)
+        known = next((reason for reason in reasons if reason is not None), None)
+        return known if known is not None else f"the gradient norm is {grad_norm}"
+
+    def _report(
+        self,
+        batch: TokenBatch,
+        updates: list[Update],
+        metrics: Mapping[str, float],
+        began: float,
+        phases: Mapping[str, float],
+    ) -> StepReport:
+        """Count the step; stop the run when too many updates in a row were skipped."""
+        applied = [update for update in updates if update.applied]
+        skipped = [update for update in updates if not update.applied]
+        for update in skipped:
+            logger.warning("batch %d: an update was skipped: %s", self._step, update.reason)
+        limit = self._config.trainer.max_nonfinite_steps
+        if self._nonfinite_in_a_row >= limit:
+            raise ComponentFailure(
+                f"{self._nonfinite_in_a_row} updates in a row were not finite (the last: "
+                f"{skipped[-1].reason}); trainer.max_nonfinite_steps is {limit}"
+            )
+        report = StepReport(
+            step=self._step,
+            loss=sum(update.loss for update in applied) / max(1, len(applied)),
+            grad_norm=(applied or updates)[-1].grad_norm,
+            learning_rate=updates[-1].learning_rate,
+            updates=len(applied),
+            skipped_updates=len(skipped),
+            skipped=not applied,
+            skip_reason=skipped[-1].reason if skipped else None,
+            num_sequences=batch.num_sequences,
+            num_tokens=batch.num_tokens,
+            num_trained_tokens=batch.num_trained_tokens,
+            num_microbatches=sum(update.num_microbatches for update in updates),
+            seconds=time.monotonic() - began,
+            metrics=metrics,
+            phase_seconds={
+                **phases,
+                "gradient": sum(update.gradient_seconds for update in updates),
+                "optimizer": sum(update.optimizer_seconds for update in updates),
+            },
+        )
+        self._step += 1
+        return report

@@ -1,0 +1,1 @@
+"""Trajectories, packed batches and the durable store."""

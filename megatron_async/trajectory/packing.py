@@ -1,0 +1,142 @@
+"""From complete groups to one packed `TokenBatch`: versions, lags and masks of every token.
+
+Invariants
+- The policy number of a token is counted along the current line: a token of version (l, a) whose
+  line l parted from the current one at n0 counts as number min(a, n0), so that its lag in update n
+  is n - min(a, n0) (SEMANTICS.md section 1). Every lag is >= 0.
+- Trained (mask 1) are exactly the policy's own tokens that no staleness rule masks. Everything else
+  has mask 0, log-prob 0 and lag 0. A token masked for staleness keeps its number in `version_T`,
+  prompt and environment tokens have -1.
+- Groups stay in the order given and their trajectories are neighbours. Dropped trajectories of a
+  group are left out; any other without a reward is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from megatron_async.trajectory.batch import TokenBatch
+from megatron_async.trajectory.types import (
+    FinishReason,
+    FloatArray,
+    Group,
+    IntArray,
+    PolicyVersion,
+    Trajectory,
+    TrajectoryState,
+)
+
+NO_VERSION = -1
+
+
+def pack_groups(
+    groups: Sequence[Group],
+    *,
+    step: int,
+    lineage: int,
+    branch_points: Mapping[int, int],
+    temperature: float = 1.0,
+    mask_before: int | None = None,
+    max_token_lag: int | None = None,
+) -> TokenBatch:
+    """The batch of update `step` on line `lineage`, from complete and scored groups.
+
+    `branch_points[l]` is the policy number at which line l parted from the current one. Tokens of
+    a policy number below `mask_before`, or of a lag above `max_token_lag`, are not trained.
+    Raises ValueError for a trajectory that cannot be trained on (no reward, an empty prompt, an
+    unknown line, or tokens of a policy newer than `step`), naming it.
+    """
+    chosen = [
+        trajectory
+        for group in groups
+        for trajectory in group.trajectories
+        if trajectory.state is not TrajectoryState.DROPPED
+    ]
+    for trajectory in chosen:
+        _check_trainable(trajectory)
+
+    runs = [run for trajectory in chosen for run in _author_runs(trajectory)]
+    version_R = np.array(
+        [
+            NO_VERSION if version is None else line_number(version, lineage, branch_points)
+            for _, _, version in runs
+        ],
+        dtype=np.int32,
+    )
+    if version_R.size and int(version_R.max()) > step:
+        raise ValueError(
+            f"batch {step} holds a token of policy number {int(version_R.max())}, which does not "
+            "exist before that update"
+        )
+    length_R = np.array([len(tokens) for tokens, _, _ in runs], dtype=np.int64)
+    version_T: IntArray = np.repeat(version_R, length_R)
+
+    by_policy_T = version_T != NO_VERSION
+    trained_T = by_policy_T.copy()
+    if mask_before is not None:
+        trained_T &= version_T >= mask_before
+    if max_token_lag is not None:
+        trained_T &= step - version_T <= max_token_lag
+
+    cu_seqlens_S1 = np.zeros(len(chosen) + 1, dtype=np.int32)
+    np.cumsum([len(t.prompt.token_ids) + t.response_length for t in chosen], out=cu_seqlens_S1[1:])
+    logprobs_T = _concatenate((logprobs for _, logprobs, _ in runs), np.dtype(np.float32))
+    return TokenBatch(
+        step=step,
+        token_ids_T=_concatenate((tokens for tokens, _, _ in runs), np.dtype(np.int32)),
+        loss_mask_T=trained_T.astype(np.float32),
+        rollout_logprobs_T=np.where(trained_T, logprobs_T, np.float32(0.0)),
+        version_T=version_T,
+        lag_T=np.where(trained_T, step - version_T, 0).astype(np.int32),
+        cu_seqlens_S1=cu_seqlens_S1,
+        rewards_S=np.array([t.reward for t in chosen], dtype=np.float32),
+        group_ids_S=np.array([t.group_id for t in chosen], dtype=np.int64),
+        trajectory_ids_S=np.array([t.trajectory_id for t in chosen], dtype=np.int64),
+        prompt_lengths_S=np.array([len(t.prompt.token_ids) for t in chosen], dtype=np.int32),
+        truncated_S=np.array([t.finish_reason is FinishReason.LENGTH for t in chosen], dtype=bool),
+        resumed_S=np.array([t.resumed for t in chosen], dtype=bool),
+        temperature=temperature,
+        extra_metrics={"stale_masked_tokens": float((by_policy_T & ~trained_T).sum())},
+    )
+
+
+def line_number(version: PolicyVersion, lineage: int, branch_points: Mapping[int, int]) -> int:
+    """The policy number of `version` counted along line `lineage`: min(a, n0) off the line.
+
+    Raises ValueError for a line that `branch_points` does not know.
+    """
+    if version.lineage == lineage:
+        return version.number
+    if version.lineage not in branch_points:
+        raise ValueError(
+            f"no branch point is known for line {version.lineage} of policy version {version}; "
+            f"the current line is {lineage}"
+        )
+    return min(version.number, branch_points[version.lineage])
+
+
+def _check_trainable(trajectory: Trajectory) -> None:
+    name = f"trajectory {trajectory.trajectory_id}"
+    if trajectory.reward is None:
+        raise ValueError(f"{name} is {trajectory.state} and has no reward; it cannot be batched")
+    if len(trajectory.prompt.token_ids) == 0:
+        raise ValueError(f"{name} has an empty prompt; its first token would have no log-prob")
+
+
+Run = tuple[IntArray, FloatArray, PolicyVersion | None]
+
+
+def _author_runs(trajectory: Trajectory) -> Iterable[Run]:
+    """Tokens, log-probs and version (None = not the policy's) of the prompt and each segment."""
+    prompt = trajectory.prompt.token_ids
+    yield prompt, np.zeros(len(prompt), dtype=np.float32), None
+    for segment in trajectory.segments:
+        version = None if segment.from_environment else segment.version
+        yield segment.token_ids, segment.logprobs, version
+
+
+def _concatenate(arrays: Iterable[np.ndarray], dtype: np.dtype) -> np.ndarray:
+    parts = list(arrays)
+    return np.concatenate(parts, dtype=dtype) if parts else np.empty(0, dtype=dtype)

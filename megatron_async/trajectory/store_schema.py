@@ -1,0 +1,256 @@
+"""Tables of the trajectory store, and the rows that go into them.
+
+Invariants
+- Every row ends with a CRC-32 over its table's name and its other columns (the automatic key of
+  `chunks` excepted). SQLite checks the structure of its pages, not their content; with the CRC a
+  row is either what was written or is known to be damaged, wherever it was found.
+- Rows are written whole and never updated in place by SQL expressions, so that a row that is found
+  twice (in an old copy of a page) can be ordered: trajectories by `revision`, chunks by `attempt`.
+- Bytes are in the last column before the CRC.
+- Chunks are only ever appended in the order of arrival; a trajectory's are found by index.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import zlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_async.errors import UserError
+from megatron_async.trajectory.types import FloatArray, IntArray, PolicyVersion
+
+FORMAT = 1
+APPLICATION_ID = 0x4D415453  # "MATS"
+PAGE_BYTES = 8192
+_CACHE_KIB = 64 * 1024
+_WAL_PAGES = 16 * 1024 * 1024 // PAGE_BYTES
+
+# name -> column definitions; the first column is the integer key, the last one the CRC
+TABLES: dict[str, tuple[str, ...]] = {
+    "progress": ("id INTEGER PRIMARY KEY", "position INTEGER", "crc INTEGER"),
+    "document": ("id INTEGER PRIMARY KEY", "content TEXT", "crc INTEGER"),
+    "lines": (
+        "lineage INTEGER PRIMARY KEY",
+        "parent INTEGER",
+        "branch_step INTEGER",
+        "crc INTEGER",
+    ),
+    "checkpoints": (
+        "id INTEGER PRIMARY KEY",
+        "lineage INTEGER",
+        "step INTEGER",
+        "position INTEGER",
+        "crc INTEGER",
+    ),
+    "batches": (
+        "id INTEGER PRIMARY KEY",
+        "lineage INTEGER",
+        "step INTEGER",
+        "drop_reason TEXT",
+        "trajectory_ids BLOB",
+        "crc INTEGER",
+    ),
+    "groups": (
+        "group_id INTEGER PRIMARY KEY",
+        "first_trajectory INTEGER",
+        "size INTEGER",
+        "task TEXT",
+        "payload TEXT",
+        "token_ids BLOB",
+        "crc INTEGER",
+    ),
+    "trajectories": (
+        "trajectory_id INTEGER PRIMARY KEY",
+        "group_id INTEGER",
+        "revision INTEGER",
+        "attempt INTEGER",
+        "chunks INTEGER",
+        "state TEXT",
+        "finish_reason TEXT",
+        "reward REAL",
+        "reward_detail TEXT",
+        "drop_reason TEXT",
+        "crc INTEGER",
+    ),
+    "chunks": (
+        "chunk_id INTEGER PRIMARY KEY",
+        "trajectory_id INTEGER",
+        "attempt INTEGER",
+        "seq INTEGER",
+        "segment INTEGER",
+        "lineage INTEGER",
+        "number INTEGER",
+        "engine_id TEXT",
+        "environment INTEGER",
+        "data BLOB",
+        "crc INTEGER",
+    ),
+}
+Value = int | float | str | bytes | None
+Row = tuple[Value, ...]
+
+
+class DamagedStore(Exception):
+    """The file is not what was written; says what was found."""
+
+
+class BatchRow(NamedTuple):
+    """`trajectory_ids` of the batch (line, step), int64 bytes; empty when it was dropped."""
+
+    id: int
+    lineage: int
+    step: int
+    drop_reason: str | None
+    trajectory_ids: bytes
+
+    def ids(self) -> list[int]:
+        """The trajectories as integers."""
+        return [int(i) for i in np.frombuffer(self.trajectory_ids, dtype="<i8")]
+
+
+def pack_ids(ids: Iterable[int]) -> bytes:
+    """Inverse of `BatchRow.ids`."""
+    return np.fromiter(ids, dtype="<i8").tobytes()
+
+
+class GroupRow(NamedTuple):
+    """A prompt and its trajectories `first_trajectory .. first_trajectory + size - 1`."""
+
+    group_id: int
+    first_trajectory: int
+    size: int
+    task: str
+    payload: str
+    token_ids: bytes
+
+
+class TrajectoryRow(NamedTuple):
+    """State of one trajectory but for its tokens; `chunks` were submitted when it was written."""
+
+    trajectory_id: int
+    group_id: int
+    revision: int
+    attempt: int
+    chunks: int
+    state: str
+    finish_reason: str | None
+    reward: float | None
+    reward_detail: str
+    drop_reason: str | None
+
+
+class ChunkRow(NamedTuple):
+    """Tokens and log-probs of one author, number `seq` of an attempt, within one segment."""
+
+    trajectory_id: int
+    attempt: int
+    seq: int
+    segment: int
+    lineage: int
+    number: int
+    engine_id: str
+    environment: int
+    data: bytes
+
+    @property
+    def version(self) -> PolicyVersion:
+        return PolicyVersion(self.lineage, self.number)
+
+    def arrays(self) -> tuple[IntArray, FloatArray]:
+        """(token ids, log-probs), both [n]."""
+        half = len(self.data) // 2
+        return (
+            np.frombuffer(self.data, dtype="<i4", count=half // 4),
+            np.frombuffer(self.data, dtype="<f4", offset=half),
+        )
+
+
+def chunk_data(tokens: Sequence[IntArray], logprobs: Sequence[FloatArray]) -> bytes:
+    """int32 tokens followed by float32 log-probs, little-endian. Inverse of `ChunkRow.arrays`."""
+    return b"".join(
+        [
+            *(np.ascontiguousarray(part, dtype="<i4").tobytes() for part in tokens),
+            *(np.ascontiguousarray(part, dtype="<f4").tobytes() for part in logprobs),
+        ]
+    )
+
+
+def checksum(table: str, values: Sequence[Value]) -> int:
+    """CRC-32 of a row (without its last column). Only the last of `values` may be bytes."""
+    last = values[-1]
+    if isinstance(last, bytes):
+        return zlib.crc32(last, zlib.crc32(repr((table, *values[:-1])).encode()))
+    return zlib.crc32(repr((table, *values)).encode())
+
+
+def sealed(table: str, values: Sequence[Value]) -> Row:
+    """A row with its CRC, as it is written."""
+    return (*values, checksum(table, values))
+
+
+def opened(table: str, row: Sequence[Value]) -> Row:
+    """A row without its CRC, after comparing it. Raises DamagedStore."""
+    if row[-1] != checksum(table, row[:-1]):
+        raise DamagedStore(f"a row of table {table} does not have its checksum (key {row[0]!r})")
+    return tuple(row[:-1])
+
+
+def column_names(table: str) -> list[str]:
+    """Columns of a table in order."""
+    return [definition.split()[0] for definition in TABLES[table]]
+
+
+def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
+    """A connection with the store's settings. Raises sqlite3.Error.
+
+    WAL with synchronous=NORMAL: a commit survives the death of every process; a power loss may
+    take the newest commits away, but never a part of one.
+    """
+    mode = "ro" if read_only else "rwc"
+    connection = sqlite3.connect(
+        f"{path.absolute().as_uri()}?mode={mode}",
+        uri=True,
+        isolation_level=None,
+        check_same_thread=False,
+        timeout=30.0,
+    )
+    try:
+        connection.execute(f"PRAGMA cache_size=-{_CACHE_KIB}")
+        if not read_only:
+            connection.execute(f"PRAGMA page_size={PAGE_BYTES}")
+            connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
+            connection.execute("PRAGMA journal_mode=WAL")
+            connection.execute("PRAGMA synchronous=NORMAL")
+            connection.execute(f"PRAGMA wal_autocheckpoint={_WAL_PAGES}")
+    except sqlite3.Error:
+        connection.close()
+        raise
+    return connection
+
+
+def create_tables(connection: sqlite3.Connection) -> None:
+    """Make an empty store. No effect on one that has its tables."""
+    connection.execute("BEGIN IMMEDIATE")
+    for name, columns in TABLES.items():
+        connection.execute(f"CREATE TABLE IF NOT EXISTS {name} ({', '.join(columns)})")
+    connection.execute("CREATE INDEX IF NOT EXISTS chunks_of ON chunks (trajectory_id, attempt)")
+    connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
+    connection.execute(f"PRAGMA user_version={FORMAT}")
+    connection.execute("COMMIT")
+
+
+def check_identity(connection: sqlite3.Connection, path: Path) -> None:
+    """Raises UserError when the file is a database of something else or of another format."""
+    application = connection.execute("PRAGMA application_id").fetchone()[0]
+    version = connection.execute("PRAGMA user_version").fetchone()[0]
+    tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+    if tables and application != APPLICATION_ID:
+        raise UserError(f"{path} is an SQLite database, but not a trajectory store")
+    if tables and version != FORMAT:
+        raise UserError(
+            f"trajectory store {path} has format {version}, this version reads format {FORMAT}"
+        )

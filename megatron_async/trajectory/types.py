@@ -1,0 +1,146 @@
+"""What a rollout is made of: policy versions, segments, trajectories.
+
+Invariants
+- A segment was written by exactly one author: one policy version on one engine, or the
+  environment (whose tokens are never trained).
+- `Segment.token_ids` and `Segment.logprobs` have the same length. A policy segment's log-probs
+  are those of the behaviour policy at the sampling temperature actually used; an environment
+  segment's are zeros.
+- A trajectory's response is the concatenation of its segments, in order. Segments are only ever
+  appended; a restart drops them all.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float32]
+
+
+class PolicyVersion(NamedTuple):
+    """Weights at the start of update `number` on line `lineage` (SEMANTICS.md section 1)."""
+
+    lineage: int
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.lineage}.{self.number}"
+
+    @classmethod
+    def parse(cls, text: str) -> PolicyVersion:
+        """Inverse of `str`. Raises ValueError for anything but `lineage.number`."""
+        lineage, dot, number = text.partition(".")
+        if not dot:
+            raise ValueError(f"policy version {text!r} is not of the form lineage.number")
+        return cls(int(lineage), int(number))
+
+
+class TrajectoryState(enum.StrEnum):
+    """pending -> running <-> partial -> finished -> scored -> batched, or dropped."""
+
+    PENDING = "pending"
+    RUNNING = "running"
+    PARTIAL = "partial"
+    FINISHED = "finished"
+    SCORED = "scored"
+    BATCHED = "batched"
+    DROPPED = "dropped"
+
+
+class DropReason(enum.StrEnum):
+    """Every way out of a run other than a batch (SEMANTICS.md section 2)."""
+
+    OVERFLOW = "overflow"
+    STALE = "stale"
+    FILTERED = "filtered"
+    NONFINITE = "nonfinite"
+    VERIFIER = "verifier"
+    USER = "user"
+
+
+class FinishReason(enum.StrEnum):
+    """Why generation of a trajectory ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """A run of tokens written by one author. Arrays are of length n (tokens)."""
+
+    token_ids: IntArray
+    logprobs: FloatArray
+    version: PolicyVersion
+    engine_id: str = ""
+    from_environment: bool = False
+
+    def __post_init__(self) -> None:
+        if self.token_ids.shape != self.logprobs.shape or self.token_ids.ndim != 1:
+            raise ValueError(
+                f"a segment needs one log-prob per token, got {self.token_ids.shape} tokens and "
+                f"{self.logprobs.shape} log-probs"
+            )
+
+    def __len__(self) -> int:
+        return int(self.token_ids.shape[0])
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """One problem: the tokens the policy sees and what the verifier needs to judge an answer.
+
+    `payload` is JSON-serialisable and opaque to everything but the task that made it.
+    """
+
+    token_ids: IntArray
+    task: str
+    payload: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Trajectory:
+    """One response to one prompt, in whatever state; `segments` in order of generation."""
+
+    trajectory_id: int
+    group_id: int
+    prompt: Prompt
+    state: TrajectoryState = TrajectoryState.PENDING
+    segments: tuple[Segment, ...] = ()
+    finish_reason: FinishReason | None = None
+    reward: float | None = None
+    reward_detail: dict[str, float] = field(default_factory=dict)
+    batched_step: int | None = None
+    drop_reason: DropReason | None = None
+
+    @property
+    def response_length(self) -> int:
+        """Tokens after the prompt, environment segments included."""
+        return sum(len(segment) for segment in self.segments)
+
+    @property
+    def resumed(self) -> bool:
+        """Whether more than one policy version or more than one request wrote the response.
+
+        Turns of a conversation (policy segments with an environment segment between them) made by
+        one version do not count as resumed.
+        """
+        pairs = zip(self.segments, self.segments[1:], strict=False)
+        if any(not a.from_environment and not b.from_environment for a, b in pairs):
+            return True
+        return len({s.version for s in self.segments if not s.from_environment}) > 1
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """All trajectories of one prompt (N of them), in the order of their ids."""
+
+    group_id: int
+    prompt: Prompt
+    trajectories: tuple[Trajectory, ...]

@@ -1,0 +1,271 @@
+"""Weights by collective broadcast: the sender is rank 0, the engines' ranks follow (gloo or NCCL).
+
+Invariants
+- The group is the sender's own. It is joined on the store path that SGLang's
+  `init_custom_process_group` uses, but as a bare backend: the trainer's default group and
+  `torch.distributed`'s global tables are never touched, and it can be thrown away at any time.
+- Each group has a new name and a new port, so a dead one never disturbs the next.
+- A dead engine does not hang the sender: broadcasts are polled together with the HTTP calls that
+  announce them, up to the deadline; the first failure of either ends the update.
+- While one bucket travels, the next is gathered; while an engine loads one, the next travels.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_async.config.rollout import EngineConfig, WeightsConfig
+from megatron_async.errors import ComponentFailure
+from megatron_async.trajectory.types import PolicyVersion
+from megatron_async.weights.http import EngineCallError, address_towards, gather, raise_together
+from megatron_async.weights.transport import (
+    Bucket,
+    NamedTensor,
+    Stopwatch,
+    WeightSender,
+    time_left,
+    with_last,
+)
+
+_JOIN_SECONDS = 60.0
+_LEAVE_SECONDS = 20.0
+_FIRST_POLL_SECONDS = 5e-5
+_LONGEST_POLL_SECONDS = 2e-3
+_group_serial = itertools.count()
+
+
+@dataclass(frozen=True, eq=False)
+class FlatBucket:
+    """A bucket end to end in one byte tensor, and what the receiver needs to take it apart."""
+
+    bytes_N: Tensor
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+
+
+def flatten(bucket: Bucket, device: torch.device) -> FlatBucket:
+    """Copy a bucket into one byte tensor on `device`.
+
+    Wider types come first, so that every tensor starts at a multiple of its element size.
+    """
+    ordered: Sequence[NamedTensor] = sorted(bucket, key=lambda item: -item[1].element_size())
+    flat_N = torch.empty(sum(t.nbytes for _, t in ordered), dtype=torch.uint8, device=device)
+    start = 0
+    for _, tensor in ordered:
+        part = flat_N[start : start + tensor.nbytes]
+        part.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+        start += tensor.nbytes
+    return FlatBucket(
+        flat_N,
+        [name for name, _ in ordered],
+        [str(tensor.dtype).removeprefix("torch.") for _, tensor in ordered],
+        [list(tensor.shape) for _, tensor in ordered],
+    )
+
+
+class _Link:
+    """The process group with the engines, as a bare gloo or NCCL backend."""
+
+    def __init__(self, name: str, backend: str, listener: socket.socket, world_size: int) -> None:
+        self.name = name
+        self.backend = backend
+        self.world_size = world_size
+        self.port = int(listener.getsockname()[1])
+        self._store = dist.TCPStore(
+            str(listener.getsockname()[0]),
+            self.port,
+            world_size,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=_JOIN_SECONDS),
+            master_listen_fd=listener.detach(),
+        )
+        self._group: Any = None
+
+    def join(self) -> None:
+        """Meet the engines; blocks until all are there or the limit passes."""
+        limit = timedelta(seconds=_JOIN_SECONDS)
+        device = "cpu" if self.backend == "gloo" else "cuda"
+        store = dist.PrefixStore(
+            f"{device}/",
+            dist.PrefixStore(f"{self.name}/", dist.PrefixStore(self.name, self._store)),
+        )
+        if self.backend == "gloo":
+            self._group = dist.ProcessGroupGloo(store, 0, self.world_size, timeout=limit)
+        else:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = limit
+            self._group = dist.ProcessGroupNCCL(store, 0, self.world_size, options)
+
+    def set_limit(self, seconds: float) -> None:
+        """The limit of each broadcast from now on."""
+        self._group._set_default_timeout(timedelta(seconds=seconds))
+
+    def broadcast(self, tensor: Tensor) -> Any:
+        """Start sending; returns a work handle with `is_completed` and `wait`."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.rootTensor = 0
+        return self._group.broadcast([tensor], options)
+
+    def drop(self) -> None:
+        """Close all connections, whatever is under way."""
+        if self._group is not None:
+            self._group.abort()
+            self._group = None
+
+
+class DistributedSender(WeightSender):
+    """`weights.transport: distributed`."""
+
+    def __init__(
+        self, settings: WeightsConfig, engines: EngineConfig, device: torch.device
+    ) -> None:
+        super().__init__(settings, engines)
+        self._device = device
+        self._link: _Link | None = None
+
+    def _open_link(self) -> None:
+        backend = "nccl" if self._device.type == "cuda" else "gloo"
+        address = address_towards(self.engines[0].url)
+        ranks = self.engine_settings.tensor
+        listener = socket.create_server((address, 0), backlog=len(self.engines) * ranks + 8)
+        link = _Link(
+            f"megatron-async-{os.getpid()}-{next(_group_serial)}",
+            backend,
+            listener,
+            1 + ranks * len(self.engines),
+        )
+        joins = self.calls.start(
+            "init_weights_update_group",
+            lambda index: {
+                "master_address": address,
+                "master_port": link.port,
+                "rank_offset": 1 + index * ranks,
+                "world_size": link.world_size,
+                "group_name": link.name,
+                "backend": backend,
+            },
+            _JOIN_SECONDS,
+        )
+        try:
+            link.join()
+        except RuntimeError as error:
+            _raise_first_failure(joins, wait_seconds=1.0)
+            raise ComponentFailure(
+                f"the engines did not join the weight-update group within {_JOIN_SECONDS:g} s: "
+                f"{error}"
+            ) from error
+        self._link = link
+        gather(joins)
+        link.set_limit(self.settings.timeout_seconds)
+
+    def _close_link(self) -> None:
+        if self._link is None:
+            return
+        link, self._link = self._link, None
+        leaving = self.calls.start(
+            "destroy_weights_update_group", lambda _: {"group_name": link.name}, _LEAVE_SECONDS
+        )
+        # Closing our connections ends a receive that an engine is stuck in; then it can leave.
+        link.drop()
+        for future in leaving:
+            future.exception()
+
+    def _transfer(
+        self,
+        buckets: Iterator[Bucket],
+        version: PolicyVersion,
+        flush_cache: bool,
+        deadline: float,
+        watch: Stopwatch,
+    ) -> None:
+        self._begin_session(deadline)
+        watch.lap("begin")
+        announced: list[Future[dict[str, Any]]] = []
+        travelling: tuple[Any, Tensor] | None = None
+        for bucket, last in with_last(buckets):
+            flat = flatten(bucket, self._device)
+            watch.lap("gather")
+            if travelling is not None:
+                self._wait(travelling[0], announced, deadline)
+                watch.lap("broadcast")
+            announced += self._announce(flat, version if last else None, flush_cache, deadline)
+            travelling = self._require_link().broadcast(flat.bytes_N), flat.bytes_N
+        if travelling is not None:
+            self._wait(travelling[0], announced, deadline)
+        watch.lap("broadcast")
+        gather(announced)
+        watch.lap("load")
+        self._end_session(deadline)
+        watch.lap("end")
+
+    def _announce(
+        self, flat: FlatBucket, version: PolicyVersion | None, flush_cache: bool, deadline: float
+    ) -> list[Future[dict[str, Any]]]:
+        body: dict[str, Any] = {
+            "names": flat.names,
+            "dtypes": flat.dtypes,
+            "shapes": flat.shapes,
+            "group_name": self._require_link().name,
+            "load_format": "flattened_bucket",
+            "flush_cache": flush_cache and version is not None,
+        }
+        if version is not None:
+            body["weight_version"] = str(version)
+        return self.calls.start(
+            "update_weights_from_distributed", lambda _: body, time_left(deadline)
+        )
+
+    def _wait(self, work: Any, announced: list[Future[dict[str, Any]]], deadline: float) -> None:
+        """Until the broadcast is done. Raises as soon as an engine refuses, or at the deadline."""
+        pause = _FIRST_POLL_SECONDS
+        while not work.is_completed():
+            _raise_first_failure(announced)
+            if time.monotonic() > deadline:
+                raise ComponentFailure(
+                    "the weight broadcast did not end within weights.timeout_seconds = "
+                    f"{self.settings.timeout_seconds:g}"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_POLL_SECONDS)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            _raise_first_failure(announced, wait_seconds=1.0)
+            raise ComponentFailure(f"the weight broadcast failed: {error}") from error
+
+    def _require_link(self) -> _Link:
+        if self._link is None:
+            raise ComponentFailure("weights were to be sent before the engines were connected")
+        return self._link
+
+
+def _raise_first_failure(
+    futures: Sequence[Future[dict[str, Any]]], wait_seconds: float = 0.0
+) -> None:
+    """Raise what the calls that have ended raised; with `wait_seconds`, give them that long."""
+    deadline = time.monotonic() + wait_seconds
+    while True:
+        failures = [
+            error
+            for future in futures
+            if future.done() and isinstance(error := future.exception(), EngineCallError)
+        ]
+        raise_together(failures)
+        if time.monotonic() >= deadline:
+            return
+        time.sleep(0.02)

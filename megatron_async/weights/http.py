@@ -1,0 +1,150 @@
+"""Blocking HTTP calls to inference engines, for the trainer's sending rank.
+
+Invariants
+- Every call has a time limit; an engine that refuses, answers anything but 200 or is too slow is
+  an `EngineCallError` that names the engine, the call and the answer.
+- Calls to several engines run side by side; one engine's failure does not hide the others'.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from megatron_async.errors import ComponentFailure
+
+_ANSWER_CHARACTERS = 500
+
+
+@dataclass(frozen=True)
+class EngineAddress:
+    """One engine as the trainer sees it."""
+
+    engine_id: str
+    url: str
+
+
+class EngineCallError(ComponentFailure):
+    """Calls to engines failed; `engine_ids` are those that did."""
+
+    def __init__(self, message: str, engine_ids: Sequence[str]) -> None:
+        super().__init__(message)
+        self.engine_ids = tuple(engine_ids)
+
+
+def call(
+    engine: EngineAddress,
+    method: str,
+    path: str,
+    body: Mapping[str, Any] | None,
+    timeout_seconds: float,
+    api_key: str = "",
+) -> dict[str, Any]:
+    """The JSON object that the engine answers ({} if it answers with something else)."""
+    parts = urlsplit(engine.url)
+    headers = {"Content-Type": "application/json"}
+    if api_key:
+        headers["Authorization"] = f"Bearer {api_key}"
+    data = None if body is None else json.dumps(body).encode()
+    connection = http.client.HTTPConnection(
+        parts.hostname or "", parts.port, timeout=max(timeout_seconds, 0.001)
+    )
+    try:
+        connection.request(method, f"/{path}", body=data, headers=headers)
+        response = connection.getresponse()
+        status, answer = response.status, response.read()
+    except (OSError, http.client.HTTPException) as error:
+        raise EngineCallError(
+            f"engine {engine.engine_id} ({engine.url}): {method} /{path} failed within "
+            f"{timeout_seconds:.1f} s: {error or type(error).__name__}",
+            [engine.engine_id],
+        ) from error
+    finally:
+        connection.close()
+    if status != http.client.OK:
+        text = answer[:_ANSWER_CHARACTERS].decode(errors="replace")
+        raise EngineCallError(
+            f"engine {engine.engine_id} ({engine.url}): {method} /{path} answered {status}: {text}",
+            [engine.engine_id],
+        )
+    try:
+        value = json.loads(answer)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+class EngineCalls:
+    """Calls to several engines side by side, on threads of its own."""
+
+    def __init__(self, engines: Sequence[EngineAddress], api_key: str = "") -> None:
+        self.engines = tuple(engines)
+        self._api_key = api_key
+        # Two calls per engine can be under way: one bucket loads while the next is announced.
+        self._pool = ThreadPoolExecutor(
+            max_workers=max(2 * len(self.engines), 1), thread_name_prefix="engine-calls"
+        )
+
+    def start(
+        self,
+        path: str,
+        body_of: Callable[[int], Mapping[str, Any] | None],
+        timeout_seconds: float,
+        method: str = "POST",
+    ) -> list[Future[dict[str, Any]]]:
+        """Begin one call per engine; `body_of(i)` is the body for the i-th."""
+        return [
+            self._pool.submit(
+                call, engine, method, path, body_of(index), timeout_seconds, self._api_key
+            )
+            for index, engine in enumerate(self.engines)
+        ]
+
+    def every(
+        self,
+        path: str,
+        body: Mapping[str, Any] | None,
+        timeout_seconds: float,
+        method: str = "POST",
+    ) -> list[dict[str, Any]]:
+        """Call all engines and wait. Raises EngineCallError naming all that failed."""
+        return gather(self.start(path, lambda _: body, timeout_seconds, method))
+
+    def close(self) -> None:
+        """Calls under way run into their own limits; nobody waits for them."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def gather(futures: Sequence[Future[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Results in order, once all are there. Raises EngineCallError with all failures."""
+    results, failures = [], []
+    for future in futures:
+        try:
+            results.append(future.result())
+        except EngineCallError as error:
+            failures.append(error)
+    raise_together(failures)
+    return results
+
+
+def raise_together(failures: Sequence[EngineCallError]) -> None:
+    """One EngineCallError for several; nothing if there is none."""
+    if failures:
+        raise EngineCallError(
+            "; ".join(str(failure) for failure in failures),
+            [engine_id for failure in failures for engine_id in failure.engine_ids],
+        ) from failures[0]
+
+
+def address_towards(url: str) -> str:
+    """This machine's address on the interface that reaches `url` (nothing is sent)."""
+    parts = urlsplit(url)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((parts.hostname or "", parts.port or 80))
+        return str(probe.getsockname()[0])

@@ -1,0 +1,142 @@
+"""Ragged batches for the tests: hypothesis strategies, and the same rows packed and padded.
+
+Log-probs lie on a grid of 1/8, so that sums are exact, ties happen, and both sides see the same
+bits; ratios reach far beyond the safety bound. Untrained tokens hold NaN: they must not matter.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from hypothesis import strategies as st
+
+from tests.algorithms.oracle import Row
+
+FIELDS = ("p", "old", "rollout", "ref", "entropy", "advantage", "v")
+_GRID = 8
+
+
+def _log_prob(low: int) -> st.SearchStrategy[float]:
+    return st.integers(low * _GRID, 0).map(lambda n: n / _GRID)
+
+
+# Mostly close policies, sometimes ratios up to e^70, with the safety bound and 1 hit exactly.
+_NEAR = _log_prob(-3)
+_ANY = st.one_of(_NEAR, _NEAR, _log_prob(-30), st.sampled_from([-20.0, -20.125, -70.0, 0.0]))
+_ADVANTAGE = st.integers(-16, 16).map(lambda n: n / 8)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Rows of trained tokens, and how many untrained ones stand before each token."""
+
+    rows: list[Row]
+    gaps: list[list[int]]
+
+    def packed(self, name: str) -> torch.Tensor:
+        """One field as a packed stream [T], NaN at untrained tokens."""
+        return torch.tensor(
+            [
+                value
+                for row, gap in zip(self.rows, self.gaps, strict=True)
+                for value in _with_gaps([token[name] for token in row], gap, math.nan)
+            ],
+            dtype=torch.float64,
+        )
+
+    @property
+    def mask(self) -> torch.Tensor:
+        """0/1 mask [T]."""
+        return torch.tensor(
+            [
+                value
+                for row, gap in zip(self.rows, self.gaps, strict=True)
+                for value in _with_gaps([1.0] * len(row), gap, 0.0)
+            ],
+            dtype=torch.float64,
+        )
+
+    @property
+    def lag(self) -> torch.Tensor:
+        """Lags [T], nonsense at untrained tokens."""
+        return torch.tensor(
+            [
+                int(value)
+                for row, gap in zip(self.rows, self.gaps, strict=True)
+                for value in _with_gaps([token["lag"] for token in row], gap, 999.0)
+            ],
+            dtype=torch.int32,
+        )
+
+    @property
+    def cu_seqlens(self) -> torch.Tensor:
+        """[S + 1]."""
+        lengths = [len(row) + sum(gap) for row, gap in zip(self.rows, self.gaps, strict=True)]
+        return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+    def padded(self, stream: torch.Tensor, fill: float) -> torch.Tensor:
+        """A packed stream as [B, L] with `fill` after the end of each row."""
+        parts = stream.split(self.cu_seqlens.diff().tolist())
+        width = max([part.numel() for part in parts] + [1])
+        rows = [torch.cat([part, part.new_full((width - part.numel(),), fill)]) for part in parts]
+        return torch.stack(rows)
+
+    def unpack(self, stream: torch.Tensor) -> list[list[float]]:
+        """Values of the trained tokens, row by row."""
+        parts = stream.split(self.cu_seqlens.diff().tolist())
+        masks = self.mask.split(self.cu_seqlens.diff().tolist())
+        return [part[m != 0].tolist() for part, m in zip(parts, masks, strict=True)]
+
+    def rows_of(self, index: list[int]) -> Case:
+        """Some of the rows, in this order."""
+        return Case([self.rows[i] for i in index], [self.gaps[i] for i in index])
+
+
+def _with_gaps(values: list[float], gap: list[int], fill: float) -> list[float]:
+    result: list[float] = []
+    for value, untrained in zip(values, gap[:-1], strict=True):
+        result += [fill] * untrained + [value]
+    return result + [fill] * gap[-1]
+
+
+_TOKEN = st.fixed_dictionaries(
+    {
+        "p": _ANY,
+        "old": _ANY,
+        "rollout": _ANY,
+        "ref": _ANY,
+        "entropy": st.integers(0, 24).map(lambda n: n / 8),
+        "advantage": _ADVANTAGE,
+        "v": st.integers(0, 16).map(lambda n: n / 8),
+        "lag": st.integers(0, 11).map(float),
+    }
+)
+
+
+@st.composite
+def cases(draw: st.DrawFn, *, min_trained: int = 0) -> Case:
+    """1 to 5 rows of 0 to 5 trained tokens, prompts and holes between them; empty rows included."""
+    rows = draw(
+        st.lists(st.lists(_TOKEN, max_size=5), min_size=1, max_size=5).filter(
+            lambda rows: sum(map(len, rows)) >= min_trained
+        )
+    )
+    gaps = [
+        draw(st.lists(st.integers(0, 2), min_size=len(row) + 1, max_size=len(row) + 1))
+        for row in rows
+    ]
+    return Case(rows, gaps)
+
+
+def close(actual: float, expected: float, tolerance: float = 1e-6) -> bool:
+    """Within `tolerance`, absolutely or relative to the expected value; infinities are equal."""
+    if math.isnan(actual) or math.isnan(expected):
+        return False
+    return actual == expected or abs(actual - expected) <= tolerance * max(1.0, abs(expected))
+
+
+def assert_close(actual: float, expected: float, what: str) -> None:
+    """`close`, with a message that names the number."""
+    assert close(actual, expected), f"{what}: got {actual!r}, expected {expected!r}"

@@ -1,0 +1,118 @@
+"""Advantages, reward shaping and filtering against their formulas."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_async.algorithms import advantages
+from megatron_async.errors import NonFiniteError
+from tests.algorithms import oracle
+from tests.algorithms.cases import assert_close
+
+_SEQUENCE = st.tuples(
+    st.integers(-8, 8).map(lambda n: n / 4),  # reward
+    st.integers(0, 3),  # group
+    st.integers(0, 4),  # trained tokens
+    st.integers(-200, 200).map(lambda n: n / 8),  # log weight
+)
+
+
+@given(sequences=st.lists(_SEQUENCE, min_size=1, max_size=10), eta=st.sampled_from([2.0, 0.5]))
+def test_every_estimator_equals_its_formula(
+    sequences: list[tuple[float, int, int, float]], eta: float
+) -> None:
+    rewards, groups, tokens, log_weights = map(list, zip(*sequences, strict=True))
+    reward_S = torch.tensor(rewards, dtype=torch.float64)
+    # Group numbers as a batch has them: dense, in any order.
+    group_S = torch.unique(torch.tensor(groups), return_inverse=True)[1]
+    weight_S = torch.tensor(log_weights, dtype=torch.float64)
+    results: dict[tuple[str, bool | None], torch.Tensor] = {
+        ("grpo", None): advantages.group_advantages(reward_S, group_S),
+        ("dr_grpo", None): advantages.group_advantages(reward_S, group_S, normalize_std=False),
+        ("rloo", None): advantages.leave_one_out_advantages(reward_S, group_S),
+        ("pg", None): advantages.batch_baseline_advantages(reward_S),
+        ("reinforce_pp", None): advantages.whitened_advantages(reward_S, torch.tensor(tokens)),
+    }
+    for leave_one_out in (False, True):
+        results["rapid", leave_one_out] = advantages.rapid_advantages(
+            reward_S, weight_S, group_S, eta=eta, leave_one_out=leave_one_out
+        )
+    for (name, without_self), got in results.items():
+        expected = oracle.advantages(
+            name,
+            rewards,
+            groups,
+            tokens=tokens,
+            log_weights=log_weights,
+            eta=eta,
+            leave_one_out=without_self,
+        )
+        for a, b in zip(got.tolist(), expected, strict=True):
+            assert_close(a, b, f"{name} {without_self}")
+
+
+def test_group_advantages_use_the_sample_deviation_and_its_epsilon() -> None:
+    rewards_S, group_S = torch.tensor([1.0, 0.0]).double(), torch.tensor([0, 0])
+    got = advantages.group_advantages(rewards_S, group_S, epsilon=0.25)
+    expected = 0.5 / (math.sqrt(0.5) + 0.25)
+    assert got.tolist() == pytest.approx([expected, -expected])
+
+
+def test_leave_one_out_baseline_is_the_mean_of_the_others() -> None:
+    rewards_S, group_S = torch.tensor([3.0, 0.0, 0.0, 5.0]), torch.tensor([0, 0, 0, 1])
+    got = advantages.leave_one_out_advantages(rewards_S, group_S)
+    assert got.tolist() == [3.0, -1.5, -1.5, 5.0]
+
+
+def test_rapid_bounds_a_weight_from_above() -> None:
+    """min, not the max that the paper prints: weight 10 counts as 2, weight 0.1 stays."""
+    rewards_S = torch.tensor([1.0, 1.0]).double()
+    log_weights_S = torch.tensor([10.0, 0.1]).double().log()
+    got = advantages.rapid_advantages(rewards_S, log_weights_S, torch.tensor([0, 0]), eta=2.0)
+    assert got.tolist() == pytest.approx([1 - 2.1 / 2] * 2)
+    others = advantages.rapid_advantages(
+        rewards_S, log_weights_S, torch.tensor([0, 0]), eta=2.0, leave_one_out=True
+    )
+    assert others.tolist() == pytest.approx([1 - 0.1, 1 - 2.0])
+
+
+def test_rapid_on_policy_is_the_group_mean_baseline() -> None:
+    rewards_S, group_S = torch.tensor([1.0, 0.0, 1.0, 1.0]).double(), torch.tensor([0, 0, 1, 1])
+    rapid = advantages.rapid_advantages(rewards_S, torch.zeros(4).double(), group_S)
+    plain = advantages.group_advantages(rewards_S, group_S, normalize_std=False)
+    torch.testing.assert_close(rapid, plain)
+
+
+def test_whitening_counts_tokens_not_sequences() -> None:
+    got = advantages.whitened_advantages(torch.tensor([1.0, 0.0]).double(), torch.tensor([3, 1]))
+    deviation = math.sqrt((3 * 0.25**2 + 0.75**2) / 3 + 1e-8)
+    assert got.tolist() == pytest.approx([0.25 / deviation, -0.75 / deviation])
+    assert advantages.whitened_advantages(torch.ones(2), torch.zeros(2)).tolist() == [0.0, 0.0]
+
+
+def test_overlong_penalty_is_linear_inside_the_buffer() -> None:
+    length_S = torch.tensor([0, 60, 80, 90, 100, 140])
+    got = advantages.overlong_penalty(length_S, max_length=100, buffer=20, penalty=2.0)
+    assert got.tolist() == pytest.approx([0.0, 0.0, 0.0, -1.0, -2.0, -2.0])
+
+
+def test_groups_with_equal_rewards_are_not_informative() -> None:
+    rewards_S = torch.tensor([0.0, 1.0, 1.0, 1.0, 0.5])
+    got = advantages.informative_groups(rewards_S, torch.tensor([0, 0, 1, 1, 2]))
+    assert got.tolist() == [True, False, False]
+
+
+def test_empty_batches_pass_through() -> None:
+    nothing, no_group = torch.zeros(0), torch.zeros(0, dtype=torch.int64)
+    assert advantages.group_advantages(nothing, no_group).numel() == 0
+    assert advantages.batch_baseline_advantages(nothing).numel() == 0
+    assert advantages.informative_groups(nothing, no_group).numel() == 0
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_non_finite_rewards_are_named(value: float) -> None:
+    with pytest.raises(NonFiniteError, match=r"^rewards"):
+        advantages.group_advantages(torch.tensor([0.0, value]), torch.tensor([0, 0]))

@@ -1,0 +1,444 @@
+"""The seam with the trainer: from a batch to gradients, for every recipe, however it is split."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_async.algorithms.algorithm import (
+    Algorithm,
+    build_algorithm,
+    build_sft_algorithm,
+)
+from megatron_async.algorithms.interface import LossMetrics
+from megatron_async.algorithms.metrics import finalize
+from megatron_async.config import build_config
+from megatron_async.config.recipes import RECIPES
+from megatron_async.errors import NonFiniteError
+from megatron_async.trajectory.batch import TokenBatch
+from tests.algorithms import oracle
+from tests.algorithms.batches import current_logprobs, oracle_rows, token_batch
+from tests.algorithms.cases import assert_close
+from tests.distributed import run_ranks
+
+
+def algorithm_of(recipe: str, **algorithm: Any) -> Algorithm:
+    config = build_config(
+        {
+            "algorithm": {"recipe": recipe, **algorithm},
+            "schedule": {"groups_per_batch": 64},
+            "sampling": {"max_new_tokens": 6},
+        }
+    )
+    return build_algorithm(config)
+
+
+# Everything that is computed over more than one sequence occurs in one of these.
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{recipe: (recipe, {}) for recipe in RECIPES},
+    "decoupled": (
+        "copris",
+        {
+            "correction": {
+                "preset": "decoupled_seq_is_rs",
+                "rollout_is_batch_normalize": True,
+                "rollout_rs": "token_k3,seq_mean_k1",
+                "rollout_rs_threshold": "0.9,0.6_1.4",
+            }
+        },
+    ),
+    "bypass_normalized": (
+        "pipeline_rl",
+        {
+            "advantage": {"estimator": "reinforce_pp"},
+            "correction": {
+                "preset": "bypass_pg_geo_rs_seq_tis",
+                "rollout_is_batch_normalize": True,
+                "rollout_rs_threshold": "0.5_2.0",
+            },
+        },
+    ),
+    "token_normalized": (
+        "pipeline_rl",
+        {
+            "correction": {
+                "preset": "bypass_pg_token_icepop",
+                "rollout_is_batch_normalize": True,
+            }
+        },
+    ),
+    "rapid_loo": (
+        "rapid",
+        {"rapid": {"leave_one_out": True}, "kl": {"reward_coef": 0.1}},
+    ),
+    "gspo": (
+        "grpo",
+        {
+            "loss": {"name": "gspo", "clip_low": 0.01},
+            "advantage": {"estimator": "rloo"},
+            "kl": {"reward_coef": 0.05, "loss_coef": 0.01, "loss_estimator": "k2"},
+        },
+    ),
+}
+
+
+def train_step(
+    algorithm: Algorithm,
+    batch: TokenBatch,
+    logprobs_T: np.ndarray,
+    parts: list[list[int]],
+    group: torch.distributed.ProcessGroup | None = None,
+) -> tuple[np.ndarray, dict[str, float], TokenBatch]:
+    """One update: the gradient of every token [T], all metrics, the prepared batch."""
+    batch, metrics = algorithm.prepare(batch, group)
+    batch, denominators = algorithm.prepare_minibatch(batch, logprobs_T, group)
+    gradient_T, total = np.zeros(batch.num_tokens), LossMetrics.empty()
+    for part in parts:
+        index_T = np.concatenate(
+            [np.arange(batch.cu_seqlens_S1[i], batch.cu_seqlens_S1[i + 1]) for i in part]
+        )
+        inputs = algorithm.inputs(batch.select(part), torch.tensor(logprobs_T[index_T]))
+        output = algorithm.loss(inputs, denominators)
+        gradient_T[index_T] = output.dlogp_T.numpy()
+        total = total.merge(output.metrics)
+    if group is not None:
+        total = total.all_reduce(group)
+    metrics = metrics | finalize(total) | algorithm.correction_metrics(batch, logprobs_T, group)
+    return gradient_T, metrics, batch
+
+
+def whole(batch: TokenBatch) -> list[list[int]]:
+    return [list(range(batch.num_sequences))]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_gradient_does_not_depend_on_microbatches(variant: str) -> None:
+    recipe, settings = VARIANTS[variant]
+    algorithm, batch = algorithm_of(recipe, **settings), token_batch()
+    logprobs_T = current_logprobs(batch)
+    expected_T, expected, _ = train_step(algorithm, batch, logprobs_T, whole(batch))
+    assert np.abs(expected_T).sum() > 0.01, "a gradient of nothing would prove nothing"
+    for parts in ([[i] for i in range(9)], [[8, 0, 3], [1], [7, 2, 4, 5, 6]]):
+        gradient_T, metrics, _ = train_step(algorithm, batch, logprobs_T, parts)
+        np.testing.assert_allclose(gradient_T, expected_T, rtol=1e-6, atol=1e-9)
+        assert metrics.keys() == expected.keys()
+        for name, value in metrics.items():
+            assert_close(value, expected[name], name)
+
+
+def _two_ranks() -> dict[str, tuple[list[int], np.ndarray, dict[str, float]]]:
+    torch.distributed.init_process_group("gloo")
+    group = torch.distributed.group.WORLD
+    rank, results = torch.distributed.get_rank(), {}
+    for variant, (recipe, settings) in VARIANTS.items():
+        batch = token_batch()
+        # Groups are torn apart: sequences 0, 2, 4, 8 here, the others there.
+        mine = [0, 2, 4, 8] if rank == 0 else [1, 3, 5, 6, 7]
+        logprobs_T = current_logprobs(batch)
+        index_T = np.concatenate(
+            [np.arange(batch.cu_seqlens_S1[i], batch.cu_seqlens_S1[i + 1]) for i in mine]
+        )
+        shard = batch.select(mine)
+        gradient_T, metrics, _ = train_step(
+            algorithm_of(recipe, **settings),
+            shard,
+            logprobs_T[index_T],
+            [[0, 1], [3, 2]] if rank == 0 else [[0], [4, 3, 2, 1]],
+            group,
+        )
+        results[variant] = (index_T.tolist(), gradient_T, metrics)
+    # A rank without any sequence takes part in every collective.
+    batch = token_batch()
+    shard = batch if rank == 0 else batch.select([])
+    algorithm = algorithm_of("rapid")
+    gradient_T, metrics, _ = train_step(
+        algorithm, shard, current_logprobs(shard), whole(shard) if rank == 0 else [], group
+    )
+    results["empty_rank"] = (list(range(len(gradient_T))), gradient_T, metrics)
+    return results
+
+
+@pytest.mark.slow
+def test_two_ranks_give_the_gradient_and_the_metrics_of_one() -> None:
+    ranks = run_ranks(_two_ranks, 2, timeout_seconds=90)
+    batch = token_batch()
+    logprobs_T = current_logprobs(batch)
+    for variant in (*VARIANTS, "empty_rank"):
+        recipe, settings = VARIANTS.get(variant, ("rapid", {}))
+        algorithm = algorithm_of(recipe, **settings)
+        expected_T, expected, _ = train_step(algorithm, batch, logprobs_T, whole(batch))
+        gradient_T = np.full(batch.num_tokens, np.nan)
+        for index_T, part_T, metrics in (rank[variant] for rank in ranks):
+            gradient_T[index_T] = part_T
+            for name, value in metrics.items():
+                assert_close(value, expected[name], f"{variant} {name}")
+        np.testing.assert_allclose(gradient_T, expected_T, rtol=1e-6, atol=1e-9, err_msg=variant)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_prepared_batch_gives_the_oracles_gradient(variant: str) -> None:
+    recipe, settings = VARIANTS[variant]
+    algorithm, batch = algorithm_of(recipe, **settings), token_batch(seed=3)
+    logprobs_T = current_logprobs(batch)
+    gradient_T, _, prepared = train_step(algorithm, batch, logprobs_T, whole(batch))
+    rows = oracle_rows(prepared, logprobs_T)
+    if variant == "sft":
+        rows = [[{**token, "rollout": token["p"]} for token in row] for row in rows]
+    tokens, sequences = sum(map(len, rows)), sum(1 for row in rows if row)
+    _, denominators = algorithm.prepare_minibatch(prepared, logprobs_T)
+    assert (denominators.tokens, denominators.sequences) == (tokens, sequences)
+    expected = oracle.loss(rows, algorithm.loss_config, tokens, sequences, denominators.weight_mean)
+    flat = [slope for row in expected.dlogp for slope in row]
+    np.testing.assert_allclose(gradient_T[prepared.loss_mask_T != 0], flat, rtol=1e-6, atol=1e-9)
+
+
+def response_logs(batch: TokenBatch, a_T: np.ndarray, b_T: np.ndarray) -> list[float]:
+    return [
+        float(((a_T - b_T) * batch.loss_mask_T)[low:high].sum())
+        for low, high in zip(batch.cu_seqlens_S1[:-1], batch.cu_seqlens_S1[1:], strict=True)
+    ]
+
+
+def first_of_each(batch: TokenBatch) -> list[float]:
+    """A sequence's advantage, wherever it is written."""
+    return [float(batch.advantages_T[i]) for i in batch.cu_seqlens_S1[:-1]]  # type: ignore[index]
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "pg", "reinforce_pp"])
+def test_estimators_reach_the_batch(estimator: str) -> None:
+    batch = token_batch(seed=2)
+    prepared, metrics = algorithm_of("copris", advantage={"estimator": estimator}).prepare(batch)
+    tokens = [round(n) for n in response_logs(batch, batch.loss_mask_T, 0 * batch.loss_mask_T)]
+    expected = oracle.advantages(
+        estimator, batch.rewards_S.tolist(), batch.group_ids_S.tolist(), tokens=tokens
+    )
+    assert first_of_each(prepared) == pytest.approx(expected)
+    assert metrics["reward/mean"] == pytest.approx(batch.rewards_S.mean())
+    assert batch.advantages_T is None, "the batch itself is not modified"
+
+
+@pytest.mark.parametrize("leave_one_out", [False, True])
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_rapid_advantages_follow_the_current_policy(leave_one_out: bool, decoupled: bool) -> None:
+    algorithm = algorithm_of(
+        "rapid",
+        rapid={"leave_one_out": leave_one_out, "eta": 1.5},
+        correction={"preset": "disabled" if decoupled else "bypass"},
+    )
+    batch, _ = algorithm.prepare(token_batch(seed=4))
+    assert batch.advantages_T is None
+    behaviour_T = batch.old_logprobs_T if decoupled else batch.rollout_logprobs_T
+    assert behaviour_T is not None
+    for seed in (1, 2):
+        logprobs_T = current_logprobs(batch, seed)
+        prepared, _ = algorithm.prepare_minibatch(batch, logprobs_T)
+        expected = oracle.advantages(
+            "rapid",
+            batch.rewards_S.tolist(),
+            batch.group_ids_S.tolist(),
+            eta=1.5,
+            log_weights=response_logs(batch, logprobs_T, behaviour_T),
+            leave_one_out=leave_one_out,
+        )
+        assert first_of_each(prepared) == pytest.approx(expected)
+    with pytest.raises(ValueError, match="no-gradient pass"):
+        algorithm.prepare_minibatch(batch)
+
+
+def test_decoupled_correction_reaches_weights_mask_and_denominators() -> None:
+    correction = {
+        "preset": "decoupled_token_is",
+        "rollout_rs": "seq_mean_k2",
+        "rollout_rs_threshold": 0.5,
+    }
+    batch = token_batch(seed=6)
+    algorithm = algorithm_of("copris", correction=correction)
+    prepared, metrics = algorithm.prepare(batch)
+    rows = oracle_rows(replace(batch, advantages_T=batch.loss_mask_T), batch.loss_mask_T)
+    expected = oracle.correction(rows, level="token", options=["seq_mean_k2"], thresholds=[0.5])
+    trained_T = batch.loss_mask_T != 0
+    keep = [k for row in expected.keep for k in row]
+    assert prepared.loss_mask_T[trained_T].tolist() == keep
+    assert 0 < sum(keep) < len(keep)
+    weights = [w for row in expected.weights or [] for w in row]
+    assert prepared.is_weights_T is not None
+    np.testing.assert_allclose(prepared.is_weights_T[trained_T], weights)
+    for name, value in expected.metrics.items():
+        assert_close(metrics[name], value, name)
+    _, denominators = algorithm.prepare_minibatch(prepared)
+    assert denominators.tokens == sum(keep)
+    assert algorithm.correction_metrics(prepared, current_logprobs(batch)) == {}
+
+
+def test_whitening_counts_the_tokens_that_rejection_kept() -> None:
+    batch = token_batch(seed=6)
+    correction = {
+        "preset": "disabled",
+        "rollout_rs": "token_k2",
+        "rollout_rs_threshold": 0.05,
+    }
+    estimator = {"estimator": "reinforce_pp"}
+    prepared, _ = algorithm_of("copris", advantage=estimator, correction=correction).prepare(batch)
+    kept = [round(n) for n in response_logs(prepared, batch.loss_mask_T, 0 * batch.loss_mask_T)]
+    assert 0 < sum(kept) < batch.num_trained_tokens
+    expected = oracle.advantages(
+        "reinforce_pp", batch.rewards_S.tolist(), batch.group_ids_S.tolist(), tokens=kept
+    )
+    assert first_of_each(prepared) == pytest.approx(expected)
+
+
+def test_bypass_mode_never_multiplies_ppo_clip_by_weights() -> None:
+    batch = token_batch()
+    plain, _ = algorithm_of("copris").prepare(batch)
+    config = {"preset": "bypass_ppo_clip", "rollout_is": "token"}
+    weighted = algorithm_of("copris", correction=config)
+    prepared, _ = weighted.prepare(batch)
+    assert prepared.is_weights_T is None
+    logprobs_T = torch.tensor(current_logprobs(batch))
+    _, denominators = weighted.prepare_minibatch(prepared)
+    gradients = [
+        algorithm.loss(algorithm.inputs(batch_, logprobs_T), denominators).dlogp_T
+        for algorithm, batch_ in ((weighted, prepared), (algorithm_of("copris"), plain))
+    ]
+    assert torch.equal(*gradients)
+    metrics = weighted.correction_metrics(prepared, logprobs_T)
+    assert "rollout_corr/rollout_is_mean" in metrics, "the weights are reported all the same"
+
+
+@pytest.mark.parametrize("preset", ["bypass_pg_is", "bypass_pg_token_icepop"])
+def test_batch_normalised_weights_of_reinforce_have_mean_one(preset: str) -> None:
+    correction = {"preset": preset, "rollout_is_batch_normalize": True}
+    algorithm = algorithm_of("pg", correction=correction)
+    batch, _ = algorithm.prepare(token_batch())
+    logprobs_T = current_logprobs(batch)
+    batch, denominators = algorithm.prepare_minibatch(batch, logprobs_T)
+    metrics = algorithm.correction_metrics(batch, logprobs_T)
+    factor = metrics["rollout_corr/rollout_is_batch_norm_factor"]
+    assert denominators.weight_mean == pytest.approx(factor) and factor != 1.0
+
+
+def test_reported_weights_are_those_of_the_loss() -> None:
+    batch = token_batch()
+    logprobs_T = current_logprobs(batch)
+    for recipe, largest in (("pipeline_rl", 5.0), ("prime_rl", 8.0)):
+        algorithm = algorithm_of(recipe, loss={"weight_threshold": 5.0})
+        metrics = algorithm.correction_metrics(algorithm.prepare(batch)[0], logprobs_T * 0 + 3.0)
+        assert metrics["rollout_corr/rollout_is_max"] == largest
+    icepop = algorithm_of("pipeline_rl", loss={"weight_threshold": "0.9_1.1"})
+    metrics = icepop.correction_metrics(icepop.prepare(batch)[0], logprobs_T)
+    assert 0 < metrics["rollout_corr/rollout_is_oob_ratio"] <= 1
+    assert "rollout_corr/kl" in algorithm_of("pg").correction_metrics(batch, logprobs_T)
+    untrained = replace(batch, loss_mask_T=0 * batch.loss_mask_T)
+    assert icepop.correction_metrics(untrained, logprobs_T) == {}
+
+
+def test_reference_kl_and_length_are_taken_off_the_reward() -> None:
+    batch = token_batch(seed=1)
+    assert batch.ref_logprobs_T is not None
+    algorithm = algorithm_of(
+        "copris",
+        advantage={"estimator": "pg"},
+        kl={"reward_coef": 0.5},
+        overlong={"buffer_share": 0.5, "penalty": 2.0},
+    )
+    prepared, metrics = algorithm.prepare(batch)
+    distance = response_logs(batch, batch.rollout_logprobs_T, batch.ref_logprobs_T)
+    length = batch.lengths_S() - batch.prompt_lengths_S
+    penalty = [2.0 * min(max((n - 3) / 3, 0.0), 1.0) for n in length]
+    rewards = batch.rewards_S - 0.5 * np.array(distance) - penalty
+    assert first_of_each(prepared) == pytest.approx((rewards - rewards.mean()).tolist())
+    assert metrics["reward/mean"] == pytest.approx(rewards.mean())
+
+
+def test_the_share_of_uninformative_groups_is_reported() -> None:
+    batch = token_batch()
+    rewards_S = np.array([1.0, 1, 1, 0, 1, 1, 0, 0, 0])
+    metrics = algorithm_of("copris").prepare(replace(batch, rewards_S=rewards_S))[1]
+    assert metrics["reward/uninformative_groups"] == pytest.approx(2 / 3)
+    assert (metrics["reward/min"], metrics["reward/max"]) == (0.0, 1.0)
+    assert metrics["reward/std"] == pytest.approx(rewards_S.std())
+
+
+def test_sft_is_masked_cross_entropy_whatever_the_recipe() -> None:
+    algorithm, batch = build_sft_algorithm(), token_batch()
+    prepared, _ = algorithm.prepare(batch)
+    prepared, denominators = algorithm.prepare_minibatch(prepared)
+    logprobs_T = torch.tensor(current_logprobs(batch))
+    output = algorithm.loss(algorithm.inputs(prepared, logprobs_T), denominators)
+    trained_T = batch.loss_mask_T != 0
+    assert float(output.loss_sum) == pytest.approx(-logprobs_T.numpy()[trained_T].mean())
+    assert output.metrics.sums()["log_ratio"] == 0.0
+    assert (
+        not algorithm.needs_old_logprobs and algorithm.correction_metrics(batch, logprobs_T) == {}
+    )
+
+
+def test_arrays_are_read_in_the_dtype_of_the_log_probs() -> None:
+    algorithm, batch = algorithm_of("grpo", entropy_coef=0.1), token_batch()
+    prepared, _ = algorithm.prepare(batch)
+    current_T = torch.tensor(current_logprobs(batch), dtype=torch.float32, requires_grad=True)
+    inputs = algorithm.inputs(prepared, current_T, current_T * 0)
+    assert {
+        tensor.dtype for tensor in (inputs.rollout_logprobs_T, inputs.advantages_T, inputs.mask_T)
+    } == {torch.float32}
+    assert inputs.entropy_T is not None and not inputs.entropy_T.requires_grad
+    assert not inputs.logprobs_T.requires_grad and algorithm.needs_entropy
+
+
+@pytest.mark.parametrize(
+    ("field", "name", "recipe"),
+    [
+        ("rewards_S", "rewards", "copris"),
+        ("old_logprobs_T", "old_logprobs", "grpo"),
+        ("rollout_logprobs_T", "rollout_logprobs", "grpo"),
+        ("ref_logprobs_T", "ref_logprobs", "kl"),
+    ],
+)
+def test_a_non_finite_array_is_named(field: str, name: str, recipe: str) -> None:
+    settings = {"kl": {"reward_coef": 0.1}} if recipe == "kl" else {}
+    algorithm = algorithm_of("copris" if recipe == "kl" else recipe, **settings)
+    broken = getattr(token_batch(), field).copy()
+    broken[-1] = math.nan
+    with pytest.raises(NonFiniteError, match=rf"^{name} has 1"):
+        algorithm.prepare(replace(token_batch(), **{field: broken}))
+
+
+def test_non_finite_log_probs_of_the_group_pass_are_named() -> None:
+    algorithm, batch = algorithm_of("rapid"), token_batch()
+    broken_T = current_logprobs(batch)
+    broken_T[-1] = math.inf
+    with pytest.raises(NonFiniteError, match=r"^logprobs has 1"):
+        algorithm.prepare_minibatch(algorithm.prepare(batch)[0], broken_T)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "settings", "field"),
+    [
+        ("grpo", {}, "old_logprobs_T"),
+        ("copris", {"kl": {"reward_coef": 1.0}}, "ref_logprobs_T"),
+    ],
+)
+def test_missing_log_probs_are_named(recipe: str, settings: dict[str, Any], field: str) -> None:
+    without: dict[str, Any] = {field: None}
+    with pytest.raises(ValueError, match=field):
+        algorithm_of(recipe, **settings).prepare(replace(token_batch(), **without))
+
+
+def test_a_batch_must_be_prepared() -> None:
+    batch = token_batch()
+    with pytest.raises(ValueError, match="no advantages"):
+        algorithm_of("copris").inputs(batch, torch.tensor(current_logprobs(batch)))
+    rapid = algorithm_of("rapid", correction={"preset": "disabled"})
+    with pytest.raises(ValueError, match="old_logprobs_T"):
+        rapid.prepare_minibatch(replace(batch, old_logprobs_T=None), current_logprobs(batch))
+
+
+def test_a_batch_rejected_as_a_whole_has_no_gradient() -> None:
+    batch = replace(token_batch(), loss_mask_T=0 * token_batch().loss_mask_T)
+    gradient_T, metrics, _ = train_step(
+        algorithm_of("grpo"), batch, current_logprobs(batch), whole(batch)
+    )
+    assert not gradient_T.any() and metrics["actor/tokens"] == 0.0

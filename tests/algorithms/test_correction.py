@@ -1,0 +1,263 @@
+"""Rollout correction: every weight, mask and metric against the oracle, padded and packed alike."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_async.algorithms.correction import compute_rollout_correction
+from megatron_async.errors import NonFiniteError
+from tests.algorithms import oracle
+from tests.algorithms.cases import Case, assert_close, cases
+
+THRESHOLDS = [2.0, 0.75, "5.0", "0.5_2.0", "0.5_5.0", "1.0_1.0", 1e-9]
+OPTIONS: dict[str, list[float | str]] = {
+    "k1": ["0.5_2.0", "0.7_1.3", "1.5", "1.0_4.0", "0.999_1.001"],
+    "k2": [0.01, 0.5, "2.0", 100.0],
+    "k3": [0.01, "0.3", 5.0, 1e6],
+}
+NAMES = [
+    f"{level}_{k}"
+    for level in ("token", "seq_sum", "seq_mean", "seq_max")
+    for k in OPTIONS
+    if (level, k) != ("seq_max", "k1")
+]
+
+
+@st.composite
+def rejections(draw: st.DrawFn) -> tuple[list[str], list[float | str]]:
+    names = draw(st.lists(st.sampled_from(NAMES), max_size=3, unique=True))
+    return names, [draw(st.sampled_from(OPTIONS[name[-2:]])) for name in names]
+
+
+def run(case: Case, *, pad: bool, **settings_: Any) -> tuple[Any, ...]:
+    old, rollout, mask = case.packed("old"), case.packed("rollout"), case.mask
+    if not pad:
+        return compute_rollout_correction(
+            old, rollout, mask, cu_seqlens=case.cu_seqlens, **settings_
+        )
+    weights, kept, metrics = compute_rollout_correction(
+        case.padded(old, math.nan),
+        case.padded(rollout, math.nan),
+        case.padded(mask, 0),
+        **settings_,
+    )
+    real = case.padded(torch.ones_like(mask), 0) != 0
+    assert kept[~real].sum() == 0
+    return None if weights is None else weights[real], kept[real], metrics
+
+
+@given(
+    case=cases(min_trained=1),
+    level=st.sampled_from([None, "token", "sequence"]),
+    threshold=st.sampled_from(THRESHOLDS),
+    normalize=st.booleans(),
+    rejection=rejections(),
+    pad=st.booleans(),
+)
+@settings(max_examples=300, deadline=None)
+def test_every_number_equals_the_oracle(
+    case: Case,
+    level: str | None,
+    threshold: float | str,
+    normalize: bool,
+    rejection: tuple[list[str], list[float | str]],
+    pad: bool,
+) -> None:
+    names, thresholds = rejection
+    weights, kept, metrics = run(
+        case,
+        pad=pad,
+        rollout_is=level,
+        rollout_is_threshold=threshold,
+        rollout_is_batch_normalize=normalize,
+        rollout_rs=",".join(names) or None,
+        rollout_rs_threshold=",".join(map(str, thresholds)) or None,
+    )
+    expected = oracle.correction(
+        case.rows,
+        level=level,
+        threshold=threshold,
+        normalize=normalize,
+        options=names,
+        thresholds=thresholds,
+    )
+    assert metrics.keys() == expected.metrics.keys()
+    for name, value in expected.metrics.items():
+        assert_close(metrics[name], value, name)
+    assert case.unpack(kept) == [[float(keep) for keep in row] for row in expected.keep]
+    assert (weights is None) == (expected.weights is None)
+    if weights is not None and expected.weights is not None:
+        for got, wanted in zip(case.unpack(weights), expected.weights, strict=True):
+            for a, b in zip(got, wanted, strict=True):
+                assert_close(a, b, "weight")
+        assert weights[case.mask == 0].abs().sum() == 0, "untrained tokens weigh nothing"
+
+
+def packed(old: list[float], rollout: list[float], lengths: list[int]) -> dict:
+    return {
+        "old_logprobs": torch.tensor(old, dtype=torch.float64),
+        "rollout_logprobs": torch.tensor(rollout, dtype=torch.float64),
+        "response_mask": torch.ones(len(old), dtype=torch.float64),
+        "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0),
+    }
+
+
+def test_asymmetric_k1_bounds_hold_for_rollout_over_train() -> None:
+    """k1 = -log r, so "0.5_4.0" keeps r = pi_old / pi_rollout in [1/4, 2]."""
+    ratios = [0.2, 0.3, 1.0, 1.9, 2.1, 3.9]
+    args = packed([math.log(r) for r in ratios], [0.0] * 6, [6])
+    kept = compute_rollout_correction(
+        **args, rollout_rs="token_k1", rollout_rs_threshold="0.5_4.0"
+    )[1]
+    assert kept.tolist() == [0.0, 1.0, 1.0, 1.0, 0.0, 0.0]
+
+
+def test_one_number_for_k1_means_its_reciprocal_below() -> None:
+    ratios = [0.4, 0.6, 1.6, 2.5]
+    args = packed([math.log(r) for r in ratios], [0.0] * 4, [4])
+    kept = compute_rollout_correction(**args, rollout_rs="token_k1", rollout_rs_threshold=2.0)[1]
+    assert kept.tolist() == [0.0, 1.0, 1.0, 0.0]
+
+
+def test_sign_of_kl_and_log_ppl_diff() -> None:
+    """Rollout surer than train: KL by k1 and log_ppl_diff are positive, the ratio is above 1."""
+    _, _, metrics = compute_rollout_correction(**packed([-2.0, -2.0], [-1.0, -1.0], [2]))
+    assert metrics["rollout_corr/kl"] == pytest.approx(1.0)
+    assert metrics["rollout_corr/log_ppl_diff"] == pytest.approx(1.0)
+    assert metrics["rollout_corr/ppl_ratio"] == pytest.approx(math.e)
+
+
+def test_token_max_is_after_truncation_and_sequence_max_before() -> None:
+    args = packed([1.0, 1.0], [0.0, 0.0], [2])
+    token = compute_rollout_correction(**args, rollout_is="token", rollout_is_threshold=2.0)[2]
+    sequence = compute_rollout_correction(**args, rollout_is="sequence", rollout_is_threshold=2.0)[
+        2
+    ]
+    assert token["rollout_corr/rollout_is_max"] == 2.0
+    assert sequence["rollout_corr/rollout_is_max"] == pytest.approx(math.exp(2.0))
+
+
+def test_sequence_max_is_bounded_and_min_is_not() -> None:
+    args = packed([30.0, -30.0], [0.0, 0.0], [1, 1])
+    metrics = compute_rollout_correction(**args, rollout_is="sequence")[2]
+    assert metrics["rollout_corr/rollout_is_max"] == pytest.approx(math.exp(20.0))
+    assert metrics["rollout_corr/rollout_is_min"] == pytest.approx(math.exp(-30.0))
+
+
+def test_chi2_of_a_sample_can_be_negative() -> None:
+    metrics = compute_rollout_correction(**packed([-3.0], [-1.0], [1]))[2]
+    assert metrics["rollout_corr/chi2_token"] == pytest.approx(math.exp(-4.0) - 1.0)
+
+
+def test_k3_kl_is_not_clamped_but_chi2_is() -> None:
+    metrics = compute_rollout_correction(**packed([30.0], [0.0], [1]))[2]
+    assert metrics["rollout_corr/k3_kl"] == pytest.approx(math.exp(30.0) - 31.0)
+    assert metrics["rollout_corr/chi2_token"] == pytest.approx(math.exp(40.0) - 1.0)
+
+
+def test_effective_sample_size_keeps_the_references_small_constant() -> None:
+    """All weights e^-20: without the 1e-8 in the denominator this would be 1."""
+    args = packed([-30.0, -30.0], [0.0, 0.0], [2])
+    metrics = compute_rollout_correction(**args, rollout_is="token")[2]
+    weight = math.exp(-20.0)
+    expected = ((weight + 1e-8) / weight) ** 2
+    assert metrics["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(expected, rel=1e-9)
+
+
+def test_no_normalisation_when_every_weight_is_zero() -> None:
+    args = packed([1.0, 1.0], [0.0, 0.0], [2])
+    weights, _, metrics = compute_rollout_correction(
+        **args, rollout_is="token", rollout_is_threshold="0.5_2.0", rollout_is_batch_normalize=True
+    )
+    assert weights is not None and weights.tolist() == [0.0, 0.0]
+    assert metrics["rollout_corr/rollout_is_batch_norm_factor"] == 1.0
+    assert metrics["rollout_corr/rollout_is_eff_sample_size"] == 0.0
+
+
+def test_rejection_leaves_weights_and_inputs_alone() -> None:
+    args = packed([1.0, 0.0], [0.0, 0.0], [1, 1])
+    before = args["response_mask"].clone()
+    plain = compute_rollout_correction(**args, rollout_is="token")[0]
+    weights, mask, _ = compute_rollout_correction(
+        **args, rollout_is="token", rollout_rs="seq_sum_k3", rollout_rs_threshold=0.1
+    )
+    assert weights is not None and plain is not None
+    assert torch.equal(weights, plain) and mask.tolist() == [0.0, 1.0]
+    assert torch.equal(args["response_mask"], before)
+
+
+def test_weights_carry_no_gradient_and_follow_the_dtype() -> None:
+    old = torch.zeros(3, requires_grad=True)
+    weights, mask, _ = compute_rollout_correction(
+        old,
+        torch.zeros(3),
+        torch.ones(3, dtype=torch.int64),
+        cu_seqlens=torch.tensor([0, 3]),
+        rollout_is="sequence",
+    )
+    assert weights is not None and not weights.requires_grad
+    assert weights.dtype == torch.float32 and mask.dtype == torch.int64
+
+
+def test_aliases_name_their_options() -> None:
+    args = packed([1.0, 0.0, 0.25], [0.0, 0.0, 0.0], [2, 1])
+    for alias, option in (("sequence", "seq_sum_k1"), ("geometric", "seq_mean_k1")):
+        by_alias = compute_rollout_correction(**args, rollout_rs=alias, rollout_rs_threshold=1.5)
+        by_name = compute_rollout_correction(**args, rollout_rs=option, rollout_rs_threshold=1.5)
+        assert torch.equal(by_alias[1], by_name[1]) and by_alias[2] == by_name[2]
+
+
+@pytest.mark.parametrize("name", ["old_logprobs", "rollout_logprobs"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_non_finite_input_is_named(name: str, value: float) -> None:
+    args = packed([0.0, 0.0], [0.0, 0.0], [2])
+    args[name][1] = value
+    with pytest.raises(NonFiniteError, match=rf"^{name} has 1 non-finite"):
+        compute_rollout_correction(**args)
+
+
+@pytest.mark.parametrize(
+    ("settings_", "message"),
+    [
+        ({"rollout_is": "row"}, "rollout_is must be 'token' or 'sequence', got 'row'"),
+        ({"rollout_is": "token", "rollout_is_threshold": "2_1"}, "rollout_is_threshold .* '2_1'"),
+        ({"rollout_is": "token", "rollout_is_threshold": True}, "rollout_is_threshold .* True"),
+        ({"rollout_is": "token", "rollout_is_threshold": -1.0}, "must be positive"),
+        ({"rollout_rs": "token_k1"}, "needs rollout_rs_threshold"),
+        ({"rollout_rs": "token_k4", "rollout_rs_threshold": 1}, "option 'token_k4' is not one of"),
+        ({"rollout_rs": "seq_max_k1", "rollout_rs_threshold": 2}, "'seq_max_k1' is not one of"),
+        ({"rollout_rs": "token_k2", "rollout_rs_threshold": "1.0_2.0"}, "one upper bound"),
+        ({"rollout_rs": "token_k1", "rollout_rs_threshold": 0.5}, "must be >= 1"),
+        ({"rollout_rs": "token_k1,token_k2", "rollout_rs_threshold": "2,2,2"}, "one for each of"),
+        ({"rollout_rs": ",", "rollout_rs_threshold": 2}, "at least one option"),
+    ],
+)
+def test_a_malformed_setting_is_refused(settings_: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        compute_rollout_correction(**packed([0.0], [0.0], [1]), **settings_)
+
+
+def test_one_threshold_serves_all_options_and_duplicates_count_once() -> None:
+    args = packed([0.5, 0.0], [0.0, 0.0], [1, 1])
+    kept = compute_rollout_correction(
+        **args, rollout_rs="token_k2, token_k3,token_k2", rollout_rs_threshold=0.1
+    )[1]
+    assert kept.tolist() == [0.0, 1.0]
+    twice = compute_rollout_correction(
+        **args, rollout_rs="token_k2,token_k2,token_k3", rollout_rs_threshold="9.0,0.1"
+    )[1]
+    assert twice.tolist() == [0.0, 1.0]
+
+
+def test_shapes_must_fit_and_something_must_be_trained() -> None:
+    args = packed([0.0, 0.0], [0.0, 0.0], [2])
+    with pytest.raises(ValueError, match="shapes differ"):
+        compute_rollout_correction(**{**args, "response_mask": torch.ones(3)})
+    with pytest.raises(ValueError, match=r"\[T\] with them"):
+        compute_rollout_correction(**{**args, "cu_seqlens": None})
+    with pytest.raises(ValueError, match="no trained token"):
+        compute_rollout_correction(**{**args, "response_mask": torch.zeros(2)})

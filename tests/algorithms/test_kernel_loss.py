@@ -1,0 +1,218 @@
+"""The kernels behind the algorithm: same numbers, same errors, chosen by device."""
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+from megatron_async_kernels import NonFiniteInput
+from megatron_async_kernels.loss_types import LossConfig as KernelLossConfig
+from megatron_async_kernels.loss_types import mirror
+from megatron_async_kernels.triton_loss_spec import loss_spec
+
+from megatron_async.algorithms.algorithm import Algorithm, build_algorithm
+from megatron_async.algorithms.interface import (
+    Denominators,
+    LossConfig,
+    LossInputs,
+    LossMetrics,
+    LossOutput,
+    RejectionRule,
+)
+from megatron_async.algorithms.kernel_loss import compute_loss, kernel_inputs, plain_reason
+from megatron_async.algorithms.losses import policy_loss
+from megatron_async.config import build_config
+from megatron_async.config.model import ModelConfig
+from megatron_async.config.recipes import RECIPES
+from megatron_async.errors import NonFiniteError
+from megatron_async.trainer.capabilities import Capabilities, choose
+from tests.algorithms.batches import current_logprobs, token_batch
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+RULE = RejectionRule("token", "k1", -1.0, 1.0)
+
+# Every recipe as it is, then what no recipe has: entropy, rules in the loss, weights, gspo.
+SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{recipe: (recipe, {}) for recipe in RECIPES},
+    "entropy": ("copris", {"entropy_coef": 0.05}),
+    "rules": (
+        "copris",
+        {
+            "correction": {
+                "preset": "bypass_ppo_clip",
+                "rollout_rs": "token_k1,seq_mean_k2",
+                "rollout_rs_threshold": "0.3_3.0,0.9",
+            }
+        },
+    ),
+    "weights": ("grpo", {"correction": {"preset": "decoupled_token_is"}}),
+    "normalized": (
+        "pipeline_rl",
+        {"correction": {"preset": "bypass_pg_is", "rollout_is_batch_normalize": True}},
+    ),
+    "gspo": ("grpo", {"loss": {"name": "gspo", "clip_low": 0.01}}),
+}
+
+
+def algorithm_of(name: str) -> Algorithm:
+    recipe, settings = SETTINGS[name]
+    return build_algorithm(
+        build_config(
+            {
+                "algorithm": {"recipe": recipe, **settings},
+                "schedule": {"groups_per_batch": 64},
+                "sampling": {"max_new_tokens": 6},
+            }
+        )
+    )
+
+
+def microbatch(algorithm: Algorithm, seed: int) -> tuple[LossInputs, Denominators]:
+    """A whole prepared batch as one microbatch; float64, one sequence without trained tokens."""
+    batch = token_batch(seed=seed)
+    logprobs_T = torch.tensor(current_logprobs(batch, seed))
+    prepared, _ = algorithm.prepare(batch)
+    prepared, denominators = algorithm.prepare_minibatch(prepared, logprobs_T)
+    generator = torch.Generator().manual_seed(seed)
+    entropy_T = torch.rand(len(logprobs_T), generator=generator, dtype=torch.float64)
+    return algorithm.inputs(prepared, logprobs_T, entropy_T), denominators
+
+
+def assert_same(actual: LossOutput, expected: LossOutput, tolerance: float) -> None:
+    close = {"rtol": tolerance, "atol": tolerance, "check_dtype": False, "check_device": False}
+    assert type(actual) is LossOutput and type(actual.metrics) is LossMetrics
+    torch.testing.assert_close(actual.loss_sum, expected.loss_sum, **close)
+    torch.testing.assert_close(actual.dlogp_T, expected.dlogp_T, **close)
+    assert (actual.dentropy_T is None) == (expected.dentropy_T is None)
+    if actual.dentropy_T is not None:
+        torch.testing.assert_close(actual.dentropy_T, expected.dentropy_T, **close)
+    for field in fields(LossMetrics):
+        pair = (getattr(actual.metrics, field.name), getattr(expected.metrics, field.name))
+        assert pair[0].dtype == torch.float64
+        torch.testing.assert_close(*pair, **close)
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_kernel_package_gives_the_plain_loss(name: str, seed: int) -> None:
+    algorithm = algorithm_of(name)
+    inputs, denominators = microbatch(algorithm, seed)
+    actual = algorithm.loss(inputs, denominators, backend="reference")
+    expected = policy_loss(inputs, algorithm.loss_config, denominators)
+    assert actual.dlogp_T.dtype == torch.float64 and bool(expected.dlogp_T.any())
+    assert_same(actual, expected, 1e-9)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("name", SETTINGS)
+def test_on_cuda_the_loss_is_that_of_the_cpu(name: str) -> None:
+    algorithm = algorithm_of(name)
+    inputs, denominators = microbatch(algorithm, 0)
+    expected = policy_loss(inputs, algorithm.loss_config, denominators)
+    streams = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
+    on_device = LossInputs(
+        **{
+            name: None if stream is None else stream.to(CUDA, _single(stream.dtype))
+            for name, stream in streams.items()
+        }
+    )
+    actual = algorithm.loss(on_device, denominators)
+    assert actual.dlogp_T.is_cuda
+    assert_same(actual, expected, 1e-4)
+
+
+def _single(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype == torch.float64 else dtype
+
+
+@pytest.mark.parametrize(
+    ("field", "name"),
+    [
+        ("logprobs_T", "logprobs"),
+        ("rollout_logprobs_T", "rollout_logprobs"),
+        ("old_logprobs_T", "old_logprobs"),
+        ("ref_logprobs_T", "ref_logprobs"),
+        ("advantages_T", "advantages"),
+        ("entropy_T", "entropy"),
+        ("is_weights_T", "is_weights"),
+    ],
+)
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_a_non_finite_input_is_named_and_comes_from_the_chosen_implementation(
+    field: str, name: str, backend: Any
+) -> None:
+    algorithm = algorithm_of("weights")
+    inputs, denominators = microbatch(algorithm, 0)
+    last = int(inputs.mask_T.nonzero()[-1])
+    broken_T = getattr(inputs, field).clone()
+    broken_T[last] = torch.nan
+    with pytest.raises(NonFiniteError, match=rf"^{name} has 1 non-finite") as caught:
+        algorithm.loss(replace(inputs, **{field: broken_T}), denominators, backend=backend)
+    # Also shows which implementation ran: on the CPU the plain one unless asked otherwise.
+    assert isinstance(caught.value.__cause__, NonFiniteInput) == (backend is not None)
+
+
+def test_a_non_finite_untrained_token_does_not_matter() -> None:
+    algorithm = algorithm_of("grpo")
+    inputs, denominators = microbatch(algorithm, 0)
+    broken_T = torch.where(inputs.mask_T == 0, torch.nan, inputs.advantages_T)
+    actual = algorithm.loss(
+        replace(inputs, advantages_T=broken_T), denominators, backend="reference"
+    )
+    assert_same(actual, algorithm.loss(inputs, denominators), 1e-9)
+
+
+def test_a_missing_input_is_named() -> None:
+    algorithm = algorithm_of("grpo")
+    inputs, denominators = microbatch(algorithm, 0)
+    with pytest.raises(ValueError, match="old_logprobs_T"):
+        algorithm.loss(replace(inputs, old_logprobs_T=None), denominators, backend="reference")
+
+
+def test_strided_streams_reach_the_kernels_contiguous() -> None:
+    inputs, _ = microbatch(algorithm_of("grpo"), 0)
+    strided_T = torch.stack([inputs.logprobs_T, inputs.logprobs_T + 1.0], dim=1)[:, 0]
+    taken = kernel_inputs(replace(inputs, logprobs_T=strided_T, lag_T=None))
+    assert not strided_T.is_contiguous() and taken.logprobs_T.is_contiguous()
+    assert torch.equal(taken.logprobs_T, strided_T)
+    assert taken.mask_T is inputs.mask_T and taken.lag_T is None
+
+
+def test_the_device_chooses() -> None:
+    assert plain_reason(CUDA, LossConfig()) is None
+    assert plain_reason(CPU, LossConfig()) == "tensors on cpu"
+
+
+@pytest.mark.parametrize(("count", "fits"), [(4, True), (5, False)])
+def test_more_rules_than_the_kernels_hold_are_computed_plainly(count: int, fits: bool) -> None:
+    config = LossConfig(rejection=(RULE,) * count)
+    inputs, denominators = microbatch(algorithm_of("copris"), 0)
+    kernel_config = mirror(KernelLossConfig, config)
+    if fits:
+        assert plain_reason(CUDA, config) is None
+        assert loss_spec(kernel_inputs(inputs), kernel_config).num_rules == count
+    else:
+        assert plain_reason(CUDA, config) == "more than 4 rejection rules"
+        with pytest.raises(ValueError, match="at most 4 rejection rules, got 5"):
+            compute_loss(inputs, config, denominators, backend="triton")
+
+
+@pytest.mark.parametrize(
+    ("cuda", "triton", "line"),
+    [
+        (None, "3.8.0", "plain torch (no CUDA device)"),
+        ("12.9", "3.8.0", "kernel, triton 3.8.0; plain torch with more than 4 rejection rules"),
+        (
+            "12.9",
+            None,
+            "kernel, torch version (triton is not installed); "
+            "plain torch with more than 4 rejection rules",
+        ),
+    ],
+)
+def test_doctor_says_what_computes_the_loss(
+    cuda: str | None, triton: str | None, line: str
+) -> None:
+    found = Capabilities("2", "0.16", cuda, cuda and "a GPU", None, None, triton)
+    assert ("policy loss", line) in choose(ModelConfig(), found).lines()

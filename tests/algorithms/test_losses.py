@@ -1,0 +1,380 @@
+"""The loss of a microbatch: values, gradients and metric sums against the oracle and autograd."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_async.algorithms.interface import (
+    LAG_SUM_NAMES,
+    MAX_NAMES,
+    SUM_NAMES,
+    Denominators,
+    LossConfig,
+    LossInputs,
+    LossMetrics,
+    RejectionRule,
+    attach_gradient,
+    check_finite,
+)
+from megatron_async.algorithms.losses import (
+    policy_loss,
+    rejection_keep,
+    rejection_statistic,
+)
+from megatron_async.errors import NonFiniteError
+from tests.algorithms import oracle
+from tests.algorithms.autograd import autograd_loss
+from tests.algorithms.cases import Case, assert_close, cases
+from tests.algorithms.configs import loss_configs
+
+DENOMINATORS = Denominators(tokens=17.0, sequences=5.0, weight_mean=1.25)
+
+
+def inputs_of(case: Case, dtype: torch.dtype = torch.float64) -> LossInputs:
+    return LossInputs(
+        logprobs_T=case.packed("p").to(dtype),
+        rollout_logprobs_T=case.packed("rollout").to(dtype),
+        advantages_T=case.packed("advantage").to(dtype),
+        mask_T=case.mask.to(dtype),
+        cu_seqlens_S1=case.cu_seqlens,
+        old_logprobs_T=case.packed("old").to(dtype),
+        ref_logprobs_T=case.packed("ref").to(dtype),
+        entropy_T=case.packed("entropy").to(dtype),
+        is_weights_T=case.packed("v").to(dtype),
+        lag_T=case.lag,
+    )
+
+
+@given(case=cases(), config=loss_configs)
+@settings(max_examples=400, deadline=None)
+def test_value_gradients_and_every_metric_equal_the_oracle(case: Case, config: LossConfig) -> None:
+    output = policy_loss(inputs_of(case), config, DENOMINATORS)
+    expected = oracle.loss(case.rows, config, 17.0, 5.0, 1.25)
+    assert_close(float(output.loss_sum), expected.value, "loss")
+    gradients = [("dlogp", output.dlogp_T, expected.dlogp)]
+    if config.entropy_coef:
+        assert output.dentropy_T is not None
+        gradients.append(("dentropy", output.dentropy_T, expected.dentropy))
+    else:
+        assert output.dentropy_T is None
+    for name, stream, rows in gradients:
+        assert bool((stream[case.mask == 0] == 0).all()), f"{name} of untrained tokens"
+        for got, wanted in zip(case.unpack(stream), rows, strict=True):
+            for a, b in zip(got, wanted, strict=True):
+                assert_close(a, b, name)
+    sums = output.metrics.sums()
+    for name in (*SUM_NAMES, *MAX_NAMES):
+        assert_close(sums[name], expected.sums.get(name, 0.0), name)
+    for name, got, wanted in zip(
+        LAG_SUM_NAMES, output.metrics.lag_sums_LB.tolist(), expected.by_lag.tolist(), strict=True
+    ):
+        for a, b in zip(got, wanted, strict=True):
+            assert_close(a, b, name)
+
+
+@given(case=cases(min_trained=1), config=loss_configs)
+@settings(max_examples=300, deadline=None)
+def test_gradients_equal_float64_autograd(case: Case, config: LossConfig) -> None:
+    inputs = inputs_of(case)
+    output = policy_loss(inputs, config, DENOMINATORS)
+    value, dlogp_T, dentropy_T = autograd_loss(inputs, config, DENOMINATORS)
+    assert_close(float(output.loss_sum), value, "loss")
+    for a, b in zip(output.dlogp_T.tolist(), dlogp_T.tolist(), strict=True):
+        assert_close(a, b, "dlogp")
+    if output.dentropy_T is not None:
+        torch.testing.assert_close(output.dentropy_T, dentropy_T, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("surrogate", ["aipo", "ppo_clip", "sft"])
+@pytest.mark.parametrize("kl", ["none", "k3"])
+def test_gradients_equal_finite_differences(surrogate: str, kl: str) -> None:
+    """Losses without a stopped gradient, away from their kinks."""
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(low: float, high: float) -> torch.Tensor:
+        return low + (high - low) * torch.rand(12, generator=generator, dtype=torch.float64)
+
+    config = LossConfig(surrogate=surrogate, dual_clip=3.0, kl_estimator=kl, kl_coef=0.3)  # type: ignore[arg-type]
+    p_T = draw(-3.0, -0.1)
+    inputs = LossInputs(
+        logprobs_T=p_T,
+        rollout_logprobs_T=p_T + draw(-1.5, 1.5),
+        advantages_T=draw(-2.0, 2.0),
+        mask_T=torch.tensor([0.0, 1, 1, 1, 0, 1, 1, 1, 1, 1, 1, 0], dtype=torch.float64),
+        cu_seqlens_S1=torch.tensor([0, 4, 12]),
+        ref_logprobs_T=p_T + draw(-1.0, 1.0),
+    )
+    output = policy_loss(inputs, config, DENOMINATORS)
+    for token in range(12):
+        step_T = torch.zeros(12, dtype=torch.float64)
+        step_T[token] = 1e-6
+        ends = [
+            policy_loss(
+                dataclasses.replace(inputs, logprobs_T=p_T + sign * step_T), config, DENOMINATORS
+            ).loss_sum
+            for sign in (1.0, -1.0)
+        ]
+        slope = float(ends[0] - ends[1]) / 2e-6
+        assert slope == pytest.approx(float(output.dlogp_T[token]), abs=1e-7)
+
+
+@given(case=cases(min_trained=1), config=loss_configs, data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_any_split_into_microbatches_gives_the_same_gradient_and_metrics(
+    case: Case, config: LossConfig, data: st.DataObject
+) -> None:
+    whole = policy_loss(inputs_of(case), config, DENOMINATORS)
+    order = data.draw(st.permutations(range(len(case.rows))))
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(order)), max_size=3)) | {len(order)})
+    merged, total = LossMetrics.empty(), 0.0
+    gradient: dict[int, list[float]] = {}
+    for low, high in zip([0, *cuts[:-1]], cuts, strict=True):
+        part = case.rows_of(order[low:high])
+        output = policy_loss(inputs_of(part), config, DENOMINATORS)
+        merged, total = merged.merge(output.metrics), total + float(output.loss_sum)
+        gradient |= dict(zip(order[low:high], part.unpack(output.dlogp_T), strict=True))
+    assert_close(total, float(whole.loss_sum), "loss")
+    for row, wanted in enumerate(case.unpack(whole.dlogp_T)):
+        for a, b in zip(gradient[row], wanted, strict=True):
+            assert_close(a, b, "dlogp")
+    expected = whole.metrics.sums()
+    for name, value in merged.sums().items():
+        assert_close(value, expected[name], name)
+    torch.testing.assert_close(merged.lag_sums_LB, whole.metrics.lag_sums_LB, rtol=1e-6, atol=1e-6)
+
+
+@given(case=cases(min_trained=1), config=loss_configs)
+@settings(max_examples=50, deadline=None)
+def test_float32_is_computed_as_float32_and_stays_close(case: Case, config: LossConfig) -> None:
+    output = policy_loss(inputs_of(case, torch.float32), config, DENOMINATORS)
+    expected = policy_loss(inputs_of(case), config, DENOMINATORS)
+    assert output.dlogp_T.dtype == output.loss_sum.dtype == torch.float32
+    torch.testing.assert_close(output.loss_sum.double(), expected.loss_sum, rtol=1e-3, atol=1e-3)
+
+
+def one_token(p: float, rollout: float = 0.0, advantage: float = 1.0, **more: float) -> LossInputs:
+    def stream(value: float) -> torch.Tensor:
+        return torch.tensor([value], dtype=torch.float64)
+
+    return LossInputs(
+        stream(p),
+        stream(rollout),
+        stream(advantage),
+        stream(1.0),
+        torch.tensor([0, 1]),
+        **{f"{name}_T": stream(value) for name, value in more.items()},
+    )
+
+
+def slope(inputs: LossInputs, **settings_: object) -> float:
+    config = LossConfig(**settings_)  # type: ignore[arg-type]
+    return float(policy_loss(inputs, config, Denominators(1.0, 1.0)).dlogp_T[0])
+
+
+def test_pipeline_rl_truncates_the_weight_and_keeps_the_gradient() -> None:
+    settings_ = {"surrogate": "reinforce", "weight_level": "token", "weight_upper": 5.0}
+    assert slope(one_token(math.log(3.0)), **settings_) == pytest.approx(-3.0)
+    assert slope(one_token(math.log(9.0)), **settings_) == pytest.approx(-5.0)
+
+
+def test_aipo_objective_stops_the_gradient_at_the_clip_for_either_sign() -> None:
+    for advantage in (1.0, -1.0):
+        inside = one_token(math.log(7.9), advantage=advantage)
+        beyond = one_token(math.log(8.1), advantage=advantage)
+        assert slope(inside, surrogate="aipo") == pytest.approx(-7.9 * advantage)
+        assert slope(beyond, surrogate="aipo") == 0.0
+
+
+def test_ppo_clip_stops_only_the_gradient_that_would_go_further() -> None:
+    high, low = math.log(1.3), math.log(0.7)
+    assert slope(one_token(high, advantage=1.0)) == 0.0
+    assert slope(one_token(high, advantage=-1.0)) == pytest.approx(1.3)
+    assert slope(one_token(low, advantage=-1.0)) == 0.0
+    assert slope(one_token(low, advantage=1.0)) == pytest.approx(-0.7)
+
+
+def test_clip_higher_widens_only_the_upper_side() -> None:
+    assert slope(one_token(math.log(1.25)), clip_high=0.28) == pytest.approx(-1.25)
+    assert slope(one_token(math.log(1.25)), clip_high=0.2) == 0.0
+
+
+def test_dual_clip_bounds_the_loss_of_bad_tokens() -> None:
+    bad = one_token(math.log(4.0), advantage=-1.0)
+    assert slope(bad) == pytest.approx(4.0)
+    assert slope(bad, dual_clip=3.0) == 0.0
+    config = LossConfig(dual_clip=3.0)
+    assert float(policy_loss(bad, config, Denominators(1.0, 1.0)).loss_sum) == 3.0
+
+
+def test_bypass_ratio_is_to_the_rollout_and_decoupled_to_pi_old() -> None:
+    inputs = one_token(-1.0, -1.0, old_logprobs=-1.1, is_weights=0.5)
+    assert slope(inputs, ratio_to="rollout") == pytest.approx(-0.5)
+    assert slope(inputs, ratio_to="old") == pytest.approx(-0.5 * math.exp(0.1))
+
+
+def test_both_kl_estimators_have_the_gradient_of_the_kl() -> None:
+    """sum_y mu(y) dlogp(y) grad log pi(y) is grad KL(pi || ref), on off-policy data too.
+
+    pi a softmax over three tokens, mu another distribution; nothing truncated.
+    """
+    logits = torch.tensor([0.2, -0.4, 0.9], dtype=torch.float64, requires_grad=True)
+    ref = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+    mu = torch.tensor([0.25, 0.35, 0.4], dtype=torch.float64)
+    log_pi = logits.log_softmax(0)
+    (expected,) = torch.autograd.grad(
+        (log_pi.exp() * (log_pi - ref.log())).sum(), logits, retain_graph=True
+    )
+    for estimator in ("k2", "k3"):
+        config = LossConfig(
+            aggregation="seq_mean_token_sum",
+            kl_estimator=estimator,
+            kl_coef=1.0,
+            kl_weight_upper=99,
+        )
+        inputs = LossInputs(
+            logprobs_T=log_pi.detach(),
+            rollout_logprobs_T=mu.log(),
+            ref_logprobs_T=ref.log(),
+            advantages_T=torch.zeros(3, dtype=torch.float64),
+            mask_T=torch.ones(3, dtype=torch.float64),
+            cu_seqlens_S1=torch.tensor([0, 1, 2, 3]),
+        )
+        slopes = policy_loss(inputs, config, Denominators(3.0, 1.0)).dlogp_T
+        (actual,) = torch.autograd.grad((mu * slopes * log_pi).sum(), logits, retain_graph=True)
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_the_safety_bound_is_inclusive() -> None:
+    at, beyond = one_token(20.0, advantage=-1.0), one_token(20.5, advantage=-1.0)
+    assert slope(at) == pytest.approx(math.exp(20.0))
+    assert slope(beyond) == 0.0
+    for p in (20.5, -20.5):
+        assert slope(one_token(p), surrogate="aipo", aipo_delta=1e12) == 0.0
+    assert slope(one_token(-20.0), surrogate="aipo") == pytest.approx(-math.exp(-20.0), rel=1e-9)
+
+
+@pytest.mark.parametrize("level", ["token", "seq_sum", "seq_mean", "seq_max"])
+def test_bounds_of_a_rejection_rule_are_inclusive(level: str) -> None:
+    """k2 of log-ratio 1 is exactly 1/2; it is kept by [1/2, 1/2] and by nothing narrower."""
+    log_ratio_T, one = torch.ones(1, dtype=torch.float64), torch.tensor([1.0]).double()
+    for lower, upper, keep in (
+        (0.5, 0.5, 1.0),
+        (0.5, 0.6, 1.0),
+        (0.51, 1.0, 0.0),
+        (0.0, 0.49, 0.0),
+    ):
+        rule = RejectionRule(level, "k2", lower, upper)  # type: ignore[arg-type]
+        got = rejection_keep(log_ratio_T, one, torch.tensor([0, 1]), (rule,))
+        assert got.tolist() == [keep], (lower, upper)
+
+
+@pytest.mark.parametrize("level", ["seq_sum", "seq_mean", "seq_max"])
+def test_untrained_tokens_do_not_enter_a_sequence_statistic(level: str) -> None:
+    log_ratio_T, mask_T = torch.tensor([1.0, 9.0, math.nan]), torch.tensor([1.0, 0.0, 0.0])
+    got = rejection_statistic(log_ratio_T, mask_T, torch.tensor([0, 3]), level, "k2")
+    assert got.tolist() == [0.5]
+
+
+def test_rejection_in_the_loss_leaves_the_global_denominator_alone() -> None:
+    inputs = LossInputs(
+        torch.tensor([0.0, 2.0]), torch.zeros(2), torch.ones(2), torch.ones(2), torch.tensor([0, 2])
+    )
+    rule = RejectionRule("token", "k3", -math.inf, 0.5)
+    config = LossConfig(surrogate="reinforce", rejection=(rule,))
+    output = policy_loss(inputs, config, Denominators(2.0, 1.0))
+    assert output.dlogp_T.tolist() == [-0.5, 0.0]
+
+
+def test_a_generations_weight_counts_rejected_tokens_too() -> None:
+    """It is the probability ratio of what was generated, whatever is trained of it."""
+    log_ratio_T = torch.tensor([0.25, 2.0], dtype=torch.float64)
+    inputs = LossInputs(
+        log_ratio_T,
+        torch.zeros(2).double(),
+        torch.ones(2).double(),
+        torch.ones(2).double(),
+        torch.tensor([0, 2]),
+    )
+    rule = RejectionRule("token", "k3", -math.inf, 0.5)
+    config = LossConfig(surrogate="reinforce", weight_level="sequence", rejection=(rule,))
+    output = policy_loss(inputs, config, Denominators(1.0, 1.0))
+    assert output.dlogp_T.tolist() == pytest.approx([-math.exp(2.25), 0.0])
+
+
+def test_nothing_trained_gives_zero_and_no_division() -> None:
+    empty = torch.zeros(0)
+    for mask in (empty, torch.zeros(4)):
+        stream = torch.zeros(mask.numel())
+        for surrogate in ("ppo_clip", "gspo", "reinforce"):
+            output = policy_loss(
+                LossInputs(stream, stream, stream, mask, torch.tensor([0, 0, mask.numel()])),
+                LossConfig(surrogate=surrogate, aggregation="seq_mean_token_mean"),  # type: ignore[arg-type]
+                Denominators(0.0, 0.0),
+            )
+            assert float(output.loss_sum) == 0.0 and output.dlogp_T.abs().sum() == 0.0
+            assert output.metrics.sums()["tokens"] == 0.0
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "logprobs",
+        "rollout_logprobs",
+        "old_logprobs",
+        "ref_logprobs",
+        "advantages",
+        "entropy",
+        "is_weights",
+    ],
+)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_non_finite_input_is_named(name: str, value: float) -> None:
+    inputs = one_token(0.0, old_logprobs=0.0, ref_logprobs=0.0, entropy=0.0, is_weights=1.0)
+    broken = dataclasses.replace(inputs, **{f"{name}_T": torch.tensor([value])})
+    with pytest.raises(NonFiniteError, match=rf"^{name} has 1 non-finite values"):
+        policy_loss(broken, LossConfig(), Denominators(1.0, 1.0))
+
+
+def test_untrained_tokens_may_hold_anything() -> None:
+    check_finite({"x": torch.tensor([math.nan, 1.0])}, torch.tensor([0.0, 1.0]))
+    check_finite({"x": None}, torch.tensor([1.0]))
+
+
+@pytest.mark.parametrize(
+    ("settings_", "name"),
+    [
+        ({"ratio_to": "old"}, "old_logprobs_T"),
+        ({"kl_estimator": "k2"}, "ref_logprobs_T"),
+        ({"entropy_coef": 0.1}, "entropy_T"),
+    ],
+)
+def test_a_missing_input_is_named(settings_: dict, name: str) -> None:
+    with pytest.raises(ValueError, match=f"the loss needs {name}"):
+        slope(one_token(0.0), **settings_)
+
+
+def test_attached_gradient_flows_to_log_probs_and_entropy() -> None:
+    logits = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
+    log_T5 = logits.log_softmax(-1)
+    logprobs_T, entropy_T = log_T5[:, 0], -(log_T5.exp() * log_T5).sum(-1)
+    inputs = LossInputs(
+        logprobs_T.detach(),
+        logprobs_T.detach() - 0.1,
+        torch.ones(4).double(),
+        torch.tensor([0.0, 1, 1, 1]).double(),
+        torch.tensor([0, 4]),
+        entropy_T=entropy_T.detach(),
+    )
+    output = policy_loss(inputs, LossConfig(entropy_coef=0.1), Denominators(3.0, 1.0))
+    loss = attach_gradient(output, logprobs_T, entropy_T)
+    assert loss.item() == output.loss_sum.item()
+    (2.0 * loss).backward(retain_graph=True)
+    assert output.dentropy_T is not None
+    surrogate = (logprobs_T * output.dlogp_T).sum() + (entropy_T * output.dentropy_T).sum()
+    (expected,) = torch.autograd.grad(2.0 * surrogate, logits)
+    torch.testing.assert_close(logits.grad, expected)
+    assert attach_gradient(output, logprobs_T.detach().requires_grad_()).requires_grad

@@ -1,0 +1,193 @@
+"""Reported numbers: ESS, staleness, lags, splits by lag, and the health rules."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_async.algorithms.interface import (
+    Denominators,
+    LossConfig,
+    LossInputs,
+    LossMetrics,
+    RejectionRule,
+)
+from megatron_async.algorithms.losses import policy_loss
+from megatron_async.algorithms.metrics import (
+    batch_staleness,
+    effective_sample_size,
+    finalize,
+    health_warnings,
+)
+from megatron_async.algorithms.reduce import Reducer
+
+
+def report(config: LossConfig | None = None, **more: list[float]) -> dict[str, float]:
+    """Two sequences of two trained tokens, log-ratios 0, log 2 and log 3, log 4, lags 0 1 1 12."""
+    ratios = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
+    inputs = LossInputs(
+        logprobs_T=ratios.log() - 5.0,
+        rollout_logprobs_T=torch.full((4,), -5.0, dtype=torch.float64),
+        advantages_T=torch.tensor([1.0, 1.0, -1.0, 3.0], dtype=torch.float64),
+        mask_T=torch.ones(4, dtype=torch.float64),
+        cu_seqlens_S1=torch.tensor([0, 2, 4]),
+        lag_T=torch.tensor([0, 1, 1, 12]),
+        **{name: torch.tensor(value, dtype=torch.float64) for name, value in more.items()},
+    )
+    output = policy_loss(inputs, config or LossConfig(dual_clip=1.5), Denominators(4.0, 2.0))
+    return finalize(output.metrics)
+
+
+def test_effective_sample_size_is_kishs_share() -> None:
+    assert effective_sample_size(4.0, 4.0, 4) == 1.0
+    assert effective_sample_size(1.0, 1.0, 4) == 0.25
+    assert effective_sample_size(0.0, 0.0, 4) == effective_sample_size(0.0, 0.0, 0) == 0.0
+
+
+def test_ess_is_raw_per_token_and_raw_per_sequence() -> None:
+    got = report()
+    assert got["off_policy/ess"] == pytest.approx(10**2 / (4 * 30))
+    assert got["off_policy/ess_sequence"] == pytest.approx(14**2 / (2 * (4 + 144)))
+    assert got["off_policy/weight"] == pytest.approx(2.5)
+    assert got["off_policy/weight_sequence"] == pytest.approx(7.0)
+    assert got["off_policy/chi2_token"] == pytest.approx(30 / 4 - 1)
+    assert got["off_policy/chi2_sequence"] == pytest.approx(148 / 2 - 1)
+
+
+def test_rapid_staleness_is_the_mean_log_of_the_bounded_generation_weight() -> None:
+    got = report(LossConfig(staleness_clip=3.0))
+    assert got["off_policy/staleness"] == pytest.approx((math.log(2) + math.log(3)) / 2)
+    assert got["off_policy/clipped_generations"] == 0.5
+
+
+def test_kl_lag_and_extremes() -> None:
+    got = report()
+    assert got["off_policy/kl"] == pytest.approx(-math.log(24) / 4)
+    assert got["off_policy/k3"] == pytest.approx((10 - 4 - math.log(24)) / 4)
+    assert got["off_policy/log_ratio_max"] == pytest.approx(math.log(4))
+    assert got["off_policy/log_ratio_min"] == pytest.approx(0.0)
+    assert got["off_policy/log_weight_sequence_max"] == pytest.approx(math.log(12))
+    assert got["off_policy/log_weight_sequence_min"] == pytest.approx(math.log(2))
+    assert (got["off_policy/lag_mean"], got["off_policy/lag_max"]) == (3.5, 12.0)
+    assert got["off_policy/tokens"] == 0.75
+
+
+def test_clip_fraction_counts_both_sides_over_kept_tokens_and_extremes_keep_their_sign() -> None:
+    """Ratios 0.5 (clipped below, A < 0), 2 (clipped above), 1, and e^3, which is rejected."""
+    ratios = torch.tensor([0.5, 2.0, 1.0, math.exp(3.0)], dtype=torch.float64)
+    inputs = LossInputs(
+        logprobs_T=ratios.log(),
+        rollout_logprobs_T=torch.zeros(4, dtype=torch.float64),
+        advantages_T=torch.tensor([-1.0, 1.0, 1.0, 1.0], dtype=torch.float64),
+        mask_T=torch.ones(4, dtype=torch.float64),
+        cu_seqlens_S1=torch.tensor([0, 1, 4]),
+    )
+    config = LossConfig(rejection=(RejectionRule("token", "k3", -math.inf, 10.0),))
+    got = finalize(policy_loss(inputs, config, Denominators(4.0, 2.0)).metrics)
+    assert got["actor/clip_low"] == got["actor/clip_high"] == pytest.approx(1 / 3)
+    assert got["actor/clip_fraction"] == pytest.approx(2 / 3)
+    assert got["actor/kept_fraction"] == 0.75
+    assert got["off_policy/log_ratio_min"] == pytest.approx(-math.log(2.0))
+    assert got["off_policy/log_weight_sequence_min"] == pytest.approx(-math.log(2.0))
+
+
+def test_weights_are_split_by_lag_with_a_last_open_bin() -> None:
+    got = report()
+    assert got["off_policy/lag_1/share"] == 0.5
+    assert got["off_policy/lag_1/weight"] == pytest.approx(2.5)
+    assert got["off_policy/lag_1/ess"] == pytest.approx(25 / (2 * 13))
+    assert got["off_policy/lag_1/log_ratio"] == pytest.approx(math.log(6) / 2)
+    assert got["off_policy/lag_8/weight"] == pytest.approx(4.0)
+    assert "off_policy/lag_3/share" not in got
+
+
+def test_actor_numbers_are_means_over_kept_tokens() -> None:
+    got = report(entropy_T=[1.0, 2.0, 3.0, 4.0])
+    assert got["actor/clip_high"] == pytest.approx(2 / 4), "ratios 2 and 4 with A > 0"
+    assert got["actor/clip_dual"] == pytest.approx(1 / 4), "ratio 3 with A < 0"
+    assert got["actor/clip_low"] == 0.0 and got["actor/clip_fraction"] == 0.5
+    assert got["actor/ratio"] == pytest.approx(2.5)
+    assert got["actor/ppo_kl"] == pytest.approx(-math.log(24) / 4)
+    assert got["actor/entropy"] == 2.5
+    assert got["actor/advantage_mean"] == 1.0
+    assert got["actor/advantage_std"] == pytest.approx(math.sqrt(2.0))
+    assert got["actor/kept_fraction"] == 1.0 and got["actor/tokens"] == 4.0
+
+
+def test_coefficient_and_its_ess_are_those_of_the_weight_in_use() -> None:
+    got = report(LossConfig(surrogate="reinforce", weight_level="token", weight_upper=2.0))
+    assert got["actor/coefficient"] == pytest.approx(7 / 4)
+    assert got["actor/coefficient_ess"] == pytest.approx(49 / (4 * 13))
+
+
+def test_distance_to_the_reference_and_parts_of_the_loss() -> None:
+    got = report(
+        LossConfig(kl_estimator="k2", kl_coef=0.5, entropy_coef=0.1),
+        ref_logprobs_T=[-5.0] * 4,
+        entropy_T=[1.0] * 4,
+    )
+    assert got["ref/kl"] == pytest.approx(math.log(24) / 4)
+    assert got["ref/k3"] == pytest.approx(np.mean([1 / r - 1 + math.log(r) for r in (1, 2, 3, 4)]))
+    assert got["loss/entropy"] == pytest.approx(-0.1)
+    parts = got["loss/policy"] + got["loss/kl"] + got["loss/entropy"]
+    assert got["loss/total"] == pytest.approx(parts) and got["loss/kl"] > 0
+
+
+def test_nothing_trained_reports_no_means() -> None:
+    got = finalize(LossMetrics.empty())
+    assert got["actor/tokens"] == 0.0 and "off_policy/ess" not in got
+
+
+def test_staleness_of_a_batch_ignores_untrained_tokens() -> None:
+    got = batch_staleness(
+        torch.tensor([9, 0, 0, 2, 10]),
+        torch.tensor([0.0, 1, 1, 1, 1]),
+        torch.tensor([True, False]),
+        Reducer(),
+    )
+    assert got["staleness/lag_mean"] == 3.0 and got["staleness/lag_max"] == 10.0
+    assert got["staleness/off_policy_tokens"] == 0.5
+    assert got["staleness/lag_share_0"] == 0.5 and got["staleness/lag_share_8"] == 0.25
+    assert got["staleness/resumed_trajectories"] == 0.5
+    nothing = torch.zeros(0, dtype=torch.bool)
+    assert batch_staleness(torch.tensor([1]), torch.tensor([0.0]), nothing, Reducer()) == {}
+
+
+HEALTHY = {
+    "rollout_corr/rollout_is_mean": 1.0,
+    "rollout_corr/rollout_is_eff_sample_size": 0.9,
+    "rollout_corr/rollout_is_std": 0.2,
+    "rollout_corr/kl": 0.01,
+    "rollout_corr/chi2_token": 0.1,
+}
+
+
+@pytest.mark.parametrize(
+    ("metric", "value", "rule"),
+    [
+        ("rollout_is_mean", 0.49, "mean_weight"),
+        ("rollout_is_mean", 2.01, "mean_weight"),
+        ("rollout_is_eff_sample_size", 0.29, "low_ess"),
+        ("rollout_is_std", 1.01, "weight_std"),
+        ("kl", 0.11, "kl"),
+        ("kl", -0.11, "kl"),
+        ("chi2_token", 1.01, "chi2"),
+        ("kl", math.nan, "kl"),
+    ],
+)
+def test_a_broken_health_rule_is_named(metric: str, value: float, rule: str) -> None:
+    found = health_warnings({**HEALTHY, f"rollout_corr/{metric}": value})
+    assert [warning.rule for warning in found] == [rule]
+    assert metric in found[0].message
+
+
+def test_healthy_or_absent_metrics_raise_no_warning() -> None:
+    limits = {
+        "rollout_corr/rollout_is_mean": 2.0,
+        "rollout_corr/rollout_is_eff_sample_size": 0.3,
+        "rollout_corr/rollout_is_std": 1.0,
+        "rollout_corr/kl": -0.1,
+        "rollout_corr/chi2_token": 1.0,
+    }
+    assert health_warnings(HEALTHY) == health_warnings(limits) == health_warnings({}) == []

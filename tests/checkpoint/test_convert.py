@@ -1,0 +1,195 @@
+"""Conversion: bit-exact both ways for every family and layout, streaming, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron_async.checkpoint import CheckpointManager
+from megatron_async.checkpoint.convert import hf_to_megatron, megatron_to_hf
+from megatron_async.checkpoint.files import ShardFiles
+from megatron_async.config import dump
+from megatron_async.config.run import CheckpointConfig
+from megatron_async.errors import UserError
+from tests.distributed import run_ranks
+from tests.hf_models import CASES, EXPERT_CASES, save_hf_model
+from tests.trainer.cases import ragged_batch, settings, trainer_session
+
+FAMILIES = (*CASES, *EXPERT_CASES)
+LAYOUTS = {
+    "tp2": {"ranks": 2, "tensor": 2, "sequence": True},
+    "pp2": {"ranks": 2, "pipeline": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One directory for each case."""
+    root = tmp_path_factory.mktemp("models")
+    for case in FAMILIES:
+        save_hf_model(case, root / case)
+        (root / case / "tokenizer.json").write_text('{"version": "1.0"}')
+    return root
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        found |= load_file(path)
+    return found
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype is tensor.dtype, name
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FAMILIES)
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 2), (4, 1)])
+def test_there_and_back_is_bit_exact(
+    case: str, tp: int, pp: int, models: Path, tmp_path: Path
+) -> None:
+    hf_to_megatron(models / case, tmp_path / "megatron", tensor=tp, pipeline=pp)
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "hf", max_shard_bytes=20_000)
+    assert_same(tensors_of(tmp_path / "hf"), tensors_of(models / case))
+    assert (tmp_path / "hf" / "tokenizer.json").read_text() == '{"version": "1.0"}'
+    assert json.loads((tmp_path / "hf" / "config.json").read_text()) == json.loads(
+        (models / case / "config.json").read_text()
+    )
+
+
+def start_and_save(models: Path, root: Path, layout: str) -> list[str]:
+    """On every rank: a trainer that starts from converted weights saves; the saves' places."""
+    for case in FAMILIES:
+        run = root / layout / case
+        config = settings(
+            models / case,
+            {
+                "model": {"checkpoint": str(root / "converted" / case)},
+                "parallel": LAYOUTS[layout],
+                "name": case,
+            },
+        )
+        with trainer_session(config) as trainer:
+            checkpoints = CheckpointManager(run / "checkpoints", CheckpointConfig())
+            checkpoints.save(trainer, {})
+            checkpoints.close()
+            (run / "config.yaml").write_text(dump(config))
+    return list(FAMILIES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_trainer_starts_from_converted_weights_and_its_checkpoint_converts_back(
+    layout: str, models: Path, tmp_path: Path
+) -> None:
+    for case in FAMILIES:  # cut for another layout than the one that loads them
+        hf_to_megatron(models / case, tmp_path / "converted" / case, tensor=1, pipeline=4)
+    run_ranks(start_and_save, 2, models, tmp_path, layout, timeout_seconds=150)
+    for case in FAMILIES:
+        megatron_to_hf(tmp_path / layout / case, tmp_path / "hf" / case)
+        assert_same(tensors_of(tmp_path / "hf" / case), tensors_of(models / case))
+
+
+@pytest.mark.slow
+def test_a_trained_checkpoint_says_in_transformers_what_the_trainer_says(
+    models: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from tests.hf_models import reference_logprobs
+
+    config = settings(models / "qwen3", {"optimizer": {"lr": 1e-2}})
+    with trainer_session(config) as trainer:
+        trainer.train_batch(ragged_batch(0))
+        checkpoints = CheckpointManager(tmp_path / "run" / "checkpoints", CheckpointConfig())
+        checkpoints.save(trainer, {})
+        checkpoints.close()
+        batch = ragged_batch(1)
+        ours = trainer.compute_logprobs(batch)
+    (tmp_path / "run" / "config.yaml").write_text(dump(config))
+    megatron_to_hf(tmp_path / "run", tmp_path / "hf")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    ids, cu = torch.from_numpy(batch.token_ids_T).long(), torch.from_numpy(batch.cu_seqlens_S1)
+    theirs = reference_logprobs(model, ids, cu, 1.0) * torch.from_numpy(batch.loss_mask_T)
+    assert float((theirs - torch.from_numpy(ours)).abs().max()) < 1e-5
+    before = tensors_of(models / "qwen3")
+    assert any(not torch.equal(t, before[name]) for name, t in tensors_of(tmp_path / "hf").items())
+
+
+@pytest.mark.slow
+class TestPrecision:
+    def test_mixed_precision_is_kept(self, models: Path, tmp_path: Path) -> None:
+        source = tmp_path / "source"
+        source.mkdir()
+        tensors = {
+            name: tensor if "norm" in name else tensor.to(torch.bfloat16)
+            for name, tensor in tensors_of(models / "qwen2").items()
+        }
+        save_file(tensors, source / "model.safetensors")
+        (source / "config.json").write_text((models / "qwen2" / "config.json").read_text())
+        hf_to_megatron(source, tmp_path / "megatron", tensor=2)
+        megatron_to_hf(tmp_path / "megatron", tmp_path / "hf")
+        assert_same(tensors_of(tmp_path / "hf"), tensors)
+
+    def test_a_cast_is_told_in_config_json(self, models: Path, tmp_path: Path) -> None:
+        hf_to_megatron(models / "llama3", tmp_path / "megatron")
+        megatron_to_hf(tmp_path / "megatron", tmp_path / "hf", dtype="bfloat16")
+        expected = {
+            name: tensor.to(torch.bfloat16)
+            for name, tensor in tensors_of(models / "llama3").items()
+        }
+        assert_same(tensors_of(tmp_path / "hf"), expected)
+        assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
+        assert not (tmp_path / "megatron" / "hf" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+class TestRefusals:
+    def test_sentences(self, models: Path, tmp_path: Path) -> None:
+        source = models / "llama3"
+        taken = tmp_path / "taken"
+        taken.mkdir()
+        with pytest.raises(UserError, match=r"--dst .*taken exists already"):
+            hf_to_megatron(source, taken)
+        with pytest.raises(UserError, match=r"parallel\.tensor is 3"):
+            hf_to_megatron(source, tmp_path / "x", tensor=3)
+        with pytest.raises(UserError, match="--pp is 0"):
+            hf_to_megatron(source, tmp_path / "x", pipeline=0)
+        with pytest.raises(UserError, match="--dtype is 'int8'"):
+            hf_to_megatron(source, tmp_path / "x", dtype="int8")
+        with pytest.raises(UserError, match="does not exist"):
+            megatron_to_hf(tmp_path / "nowhere", tmp_path / "x")
+        with pytest.raises(UserError, match="is not complete"):
+            megatron_to_hf(source, tmp_path / "x")
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["taken"]
+
+    def test_a_checkpoint_of_another_model(self, models: Path, tmp_path: Path) -> None:
+        hf_to_megatron(models / "qwen2", tmp_path / "megatron")
+        with pytest.raises(UserError, match=r"tensor .* has shape .* config\.json asks for"):
+            megatron_to_hf(tmp_path / "megatron", tmp_path / "hf", model=models / "gemma3")
+
+    def test_a_damaged_checkpoint(self, models: Path, tmp_path: Path) -> None:
+        hf_to_megatron(models / "qwen2", tmp_path / "megatron")
+        path = tmp_path / "megatron" / "__0_0.distcp"
+        path.write_bytes(path.read_bytes()[:-1])
+        with pytest.raises(UserError, match=r"is corrupt: __0_0\.distcp has"):
+            megatron_to_hf(tmp_path / "megatron", tmp_path / "hf")
+
+    def test_a_full_disk_leaves_nothing(self, models: Path, tmp_path: Path) -> None:
+        full = OSError(28, "No space left on device")
+        with (
+            mock.patch.object(ShardFiles, "finish", side_effect=full),
+            pytest.raises(OSError, match="No space left"),
+        ):
+            hf_to_megatron(models / "qwen2", tmp_path / "megatron")
+        assert list(tmp_path.iterdir()) == []

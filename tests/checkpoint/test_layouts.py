@@ -1,0 +1,151 @@
+"""Checkpoints of several ranks: TP2 to PP2 to DP2, one rank's full disk, a kill while saving."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from megatron_async.checkpoint import CheckpointManager
+from megatron_async.checkpoint.writer import RankWriter, SaveJob
+from megatron_async.config.run import CheckpointConfig
+from megatron_async.errors import ComponentFailure
+from megatron_async.trainer.step import PolicyTrainer
+from tests.distributed import RankFailure, run_ranks
+from tests.trainer.cases import ragged_batch, settings, trainer_session, write_model
+
+pytestmark = pytest.mark.slow
+
+TP2 = {"parallel": {"ranks": 2, "tensor": 2}}
+PP2 = {"parallel": {"ranks": 2, "pipeline": 2}}
+DP2 = {"parallel": {"ranks": 2}}
+# In Adam's linear regime, so that rounding differences between layouts stay what they are.
+OPTIMIZER = {"lr": 0.5, "eps": 1.0}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def train(trainer: PolicyTrainer, steps: int) -> list[float]:
+    return [trainer.train_batch(ragged_batch(trainer.step)).loss for _ in range(steps)]
+
+
+def chain(
+    model_dir: Path, root: Path, layouts: list[dict[str, Any]], distributed: bool
+) -> list[float]:
+    """Two steps at each layout, each going on from the checkpoint of the one before."""
+    losses: list[float] = []
+    for lineage, layout in enumerate(layouts):
+        checkpoints = CheckpointManager(root, CheckpointConfig())
+        optimizer = {**OPTIMIZER, "distributed": distributed}
+        config = settings(model_dir, {**layout, "optimizer": optimizer, "steps": 8})
+        with trainer_session(config, lineage=lineage) as trainer:
+            newest = checkpoints.newest()
+            if newest is not None:
+                checkpoints.load(trainer, newest)
+            losses += train(trainer, 2)
+            checkpoints.save(trainer, {"lineage": lineage})
+            checkpoints.close()
+    return losses
+
+
+def chains(model_dir: Path, root: Path) -> dict[str, list[float]]:
+    orders = {"same": [TP2, TP2, TP2], "mixed": [TP2, PP2, DP2], "back": [DP2, PP2, TP2]}
+    return {
+        f"{name} {distributed}": chain(
+            model_dir, root / f"{name}-{distributed}", order, distributed
+        )
+        for name, order in orders.items()
+        for distributed in (True, False)
+    }
+
+
+def test_losses_are_equal_when_the_layout_changes_at_every_resume(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    found = run_ranks(chains, 2, model_dir, tmp_path, timeout_seconds=150)[0]
+    reference = found["same True"]
+    assert len(reference) == 6
+    assert len(set(reference)) == 6
+    for name, losses in found.items():
+        assert losses == pytest.approx(reference, rel=1e-5, abs=1e-6), name
+
+
+def full_disk_on_one_rank(model_dir: Path, root: Path) -> str:
+    """The message of the failed save, on every rank; the save after it succeeds."""
+    config = settings(model_dir, TP2)
+    checkpoints = CheckpointManager(root, CheckpointConfig())
+    write = RankWriter.write
+
+    def full(writer: RankWriter) -> Any:
+        if int(os.environ["RANK"]) == 1:
+            raise OSError(28, "No space left on device")
+        return write(writer)
+
+    with trainer_session(config) as trainer:
+        train(trainer, 1)
+        checkpoints.save(trainer, {})
+        train(trainer, 1)
+        message = ""
+        with mock.patch.object(RankWriter, "write", full):
+            try:
+                checkpoints.save(trainer, {})
+                checkpoints.wait()
+            except ComponentFailure as failure:
+                message = str(failure)
+        if os.environ["RANK"] == "0":  # Rank 0 makes the directory of the next save itself.
+            names = sorted(path.name for path in root.iterdir())
+            assert names == ["step_000001"], names
+        checkpoints.save(trainer, {})
+        checkpoints.close()
+        newest = checkpoints.newest()
+        assert newest is not None
+        assert newest.step == 2
+    return message
+
+
+def test_one_rank_with_a_full_disk_fails_the_save_on_all_and_harms_nothing(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    for message in run_ranks(full_disk_on_one_rank, 2, model_dir, tmp_path, timeout_seconds=90):
+        assert "No space left on device" in message
+        assert "step_000001" in message
+
+
+def killed_while_saving(model_dir: Path, root: Path) -> None:
+    """Rank 0 kills itself after all files are written, before the manifest is."""
+    config = settings(model_dir, DP2)
+    checkpoints = CheckpointManager(root, CheckpointConfig(asynchronous=False))
+    with trainer_session(config) as trainer:
+        train(trainer, 1)
+        checkpoints.save(trainer, {})
+        train(trainer, 1)
+
+        def die(job: SaveJob) -> None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        with mock.patch.object(SaveJob, "_commit", die):
+            checkpoints.save(trainer, {})
+
+
+def resumed_step(model_dir: Path, root: Path) -> int:
+    checkpoints = CheckpointManager(root, CheckpointConfig())
+    with trainer_session(settings(model_dir, DP2)) as trainer:
+        newest = checkpoints.newest()
+        assert newest is not None
+        checkpoints.load(trainer, newest)
+        return trainer.step
+
+
+def test_a_kill_while_saving_leaves_the_checkpoint_before_it(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(RankFailure):
+        run_ranks(killed_while_saving, 2, model_dir, tmp_path, timeout_seconds=60)
+    assert run_ranks(resumed_step, 2, model_dir, tmp_path, timeout_seconds=60) == [1, 1]

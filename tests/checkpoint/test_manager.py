@@ -1,0 +1,288 @@
+"""Saving and resuming a trainer in one process: bit-equal, in the background, on a failing disk."""
+
+from __future__ import annotations
+
+import logging
+import random
+import resource
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_async.checkpoint import CheckpointManager, Finalised
+from megatron_async.checkpoint.writer import RankWriter
+from megatron_async.config.load import merge
+from megatron_async.config.run import CheckpointConfig
+from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.trainer.step import PolicyTrainer
+from tests.trainer.cases import (
+    ragged_batch,
+    settings,
+    single_process,
+    trainer_session,
+    weights,
+    write_model,
+)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(params=["distributed", "replicated", "distributed bf16", "replicated bf16"])
+def kind(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Settings of the optimizer (with bfloat16 weights it has float32 copies of its own)."""
+    distributed = request.param.startswith("distributed")
+    return {
+        "model": {"dtype": "bfloat16" if "bf16" in request.param else "float32"},
+        "optimizer": {"lr": 1e-3, "distributed": distributed, "weight_decay": 0.1},
+    }
+
+
+@contextmanager
+def trainer_with(
+    model_dir: Path, kind: dict[str, Any] | None = None, lineage: int = 0
+) -> Iterator[PolicyTrainer]:
+    config = settings(model_dir, merge({"optimizer": {"lr": 1e-3}, "steps": 8}, kind or {}))
+    with trainer_session(config, lineage=lineage) as trainer:
+        yield trainer
+
+
+@pytest.fixture
+def process() -> Iterator[None]:
+    with single_process():
+        yield
+
+
+def manager(root: Path, **changes: Any) -> CheckpointManager:
+    return CheckpointManager(root, CheckpointConfig(**{"asynchronous": False, **changes}))
+
+
+def train(trainer: PolicyTrainer, steps: int) -> list[float]:
+    return [trainer.train_batch(ragged_batch(trainer.step)).loss for _ in range(steps)]
+
+
+def assert_bit_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert torch.equal(ours[name], tensor), name
+
+
+@contextmanager
+def file_size_limit(limit: int) -> Iterator[None]:
+    """The kernel refuses to let any file grow past `limit` bytes: a write that fails half-way."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+# ------------------------------------------------------------ resuming
+
+
+def test_a_resumed_run_is_bit_equal_to_one_that_was_never_interrupted(
+    model_dir: Path, tmp_path: Path, kind: dict[str, Any], process: None
+) -> None:
+    """Recorded batches, saved after step 2, compared after step 5, random states included."""
+    with trainer_with(model_dir, kind) as trainer:
+        train(trainer, 2)
+        manager(tmp_path).save(trainer, {"store_position": 17})
+        losses = train(trainer, 3)
+        draws = [random.random(), np.random.rand(), float(torch.rand(()))]
+        reference = weights(trainer)
+    with trainer_with(model_dir, kind, lineage=1) as trainer:
+        checkpoints = manager(tmp_path)
+        newest = checkpoints.newest()
+        assert newest is not None
+        assert newest.extra == {"store_position": 17}
+        checkpoints.load(trainer, newest)
+        assert trainer.version == (1, 2)
+        assert train(trainer, 3) == losses
+        assert [random.random(), np.random.rand(), float(torch.rand(()))] == draws
+        assert_bit_equal(weights(trainer), reference)
+
+
+def test_step_zero_can_be_saved_and_resumed(
+    model_dir: Path, tmp_path: Path, kind: dict[str, Any], process: None
+) -> None:
+    with trainer_with(model_dir, kind) as trainer:
+        manager(tmp_path).save(trainer, {})
+        losses = train(trainer, 2)
+    with trainer_with(model_dir, kind) as trainer:
+        checkpoints = manager(tmp_path)
+        newest = checkpoints.newest()
+        assert newest is not None
+        checkpoints.load(trainer, newest)
+        assert train(trainer, 2) == losses
+
+
+def test_another_kind_of_optimizer_is_refused(
+    model_dir: Path, tmp_path: Path, process: None
+) -> None:
+    with trainer_with(model_dir) as trainer:
+        manager(tmp_path).save(trainer, {})
+    with trainer_with(model_dir, {"optimizer": {"distributed": False}}) as trainer:
+        newest = manager(tmp_path).newest()
+        assert newest is not None
+        with pytest.raises(UserError, match="distributed is False"):
+            manager(tmp_path).load(trainer, newest)
+
+
+def test_a_corrupt_checkpoint_is_passed_over_with_a_message(
+    model_dir: Path, tmp_path: Path, process: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with trainer_with(model_dir) as trainer:
+        checkpoints = manager(tmp_path)
+        for _ in range(2):
+            train(trainer, 1)
+            checkpoints.save(trainer, {})
+    data = next((tmp_path / "step_000002").glob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:-100])
+    with caplog.at_level(logging.WARNING):
+        newest = manager(tmp_path).newest()
+    assert newest is not None
+    assert newest.step == 1
+    assert "step_000002 is corrupt" in caplog.text
+    assert "the previous one is used" in caplog.text
+
+
+def test_when_all_are_corrupt_that_is_an_error_and_not_a_fresh_start(
+    model_dir: Path, tmp_path: Path, process: None
+) -> None:
+    assert manager(tmp_path).newest() is None
+    with trainer_with(model_dir) as trainer:
+        manager(tmp_path).save(trainer, {})
+    next((tmp_path / "step_000000").glob("*.distcp")).unlink()
+    with pytest.raises(UserError, match="every checkpoint in"):
+        manager(tmp_path).newest()
+
+
+# ------------------------------------------------------------ saving
+
+
+def test_only_the_newest_are_kept_and_the_caller_hears_of_each_commit(
+    model_dir: Path, tmp_path: Path, process: None
+) -> None:
+    checkpoints = manager(tmp_path, keep=2)
+    with trainer_with(model_dir) as trainer:
+        for _ in range(3):
+            train(trainer, 1)
+            checkpoints.save(trainer, {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000002", "step_000003"]
+    assert checkpoints.take_finalised() == [
+        Finalised(1, (1,)),
+        Finalised(2, (1, 2)),
+        Finalised(3, (2, 3)),
+    ]
+    assert checkpoints.take_finalised() == []
+
+
+def test_training_goes_on_while_an_asynchronous_save_writes(
+    model_dir: Path, tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is saved are the weights of the moment of `save`, however long the disk takes."""
+    let_go = threading.Event()
+    write = RankWriter.write
+
+    def slow_write(writer: RankWriter) -> Any:
+        assert let_go.wait(30)
+        return write(writer)
+
+    monkeypatch.setattr(RankWriter, "write", slow_write)
+    checkpoints = manager(tmp_path, asynchronous=True)
+    with trainer_with(model_dir) as trainer:
+        train(trainer, 1)
+        saved = weights(trainer)
+        checkpoints.save(trainer, {})
+        train(trainer, 2)
+        assert checkpoints.take_finalised() == []
+        assert manager(tmp_path).newest() is None
+        let_go.set()
+        checkpoints.wait()
+        assert checkpoints.take_finalised() == [Finalised(1, (1,))]
+    with trainer_with(model_dir) as trainer:
+        newest = checkpoints.newest()
+        assert newest is not None
+        checkpoints.load(trainer, newest)
+        assert_bit_equal(weights(trainer), saved)
+
+
+def test_a_save_that_does_not_end_is_an_error_within_the_time_limit(
+    model_dir: Path, tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_go = threading.Event()
+
+    def hang(writer: RankWriter) -> Any:
+        let_go.wait(30)
+        raise OSError("given up")
+
+    monkeypatch.setattr(RankWriter, "write", hang)
+    checkpoints = manager(tmp_path, asynchronous=True, timeout_seconds=0.3)
+    with trainer_with(model_dir) as trainer:
+        checkpoints.save(trainer, {})
+        with pytest.raises(ComponentFailure, match="time limit"):
+            checkpoints.close()
+    let_go.set()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_disk_that_fills_up_loses_nothing_already_saved(
+    model_dir: Path, tmp_path: Path, process: None, asynchronous: bool
+) -> None:
+    checkpoints = manager(tmp_path, asynchronous=asynchronous)
+    with trainer_with(model_dir) as trainer:
+        train(trainer, 1)
+        checkpoints.save(trainer, {})
+        checkpoints.wait()
+        saved = weights(trainer)
+        train(trainer, 1)
+        with file_size_limit(100_000), pytest.raises(ComponentFailure) as failure:
+            checkpoints.save(trainer, {})
+            checkpoints.wait()
+        assert "step 2" in str(failure.value)
+        assert "File too large" in str(failure.value)
+        assert "step_000001" in str(failure.value)
+        assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
+        # With room again, the same run saves the next one.
+        checkpoints.save(trainer, {})
+        checkpoints.wait()
+    with trainer_with(model_dir) as trainer:
+        first = next(c for c in [checkpoints.newest()] if c is not None)
+        assert first.step == 2
+        earlier = manager(tmp_path)
+        (tmp_path / "step_000002" / "manifest.json").unlink()
+        newest = earlier.newest()
+        assert newest is not None
+        earlier.load(trainer, newest)
+        assert_bit_equal(weights(trainer), saved)
+
+
+def test_what_a_killed_save_left_is_removed_by_the_next_run(
+    model_dir: Path, tmp_path: Path, process: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    leftover = tmp_path / ".saving_0.7"
+    leftover.mkdir()
+    (leftover / "__0_0.distcp").write_bytes(b"half")
+    with trainer_with(model_dir) as trainer, caplog.at_level(logging.WARNING):
+        checkpoints = manager(tmp_path)
+        assert checkpoints.newest() is None
+        checkpoints.save(trainer, {})
+    assert not leftover.exists()
+    assert "never finished" in caplog.text
+
+
+def test_extra_that_is_not_json_is_an_error_at_once(
+    model_dir: Path, tmp_path: Path, process: None
+) -> None:
+    with trainer_with(model_dir) as trainer, pytest.raises(TypeError):
+        manager(tmp_path).save(trainer, {"position": object()})
+    assert manager(tmp_path).newest() is None

@@ -1,0 +1,161 @@
+"""The manifest as commit record: atomic, verified, ordered by line and step, pruned by count."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_async.checkpoint import manifest as manifests
+from megatron_async.checkpoint.manifest import (
+    CorruptCheckpoint,
+    Layout,
+    Manifest,
+    finalise,
+    find_latest,
+    hash_file,
+    list_checkpoints,
+    open_checkpoint,
+    prune,
+    step_directory,
+)
+from megatron_async.errors import UserError
+
+
+def write(root: Path, step: int, lineage: int = 0, content: bytes = b"weights") -> Path:
+    """A finalised checkpoint with one file."""
+    target = step_directory(root, step)
+    temporary = target.with_name(f".tmp-{step}")
+    temporary.mkdir(parents=True)
+    (temporary / "data.distcp").write_bytes(content)
+    finalise(
+        temporary,
+        target,
+        Manifest(
+            lineage=lineage,
+            step=step,
+            layout=Layout(1, 1, 1),
+            files={"data.distcp": hash_file(temporary / "data.distcp")},
+            extra={"store_position": step * 10},
+        ),
+    )
+    return target
+
+
+def latest_step(root: Path) -> int | None:
+    latest = find_latest(root)
+    return None if latest is None else latest.manifest.step
+
+
+@given(
+    lineage=st.integers(0, 9),
+    step=st.integers(0, 10**6),
+    extra=st.dictionaries(st.text(), st.one_of(st.integers(), st.text(), st.none())),
+)
+def test_json_round_trip(lineage: int, step: int, extra: dict[str, object]) -> None:
+    manifest = Manifest(
+        lineage, step, Layout(2, 2, 1), {"a": manifests.FileRecord(3, "ff")}, {"step": step}, extra
+    )
+    assert Manifest.from_json(manifest.to_json()) == manifest
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 99}', '{"format": 1, "step": 2}'])
+def test_other_json_is_corrupt(text: str) -> None:
+    with pytest.raises(CorruptCheckpoint):
+        Manifest.from_json(text)
+
+
+def test_no_checkpoint_is_none(tmp_path: Path) -> None:
+    assert find_latest(tmp_path) is None
+
+
+def test_the_newest_step_is_found(tmp_path: Path) -> None:
+    for step in (10, 20, 100):
+        write(tmp_path, step)
+    assert latest_step(tmp_path) == 100
+    assert find_latest(tmp_path).manifest.extra == {"store_position": 1000}  # type: ignore[union-attr]
+
+
+def test_the_surviving_line_is_newer_than_an_abandoned_one(tmp_path: Path) -> None:
+    write(tmp_path, 20, lineage=0)
+    write(tmp_path, 12, lineage=1)
+    assert latest_step(tmp_path) == 12
+
+
+def test_a_directory_without_manifest_is_no_checkpoint(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    (write(tmp_path, 2) / "manifest.json").unlink()
+    assert latest_step(tmp_path) == 1
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip", "delete", "manifest"])
+def test_a_damaged_checkpoint_is_passed_over_with_a_message(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, 1)
+    newest = write(tmp_path, 2)
+    data = newest / "data.distcp"
+    if damage == "truncate":
+        data.write_bytes(b"weigh")
+    elif damage == "flip":
+        data.write_bytes(b"weighTs")
+    elif damage == "delete":
+        data.unlink()
+    else:
+        (newest / "manifest.json").write_text('{"format": 1,')
+    with caplog.at_level(logging.WARNING):
+        assert latest_step(tmp_path) == 1
+    assert "step_000002" in caplog.text
+    assert "corrupt" in caplog.text
+
+
+def test_a_checkpoint_that_a_person_names_must_be_there_and_intact(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="does not exist"):
+        open_checkpoint(tmp_path / "nowhere")
+    path = write(tmp_path, 3)
+    assert open_checkpoint(path).manifest.step == 3
+    (path / "data.distcp").write_bytes(b"")
+    with pytest.raises(UserError, match="0 bytes, its manifest says 7"):
+        open_checkpoint(path)
+
+
+def test_an_existing_directory_of_the_same_step_is_replaced(tmp_path: Path) -> None:
+    write(tmp_path, 5, lineage=0, content=b"old")
+    path = write(tmp_path, 5, lineage=1, content=b"new")
+    assert (path / "data.distcp").read_bytes() == b"new"
+    assert [c.manifest.lineage for c in list_checkpoints(tmp_path)] == [1]
+
+
+def test_a_commit_that_fails_leaves_no_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk fills up just before the commit: the older checkpoint is still the newest."""
+    write(tmp_path, 1)
+
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(manifests, "write_atomically", full)
+        with pytest.raises(OSError, match="No space left"):
+            write(tmp_path, 2)
+    assert latest_step(tmp_path) == 1
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    for step in range(1, 6):
+        write(tmp_path, step)
+    removed = prune(tmp_path, keep=2)
+    assert sorted(path.name for path in removed) == ["step_000001", "step_000002", "step_000003"]
+    assert [c.manifest.step for c in list_checkpoints(tmp_path)] == [5, 4]
+
+
+def test_a_manifest_is_readable_by_people(tmp_path: Path) -> None:
+    content = json.loads((write(tmp_path, 7, lineage=2) / "manifest.json").read_text())
+    assert content["step"] == 7
+    assert content["lineage"] == 2
+    assert content["layout"]["tensor"] == 1

@@ -1,0 +1,138 @@
+"""The configs of larger models: they load, their layouts fit, and their numbers are computed.
+
+`tests/data/*.config.json` hold the shapes of the public models.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import pytest
+
+from megatron_async.config import RunConfig, load_config
+from megatron_async.run.launch import Cluster, check_nodes
+from megatron_async.trainer.layout import check_layout
+from megatron_async.weights.architecture import Architecture, ConfigReader
+from megatron_async.weights.families import families, rules_of
+from megatron_async.weights.shards import Place
+
+ROOT = Path(__file__).parents[2]
+DATA = Path(__file__).parents[1] / "data"
+GPU_GB = 80
+GPUS_PER_NODE = 8
+
+# Parameters as published with the checkpoints, and nodes in all.
+PUBLISHED = {
+    "llama3.3-70b": ("llama-3.3-70b", 70_553_706_496, 16),
+    "qwen2.5-72b": ("qwen2.5-72b", 72_706_203_648, 16),
+    "qwen2.5-32b": ("qwen2.5-32b", 32_763_876_352, 4),
+    "qwen2.5-7b": ("qwen2.5-7b", 7_615_616_512, 1),
+    "qwen3-30b-a3b": ("qwen3-30b-a3b", 30_532_122_624, 4),
+}
+
+
+def architecture_of(shape: str) -> Architecture:
+    raw = json.loads((DATA / f"{shape}.config.json").read_text())
+    return families()[raw["model_type"]].architecture(ConfigReader(raw, raw["model_type"]))
+
+
+@dataclass(frozen=True)
+class Count:
+    """Parameters outside and inside of experts."""
+
+    dense: int
+    experts: int
+
+
+def count(a: Architecture) -> Count:
+    found = {False: 0, True: 0}
+    for rule in rules_of(a):
+        if rule.exported:
+            times = a.num_layers if rule.place is Place.LAYER else 1
+            times *= a.experts.num if rule.expert and a.experts else 1
+            found[rule.expert] += times * sum(map(prod, rule.shapes))
+    return Count(found[False], found[True])
+
+
+def state_gigabytes(config: RunConfig, parameters: Count) -> float:
+    """Weights, gradients and optimizer state of one rank (see configs/large_base.yaml)."""
+    p = config.parallel
+    dense = parameters.dense / (p.tensor * p.pipeline)
+    experts = parameters.experts / (p.pipeline * p.expert)
+    expert_replicas = p.ranks / p.pipeline / p.expert
+    return (6 * (dense + experts) + 12 * (dense / p.data + experts / expert_replicas)) / 1e9
+
+
+def activation_gigabytes(config: RunConfig, a: Architecture) -> float:
+    p = config.parallel
+    hidden = 2 * config.trainer.microbatch_tokens * a.hidden_size / p.tensor
+    return hidden * a.num_layers / p.pipeline * p.pipeline / 1e9
+
+
+def stated(name: str, pattern: str) -> float:
+    """A number from the comments of a config file."""
+    text = re.sub(r"\n# ?", " ", (ROOT / "configs" / f"{name}.yaml").read_text())
+    found = re.search(pattern, text)
+    assert found, f"{name}.yaml does not state {pattern}"
+    return float(found[1])
+
+
+def test_every_config_in_the_repository_loads() -> None:
+    names = {path.stem for path in (ROOT / "configs").glob("*.yaml")}
+    assert set(PUBLISHED) <= names
+    for name in names:
+        assert isinstance(load_config(ROOT / "configs" / f"{name}.yaml"), RunConfig)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_layout_fits_model_and_nodes(name: str) -> None:
+    shape, _, nodes = PUBLISHED[name]
+    config = load_config(ROOT / "configs" / f"{name}.yaml")
+    check_layout(architecture_of(shape), config.parallel)
+    check_nodes(config, GPUS_PER_NODE)
+    engine_gpus = config.engines.count * config.engines.tensor
+    if nodes == 1:
+        assert config.parallel.ranks + engine_gpus == GPUS_PER_NODE
+    else:
+        cluster = Cluster(GPUS_PER_NODE, None, "1:00:00")
+        assert config.parallel.nodes + cluster.rollout_nodes(config) == nodes
+        assert config.parallel.ranks + engine_gpus == nodes * GPUS_PER_NODE
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_table_of_parameters_adds_up_to_the_published_count(name: str) -> None:
+    shape, published, _ = PUBLISHED[name]
+    parameters = count(architecture_of(shape))
+    assert parameters.dense + parameters.experts == published
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_model_on_the_meta_device_has_the_published_count(name: str) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape, published, _ = PUBLISHED[name]
+    raw = json.loads((DATA / f"{shape}.config.json").read_text())
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**raw))
+    assert sum(parameter.numel() for parameter in model.parameters()) == published
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_stated_memory_is_the_computed_one_and_fits(name: str) -> None:
+    shape, published, _ = PUBLISHED[name]
+    config = load_config(ROOT / "configs" / f"{name}.yaml")
+    architecture = architecture_of(shape)
+    state = state_gigabytes(config, count(architecture))
+    activations = activation_gigabytes(config, architecture)
+    weights = 2 * published / config.engines.tensor / 1e9
+    assert stated(name, r"state ([\d.]+) GB") == pytest.approx(state, abs=0.06)
+    assert stated(name, r"activations ([\d.]+) GB") == pytest.approx(activations, abs=0.06)
+    assert stated(name, r"weights ([\d.]+) GB") == pytest.approx(weights, abs=0.06)
+    assert state + activations < 0.75 * GPU_GB, "no room for buffers and the working set"
+    assert weights < 0.6 * GPU_GB, "no room for the KV cache"

@@ -1,0 +1,122 @@
+"""Settings: precedence, inheritance, overrides, and what a refusal says."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_async.config import build_config, dump, load_config
+from megatron_async.config.presets import SCHEDULE_PRESETS
+from megatron_async.config.recipes import RECIPES
+from megatron_async.config.run import RunConfig
+from megatron_async.errors import UserError
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_precedence_is_recipe_then_preset_then_file_then_command_line(tmp_path: Path) -> None:
+    file = write(
+        tmp_path / "c.yaml",
+        "algorithm: {recipe: prime_rl}\nschedule: {max_async_level: 3, group_size: 5}\n",
+    )
+    assert build_config({"algorithm": {"recipe": "prime_rl"}}).schedule.max_async_level == 2
+    assert load_config(file).schedule.max_async_level == 3
+    config = load_config(file, ["schedule.max_async_level=7"])
+    assert (config.schedule.max_async_level, config.schedule.group_size) == (7, 5)
+
+
+def test_preset_named_in_the_file_beats_the_recipes_preset() -> None:
+    config = build_config({"algorithm": {"recipe": "copris"}, "schedule": {"preset": "pipeline"}})
+    assert config.schedule.weight_update == "in_flight"
+
+
+def test_base_files_are_merged_below(tmp_path: Path) -> None:
+    write(tmp_path / "low.yaml", "name: low\nschedule: {group_size: 3, concurrency: 9}\n")
+    file = write(tmp_path / "high.yaml", "base: low.yaml\nschedule: {group_size: 4}\n")
+    config = load_config(file)
+    assert (config.name, config.schedule.group_size, config.schedule.concurrency) == ("low", 4, 9)
+
+
+def test_a_base_that_includes_itself_is_refused(tmp_path: Path) -> None:
+    file = write(tmp_path / "loop.yaml", "base: loop.yaml\n")
+    with pytest.raises(UserError, match="nested deeper"):
+        load_config(file)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_is_a_legal_configuration(recipe: str) -> None:
+    assert build_config({"algorithm": {"recipe": recipe}}).algorithm.recipe == recipe
+
+
+@pytest.mark.parametrize("preset", SCHEDULE_PRESETS)
+def test_every_preset_is_a_legal_configuration(preset: str) -> None:
+    assert build_config({"schedule": {"preset": preset}}).schedule.preset == preset
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["schedule.concurency=4"], r"unknown setting schedule\.concurency \(value 4\)"),
+        (["schedule.group_size=0"], r"schedule\.group_size is 0: .*greater than or equal to 1"),
+        (["schedule.preset=fast"], r"schedule\.preset is 'fast'; it must be one of sync"),
+        (["algorithm.recipe=magic"], r"algorithm\.recipe is 'magic'"),
+        (["parallel.ranks=3", "parallel.tensor=2"], r"ranks 3 is not divisible by tensor 2"),
+        (["parallel.sequence=true"], r"parallel\.sequence true needs parallel\.tensor > 1"),
+        (["sampling.top_p=0.9"], r"allow_biased_behaviour"),
+        (["optimizer.lr=fast"], r"optimizer\.lr is 'fast'"),
+        (["sampling.max_new_tokens=99999999"], r"does not fit into engines\.max_total_tokens"),
+        (["nonsense"], r"override 'nonsense' is not of the form"),
+        (["schedule=4"], r"schedule must be a mapping"),
+    ],
+)
+def test_a_refusal_names_the_setting_and_its_value(
+    tmp_path: Path, overrides: list[str], sentence: str
+) -> None:
+    file = write(tmp_path / "c.yaml", "name: x\n")
+    with pytest.raises(UserError, match=sentence) as caught:
+        load_config(file, overrides)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_missing_or_no_mapping_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be read"):
+        load_config(tmp_path / "none.yaml")
+    with pytest.raises(UserError, match="must hold a mapping"):
+        load_config(write(tmp_path / "list.yaml", "- 1\n"))
+    with pytest.raises(UserError, match="not valid YAML"):
+        load_config(write(tmp_path / "bad.yaml", "a: [1\n"))
+
+
+@settings(deadline=None)  # a loaded machine is no defect
+@given(st.floats(1e-9, 1.0), st.sampled_from(list(SCHEDULE_PRESETS)), st.integers(1, 64))
+def test_dump_and_load_are_inverse(lr: float, preset: str, concurrency: int) -> None:
+    import yaml
+
+    config = build_config(
+        {
+            "optimizer": {"lr": lr},
+            "schedule": {"preset": preset, "concurrency": concurrency, "groups_per_batch": 32},
+        }
+    )
+    assert build_config(yaml.safe_load(dump(config))) == config
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.name)
+def test_every_shipped_configuration_loads(path: Path) -> None:
+    load_config(path)
+
+
+def test_every_setting_is_documented() -> None:
+    def walk(model: type, where: str) -> None:
+        for name, field in model.model_fields.items():  # type: ignore[attr-defined]
+            assert field.description, f"{where}{name} has no description"
+            if hasattr(field.annotation, "model_fields"):
+                walk(field.annotation, f"{where}{name}.")
+
+    walk(RunConfig, "")

@@ -1,0 +1,24 @@
+"""Fixtures that several suites share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.engine import EngineUnderTest
+
+
+@pytest.fixture(scope="session")
+def sglang_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineUnderTest]:
+    """One SGLang CPU server for the session; begin each test with `sglang_engine.hold("a")`."""
+    pytest.importorskip("sglang")
+    from tests.engine import start_engine
+
+    engine = start_engine(tmp_path_factory.mktemp("sglang_engine"))
+    try:
+        yield engine
+    finally:
+        engine.process.stop()

@@ -1,0 +1,174 @@
+"""Runs a module-level function on n gloo ranks, with a hard time limit, and returns the results.
+
+    results = run_ranks(check_layouts, 4, model_dir, timeout_seconds=90)
+
+`check_layouts(model_dir)` runs in every rank with the environment that torchrun would give it
+(RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT), so that
+`torch.distributed.init_process_group("gloo")` works as it does in a job.
+
+Invariants
+- Ranks are forked from one server process per test session that has torch and megatron imported
+  already: the import is paid once, a launch costs a fraction of a second. Still prefer many
+  checks in one launch.
+- No rank outlives the call. The first rank to fail ends the others; its traceback is the error.
+- No port is fixed: the parent holds the rendezvous store on a port that the kernel chose.
+- Results travel by plain pickle (tensors by value, nothing shared with a process that has ended).
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+_PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "safetensors.torch",
+    "megatron.core.parallel_state",
+    "megatron.core.optimizer",
+    "megatron.core.pipeline_parallel",
+    "megatron.core.models.gpt.gpt_model",
+    "megatron.core.models.gpt.gpt_layer_specs",
+]
+_OUTPUT_TAIL = 4000
+
+
+class RankFailure(AssertionError):
+    """A rank raised, died or passed the time limit; carries its traceback and output."""
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_seconds: float = 120.0,
+) -> list[Any]:
+    """`[function(*args) of rank 0, of rank 1, …]`; `function` and `args` must be picklable.
+
+    Raises RankFailure as soon as one rank fails, or when `timeout_seconds` have passed.
+    """
+    import torch.distributed as dist
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        processes = [
+            context.Process(
+                target=_rank_main,
+                args=(function, args, rank, world_size, store.port, folder, timeout_seconds),
+                daemon=True,
+            )
+            for rank in range(world_size)
+        ]
+        try:
+            for process in processes:
+                process.start()
+            _wait_for_all(processes, Path(folder), timeout_seconds)
+            return [
+                pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes())
+                for rank in range(world_size)
+            ]
+        finally:
+            for process in processes:
+                if process.pid is not None and process.is_alive():
+                    process.kill()
+                    process.join(10)
+
+
+def _wait_for_all(processes: list[Any], folder: Path, timeout_seconds: float) -> None:
+    deadline = time.monotonic() + timeout_seconds
+    running = {process.sentinel: rank for rank, process in enumerate(processes)}
+    while running:
+        ended = wait(list(running), timeout=max(0.0, deadline - time.monotonic()))
+        if not ended:
+            late = sorted(running.values())
+            raise RankFailure(
+                f"ranks {late} still ran after {timeout_seconds} s\n"
+                + "\n".join(_output(folder, rank) for rank in late)
+            )
+        failed = []
+        for sentinel in ended:
+            rank = running.pop(sentinel)  # type: ignore[call-overload]
+            processes[rank].join(10)
+            if processes[rank].exitcode != 0:
+                failed.append(rank)
+        if failed:
+            rank = _first_to_fail(folder, len(processes), failed)
+            raise RankFailure(
+                f"rank {rank} of {len(processes)} failed (exit code "
+                f"{processes[rank].exitcode})\n{_output(folder, rank)}"
+            )
+
+
+def _first_to_fail(folder: Path, world_size: int, failed: list[int]) -> int:
+    """The rank whose error was written first: the others often fail because of it."""
+    written = [
+        (path.stat().st_mtime_ns, rank)
+        for rank in range(world_size)
+        if (path := folder / f"{rank}.error").exists()
+    ]
+    return min(written)[1] if written else failed[0]
+
+
+def _output(folder: Path, rank: int) -> str:
+    parts = [f"--- rank {rank} ---"]
+    for suffix in ("error", "log"):
+        path = folder / f"{rank}.{suffix}"
+        if path.exists():
+            parts.append(path.read_text(errors="replace")[-_OUTPUT_TAIL:])
+    return "\n".join(parts)
+
+
+def _rank_main(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    rank: int,
+    world_size: int,
+    port: int,
+    folder: str,
+    timeout_seconds: float,
+) -> None:
+    """Body of one rank: environment, output to a file, the function, its result to a file."""
+    base = Path(folder)
+    log = (base / f"{rank}.log").open("w")
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    sys.stdout = sys.stderr = log
+    faulthandler.enable(log)
+    faulthandler.dump_traceback_later(max(1.0, timeout_seconds - 2.0), file=log)
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        OMP_NUM_THREADS="1",
+        GLOO_SOCKET_IFNAME="lo",
+        HF_HUB_OFFLINE="1",
+    )
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        result = pickle.dumps(function(*args))
+    except BaseException:  # noqa: BLE001 - any failure of a rank is carried to the parent
+        (base / f"{rank}.error").write_text(traceback.format_exc())
+        log.flush()
+        os._exit(1)
+    (base / f"{rank}.pickle").write_bytes(result)
+    log.flush()
+    # Gloo's threads may outlive the interpreter's shutdown order; the result is on disk.
+    os._exit(0)

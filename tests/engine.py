@@ -1,0 +1,145 @@
+"""One real SGLang server for a whole test session, and small models to put on it.
+
+A test begins with `engine.hold("a")`: the server then holds that model's weights, runs nothing
+and is not paused, whatever an earlier test did.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from megatron_async.config.rollout import EngineConfig, SamplingConfig
+from megatron_async.rollout.interfaces import GenerationRequest, TokenChunk
+from megatron_async.rollout.sglang_client import SGLangClient
+from megatron_async.rollout.sglang_process import SGLangProcess
+from megatron_async.trajectory.types import FloatArray, IntArray, PolicyVersion
+from megatron_async.weights.http import EngineAddress, call
+from tests.hf_models import save_hf_model
+
+VOCAB = 128
+SETTINGS = EngineConfig(device="cpu", max_total_tokens=16384, request_timeout_seconds=60.0)
+_CALL_SECONDS = 20.0
+_Result = TypeVar("_Result")
+
+
+@dataclass
+class EngineUnderTest:
+    """The server, and models `a` and `b` in float32 with their directories."""
+
+    process: SGLangProcess
+    directories: dict[str, Path]
+    models: dict[str, Any]
+
+    @property
+    def address(self) -> EngineAddress:
+        return EngineAddress("engine", self.process.url)
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        return call(self.address, "POST", path, body, _CALL_SECONDS)
+
+    def hold(self, model: str, version: PolicyVersion = PolicyVersion(0, 0)) -> None:  # noqa: B008
+        """Idle, not paused, with the weights of `model` under `version`."""
+        self.post("abort_request", {"abort_all": True})
+        self.post("continue_generation", {"torch_empty_cache": False})
+        self.load(model, version)
+
+    def load(self, model: str, version: PolicyVersion, flush_cache: bool = True) -> None:
+        """SGLang's own way to load weights: what every other way is compared with."""
+        self.post(
+            "update_weights_from_disk",
+            {
+                "model_path": str(self.directories[model]),
+                "weight_version": str(version),
+                "flush_cache": flush_cache,
+            },
+        )
+
+    def checksum(self) -> str:
+        answer = self.post("weights_checker", {"action": "checksum"})
+        return str(answer["per_engine_checksum"])
+
+    def tensors(self, model: str) -> list[tuple[str, torch.Tensor]]:
+        """Names and tensors as the Hugging Face checkpoint has them."""
+        return [(name, tensor.clone()) for name, tensor in self.models[model].state_dict().items()]
+
+    def run(self, check: Callable[[SGLangClient], Awaitable[_Result]], limit: float = 60.0) -> Any:
+        """`await check(client)` on an event loop of its own."""
+
+        async def body() -> _Result:
+            client = await SGLangClient.connect("engine", self.process.url, SETTINGS)
+            try:
+                return await asyncio.wait_for(check(client), limit)
+            finally:
+                await client.close()
+
+        return asyncio.run(body())
+
+
+def start_engine(folder: Path) -> EngineUnderTest:
+    """Make the models and start the server on `a`."""
+    directories = {name: folder / name for name in ("a", "b")}
+    models = {
+        name: save_hf_model(
+            "qwen3", path, seed=seed, vocab_size=VOCAB, max_position_embeddings=2048
+        )
+        for seed, (name, path) in enumerate(directories.items())
+    }
+    process = SGLangProcess(directories["a"], SETTINGS, folder / "engine.log")
+    process.start()
+    return EngineUnderTest(process, directories, models)
+
+
+def make_request(
+    name: str, prompt: list[int], length: int, forced: bool = True, **changes: Any
+) -> GenerationRequest:
+    """A request of `length` tokens, exactly (`forced`) or at most."""
+    return GenerationRequest(
+        request_id=name,
+        input_ids=np.asarray(prompt, dtype=np.int32),
+        max_new_tokens=length,
+        sampling=changes.pop("sampling", SamplingConfig()),
+        ignore_eos=forced,
+        **changes,
+    )
+
+
+async def collect(
+    client: Any, request: GenerationRequest, into: list[TokenChunk] | None = None
+) -> list[TokenChunk]:
+    """All chunks of a response; they are in `into` as they arrive."""
+    chunks = into if into is not None else []
+    async for chunk in client.generate(request):
+        chunks.append(chunk)
+    return chunks
+
+
+async def until_streaming(responses: Sequence[list[TokenChunk]], chunks: int = 2) -> None:
+    """Wait until this many chunks of each response have arrived."""
+    deadline = time.monotonic() + 30.0
+    while any(len(response) < chunks for response in responses):
+        assert time.monotonic() < deadline, "the engine does not stream"
+        await asyncio.sleep(0.002)
+
+
+def tokens_of(chunks: list[TokenChunk]) -> IntArray:
+    return np.concatenate([chunk.token_ids for chunk in chunks])
+
+
+def logprobs_of(chunks: list[TokenChunk]) -> FloatArray:
+    return np.concatenate([chunk.logprobs for chunk in chunks])
+
+
+def reference_logprobs(model: Any, ids: list[int], temperature: float = 1.0) -> FloatArray:
+    """log p(ids[t] | ids[:t]) for t = 1..n-1 by transformers in float32, [n - 1]."""
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0, :-1].float() / temperature
+    picked = torch.log_softmax(logits, -1).gather(1, torch.tensor(ids[1:])[:, None])
+    return np.asarray(picked[:, 0].numpy())

@@ -1,0 +1,89 @@
+"""The loss kernels against the torch reference, in the interpreter."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from megatron_async_kernels.is_loss import is_loss
+from megatron_async_kernels.loss_reference import reference_is_loss
+from megatron_async_kernels.loss_types import LossConfig, LossInputs, NonFiniteInput
+from megatron_async_kernels.triton_head import interpreted
+
+from tests.kernels.loss_cases import CONFIGS, DENOMINATORS, assert_same_output, make_inputs
+
+pytestmark = pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRET=1")
+
+# One sequence lies across two of the kernels' chunks of 4,096 tokens; two are empty.
+LENGTHS = [5, 0, 4000, 600, 1, 0, 30]
+
+
+def compare(inputs: LossInputs, config: LossConfig) -> None:
+    """float32 in the kernel, the same float32 values in float64 in the reference."""
+    wide = {
+        field.name: value.double()
+        for field in dataclasses.fields(inputs)
+        if isinstance(value := getattr(inputs, field.name), torch.Tensor)
+        and value.is_floating_point()
+    }
+    expected = reference_is_loss(dataclasses.replace(inputs, **wide), config, DENOMINATORS)
+    actual = is_loss(inputs, config, DENOMINATORS, backend="triton")
+    assert_same_output(actual, expected, rtol=3e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_configuration(name: str) -> None:
+    compare(make_inputs(LENGTHS, dtype=torch.float32), CONFIGS[name])
+
+
+@pytest.mark.parametrize("name", ["ppo dual, old", "gspo", "sequence rejection", "rapid"])
+@pytest.mark.parametrize("lengths", [[], [0, 0], [1], [512], [4096, 3]])
+def test_shapes(name: str, lengths: list[int]) -> None:
+    compare(make_inputs(lengths, dtype=torch.float32), CONFIGS[name])
+
+
+@pytest.mark.parametrize("name", ["ppo, kl k3, entropy", "gspo"])
+@pytest.mark.parametrize("mask_share", [0.0, 1.0])
+def test_masks(name: str, mask_share: float) -> None:
+    compare(make_inputs([40, 700], mask_share=mask_share, dtype=torch.float32), CONFIGS[name])
+
+
+@pytest.mark.parametrize("name", ["ppo", "aipo, kl k2", "cispo"])
+def test_beyond_the_safety_bound(name: str) -> None:
+    """Exact where exp(20) is not involved: sums of weights up to 5e8 swamp absolute tolerances."""
+    inputs = make_inputs([40, 700], drift=15.0, dtype=torch.float32)
+    expected = reference_is_loss(inputs, CONFIGS[name], DENOMINATORS)
+    actual = is_loss(inputs, CONFIGS[name], DENOMINATORS, backend="triton")
+    scale = float(expected.dlogp_T.abs().max())
+    torch.testing.assert_close(
+        actual.dlogp_T / scale, expected.dlogp_T / scale, rtol=1e-5, atol=1e-6
+    )
+    torch.testing.assert_close(actual.metrics.sums_M, expected.metrics.sums_M, rtol=1e-4, atol=1e-3)
+
+
+def test_optional_streams_left_out() -> None:
+    inputs = make_inputs([40, 700], lag=False, correction=False, dtype=torch.float32)
+    inputs = dataclasses.replace(inputs, old_logprobs_T=None, ref_logprobs_T=None, entropy_T=None)
+    compare(inputs, CONFIGS["ppo"])
+
+
+def test_result_repeats_bit_for_bit() -> None:
+    inputs = make_inputs(LENGTHS, dtype=torch.float32)
+    first, second = (
+        is_loss(inputs, CONFIGS["gspo"], DENOMINATORS, backend="triton") for _ in range(2)
+    )
+    assert torch.equal(first.dlogp_T, second.dlogp_T)
+    assert torch.equal(first.metrics.sums_M, second.metrics.sums_M)
+
+
+@pytest.mark.parametrize(
+    "stream", ["logprobs_T", "rollout_logprobs_T", "advantages_T", "is_weights_T", "entropy_T"]
+)
+def test_non_finite_input_is_named(stream: str) -> None:
+    inputs = make_inputs([30, 30], mask_share=1.0, dtype=torch.float32)
+    broken_T = getattr(inputs, stream).clone()
+    broken_T[17] = -torch.inf
+    broken = dataclasses.replace(inputs, **{stream: broken_T})
+    with pytest.raises(NonFiniteInput, match=stream.removesuffix("_T")):
+        is_loss(broken, LossConfig(), DENOMINATORS, backend="triton")

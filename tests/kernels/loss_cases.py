@@ -1,0 +1,115 @@
+"""Random microbatches and the loss configurations that every implementation is tested with."""
+
+from __future__ import annotations
+
+import torch
+from megatron_async_kernels.loss_types import (
+    Denominators,
+    LossConfig,
+    LossInputs,
+    LossOutput,
+    RejectionRule,
+)
+
+CONFIGS: dict[str, LossConfig] = {
+    "ppo": LossConfig(clip_low=0.15, clip_high=0.28),
+    "ppo dual, old": LossConfig(dual_clip=1.5, ratio_to="old", clip_high=0.3),
+    "ppo, kl k3, entropy": LossConfig(
+        kl_estimator="k3", kl_coef=0.3, kl_weight_upper=1.1, entropy_coef=0.05
+    ),
+    "reinforce": LossConfig(surrogate="reinforce"),
+    "reinforce, token weight, truncated": LossConfig(
+        surrogate="reinforce", weight_level="token", weight_upper=1.2
+    ),
+    "icepop": LossConfig(
+        surrogate="reinforce", weight_level="token", weight_lower=0.7, weight_upper=1.3
+    ),
+    "rapid": LossConfig(
+        surrogate="reinforce",
+        weight_level="sequence",
+        weight_upper=2.0,
+        aggregation="seq_mean_token_sum",
+    ),
+    "aipo, kl k2": LossConfig(
+        surrogate="aipo", aipo_delta=1.3, kl_estimator="k2", kl_coef=0.2, ratio_to="old"
+    ),
+    "cispo": LossConfig(surrogate="cispo", clip_low=0.1, clip_high=0.4),
+    "gspo": LossConfig(
+        surrogate="gspo", aggregation="seq_mean_token_mean", clip_low=0.02, clip_high=0.03
+    ),
+    "sft": LossConfig(surrogate="sft", aggregation="seq_mean_token_sum_norm", fixed_normalizer=7.0),
+    "token rejection": LossConfig(
+        aggregation="seq_mean_token_mean",
+        rejection=(
+            RejectionRule("token", "k1", -0.4, 0.3),
+            RejectionRule("token", "k3", -1.0, 0.05),
+        ),
+    ),
+    "sequence rejection": LossConfig(
+        rejection=(
+            RejectionRule("seq_mean", "k1", -0.1, 0.05),
+            RejectionRule("seq_max", "k2", -1.0, 0.4),
+            RejectionRule("seq_sum", "k3", -1.0, 3.0),
+        )
+    ),
+    "gspo, mixed rejection": LossConfig(
+        surrogate="gspo",
+        rejection=(RejectionRule("token", "k2", -1.0, 0.1), RejectionRule("seq_sum", "k1", -2, 3)),
+        entropy_coef=0.01,
+    ),
+}
+
+
+def make_inputs(
+    lengths: list[int],
+    *,
+    mask_share: float = 0.7,
+    drift: float = 0.3,
+    lag: bool = True,
+    correction: bool = True,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
+) -> LossInputs:
+    """Packed sequences with every stream present; untrained tokens hold NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    total = sum(lengths)
+
+    def normal(scale: float) -> torch.Tensor:
+        return scale * torch.randn(total, generator=generator, dtype=torch.float64)
+
+    mask_T = torch.rand(total, generator=generator) < mask_share
+    logprobs_T = -normal(1.0).abs() - 0.1
+
+    def stream(values_T: torch.Tensor) -> torch.Tensor:
+        return torch.where(mask_T, values_T, torch.nan).to(dtype)
+
+    return LossInputs(
+        logprobs_T=stream(logprobs_T),
+        rollout_logprobs_T=stream(logprobs_T + normal(drift)),
+        advantages_T=stream(normal(1.0)),
+        mask_T=mask_T.to(dtype),
+        cu_seqlens_S1=torch.tensor(
+            [0, *torch.tensor(lengths).cumsum(0).tolist()][: len(lengths) + 1]
+        ),
+        old_logprobs_T=stream(logprobs_T + normal(drift)),
+        ref_logprobs_T=stream(logprobs_T + normal(2 * drift)),
+        entropy_T=stream(normal(1.0).abs()),
+        is_weights_T=stream(normal(0.2).exp()) if correction else None,
+        lag_T=torch.randint(0, 12, (total,), generator=generator) if lag else None,
+    )
+
+
+DENOMINATORS = Denominators(tokens=37.0, sequences=5.0, weight_mean=1.1)
+
+
+def assert_same_output(mine: LossOutput, theirs: LossOutput, *, rtol: float, atol: float) -> None:
+    """All numbers of two outputs agree, whichever package's types they are."""
+    close = {"rtol": rtol, "atol": atol, "check_dtype": False, "equal_nan": False}
+    torch.testing.assert_close(mine.dlogp_T, theirs.dlogp_T, **close)
+    torch.testing.assert_close(mine.loss_sum, theirs.loss_sum, **close)
+    assert (mine.dentropy_T is None) == (theirs.dentropy_T is None)
+    if mine.dentropy_T is not None:
+        torch.testing.assert_close(mine.dentropy_T, theirs.dentropy_T, **close)
+    torch.testing.assert_close(mine.metrics.sums_M, theirs.metrics.sums_M, **close)
+    torch.testing.assert_close(mine.metrics.lag_sums_LB, theirs.metrics.lag_sums_LB, **close)
+    torch.testing.assert_close(mine.metrics.maxima_E, theirs.metrics.maxima_E, **close)

@@ -1,0 +1,61 @@
+"""Blocks stay within the workspace, whatever the shape; larger workspaces move fewer bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+
+from megatron_async_kernels.chunked import plan_chunks
+from megatron_async_kernels.head_types import HeadProblem
+from megatron_async_kernels.triton_head import plan_backward
+
+
+def problem(
+    tokens: int, vocab: int, hidden: int, dtype: torch.dtype, *, masked: bool, workspace: int
+) -> HeadProblem:
+    """Shapes only: meta tensors hold no memory."""
+    return HeadProblem(
+        hidden_TD=torch.empty(tokens, hidden, dtype=dtype, device="meta"),
+        rows_R=torch.empty(tokens, device="meta") if masked else None,
+        weight_VD=torch.empty(vocab, hidden, dtype=dtype, device="meta"),
+        bias_V=None,
+        targets_R=torch.empty(tokens, device="meta"),
+        inv_temperature=1.0,
+        workspace_bytes=workspace,
+    )
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    tokens=st.integers(1, 100_000),
+    vocab=st.integers(1, 300_000),
+    hidden=st.sampled_from([1, 37, 896, 3584, 8192]),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+    masked=st.booleans(),
+    workspace=st.sampled_from([2**23, 2**26, 2**28]),
+)
+def test_blocks_fit(
+    tokens: int, vocab: int, hidden: int, dtype: torch.dtype, masked: bool, workspace: int
+) -> None:
+    head = problem(tokens, vocab, hidden, dtype, masked=masked, workspace=workspace)
+    plan = plan_backward(head)
+    element = head.hidden_TD.element_size()
+    used = plan.rows * plan.columns * element
+    used += plan.rows * hidden * ((4 if element < 4 else 0) + (element if masked else 0))
+    assert used <= workspace
+    assert 1 <= plan.rows <= tokens and 1 <= plan.columns <= vocab
+    chunks = plan_chunks(head)
+    assert chunks.bytes <= workspace and chunks.tokens >= 1 and chunks.vocab >= 1
+
+
+@pytest.mark.parametrize(("vocab", "hidden"), [(152_064, 3584), (128_256, 8192)])
+def test_products_of_the_large_heads_stay_large(vocab: int, hidden: int) -> None:
+    """At 256 MiB a block is thousands of rows each way: the products run at the library's rate."""
+    for tokens in (4096, 16_384, 65_536):
+        head = problem(tokens, vocab, hidden, torch.bfloat16, masked=True, workspace=2**28)
+        plan = plan_backward(head)
+        assert plan.rows >= 2048 and plan.columns >= 4096, plan

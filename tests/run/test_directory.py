@@ -1,0 +1,46 @@
+"""The run directory: complete or not a run, never shared, small files that are never torn."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_async.config import build_config
+from megatron_async.errors import UserError
+from megatron_async.run.directory import RunDirectory
+
+
+def test_a_new_run_writes_its_settings_and_opening_reads_them_back(tmp_path: Path) -> None:
+    config = build_config({"name": "a", "root": str(tmp_path), "seed": 7})
+    directory = RunDirectory.create(config)
+    opened, settings = RunDirectory.open(directory.path, ["steps=9"])
+    assert opened == directory
+    assert (settings.seed, settings.steps) == (7, 9)
+    assert RunDirectory.open(directory.path, [])[1].steps == 9, "an override lasts"
+
+
+def test_a_name_that_is_taken_is_refused(tmp_path: Path) -> None:
+    config = build_config({"name": "a", "root": str(tmp_path)})
+    RunDirectory.create(config)
+    with pytest.raises(UserError, match=r"exists already.*'a'.*--resume"):
+        RunDirectory.create(config)
+
+
+def test_resuming_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="there is no run"):
+        RunDirectory.open(tmp_path / "nowhere", [])
+
+
+def test_a_root_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    config = build_config({"name": "a", "root": str(tmp_path / "file")})
+    with pytest.raises(UserError, match="cannot be made"):
+        RunDirectory.create(config)
+
+
+def test_lineages_count_up_and_the_first_failure_stays(tmp_path: Path) -> None:
+    directory = RunDirectory.create(build_config({"name": "a", "root": str(tmp_path)}))
+    assert [directory.next_lineage() for _ in range(3)] == [0, 1, 2]
+    directory.report_failure("the cause", 1)
+    directory.report_failure("a consequence", 2)
+    assert directory.take_failure() == {"sentence": "the cause", "exit_code": 1}
+    assert directory.take_failure() is None

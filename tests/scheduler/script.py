@@ -1,0 +1,98 @@
+"""A hand on the scheduler for examples: tells events, keeps the newest actions, answers nothing."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from megatron_async.scheduler import Scheduler
+from megatron_async.scheduler import events as ev
+from megatron_async.trajectory.types import PolicyVersion
+from tests.scheduler.policies import preset
+
+A = TypeVar("A")
+
+
+class Script:
+    """Group g has trajectories 10 g, 10 g + 1, ...; engines are "a", "b".
+
+    `running` is in order of submission (engines that are lost are not followed).
+    """
+
+    def __init__(
+        self, name: str, *, engines: str = "a", first_step: int = 0, **changes: Any
+    ) -> None:
+        self.config = preset(name, **changes)
+        self.version = PolicyVersion(0, first_step)
+        self.scheduler = Scheduler(self.config, first_step=first_step, version=self.version)
+        self.told: list[ev.Action] = []
+        self.groups = 0
+        self.running: list[int] = []
+        for engine in engines:
+            self.up(engine)
+
+    def tell(self, *events: ev.Event) -> list[ev.Action]:
+        self.told = []
+        for event in events:
+            if isinstance(event, ev.Finished | ev.Aborted) and event.trajectory_id in self.running:
+                self.running.remove(event.trajectory_id)
+            self.told += self.scheduler.step(event)
+        self.running += [action.trajectory_id for action in self.of(ev.Submit)]
+        return self.told
+
+    def up(self, engine: str, number: int | None = None, **limits: Any) -> list[ev.Action]:
+        version = self.version if number is None else PolicyVersion(0, number)
+        return self.tell(ev.EngineUp(engine, version, 10_000, **limits))
+
+    def spec(self, priority: int = 0, prompt_tokens: int = 10) -> ev.GroupSpec:
+        first = 10 * self.groups
+        self.groups += 1
+        ids = tuple(range(first, first + self.config.group_size))
+        return ev.GroupSpec(first // 10, ids, prompt_tokens, priority)
+
+    def prompts(self, count: int, **how: Any) -> list[ev.Action]:
+        return self.tell(ev.PromptsAvailable(tuple(self.spec(**how) for _ in range(count))))
+
+    def tokens(self, *ids: int, count: int = 5, version: int | None = None) -> None:
+        number = self.version.number if version is None else version
+        self.tell(*(ev.TokensArrived(t, count, number) for t in ids))
+
+    def finish(self, *ids: int) -> list[ev.Action]:
+        """Tokens, the end and a reward for each (rewards differ within a group)."""
+        told = []
+        for t in ids:
+            self.tokens(t)
+            told += self.tell(ev.Finished(t), ev.RewardReady(t, float(t % 10)))
+        self.told = told
+        return told
+
+    def publish(self, number: int) -> list[ev.Action]:
+        self.version = PolicyVersion(0, number)
+        return self.tell(ev.WeightsPublished(self.version))
+
+    def abort_acknowledged(self) -> list[ev.Action]:
+        """Every `Abort` among the newest actions takes effect."""
+        return self.tell(*(ev.Aborted(a.trajectory_id) for a in self.of(ev.Abort)))
+
+    def of(self, kind: type[A]) -> list[A]:
+        return [action for action in self.told if isinstance(action, kind)]
+
+    def submitted(self) -> list[int]:
+        return [action.trajectory_id for action in self.of(ev.Submit)]
+
+    def recovered(
+        self, state: str, *, tokens: int = 7, oldest: int | None = 0, reward: float | None = None
+    ) -> list[ev.Action]:
+        """A group found in the store with all members in one state; rewards differ."""
+        spec = self.spec()
+        found = tuple(
+            ev.RecoveredTrajectory(
+                t,
+                ev.TrajectoryState(state),
+                tokens,
+                oldest,
+                None if reward is None else reward + i,
+                oldest,
+            )
+            for i, t in enumerate(spec.trajectory_ids)
+        )
+        return self.tell(ev.Recovered(spec, found))

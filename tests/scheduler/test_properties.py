@@ -1,0 +1,103 @@
+"""Thousands of random event orders, judged by an oracle that knows only events and actions.
+
+Failures that are mixed in: engines that die and come back (also with an old version), requests that
+an engine ends by itself, aborts that lose the race against the end, tokens that are reported after
+a weight update, verifiers that fail, sources that run dry, and crashes of everything with a resume
+from one of the last checkpoints. After each run the world is calm and must make three more steps.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron_async.config.schedule import ScheduleConfig
+from tests.scheduler.policies import PRESETS, composed, preset, presets
+from tests.scheduler.world import Weather, World, play
+
+weathers = st.builds(
+    Weather,
+    engines=st.integers(1, 3),
+    max_running=st.sampled_from([None, None, 1, 3]),
+    engine_failures=st.sampled_from([0.0, 0.02]),
+    spontaneous_aborts=st.sampled_from([0.0, 0.1]),
+    verifier_failures=st.sampled_from([0.0, 0.0, 0.1]),
+    crashes=st.sampled_from([0.0, 0.01]),
+    source=st.sampled_from([None, None, 10]),
+    finish=st.sampled_from([0.1, 0.3, 0.6]),
+)
+seeds = st.integers(0, 2**32)
+relaxed = settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+
+
+@pytest.mark.slow
+@settings(relaxed, max_examples=1500)
+@given(presets(), weathers, seeds)
+def test_presets_keep_every_rule_in_any_order_of_events(
+    config: ScheduleConfig, weather: Weather, seed: int
+) -> None:
+    play(World(config, weather, seed), events=120, steps=2)
+
+
+@pytest.mark.slow
+@settings(relaxed, max_examples=2000)
+@given(composed(), weathers, seeds)
+def test_any_composed_policy_keeps_every_rule(
+    config: ScheduleConfig, weather: Weather, seed: int
+) -> None:
+    play(World(config, weather, seed), events=120, steps=2)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_long_runs_with_all_failures_at_once(name: str) -> None:
+    weather = Weather(
+        engines=3, engine_failures=0.01, spontaneous_aborts=0.05, verifier_failures=0.03
+    )
+    for seed in range(8):
+        world = World(preset(name), weather, seed)
+        play(world, events=600, steps=3)
+        assert world.steps_done >= 3
+
+
+@pytest.mark.parametrize("k", [0, 1, 2, 3])
+@pytest.mark.parametrize("on_stale", ["wait", "drop", "restart", "mask"])
+def test_lag_bound_holds_through_crashes(k: int, on_stale: str) -> None:
+    for seed in range(6):
+        config = preset("async", max_async_level=k, on_stale=on_stale)
+        play(World(config, Weather(crashes=0.02, engine_failures=0.01), seed), 250, 3)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_same_events_give_same_actions(name: str) -> None:
+    def run() -> list[str]:
+        world = World(preset(name), Weather(engine_failures=0.02), seed=5)
+        told = []
+        for _ in range(300):
+            world.random_event()
+            told.append(repr(world.scheduler.view()))
+        return told
+
+    assert run() == run()
+
+
+def test_the_oracle_sees_an_unfair_scheduler() -> None:
+    """Negative control: a world in which one action is lost is noticed."""
+    caught = 0
+    for seed in range(20):
+        world = World(preset("copris"), Weather(), seed)
+        step = world.scheduler.step
+        rng = random.Random(seed)
+
+        def lossy(event: object, step=step, rng=rng) -> list:  # type: ignore[no-untyped-def, type-arg]
+            actions = step(event)
+            return actions[:-1] if actions and rng.random() < 0.05 else actions
+
+        world.scheduler.step = lossy  # type: ignore[method-assign]
+        try:
+            play(world, events=300, steps=2)
+        except AssertionError:
+            caught += 1
+    assert caught == 20

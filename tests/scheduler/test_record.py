@@ -1,0 +1,184 @@
+"""A recorded run replays to the same actions; a changed scheduler shows the first that differs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_async.errors import UserError
+from megatron_async.scheduler import Scheduler
+from megatron_async.scheduler import events as ev
+from megatron_async.scheduler.record import (
+    Exchange,
+    Header,
+    Recorder,
+    decode_action,
+    decode_event,
+    encode,
+    read_record,
+    replay,
+)
+from megatron_async.trajectory.types import DropReason, PolicyVersion, TrajectoryState
+from tests.scheduler.policies import PRESETS, preset
+from tests.scheduler.world import Weather, World
+
+SPEC = ev.GroupSpec(3, (30, 31), 17, 1)
+EVENTS: list[ev.Event] = [
+    ev.PromptsAvailable((SPEC,)),
+    ev.PromptsAvailable(()),
+    ev.Recovered(
+        SPEC,
+        (
+            ev.RecoveredTrajectory(30, TrajectoryState.SCORED, 5, 1, 0.25, 2),
+            ev.RecoveredTrajectory(
+                31, TrajectoryState.DROPPED, 0, None, None, None, DropReason.STALE
+            ),
+        ),
+    ),
+    ev.EngineUp("a", PolicyVersion(2, 7), 100, None),
+    ev.EngineDown("a"),
+    ev.TokensArrived(1, 2, 3),
+    ev.Finished(1),
+    ev.Aborted(1),
+    ev.RewardReady(1, 0.1),
+    ev.RewardReady(1, None),
+    ev.EngineLoad("a", 0.3, 4),
+    ev.BatchTaken(1),
+    ev.UpdateRequested(2),
+    ev.WeightsPublished(PolicyVersion(0, 2)),
+]
+ACTIONS: list[ev.Action] = [
+    ev.RequestPrompts(2),
+    ev.Submit(1, "a", True),
+    ev.Abort(1, "a"),
+    ev.Score(1),
+    ev.Restart(1),
+    ev.Drop(1, DropReason.OVERFLOW),
+    ev.EmitBatch(1, (2, 3), 4),
+    ev.EmitBatch(1, ()),
+    ev.PauseEngines("in_place"),
+    ev.AllowUpdate(3),
+    ev.ResumeEngines(),
+    ev.Warn("queue_overflow", "text"),
+]
+
+
+def record(path: Path, name: str, events: int = 250) -> None:
+    """A random run of a preset with failures, recorded."""
+    config = preset(name)
+    world = World(config, Weather(engine_failures=0.02, verifier_failures=0.05), seed=3)
+    recorder = Recorder(
+        path.open("w"), config, first_step=0, version=world.scheduler.view().version
+    )
+    world.start(0, PolicyVersion(0, 0))
+    step = world.scheduler.step
+
+    def recording(event: ev.Event) -> list[ev.Action]:
+        actions = step(event)
+        recorder.write(event, actions)
+        return actions
+
+    world.scheduler.step = recording  # type: ignore[method-assign]
+    for _ in range(2):
+        world.engine_up()
+    for _ in range(events):
+        world.random_event()
+    recorder.close()
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
+def test_events_survive_json(event: ev.Event) -> None:
+    assert decode_event(json.loads(json.dumps(encode(event)))) == event
+
+
+@pytest.mark.parametrize("action", ACTIONS, ids=lambda action: type(action).__name__)
+def test_actions_survive_json(action: ev.Action) -> None:
+    back = decode_action(json.loads(json.dumps(encode(action))))
+    assert back == action and type(back) is type(action)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_recorded_run_replays_exactly(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "schedule.jsonl"
+    record(path, name)
+    header, exchanges = read_record(path)
+    assert header == Header(preset(name), 0, PolicyVersion(0, 0))
+    assert sum(len(exchange.actions) for exchange in exchanges) > 50
+    assert replay(path) is None
+
+
+def test_a_changed_scheduler_shows_the_first_action_that_differs(tmp_path: Path) -> None:
+    path = tmp_path / "schedule.jsonl"
+    record(path, "copris")
+    seen: list[Exchange] = []
+
+    def newest_first(header: Header) -> Scheduler:
+        config = header.config.model_copy(update={"buffer_order": "newest_first"})
+        return Scheduler(config, first_step=header.first_step, version=header.version)
+
+    found = replay(path, newest_first, seen.append)
+    assert found is not None
+    assert isinstance(found.recorded, ev.Submit) and isinstance(found.replayed, ev.Submit)
+    assert found.recorded.resume and found.recorded != found.replayed
+    assert found.index == seen[-1].index and seen[-1].actions[found.position] == found.recorded
+    assert f"event {found.index}" in str(found)
+
+
+def test_missing_and_additional_actions_are_differences(tmp_path: Path) -> None:
+    path = tmp_path / "schedule.jsonl"
+    with path.open("w") as stream:
+        recorder = Recorder(stream, preset("sync"), first_step=0, version=PolicyVersion(0, 0))
+        recorder.write(ev.EngineUp("a", PolicyVersion(0, 0), 100), [])
+        recorder.flush()
+    found = replay(path)
+    assert found is not None
+    assert (found.recorded, found.replayed) == (None, ev.RequestPrompts(2))
+
+
+def test_a_last_line_that_a_crash_cut_short_is_ignored(tmp_path: Path) -> None:
+    path = tmp_path / "schedule.jsonl"
+    record(path, "async", events=60)
+    whole = path.read_text()
+    path.write_text(whole[: len(whole) - 7])
+    assert replay(path) is None
+    lines = whole.splitlines(keepends=True)
+    assert len(list(read_record(path)[1])) == len(lines) - 2
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "is not a schedule record"),
+        ('{"format": "other"}\n', "is not a schedule record"),
+        (
+            '{"format": "megatron_async.schedule", "format_version": 99}\n',
+            "has format_version 99",
+        ),
+        (
+            '{"format": "megatron_async.schedule", "format_version": 1, "schedule": {"x": 1}}\n',
+            "its header does not fit",
+        ),
+    ],
+)
+def test_what_is_no_record_is_refused(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "schedule.jsonl"
+    path.write_text(content)
+    with pytest.raises(UserError, match=message):
+        replay(path)
+
+
+@pytest.mark.parametrize("damage", ["{nonsense\n", '{"e": ["Finished"], "a": []}\n', "{}\n"])
+def test_a_damaged_line_is_refused_by_number(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "schedule.jsonl"
+    record(path, "sync", events=5)
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines[:3], damage, *lines[3:]]))
+    with pytest.raises(UserError, match="line 4"):
+        replay(path)
+
+
+def test_no_file_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be read"):
+        replay(tmp_path / "none.jsonl")

@@ -1,0 +1,297 @@
+"""A small random world around a scheduler: engines, verifier, trainer, prompt source, crashes.
+
+It offers the events that may happen now, tells the oracle and the scheduler, and carries out the
+actions. All choices come from one `random.Random`, so a run is a function of (config, seed).
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from megatron_async.config.schedule import ScheduleConfig
+from megatron_async.scheduler import Scheduler
+from megatron_async.scheduler import events as ev
+from megatron_async.trajectory.types import PolicyVersion, TrajectoryState
+from tests.scheduler.oracle import Oracle, T
+
+
+@dataclass(frozen=True)
+class Weather:
+    """How often what goes wrong goes wrong; probabilities per event unless it says otherwise."""
+
+    engines: int = 2
+    max_running: int | None = None
+    engine_failures: float = 0.0
+    spontaneous_aborts: float = 0.0
+    verifier_failures: float = 0.0
+    crashes: float = 0.0
+    equal_rewards: float = 0.2
+    late_tokens: float = 0.3
+    source: int | None = None
+    finish: float = 0.25
+
+
+class World:
+    """Run with `random_event` or the named moves; `step` is how far the trainer has come."""
+
+    def __init__(self, config: ScheduleConfig, weather: Weather, seed: int) -> None:
+        self.config = config
+        self.weather = weather
+        self.random = random.Random(seed)
+        self.calm = False
+        self.events = 0
+        self.prompts_given = 0
+        self.warnings: list[str] = []
+        self.start(0, PolicyVersion(0, 0))
+        for _ in range(weather.engines):
+            self.engine_up()
+
+    def start(self, step: int, version: PolicyVersion) -> None:
+        """A new process, with nothing but what `recover` will tell it."""
+        self.version = version
+        self.trainer: int | None = None  # the step it works on
+        self.engine_versions: dict[str, PolicyVersion] = {}
+        self.late: dict[int, int] = {}
+        self.oracle = Oracle(self.config, step, version)
+        self.scheduler = Scheduler(self.config, first_step=step, version=version)
+
+    # ------------------------------------------------------------ the loop
+
+    def tell(self, event: ev.Event) -> list[ev.Action]:
+        """One event: oracle, scheduler, oracle, and what follows."""
+        self.events += 1
+        self.oracle.event(event)
+        actions = self.scheduler.step(event)
+        self.oracle.actions(event, actions)
+        self.warnings += [action.name for action in actions if isinstance(action, ev.Warn)]
+        return actions
+
+    @property
+    def steps_done(self) -> int:
+        """Versions made."""
+        return self.version.number
+
+    def moves(self) -> list[str]:
+        """What can happen now, besides failures."""
+        oracle = self.oracle
+        moves = []
+        running = oracle.running()
+        if running and not (oracle.paused and oracle.allowed):
+            moves += ["tokens", "tokens", "finish"]
+        if any(t.aborted for t in running):
+            moves += ["aborted", "aborted"]
+        if oracle.judging():
+            moves += ["judge", "judge"]
+        if oracle.prompts_outstanding:
+            moves += ["prompts", "prompts"]
+        if self.trainer is None and oracle.untaken and self.steps_done == oracle.untaken[0]:
+            moves += ["take"]
+        if self.trainer is not None and oracle.update is None:
+            moves += ["update"]
+        if oracle.allowed:
+            moves += ["publish"]
+        if len(self.engine_versions) < self.weather.engines:
+            moves += ["engine_up"]
+        if self._stale_engines() and not oracle.allowed:
+            moves += ["synchronise"]
+        return moves
+
+    def random_event(self) -> bool:
+        """Let one thing happen; False when nothing can any more."""
+        chance = self.random.random
+        if not self.calm:
+            if self.engine_versions and chance() < self.weather.engine_failures:
+                self.engine_down(self.random.choice(list(self.engine_versions)))
+                return True
+            if chance() < self.weather.crashes:
+                self.crash()
+                return True
+            if chance() < 0.02 and self.engine_versions:
+                name = self.random.choice(list(self.engine_versions))
+                self.tell(ev.EngineLoad(name, chance(), self.random.randrange(4)))
+                return True
+        moves = self.moves()
+        if not moves:
+            return False
+        getattr(self, self.random.choice(moves))()
+        return True
+
+    # ------------------------------------------------------------ engines
+
+    def _running(self, aborted: bool | None = None) -> T:
+        running = [t for t in self.oracle.running() if aborted in (None, t.aborted)]
+        return self.random.choice(running)
+
+    def tokens(self) -> None:
+        """Some tokens of one running trajectory, and perhaps an abort that was the engine's."""
+        t = self._running()
+        if not self.calm and self.random.random() < self.weather.spontaneous_aborts:
+            self.late.pop(t.trajectory_id, None)
+            self.tell(ev.Aborted(t.trajectory_id))
+            return
+        self.report_tokens(t)
+
+    def report_tokens(self, t: T) -> None:
+        assert t.engine is not None
+        version = self.late.pop(t.trajectory_id, self.engine_versions[t.engine].number)
+        self.tell(ev.TokensArrived(t.trajectory_id, self.random.randint(1, 9), version))
+
+    def finish(self) -> None:
+        """A trajectory ends (also one that was told to abort: the race); else more tokens."""
+        t = self._running()
+        if self.random.random() < self.weather.finish:
+            self.report_tokens(t)
+            if t.state == "running":
+                self.late.pop(t.trajectory_id, None)
+                self.tell(ev.Finished(t.trajectory_id))
+        else:
+            self.report_tokens(t)
+
+    def aborted(self) -> None:
+        t = self._running(aborted=True)
+        if self.random.random() < 0.5:
+            self.report_tokens(t)
+        self.late.pop(t.trajectory_id, None)
+        self.tell(ev.Aborted(t.trajectory_id))
+
+    def engine_up(self) -> None:
+        """An engine arrives: with the current version, or (not yet synchronised) an older one."""
+        names = [f"e{i}" for i in range(self.weather.engines)]
+        name = next(name for name in names if name not in self.engine_versions)
+        version = self.version
+        if not self.calm and version.number and self.random.random() < 0.3:
+            version = PolicyVersion(version.lineage, self.random.randrange(version.number))
+        self.engine_versions[name] = version
+        self.tell(ev.EngineUp(name, version, 1000, self.weather.max_running))
+
+    def _stale_engines(self) -> list[str]:
+        return [name for name, version in self.engine_versions.items() if version != self.version]
+
+    def synchronise(self) -> None:
+        """A stale engine gets the current weights, outside any update."""
+        name = self.random.choice(self._stale_engines())
+        self.engine_down(name)
+        self.engine_versions[name] = self.version
+        self.tell(ev.EngineUp(name, self.version, 1000, self.weather.max_running))
+
+    def engine_down(self, name: str) -> None:
+        for t in self.oracle.running(name):
+            self.late.pop(t.trajectory_id, None)
+        del self.engine_versions[name]
+        self.tell(ev.EngineDown(name))
+
+    # ------------------------------------------------------------ verifier and prompts
+
+    def judge(self) -> None:
+        t = self.random.choice(self.oracle.judging())
+        reward: float | None = float(self.random.randrange(3))
+        if self.random.random() < self.weather.equal_rewards:
+            reward = 1.0
+        if self.random.random() < self.weather.verifier_failures:
+            reward = None
+        self.tell(ev.RewardReady(t.trajectory_id, reward))
+
+    def prompts(self) -> None:
+        count = self.oracle.prompts_outstanding
+        if self.weather.source is not None:
+            count = min(count, self.weather.source - self.prompts_given)
+        specs = []
+        for _ in range(count):
+            first = self.prompts_given * self.config.group_size
+            ids = tuple(range(first, first + self.config.group_size))
+            length = self.random.randrange(1, 20)
+            priority = self.random.choice([0, 0, 0, 1])
+            specs.append(ev.GroupSpec(self.prompts_given, ids, length, priority))
+            self.prompts_given += 1
+        self.tell(ev.PromptsAvailable(tuple(specs)))
+
+    # ------------------------------------------------------------ trainer
+
+    def take(self) -> None:
+        self.trainer = self.oracle.untaken[0]
+        self.tell(ev.BatchTaken(self.trainer))
+
+    def update(self) -> None:
+        assert self.trainer is not None
+        self.tell(ev.UpdateRequested(self.trainer + 1))
+
+    def publish(self) -> None:
+        """All engines that are up get the new weights; some tokens of the old ones come later."""
+        assert self.trainer is not None
+        old = self.version.number
+        self.version = PolicyVersion(self.version.lineage, self.trainer + 1)
+        self.trainer = None
+        for t in self.oracle.running():
+            if self.random.random() < self.weather.late_tokens:
+                self.late[t.trajectory_id] = old
+        for name in self.engine_versions:
+            self.engine_versions[name] = self.version
+        self.tell(ev.WeightsPublished(self.version))
+
+    # ------------------------------------------------------------ crash and resume
+
+    def crash(self) -> None:
+        """Everything dies; the store and one of the last checkpoints survive."""
+        step = max(0, self.steps_done - self.random.randrange(3))
+        found = self._stored(step)
+        self.start(step, PolicyVersion(self.version.lineage + 1, step))
+        early = self.random.random() < 0.5
+        if early:
+            for _ in range(self.weather.engines):
+                self.engine_up()
+        for event in found:
+            self.tell(event)
+        while len(self.engine_versions) < self.weather.engines:
+            self.engine_up()
+
+    def _stored(self, step: int) -> list[ev.Recovered]:
+        """Unconsumed groups as the store holds them: versions count from where the lines part."""
+        states = {
+            "running": TrajectoryState.RUNNING,
+            "judging": TrajectoryState.FINISHED,
+            "scored": TrajectoryState.SCORED,
+            "batched": TrajectoryState.SCORED,
+            "dropped": TrajectoryState.DROPPED,
+        }
+        found = []
+        for group in self.oracle.groups.values():
+            consumed = group.step is not None and group.step < step
+            if consumed or all(t.state == "dropped" for t in group.members):
+                continue
+            trajectories = []
+            for t in group.members:
+                waiting = TrajectoryState.PARTIAL if t.tokens else TrajectoryState.PENDING
+                oldest = None if t.oldest is None else min(t.oldest, step)
+                newest = min(t.newest, step) if t.tokens else None
+                trajectories.append(
+                    ev.RecoveredTrajectory(
+                        t.trajectory_id,
+                        states.get(t.state, waiting),
+                        t.tokens,
+                        oldest,
+                        t.reward,
+                        newest,
+                        t.drop_reason,
+                    )
+                )
+            found.append(ev.Recovered(group.spec, tuple(trajectories)))
+        return found
+
+
+def play(world: World, events: int, steps: int) -> None:
+    """`events` random events with failures, then calm until the trainer has made `steps` more.
+
+    Raises AssertionError when the world stands still, or makes no step in a generous while.
+    """
+    for _ in range(events):
+        world.random_event()
+    world.calm = True
+    goal = world.steps_done + steps
+    size = world.config.groups_per_batch * world.config.group_size
+    in_flight = world.config.concurrency
+    work = size + (in_flight if isinstance(in_flight, int) else size)
+    limit = world.events + 400 * (steps + 1) * (work + 10)
+    while world.steps_done < goal and not world.scheduler.finished:
+        assert world.random_event(), f"deadlock: {world.scheduler.view()}"
+        assert world.events < limit, f"no progress: {world.scheduler.view()}"

@@ -1,0 +1,117 @@
+"""`megatron-async simulate`, `plan` and `replay` on the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from megatron_async.cli import app
+from megatron_async.config.presets import SCHEDULE_PRESETS
+from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.scheduler.record import Recorder
+from megatron_async.simulate.sweep import parse_sweep, sweep_points
+from megatron_async.trajectory.types import PolicyVersion
+from tests.simulate.test_world import SMALL, config, run
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    path = tmp_path / "small.yaml"
+    path.write_text(yaml.safe_dump(SMALL))
+    return path
+
+
+def call(*arguments: object) -> str:
+    result = CliRunner().invoke(app, [str(a) for a in arguments], env={"COLUMNS": "200"})
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_simulate_prints_figures_and_assumptions(config_file: Path) -> None:
+    output = call("simulate", "--config", config_file, "--set", "simulate.steps=8")
+    for words in ("tokens/s", "trainer idle", "recomputed", "simulate.efficiency.links: 0.7"):
+        assert words in output
+
+
+def test_simulate_compares_presets(config_file: Path) -> None:
+    output = call("simulate", "--config", config_file, "--presets", "sync,copris")
+    assert "sync" in output and "copris" in output
+
+
+def test_simulate_sweeps_and_plots(config_file: Path, tmp_path: Path) -> None:
+    picture = tmp_path / "out.png"
+    output = call(
+        "simulate", "--config", config_file, "--sweep", "schedule.concurrency=24,40",
+        "--sweep", "schedule.kv=keep,recompute", "--plot", picture,
+    )  # fmt: skip
+    for words in ("concurrency=24 kv=keep", "concurrency=40 kv=recompute"):
+        assert words in output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_sweep_is_cartesian() -> None:
+    points = sweep_points(["a.b=1,2", "c.d=x"], ["all"])
+    assert len(points) == 2 * len(SCHEDULE_PRESETS)
+    assert points[0] == ("schedule.preset=sync", "a.b=1", "c.d=x")
+    assert sweep_points([], []) == [()]
+
+
+@pytest.mark.parametrize("text", ["a.b", "a.b=", "=1", "a.b=1,,2"])
+def test_a_bad_sweep_is_named(text: str) -> None:
+    with pytest.raises(UserError, match="--sweep"):
+        parse_sweep(text)
+
+
+def test_bad_settings_are_found_before_anything_runs(config_file: Path) -> None:
+    with pytest.raises(UserError, match="concurrency"):
+        call("simulate", "--config", config_file, "--sweep", "schedule.concurrency=24,-1")
+
+
+def test_plan_prints_the_best_and_the_others(config_file: Path) -> None:
+    output = call("plan", "--config", config_file, "--set", "simulate.gpus=4", "--top", 2)
+    assert "best of 3" in output and "trainer GPUs" in output and "simulate.gpu" in output
+
+
+def recorded(directory: Path) -> Path:
+    settings = config("copris")
+    (directory / "events").mkdir()
+    path = directory / "events" / "0.jsonl"
+    with path.open("w") as stream:
+        recorder = Recorder(stream, settings.schedule, first_step=0, version=PolicyVersion(0, 0))
+        run(settings, recorder)
+    return path
+
+
+def test_replay_finds_the_same_actions(tmp_path: Path) -> None:
+    path = recorded(tmp_path)
+    count = len(path.read_text().splitlines()) - 1
+    output = call("replay", tmp_path)
+    assert f"same actions for {count} events" in output
+    assert "batch 11 emitted: 6 groups" in output
+    assert "batch 11 emitted" not in call("replay", tmp_path, "--no-timeline")
+
+
+def test_replay_names_the_first_difference(tmp_path: Path) -> None:
+    path = recorded(tmp_path)
+    lines = path.read_text().splitlines()
+    place = next(i for i, line in enumerate(lines) if '"Score"' in line)
+    changed = json.loads(lines[place])
+    changed["a"] = [action for action in changed["a"] if action[0] != "Score"]
+    lines[place] = json.dumps(changed)
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(ComponentFailure, match=rf"event {place - 1} .*Score"):
+        call("replay", tmp_path)
+
+
+def test_replay_of_nothing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="record_events"):
+        call("replay", tmp_path)
+    recorded(tmp_path)
+    with pytest.raises(UserError, match="--lineage 3"):
+        call("replay", tmp_path, "--lineage", 3)

@@ -1,0 +1,172 @@
+"""The decode batch that is advanced in closed form, against one that is stepped token by token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_async.simulate.engine import Engine, Limits, Request
+
+FIXED, PER_KV, PREFILL = 0.01, 1e-6, 1e-5
+
+
+@dataclass(frozen=True)
+class Costs:
+    """A step costs FIXED + FIXED x batch / 100 + PER_KV x KV, prefill PREFILL a token."""
+
+    kv_capacity_tokens: int = 10**9
+
+    def decode(self, batch: int) -> tuple[float, float]:
+        return FIXED * (1 + batch / 100), PER_KV
+
+    def prefill(self, tokens: int, token_pairs: float) -> float:
+        return PREFILL * tokens
+
+
+def make(
+    capacity: int = 10**9, reserve: int = 0, chunk: int = 10**6, slots: int | None = None
+) -> Engine:
+    return Engine("engine-0", Costs(capacity), Limits(slots, reserve, 20, chunk))
+
+
+def drive(engine: Engine, until: float = float("inf")) -> dict[int, float]:
+    """Let everything happen that happens by itself; completion times by trajectory."""
+    finished: dict[int, float] = {}
+    while True:
+        engine.admit()
+        when = engine.forecast()
+        if when is None or when > until:
+            if until < float("inf"):
+                engine.advance(until)
+            return finished
+        engine.advance(when)
+        for request in engine.completed():
+            finished[request.trajectory_id] = when
+        engine.preempt()
+        engine.report_due()
+        assert engine.kv <= engine.costs.kv_capacity_tokens * (1 + 1e-9)
+
+
+def stepped(lengths: list[int], prompt: int) -> dict[int, float]:
+    """The same, one decode step after the other; every request has its own prompt."""
+    now = PREFILL * prompt * len(lengths)
+    finished: dict[int, float] = {}
+    running = dict(enumerate(lengths))
+    step = 0
+    while running:
+        kv = sum(prompt + step for _ in running)
+        fixed, per_kv = Costs().decode(len(running))
+        now += fixed + per_kv * (kv + len(running) / 2)  # KV in the middle of the step
+        step += 1
+        for i in [i for i, length in running.items() if length == step]:
+            del running[i]
+            finished[i] = now
+    return finished
+
+
+@given(st.lists(st.integers(1, 300), min_size=1, max_size=20), st.integers(1, 500))
+@settings(max_examples=50, deadline=None)
+def test_completion_times_are_those_of_single_steps(lengths: list[int], prompt: int) -> None:
+    engine = make()
+    for i, length in enumerate(lengths):
+        engine.submit(Request(i, i, prompt, 0, length))
+    assert drive(engine) == pytest.approx(stepped(lengths, prompt), rel=1e-9)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 200), min_size=1, max_size=30),
+    capacity=st.integers(250, 2000),
+    reserve=st.integers(0, 50),
+    slots=st.one_of(st.none(), st.integers(1, 10)),
+)
+@settings(max_examples=100, deadline=None)
+def test_a_full_cache_preempts_and_loses_nothing(
+    lengths: list[int], capacity: int, reserve: int, slots: int | None
+) -> None:
+    engine = make(capacity, reserve, slots=slots)
+    for i, length in enumerate(lengths):
+        engine.submit(Request(i, i, 40, 0, length))
+    assert sorted(drive(engine)) == list(range(len(lengths)))
+    # a preempted request generates the token that it was at once more
+    surplus = engine.counters.generated - sum(lengths)
+    assert -1e-3 <= surplus <= engine.counters.preemptions + 1e-3
+    assert (engine.counters.preempted_prefill > 0) == (engine.counters.preemptions > 0)
+    assert engine.kv == 0 and engine.waiting == 0
+
+
+def test_preemption_happens_at_the_capacity_only() -> None:
+    for capacity, preempted in ((2 * 140 + 1, False), (2 * 140 - 1, True)):
+        engine = make(capacity)
+        for i in range(2):
+            engine.submit(Request(i, i, 40, 0, 100))
+        drive(engine)
+        assert (engine.counters.preemptions > 0) is preempted
+
+
+def test_members_of_a_group_share_their_prompt() -> None:
+    shared, apart = make(), make()
+    for i in range(4):
+        shared.submit(Request(i, 7, 100, 0, 10))
+        apart.submit(Request(i, i, 100, 0, 10))
+    shared.admit()
+    apart.admit()
+    assert (shared.kv, apart.kv) == (100, 400)
+    assert (shared.counters.prefilled, apart.counters.prefilled) == (100, 400)
+    assert shared.cancel(0) is not None
+    assert shared.kv == 100
+
+
+def test_a_resumed_request_prefills_what_it_had() -> None:
+    engine = make()
+    engine.submit(Request(0, 0, 100, 50, 10))
+    engine.admit()
+    assert engine.counters.prefilled == engine.counters.resumed_prefill == 150
+    assert engine.stall == pytest.approx(150 * PREFILL)
+
+
+def test_tokens_belong_to_the_version_at_the_end_of_their_step() -> None:
+    engine = make()
+    engine.submit(Request(0, 0, 1, 0, 100))
+    engine.admit()
+    engine.forecast()
+    for number, steps in ((1, 30), (2, 20)):
+        fixed, per_kv = engine.costs.decode(1)
+        seconds = steps * (fixed + per_kv * engine.kv) + per_kv * steps**2 / 2
+        engine.advance(engine.now + engine.stall + seconds + 1e-9)
+        engine.load(number)
+        engine.forecast()
+    finished = drive(engine)
+    request = Request(0, 0, 1, 0, 100)
+    assert list(finished) == [0]
+    assert engine.take_tokens(request) == [(0, 30), (1, 20), (2, 50)]
+    assert engine.take_tokens(request) == []
+
+
+def test_a_pause_stops_time_and_recompute_costs_a_prefill() -> None:
+    for recompute in (False, True):
+        engine = make()
+        engine.submit(Request(0, 0, 100, 0, 50))
+        drive(engine, until=0.2)
+        before, kv = engine.steps, round(engine.kv)
+        engine.pause(recompute=recompute)
+        engine.advance(5.0)
+        assert engine.steps == before
+        assert engine.forecast() is None
+        engine.resume()
+        assert engine.stall == pytest.approx(kv * PREFILL if recompute else 0.0, rel=0.02)
+        assert abs(engine.counters.updated_prefill - (kv if recompute else 0)) <= 1
+        assert list(drive(engine)) == [0]
+
+
+def test_a_cancelled_request_in_the_queue_never_runs() -> None:
+    engine = make(capacity=200)
+    engine.submit(Request(0, 0, 100, 0, 50))
+    engine.submit(Request(1, 1, 100, 0, 50))
+    engine.admit()
+    assert list(engine.running) == [0] and engine.waiting == 1
+    assert engine.cancel(1) is not None
+    assert engine.cancel(1) is None
+    assert list(drive(engine)) == [0]

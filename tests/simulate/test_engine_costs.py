@@ -1,0 +1,180 @@
+"""Cost models: the roofline's limits, measured tables, memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_async.config import build_config
+from megatron_async.config.simulate import EfficiencyConfig, GpuConfig
+from megatron_async.errors import UserError
+from megatron_async.simulate.build import engine_costs
+from megatron_async.simulate.engine_costs import (
+    FORMAT,
+    FORMAT_VERSION,
+    RooflineEngine,
+    fit_engine_costs,
+    read_engine_costs,
+)
+from megatron_async.simulate.hardware import DATA_SHEETS, gpu_of
+from megatron_async.simulate.memory import (
+    TrainerLayout,
+    activation_bytes,
+    kv_capacity_tokens,
+    trainer_state_bytes,
+)
+from megatron_async.simulate.model_shape import SHAPES, shape_from_config
+
+PEAK = EfficiencyConfig(
+    memory_bandwidth=1,
+    decode_flops=1,
+    prefill_flops=1,
+    links=1,
+    collective_latency_seconds=0,
+    decode_overhead_seconds=0,
+)
+SEVEN = SHAPES["qwen2.5-7b"]
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [("qwen2.5-0.5b", 0.494), ("qwen2.5-1.5b", 1.54), ("qwen2.5-7b", 7.62), ("llama-3-70b", 70.6)],
+)
+def test_parameter_counts_are_the_published_ones(name: str, billions: float) -> None:
+    assert SHAPES[name].parameters / 1e9 == pytest.approx(billions, rel=0.005)
+
+
+def test_experts_count_by_use() -> None:
+    moe = SHAPES["qwen3-30b-a3b"]
+    assert moe.parameters / 1e9 == pytest.approx(30.5, rel=0.01)
+    assert moe.active_parameters / 1e9 == pytest.approx(3.3, rel=0.1)
+    one, many = moe.weight_bytes_read(1), moe.weight_bytes_read(4096)
+    assert one == pytest.approx(2 * moe.active_parameters, rel=0.01)
+    assert many == pytest.approx(2 * (moe.parameters - moe.head_parameters), rel=0.01)
+
+
+def test_small_batches_are_bound_by_memory_large_ones_by_compute() -> None:
+    gpu = DATA_SHEETS["H100"]
+    engine = RooflineEngine(SEVEN, gpu, PEAK, 1, 10**6)
+    read = 2 * SEVEN.active_parameters / gpu.memory_bandwidth
+    assert engine.decode(1)[0] == pytest.approx(read)
+    assert engine.decode(64)[0] == pytest.approx(read)
+    large = 4096
+    assert engine.decode(large)[0] == pytest.approx(2 * SEVEN.active_parameters * large / gpu.flops)
+    assert engine.decode(1)[1] == pytest.approx(SEVEN.kv_bytes_per_token / gpu.memory_bandwidth)
+
+
+def test_tensor_parallelism_divides_the_work_and_adds_communication() -> None:
+    gpu = DATA_SHEETS["H100"]
+    one, eight = (RooflineEngine(SEVEN, gpu, PEAK, tp, 10**6).decode(64) for tp in (1, 8))
+    assert one[0] / 8 < eight[0] < one[0]
+    assert eight[1] == pytest.approx(one[1] / 8)
+
+
+def test_prefill_grows_faster_than_its_tokens() -> None:
+    engine = RooflineEngine(SEVEN, DATA_SHEETS["A100"], PEAK, 1, 10**6)
+    short, long = (engine.prefill(n, n * n / 2) for n in (1000, 16000))
+    assert short == pytest.approx(2 * SEVEN.active_parameters * 1000 / 312e12, rel=0.05)
+    assert 16 * short < long < 32 * short
+
+
+def test_kv_capacity_is_what_weights_leave() -> None:
+    left = 80e9 * 0.9 - 2 * SEVEN.parameters
+    assert kv_capacity_tokens(SEVEN, 80e9, 0.9, 1, 0.0) == int(left // 57344)
+    assert kv_capacity_tokens(SEVEN, 80e9, 0.9, 1, 60e9) < 0
+    # 8 ranks share 4 KV heads: each is held twice
+    doubled = kv_capacity_tokens(SEVEN, 80e9, 0.9, 8, 0.0)
+    assert doubled == int((8 * 72e9 - 2 * SEVEN.parameters) // (2 * 57344))
+
+
+def test_trainer_state_is_sharded_as_megatron_does() -> None:
+    parameters = SEVEN.parameters
+    assert trainer_state_bytes(SEVEN, TrainerLayout(1, 1, 1, 1)) == 18 * parameters
+    assert trainer_state_bytes(SEVEN, TrainerLayout(2, 2, 1, 4)) == parameters / 4 * (6 + 3)
+
+
+def test_recomputation_saves_activations() -> None:
+    layout = TrainerLayout(2, 1, 1, 1)
+    kept, recomputed = (
+        activation_bytes(SEVEN, layout, microbatch_tokens=16384, logit_tokens=0, recompute=r)
+        for r in (False, True)
+    )
+    assert recomputed < kept / 8
+
+
+def test_a_data_sheet_figure_can_be_set() -> None:
+    gpu = gpu_of(GpuConfig(name="A100", memory_gb=40))
+    assert (gpu.memory, gpu.flops) == (40e9, 312e12)
+
+
+def table(**changes: object) -> dict[str, object]:
+    decode = [
+        {"batch": b, "kv_tokens": kv, "seconds": 0.001 * b + 1e-6 * kv}
+        for b in (1, 16, 64)
+        for kv in (100 * b, 400 * b)
+    ]
+    data = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "kv_capacity_tokens": 65536,
+        "decode": decode,
+        "prefill": [{"tokens": n, "seconds": 0.002 + 1e-5 * n} for n in (16, 128, 512)],
+    }
+    return {**data, **changes}
+
+
+def test_a_measured_table_is_interpolated_and_continued() -> None:
+    costs = fit_engine_costs(table())
+    for batch in (1, 8, 16, 40, 64, 128):
+        assert costs.decode(batch) == pytest.approx((0.001 * batch, 1e-6), rel=1e-6)
+    assert costs.prefill(300, 0.0) == pytest.approx(0.005)
+    assert costs.prefill(0, 0.0) == 0
+
+
+def test_one_context_a_batch_is_enough() -> None:
+    decode = [{"batch": 4, "kv_tokens": 100, "seconds": 0.01}]
+    assert fit_engine_costs(table(decode=decode)).decode(4) == pytest.approx((0.01, 0.0))
+
+
+def test_a_cost_model_file_is_used_and_its_capacity_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "engine.yaml"
+    path.write_text(yaml.safe_dump(table()))
+    config = build_config({"simulate": {"cost_model": str(path), "model": "qwen2.5-0.5b"}})
+    costs = engine_costs(config)
+    assert costs.kv_capacity_tokens == 65536
+    assert costs.decode(16)[0] == pytest.approx(0.016)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"format": "other"}, "is not a cost model"),
+        ({"format_version": 9}, "format_version 9"),
+        ({"decode": []}, "does not fit"),
+        ({"decode": [{"batch": 1}]}, "kv_tokens"),
+    ],
+)
+def test_a_damaged_cost_model_is_named(
+    tmp_path: Path, changes: dict[str, object], words: str
+) -> None:
+    path = tmp_path / "engine.yaml"
+    path.write_text(yaml.safe_dump(table(**changes)))
+    with pytest.raises(UserError, match=words):
+        read_engine_costs(path)
+
+
+def test_a_missing_cost_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be read"):
+        read_engine_costs(tmp_path / "nothing.yaml")
+
+
+def test_a_config_without_a_size_is_named() -> None:
+    with pytest.raises(UserError, match="hidden_size"):
+        shape_from_config({"num_attention_heads": 4}, Path("config.json"))
+
+
+def test_an_engine_that_cannot_hold_the_model_is_refused() -> None:
+    with pytest.raises(UserError, match=r"engines\.tensor 1"):
+        engine_costs(build_config({"simulate": {"model": "llama-3-70b"}}))

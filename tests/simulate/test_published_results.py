@@ -1,0 +1,119 @@
+"""The shape of published results, with nothing fitted: data sheets and the stated assumptions.
+
+Where a published range is given, the tolerance is 10 % on each end. What does not come out is
+tested as what it is; docs/simulator.md says which constant would have to differ.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from megatron_async.config import load_config
+from megatron_async.simulate.build import simulate
+from megatron_async.simulate.statistics import Summary
+
+pytestmark = pytest.mark.slow
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "simulate"
+TOLERANCE = 0.10
+
+
+@cache
+def figures(name: str, *overrides: str) -> Summary:
+    """One simulated point; equal points are simulated once."""
+    return simulate(load_config(CONFIGS / f"{name}.yaml", list(overrides)))
+
+
+def copris(*overrides: str) -> Summary:
+    steps = ("simulate.steps=28", "simulate.warmup_steps=12")
+    return figures("copris-7b-16gpu", *steps, *overrides)
+
+
+def copris_over_sync(*overrides: str) -> float:
+    sync = copris("schedule.preset=sync", *overrides)
+    return copris(*overrides).tokens_per_second / sync.tokens_per_second
+
+
+@pytest.mark.parametrize("model", ["qwen2.5-1.5b", "qwen2.5-7b"])
+def test_copris_over_sync_at_16k(model: str) -> None:
+    """CoPRIS: 1.58-1.94 times for 1.5B to 7B (8B) models."""
+    ratio = copris_over_sync(f"simulate.model={model}")
+    assert 1.58 * (1 - TOLERANCE) <= ratio <= 1.94 * (1 + TOLERANCE)
+
+
+def test_copris_gains_more_with_longer_contexts() -> None:
+    """CoPRIS: the gain grows with the context."""
+    limits = (7168, 15360, 31744)
+    gains = [copris_over_sync(f"sampling.max_new_tokens={limit}") for limit in limits]
+    assert gains[0] > 1.1
+    assert gains[1] > 1.1 * gains[0]
+    assert gains[2] > 1.1 * gains[1]
+
+
+def test_1024_in_flight_is_better_than_512_and_2048() -> None:
+    """CoPRIS, 7B: 512 leaves GPUs under-used, 2048 recomputes and drifts."""
+    few, best, many = (copris(f"schedule.concurrency={n}") for n in (512, 1024, 2048))
+    assert best.tokens_per_second > 1.03 * few.tokens_per_second
+    assert best.tokens_per_second > 1.03 * many.tokens_per_second
+    assert few.recomputed < best.recomputed < many.recomputed
+    assert few.lag_mean < best.lag_mean < many.lag_mean
+
+
+def test_copris_gains_nothing_from_uniform_lengths() -> None:
+    """The negative control, at equal requests in flight (CoPRIS may still have more of them)."""
+    uniform = ("simulate.lengths.distribution=constant", "schedule.concurrency=512")
+    assert copris_over_sync(*uniform) == pytest.approx(1.0, abs=0.02)
+
+
+def conventional(updates: int) -> float:
+    """Trained tokens a second with G optimizer steps a generation."""
+    groups = f"schedule.groups_per_batch={128 * updates}"
+    updates_ = f"schedule.updates_per_batch={updates}"
+    steps = ("simulate.steps=3", "simulate.warmup_steps=1")
+    return figures("conventional-7b-128gpu", groups, updates_, *steps).tokens_per_second
+
+
+def test_pipeline_is_about_twice_as_fast_as_the_conventional_loop_at_128_gpus() -> None:
+    """PipelineRL: about 2 times. Here it depends on G: far more at G = 1, 2 near G = 4."""
+    pipeline = figures("pipeline-7b-128gpu")
+    ratios = [pipeline.tokens_per_second / conventional(g) for g in (1, 4)]
+    assert ratios[0] > 3
+    assert ratios[1] == pytest.approx(2.0, rel=0.15)
+    assert pipeline.gpu_idle < 0.2
+
+
+def test_pipeline_at_equal_lag() -> None:
+    """PipelineRL: up to 1.57 times at equal maximum lag. G = 8 has a lag of 7 within a batch."""
+    limited = figures("pipeline-7b-128gpu", "schedule.concurrency=2048")
+    assert limited.lag_max <= 9
+    assert 1.0 < limited.tokens_per_second / conventional(8) <= 1.57 * (1 + TOLERANCE)
+
+
+def rapid_saving(updates: int, *overrides: str) -> float:
+    """Share of the time per optimizer step that H = `updates` saves against H = 1."""
+
+    def seconds(h: int) -> float:
+        size = (f"schedule.updates_per_batch={h}", f"schedule.groups_per_batch={8 * h}")
+        return figures("rapid-1.5b-4gpu", *size, *overrides).step_seconds / h
+
+    return 1 - seconds(updates) / seconds(1)
+
+
+def test_rapid_saves_more_with_larger_h_and_less_and_less_so() -> None:
+    """RAPID: savings at H between 4 and 16, which level off."""
+    savings = [rapid_saving(h) for h in (4, 8, 16)]
+    assert 0.11 < savings[0] < savings[1] < savings[2]
+    assert savings[1] - savings[0] > savings[2] - savings[1]
+
+
+def test_rapid_saves_the_published_share_only_with_a_slow_trainer() -> None:
+    """RAPID: 11-34 %. The default trainer is too fast for that; one at 2 % of the peak is not.
+
+    This is no reproduction: it says which assumed constant decides.
+    """
+    assert rapid_saving(8) > 0.34 * 1.5
+    slow = rapid_saving(8, "simulate.efficiency.training_flops=0.02")
+    assert 0.11 * (1 - TOLERANCE) <= slow <= 0.34 * (1 + TOLERANCE)

@@ -1,0 +1,159 @@
+"""The virtual clock around the real scheduler: what holds in every simulated run."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_async.config import RunConfig, build_config
+from megatron_async.config.load import merge
+from megatron_async.errors import UserError
+from megatron_async.scheduler.record import Recorder, read_record, replay
+from megatron_async.simulate.build import build_world, simulate
+from megatron_async.simulate.world import World
+from megatron_async.trajectory.types import PolicyVersion
+
+SMALL: dict[str, Any] = {
+    "parallel": {"ranks": 2},
+    "engines": {"count": 2},
+    "sampling": {"max_new_tokens": 2000},
+    "schedule": {"groups_per_batch": 6, "group_size": 4, "concurrency": 40},
+    "simulate": {
+        "model": "qwen2.5-0.5b",
+        "gpu": {"name": "A100"},
+        "lengths": {"median": 400, "sigma": 0.8, "prompt_tokens": 50},
+        "steps": 12,
+        "warmup_steps": 4,
+    },
+}
+PRESETS = ("sync", "rapid", "copris", "pipeline", "async")
+
+
+def config(preset: str, **simulate: Any) -> RunConfig:
+    schedule: dict[str, Any] = {"preset": preset}
+    if preset == "rapid":
+        schedule["updates_per_batch"] = 3
+    return build_config(merge(SMALL, {"schedule": schedule, "simulate": simulate}))
+
+
+def run(settings: RunConfig, recorder: Recorder | None = None) -> World:
+    world = build_world(settings, recorder)
+    world.run(settings.simulate.steps)
+    return world
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_trains_its_batches_in_order(preset: str) -> None:
+    settings = config(preset)
+    world = run(settings)
+    rows = world.statistics.rows
+    # a batch may be taken early with overlap; none is left out or repeated
+    assert [row.step for row in rows][:12] == list(range(12))
+    assert all(row.sequences == 24 for row in rows)
+    assert [lag.step for lag in world.statistics.lags][:12] == list(range(12))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_run_is_a_function_of_its_settings(preset: str) -> None:
+    assert simulate(config(preset)) == simulate(config(preset))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_token_is_trained_dropped_or_still_there(preset: str) -> None:
+    world = run(config(preset))
+    statistics = world.statistics
+    mark = statistics.marks[-1]
+    trained = sum(lag.tokens for lag in statistics.lags)
+    left = sum(response.tokens for response in world._responses.values())
+    unreported = sum(
+        engine.steps - request.joined - request.reported
+        for engine in world._engines.values()
+        for request in engine.running.values()
+    )
+    kept = trained + left + mark.wasted + unreported
+    # what is taken out in the middle of a token generates that token again
+    interruptions = 12 * 40 + mark.engines.preemptions
+    assert -1 <= mark.engines.generated - kept <= interruptions
+
+
+@pytest.mark.parametrize("preset", ["sync", "rapid"])
+def test_draining_schedules_are_on_policy(preset: str) -> None:
+    summary = simulate(config(preset))
+    assert (summary.lag_max, summary.off_policy, summary.recomputed) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_the_lag_bound_holds(level: int) -> None:
+    settings = merge(SMALL, {"schedule": {"preset": "async", "max_async_level": level}})
+    world = run(build_config(settings))
+    assert max(lag.lag_max for lag in world.statistics.lags) <= level
+    if level:
+        assert max(lag.lag_max for lag in world.statistics.lags) > 0
+
+
+def test_kept_and_recomputed_caches_are_told_apart() -> None:
+    keep, recompute = (
+        simulate(build_config(merge(SMALL, {"schedule": {"preset": "pipeline", "kv": kv}})))
+        for kv in ("keep", "recompute")
+    )
+    assert keep.recomputed == 0
+    assert recompute.recomputed == recompute.recomputed_at_update > 0
+
+
+def test_a_full_cache_shows_as_preemption_and_by_name() -> None:
+    tight = {"kv_capacity_tokens": 6000, "load_report_seconds": 0.5, "admission_reserve_tokens": 0}
+    base = merge(SMALL, {"simulate": tight})
+    few, many = (
+        simulate(build_config(merge(base, {"schedule": {"preset": "pipeline", "concurrency": n}})))
+        for n in (4, 160)
+    )
+    assert few.preemptions == 0
+    assert many.preemptions > 0
+    assert many.recomputed_at_preemption > 0.1
+    assert "recomputation_storm" in many.warnings
+
+
+def test_busy_and_idle_add_up_on_shared_gpus() -> None:
+    summary = simulate(config("copris", placement="colocated", offload=True))
+    step = summary.rollout_seconds + summary.train_seconds + summary.update_seconds
+    assert step == pytest.approx(summary.step_seconds, rel=1e-6)
+
+
+def test_generation_and_training_overlap_only_where_the_schedule_says_so() -> None:
+    base = {"trainer_seconds_per_token": 2e-4, "warmup_steps": 6, "steps": 16}
+    whole = {name: simulate(config(name, **base)) for name in ("copris", "pipeline")}
+    assert whole["copris"].step_seconds > whole["copris"].train_seconds * 1.05
+    assert whole["pipeline"].trainer_idle < 0.05
+
+
+def test_a_recorded_simulation_replays(tmp_path: Path) -> None:
+    settings = config("async")
+    stream = io.StringIO()
+    recorder = Recorder(stream, settings.schedule, first_step=0, version=PolicyVersion(0, 0))
+    run(settings, recorder)
+    path = tmp_path / "0.jsonl"
+    path.write_text(stream.getvalue())
+    assert replay(path) is None
+    _, exchanges = read_record(path)
+    assert sum(1 for _ in exchanges) > 1000
+
+
+def test_dynamic_sampling_filters_and_counts_the_waste() -> None:
+    settings = merge(SMALL, {"schedule": {"preset": "copris", "dynamic_sampling": True}})
+    summary = simulate(build_config(settings))
+    assert summary.dropped["filtered"] > 0
+    assert 0.1 < summary.wasted < 0.9
+
+
+def test_overlap_on_shared_gpus_is_refused() -> None:
+    with pytest.raises(UserError, match=r"schedule\.overlap true .* colocated"):
+        build_world(config("pipeline", placement="colocated"))
+
+
+def test_unequal_shared_gpus_are_refused() -> None:
+    settings = merge(SMALL, {"parallel": {"ranks": 4}, "simulate": {"placement": "colocated"}})
+    with pytest.raises(UserError, match=r"parallel\.ranks 4"):
+        build_world(build_config(merge(settings, {"schedule": {"preset": "copris"}})))

@@ -1,0 +1,118 @@
+"""User files: clear refusals, a fixed order, disjoint sides, exact and mathematical comparison."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_async.config.rollout import TaskConfig
+from megatron_async.errors import UserError
+from megatron_async.tasks.jsonl import JsonlProblems, JsonlScorer, worked_lines
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    return str(path)
+
+
+@pytest.fixture
+def hundred(tmp_path: Path) -> str:
+    rows = [{"prompt": f"What is {i} + 1?", "answer": i + 1} for i in range(100)]
+    return _write(tmp_path / "hundred.jsonl", rows)
+
+
+def _config(path: str, **changes: Any) -> TaskConfig:
+    settings = {"kind": "jsonl", "name": "exact", "path": path, **changes}
+    return TaskConfig.model_validate(settings)
+
+
+def test_every_training_problem_comes_once_an_epoch(hundred: str) -> None:
+    problems = JsonlProblems(_config(hundred, heldout_share=0.3))
+    heldout = {p.question for p in problems.heldout(1)}
+    sizes = set()
+    for size in range(1, 100):
+        if len({problems.train(i).question for i in range(size)}) < size:
+            break
+        sizes.add(size)
+    epoch = max(sizes)
+    first = [problems.train(i).question for i in range(epoch)]
+    second = [problems.train(epoch + i).question for i in range(epoch)]
+    assert sorted(first) == sorted(second)
+    assert first != second
+    assert not heldout & set(first)
+
+
+def test_both_sides_together_are_the_file(hundred: str) -> None:
+    problems = JsonlProblems(_config(hundred, heldout_share=0.3))
+    train = {problems.train(i).question for i in range(300)}
+    with pytest.raises(UserError, match="has only") as caught:
+        problems.heldout(101)
+    heldout_size = int(str(caught.value).partition("has only ")[2].split()[0])
+    assert len(train) + heldout_size == 100
+    assert not train & {p.question for p in problems.heldout(heldout_size)}
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("{not json", "line 2 is not valid JSON"),
+        ("[1]", "line 2 must be an object, got list"),
+        ('{"prompt": "x"}', "line 2: `answer` must be a text or a number, got None"),
+        ('{"prompt": ["x"], "answer": "1"}', "line 2: `prompt` must be a text or a number"),
+        ('{"prompt": "x", "answer": " "}', "line 2: `answer` is empty"),
+    ],
+)
+def test_a_malformed_line_is_named(tmp_path: Path, line: str, sentence: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"prompt": "a", "answer": "b"}\n' + line + "\n")
+    with pytest.raises(UserError, match=sentence) as caught:
+        JsonlProblems(_config(str(path)))
+    assert str(path) in str(caught.value)
+
+
+def test_missing_and_empty_files_and_unknown_checkers_are_refused(
+    tmp_path: Path, hundred: str
+) -> None:
+    with pytest.raises(UserError, match=r"task\.path .*nowhere.* cannot be read"):
+        JsonlProblems(_config(str(tmp_path / "nowhere")))
+    (tmp_path / "empty").write_text("\n\n")
+    with pytest.raises(UserError, match="holds no lines"):
+        JsonlProblems(_config(str(tmp_path / "empty")))
+    with pytest.raises(UserError, match="'chain_sum' is not an answer checker"):
+        JsonlProblems(_config(hundred, name="chain_sum"))
+
+
+def test_exact_comparison_looks_at_the_final_answer_only() -> None:
+    scorer = JsonlScorer(_config("unused"))
+    assert scorer.score({"answer": "New  York"}, "I think <answer>New York</answer>").reward == 1
+    assert scorer.score({"answer": "4"}, r"So \boxed{4}.").reward == 1
+    assert scorer.score({"answer": "4"}, "<think>5</think>4").reward == 1
+    assert scorer.score({"answer": "4"}, "44").reward == 0
+    assert scorer.score({"answer": "4"}, "").detail["answered"] == 0
+
+
+@pytest.mark.parametrize(
+    ("reference", "text", "reward"),
+    [
+        ("1/2", r"\boxed{0.5}", 1.0),
+        (r"\frac{1}{2}", r"thus \boxed{\frac{2}{4}}", 1.0),
+        ("3", r"\boxed{4}", 0.0),
+        ("x^2+2x+1", r"\boxed{(x+1)^2}", 1.0),
+        ("3", "no number", 0.0),
+    ],
+)
+def test_mathematical_comparison(reference: str, text: str, reward: float) -> None:
+    scorer = JsonlScorer(_config("unused", name="math"))
+    assert scorer.score({"answer": reference}, text).reward == reward
+
+
+def test_supervised_examples_leave_held_out_prompts_out(tmp_path: Path) -> None:
+    rows = [{"prompt": f"question {i}", "response": f"answer {i}"} for i in range(200)]
+    path = _write(tmp_path / "sft.jsonl", rows)
+    taught = {problem.question for problem, _ in worked_lines(path, 0.25)}
+    assert 120 < len(taught) < 180
+    with pytest.raises(UserError, match=r"sft\.data .*line 1: `response`"):
+        list(worked_lines(_write(tmp_path / "bad.jsonl", [{"prompt": "x"}]), 0.1))

@@ -1,0 +1,128 @@
+"""reasoning-gym tasks: a fixed order, a held-out side that training cannot reach, honest scores."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_async.config.rollout import TaskConfig
+from megatron_async.errors import UserError
+from megatron_async.tasks.base import is_heldout
+from megatron_async.tasks.reasoning_gym import ReasoningGymProblems, ReasoningGymScorer
+
+MIXTURE = [
+    {"weight": 0.7, "min_terms": 2, "max_terms": 3},
+    {"weight": 0.3, "min_terms": 4, "max_terms": 9},
+]
+
+
+def _config(**changes: Any) -> TaskConfig:
+    settings = {
+        "params": {"min_digits": 1, "max_digits": 1, "mixture": MIXTURE},
+        "answer_marker": "#",
+        **changes,
+    }
+    return TaskConfig.model_validate(settings)
+
+
+def _expression(question: str) -> str:
+    return question.removesuffix(" =").rpartition(": ")[2]
+
+
+PROBLEMS = ReasoningGymProblems(_config())
+SCORER = ReasoningGymScorer(_config())
+
+
+@given(st.integers(0, 10**7))
+@settings(max_examples=60, deadline=None)
+def test_a_problem_depends_on_settings_and_index_only(index: int) -> None:
+    assert PROBLEMS.train(index) == ReasoningGymProblems(_config()).train(index)
+
+
+def test_another_seed_gives_other_problems() -> None:
+    other = ReasoningGymProblems(_config(train_seed=2))
+    same = sum(PROBLEMS.train(i).question == other.train(i).question for i in range(200))
+    assert same < 40  # the shortest problems coincide by chance
+
+
+@pytest.mark.parametrize("train_seed", [1, 2, 1_000_003])
+def test_no_training_problem_is_a_held_out_one(train_seed: int) -> None:
+    problems = ReasoningGymProblems(_config(train_seed=train_seed))
+    heldout = {p.question for p in problems.heldout(300)}
+    assert len(heldout) == 300
+    trained = {problems.train(i).question for i in range(4000)}
+    trained |= {p.question for p, _ in problems.worked(4000)}
+    assert not heldout & trained
+    assert not any(is_heldout(question, 0.1) for question in trained)
+
+
+def test_the_held_out_problems_do_not_depend_on_how_many_are_asked_for() -> None:
+    assert PROBLEMS.heldout(40) == PROBLEMS.heldout(90)[:40]
+
+
+def test_a_mixture_draws_its_parts_by_weight() -> None:
+    short = sum(int(PROBLEMS.train(i).fields["num_terms"]) <= 3 for i in range(2000))
+    assert 0.63 < short / 2000 < 0.75
+
+
+def test_payloads_survive_json_and_scores_are_the_verifiers() -> None:
+    for index in range(50):
+        problem = PROBLEMS.train(index)
+        payload = json.loads(json.dumps(problem.payload))
+        total = eval(_expression(problem.question))
+        assert SCORER.score(payload, f"1+1=2#{total}").reward == 1.0
+        assert SCORER.score(payload, f"#{total + 1}").reward == 0.0
+        assert SCORER.score(payload, f"{total}").detail == {"score": 0.0, "answered": 0.0}
+
+
+def test_partial_credit_of_the_verifier_is_kept_only_on_request() -> None:
+    problem = next(p for p in map(PROBLEMS.train, range(1000)) if len(p.payload["answer"]) == 1)
+    text = "#" + problem.payload["answer"] + "x"
+    strict = SCORER.score(problem.payload, text)
+    lenient = ReasoningGymScorer(_config(full_score_only=False)).score(problem.payload, text)
+    assert (strict.reward, strict.detail["score"]) == (0.0, 0.5)
+    assert lenient.reward == 0.5
+
+
+def test_a_payload_of_other_settings_is_not_judged() -> None:
+    problem = PROBLEMS.train(3)
+    with pytest.raises(ValueError, match="made another problem"):
+        SCORER.score({**problem.payload, "answer": "123456"}, "#1")
+
+
+def test_other_tasks_work_without_worked_answers() -> None:
+    config = TaskConfig(name="letter_counting")
+    problems = ReasoningGymProblems(config)
+    problem = problems.train(0)
+    scorer = ReasoningGymScorer(config)
+    right = f"<think>hm</think> <answer>{problem.payload['answer']}</answer>"
+    assert scorer.score(problem.payload, right).reward == 1.0
+    with pytest.raises(UserError, match=r"letter_counting has no worked answers.*sft\.data"):
+        problems.worked(1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"name": "chain_sums"}, "'chain_sums' is not a task of reasoning-gym"),
+        ({"name": "game_of_life_halting"}, "full score to every answer"),
+        ({"params": {"min_term": 2}}, "min_term"),
+        ({"params": {"min_terms": 5, "max_terms": 2}}, "max_terms must be >= min_terms"),
+        ({"params": {"seed": 5}}, "may not set 'seed'"),
+        ({"params": {"mixture": []}}, r"task\.params\.mixture must be a list"),
+        ({"params": {"mixture": [{"min_terms": 2}]}}, "needs a positive `weight`"),
+    ],
+)
+def test_bad_settings_are_one_sentence(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        ReasoningGymProblems(_config(**changes))
+
+
+def test_too_few_held_out_problems_are_reported() -> None:
+    tiny = _config(params={"min_terms": 1, "max_terms": 1, "min_digits": 1, "max_digits": 1})
+    with pytest.raises(UserError, match=r"different held-out problems.*eval\.prompts asks for 50"):
+        ReasoningGymProblems(tiny).heldout(50)

@@ -1,0 +1,96 @@
+"""A task as the run sees it: tokens, templates, stop tokens, resumable positions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from megatron_async.config.rollout import TaskConfig
+from megatron_async.errors import UserError
+from megatron_async.tasks import build_task
+from megatron_async.tasks.tokenizer import EOS_ID, character_tokenizer, write_character_tokenizer
+
+TOKENIZER = character_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    directory = tmp_path_factory.mktemp("model")
+    write_character_tokenizer(directory)
+    return str(directory)
+
+
+def _config(**changes: Any) -> TaskConfig:
+    settings = {
+        "params": {"min_digits": 1, "max_digits": 1},
+        "prompt_template": "{expression}=",
+        "remove_spaces": True,
+        "answer_marker": "#",
+        **changes,
+    }
+    return TaskConfig.model_validate(settings)
+
+
+def test_prompts_are_the_template_in_tokens(model: str) -> None:
+    task = build_task(_config(), model)
+    for prompt in task.train_prompts(0, 20):
+        expression = prompt.payload["question"].removesuffix(" =").rpartition(": ")[2]
+        assert TOKENIZER.decode(prompt.token_ids.tolist()) == expression.replace(" ", "") + "="
+        assert prompt.token_ids.dtype == np.int32
+    assert task.stop_token_ids == (EOS_ID,)
+
+
+def test_a_resumed_position_asks_what_an_uninterrupted_run_asks(model: str) -> None:
+    whole = build_task(_config(), model).train_prompts(0, 30)
+    resumed = build_task(_config(), model).train_prompts(17, 13)
+    assert [p.payload for p in resumed] == [p.payload for p in whole[17:]]
+
+
+def test_worked_examples_continue_the_prompt_and_end_the_text(model: str) -> None:
+    task = build_task(_config(), model)
+    for example in task.worked_examples(20):
+        prompt = TOKENIZER.decode(example.prompt_ids.tolist())
+        response = TOKENIZER.decode(example.response_ids[:-1].tolist())
+        assert example.response_ids[-1] == EOS_ID
+        assert int(response.rpartition("#")[2]) == eval(prompt.rstrip("="))
+
+
+def test_worked_examples_can_come_from_a_file(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "sft.jsonl"
+    path.write_text(json.dumps({"prompt": "1+1", "response": "2"}) + "\n")
+    task = build_task(_config(prompt_template="{question}"), model)
+    (example,) = task.worked_examples(10, str(path))
+    assert TOKENIZER.decode(example.prompt_ids.tolist()) == "1+1"
+    assert example.response_ids.tolist() == [*TOKENIZER.encode("2"), EOS_ID]
+
+
+def test_the_chat_template_is_used_where_there_is_one(model: str, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    tokenizer.save_pretrained(str(tmp_path))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 1]}')
+    chat = build_task(_config(), str(tmp_path))
+    text = TOKENIZER.decode(chat.train_prompts(0, 1)[0].token_ids.tolist())
+    assert text.startswith("<user>")
+    assert text.endswith("=<assistant>")
+    assert chat.stop_token_ids == (EOS_ID, 5)
+    plain = build_task(_config(chat_template="never"), str(tmp_path))
+    assert "<user>" not in TOKENIZER.decode(plain.train_prompts(0, 1)[0].token_ids.tolist())
+
+
+def test_a_template_that_does_not_fit_is_refused_at_the_start(model: str) -> None:
+    with pytest.raises(UserError, match=r"prompt_template '\{expr\}=' does not fit.*question"):
+        build_task(_config(prompt_template="{expr}="), model)
+
+
+def test_a_model_without_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"model\.path .* has no readable tokenizer"):
+        build_task(_config(), str(tmp_path))

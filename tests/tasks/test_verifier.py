@@ -1,0 +1,169 @@
+"""Verifiers: the verdict, the hard limit, replacement of what hangs or dies, nothing left over."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_async.config.rollout import TaskConfig
+from megatron_async.errors import UserError
+from megatron_async.tasks.reasoning_gym import ReasoningGymProblems
+from megatron_async.tasks.tokenizer import EOS_ID, character_tokenizer, write_character_tokenizer
+from megatron_async.tasks.verifier import LocalVerifierPool, RayVerifierPool, VerifierWorker
+from megatron_async.trajectory.types import Prompt
+
+HANGS_MATH_VERIFY = "10^{10^{10^{10}}}"
+
+
+def _gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+@pytest.fixture(scope="module")
+def math_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("data") / "problems.jsonl"
+    path.write_text(json.dumps({"prompt": "1/2?", "answer": "1/2"}) + "\n")
+    return str(path)
+
+
+@pytest.fixture
+def worker(math_file: str) -> Iterator[VerifierWorker]:
+    config = TaskConfig(kind="jsonl", name="math", path=math_file, verifier_timeout_seconds=20.0)
+    worker = VerifierWorker(config)
+    yield worker
+    worker.close()
+
+
+def _with_limit(math_file: str, policy: str) -> VerifierWorker:
+    return VerifierWorker(
+        TaskConfig.model_validate(
+            {
+                "kind": "jsonl",
+                "name": "math",
+                "path": math_file,
+                "verifier_timeout_seconds": 1.0,
+                "on_verifier_timeout": policy,
+            }
+        )
+    )
+
+
+def test_a_judgement_that_hangs_is_cut_off_and_the_process_replaced(math_file: str) -> None:
+    worker = _with_limit(math_file, "zero")
+    worker.start()
+    first = worker.pid()
+    assert first is not None
+    began = time.monotonic()
+    judgement = worker.judge({"answer": "3"}, rf"\boxed{{{HANGS_MATH_VERIFY}}}")
+    assert time.monotonic() - began < 4.0
+    assert judgement.reward == 0.0
+    assert judgement.detail["verifier_timeout"] == 1.0
+    assert _gone(first)
+    assert worker.restarts == 1
+    worker.start()
+    assert worker.pid() != first
+    worker.close()
+
+
+def test_a_judgement_that_hangs_can_drop_the_trajectory(math_file: str) -> None:
+    worker = _with_limit(math_file, "drop")
+    assert worker.judge({"answer": "3"}, rf"\boxed{{{HANGS_MATH_VERIFY}}}").reward is None
+    worker.close()
+
+
+def test_a_killed_verifier_is_replaced_and_counted(worker: VerifierWorker) -> None:
+    assert worker.judge({"answer": "1/2"}, "0.5").reward == 1.0
+    pid = worker.pid()
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)  # so that it dies with the request unanswered
+    os.kill(pid, signal.SIGKILL)
+    judgement = worker.judge({"answer": "1/2"}, "0.5")
+    if judgement.detail.get("verifier_crash"):  # else its death was seen before asking
+        judgement = worker.judge({"answer": "1/2"}, "0.5")
+    assert judgement.reward == 1.0
+    assert worker.restarts == 1
+
+
+def test_an_error_of_the_verifier_is_a_wrong_answer(worker: VerifierWorker) -> None:
+    judgement = worker.judge({"no": "answer"}, "1")
+    assert judgement.reward == 0.0
+    assert judgement.detail["verifier_error"] == 1.0
+    assert worker.restarts == 0
+
+
+def test_bad_settings_are_the_users_error() -> None:
+    with pytest.raises(UserError, match="'nonsense' is not a task"):
+        VerifierWorker(TaskConfig(name="nonsense")).start()
+
+
+def test_the_pool_judges_tokens_concurrently_and_leaves_no_process(tmp_path: Path) -> None:
+    write_character_tokenizer(tmp_path)
+    config = TaskConfig(answer_marker="#", direct_share=1.0, verifier_workers=2)
+    tokenizer = character_tokenizer()
+    pairs = ReasoningGymProblems(config).worked(40)
+    pool = LocalVerifierPool(config, str(tmp_path))
+
+    async def judge_all() -> list[tuple[float | None, dict[str, float]]]:
+        jobs = []
+        for number, (problem, text) in enumerate(pairs):
+            prompt = Prompt(np.zeros(1, np.int32), "chain_sum", problem.payload)
+            given = text if number % 2 else text + "7"
+            jobs.append(pool.score(prompt, [*tokenizer.encode(given), EOS_ID]))
+        return await asyncio.gather(*jobs)
+
+    verdicts = asyncio.run(judge_all())
+    pids = [worker.pid() for worker in pool._workers]
+    pool.close()
+    assert [reward for reward, _ in verdicts] == [0.0, 1.0] * 20
+    assert len(pids) == 2
+    assert all(pid is not None and _gone(pid) for pid in pids)
+
+
+@pytest.mark.slow
+def test_the_ray_pool_judges_the_same_and_leaves_no_process(tmp_path: Path) -> None:
+    ray = pytest.importorskip("ray")
+    write_character_tokenizer(tmp_path)
+    config = TaskConfig(answer_marker="#", verifier_workers=2)
+    tokenizer = character_tokenizer()
+    pairs = ReasoningGymProblems(config).worked(10)
+    ray.init(
+        address="local",
+        num_cpus=1,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
+    try:
+        pool = RayVerifierPool(config, str(tmp_path))
+
+        async def judge_all() -> list[tuple[float | None, dict[str, float]]]:
+            prompts = [Prompt(np.zeros(1, np.int32), "chain_sum", p.payload) for p, _ in pairs]
+            return await asyncio.gather(
+                *(
+                    pool.score(prompt, tokenizer.encode(text if number % 2 else text + "7"))
+                    for number, (prompt, (_, text)) in enumerate(zip(prompts, pairs, strict=True))
+                )
+            )
+
+        verdicts = asyncio.run(judge_all())
+        pids = [ray.get(actor.pid.remote()) for actor in pool._actors]
+        pool.close()
+        assert [reward for reward, _ in verdicts] == [0.0, 1.0] * 5
+        deadline = time.monotonic() + 10
+        while not all(map(_gone, pids)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert all(map(_gone, pids))
+    finally:
+        ray.shutdown()

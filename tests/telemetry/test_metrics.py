@@ -1,0 +1,79 @@
+"""metrics.jsonl: whole lines, and after a rollback the surviving line is what is read."""
+
+from pathlib import Path
+
+import numpy as np
+
+from megatron_async.telemetry.health import HealthWatch
+from megatron_async.telemetry.metrics import MetricsWriter, read_metrics
+from megatron_async.telemetry.progress import Progress, format_status
+
+
+def test_tensorboard_files_and_lines_are_written(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path / "m.jsonl", tmp_path / "tb", lineage=0) as writer:
+        writer.write(0, {"a": np.float32(1.5)})
+        writer.write(0, {"eval/accuracy": 0.25}, kind="eval")
+        writer.histogram(0, "h", np.arange(5))
+    assert read_metrics(tmp_path / "m.jsonl")[0]["a"] == 1.5
+    assert read_metrics(tmp_path / "m.jsonl", kind="eval")[0]["eval/accuracy"] == 0.25
+    assert list((tmp_path / "tb").glob("events.*"))
+
+
+def test_readers_see_the_surviving_line_only(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    with MetricsWriter(path, None, lineage=0) as writer:
+        for step in range(8):
+            writer.write(step, {"x": step})
+    with MetricsWriter(path, None, lineage=1) as writer:  # resumed from the checkpoint of step 5
+        for step in (5, 6):
+            writer.write(step, {"x": 100 + step})
+    assert [line["x"] for line in read_metrics(path)] == [0, 1, 2, 3, 4, 105, 106]
+
+
+def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    with MetricsWriter(path, None, lineage=0) as writer:
+        writer.write(0, {"x": 1})
+    with path.open("a") as file:
+        file.write('{"kind": "train", "st')
+    assert len(read_metrics(path)) == 1
+
+
+def test_progress_prints_each_step_once(tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    path = tmp_path / "m.jsonl"
+    with Progress(path, 10, "lines") as progress, MetricsWriter(path, None, lineage=0) as writer:
+        writer.write(3, {"train/loss": 0.5, "train/tokens_per_second": 1200}, kind="sft")
+        progress.update({})
+        progress.update({"warnings": {"queue_underflow": "the trainer waits"}})
+        progress.update({"warnings": {"queue_underflow": "the trainer waits"}})
+    out = capsys.readouterr().out
+    assert out.count("sft    4/10") == 1
+    assert out.count("queue_underflow") == 1
+
+
+def test_status_line_names_queues_and_buffers() -> None:
+    status = {
+        "engines": 2,
+        "engines_up": 1,
+        "running": 7,
+        "version": "0.3",
+        "states": {"partial": 4, "scored": 0},
+    }
+    assert format_status(status, 12) == "12 s  engines 1/2  in flight 7  partial 4  weights 0.3"
+
+
+def test_broken_health_rules_are_named_once(tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
+    watch = HealthWatch()
+    assert watch.step({"off_policy/ess": 0.99, "rollout_corr/rollout_is_mean": 1.0}) == []
+    sick = {"off_policy/ess": 0.05, "rollout_corr/rollout_is_mean": 7.0}
+    names = [{name for name, _ in watch.step(sick)} for _ in range(8)]
+    assert "mean_weight" in names[0]
+    assert "ess_collapse" not in names[0], "one step is no collapse"
+    assert "ess_collapse" in names[-1]
+    path = tmp_path / "m.jsonl"
+    with Progress(path, 10, "lines") as progress, MetricsWriter(path, None, lineage=0) as writer:
+        for step in range(3):
+            writer.warn(step, "mean_weight", "it is 7")
+        progress.update({})
+    assert capsys.readouterr().out.count("warning mean_weight: it is 7") == 1
+    assert read_metrics(path) == []

@@ -1,0 +1,190 @@
+"""The Megatron model is the Hugging Face model: log-probs at every layout, weights bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_async.config.model import ModelConfig, ParallelConfig, TrainerConfig
+from tests.distributed import run_ranks
+from tests.hf_models import CASES, EXPERT_CASES, random_stream, reference_logprobs, save_hf_model
+
+RANKS = 4
+MODELS = {**CASES, **EXPERT_CASES}
+TEMPERATURE = 0.7
+# Ragged: single tokens, a length that no tensor size divides, a long one.
+LENGTHS = (5, 17, 1, 9, 40, 1, 2)
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp1": {},
+    "tp2": {"tensor": 2},
+    "tp2_sp": {"tensor": 2, "sequence": True},
+    "pp2": {"pipeline": 2},
+    "tp2_pp2": {"tensor": 2, "pipeline": 2},
+    "tp2_pp2_sp": {"tensor": 2, "pipeline": 2, "sequence": True},
+}
+EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
+    "ep1": {},
+    "ep4": {"expert": 4},
+    "tp2_sp_ep2": {"tensor": 2, "sequence": True, "expert": 2},
+    "pp2_ep2": {"pipeline": 2, "expert": 2},
+    "tp2_pp2_sp_ep2": {"tensor": 2, "pipeline": 2, "sequence": True, "expert": 2},
+}
+ALL_LAYOUTS = {**LAYOUTS, **EXPERT_LAYOUTS}
+POINTS = [(case, layout) for case in CASES for layout in LAYOUTS]
+POINTS += [(case, layout) for case in EXPERT_CASES for layout in EXPERT_LAYOUTS]
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What a rank saw of one model at one layout; log-probs on the last stage only."""
+
+    logprobs_R: torch.Tensor | None
+    entropy_R: torch.Tensor | None
+
+
+def check_layouts(
+    models: dict[str, str],
+    points: list[tuple[str, str]],
+    mask_T: torch.Tensor,
+    export_to: str,
+) -> dict[tuple[str, str], Checked]:
+    """In each rank: the models at their layouts, forward and export."""
+    from megatron_async.trainer.device import device_adapter
+    from megatron_async.trainer.packed import pack_inputs
+    from megatron_async.trainer.parallel import destroy_parallel, init_parallel
+    from megatron_async.trainer.policy_model import build_policy
+    from megatron_async.weights.load import load_hf_weights
+    from megatron_async.weights.save import save_hf
+
+    trainer = TrainerConfig(collective_timeout_seconds=60, logprob_chunk_tokens=7)
+    ids_T, cu_S1 = random_stream(LENGTHS)
+    packed = pack_inputs(ids_T, cu_S1, mask_T)
+    results = {}
+    with device_adapter():
+        for layout_name, layout in ALL_LAYOUTS.items():
+            parallel = ParallelConfig(ranks=RANKS, **layout)
+            init_parallel(parallel, trainer, seed=1)
+            for name in (case for case, at in points if at == layout_name):
+                path = models[name]
+                chunks = build_policy(
+                    ModelConfig(path=path, dtype="float32"), parallel, trainer=trainer, seed=1
+                )
+                load_hf_weights(chunks, path)
+                results[name, layout_name] = _forward(chunks, packed)
+                save_hf(chunks, f"{export_to}/{name}-{layout_name}", path, max_shard_bytes=30_000)
+        destroy_parallel()
+    return results
+
+
+def _forward(chunks: list[Any], packed: Any) -> Checked:
+    """Through Megatron's own pipeline schedule, forward only."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from megatron_async.trainer.packed import TokenLogprobs
+
+    def step(iterator: Any, model: Any) -> Any:
+        output = model(next(iterator), temperature=TEMPERATURE, return_entropy=True)
+        return output, lambda out, non_loss_data=True: out
+
+    outputs = get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=iter([packed]),
+        model=chunks,
+        num_microbatches=1,
+        seq_length=packed.num_tokens,
+        micro_batch_size=1,
+        forward_only=True,
+        collect_non_loss_data=True,
+    )
+    if not outputs:
+        return Checked(None, None)
+    assert isinstance(outputs[0], TokenLogprobs)
+    assert outputs[0].entropy_R is not None
+    return Checked(outputs[0].logprobs_R.detach(), outputs[0].entropy_R.detach())
+
+
+@pytest.fixture(scope="module")
+def response_mask() -> torch.Tensor:
+    """About half of the tokens, never a first one."""
+    ids_T, cu_S1 = random_stream(LENGTHS)
+    mask_T = torch.rand(ids_T.shape[0], generator=torch.Generator().manual_seed(3)) < 0.5
+    mask_T[cu_S1[:-1].long()] = False
+    return mask_T
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
+    root = tmp_path_factory.mktemp("models")
+    return {name: (root / name, save_hf_model(name, root / name)) for name in MODELS}
+
+
+@pytest.fixture(scope="module")
+def reference(
+    models: dict[str, tuple[Path, Any]], response_mask: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """transformers' log-probs of the response tokens."""
+    ids_T, cu_S1 = random_stream(LENGTHS)
+    return {
+        case: reference_logprobs(model, ids_T, cu_S1, TEMPERATURE)[response_mask]
+        for case, (_, model) in models.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def export_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("exports")
+
+
+@pytest.fixture(scope="module")
+def results(
+    models: dict[str, tuple[Path, Any]], response_mask: torch.Tensor, export_root: Path
+) -> list[dict[tuple[str, str], Checked]]:
+    paths = {name: str(path) for name, (path, _) in models.items()}
+    return run_ranks(
+        check_layouts, RANKS, paths, POINTS, response_mask, str(export_root), timeout_seconds=150
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "layout"), POINTS)
+def test_logprobs_equal_transformers(
+    case: str,
+    layout: str,
+    reference: dict[str, torch.Tensor],
+    results: list[dict[tuple[str, str], Checked]],
+) -> None:
+    expected_R = reference[case]
+    assert expected_R.std() > 1, "log-probs must spread, or agreement means nothing"
+    last_stage = [found for rank in results if (found := rank[case, layout]).logprobs_R is not None]
+    assert len(last_stage) == RANKS // ALL_LAYOUTS[layout].get("pipeline", 1)
+    for found in last_stage:
+        assert (found.logprobs_R - expected_R).abs().max() < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "layout"), POINTS)
+def test_round_trip_is_bit_exact(
+    case: str,
+    layout: str,
+    models: dict[str, tuple[Path, Any]],
+    export_root: Path,
+    results: list[dict[tuple[str, str], Checked]],
+) -> None:
+    exported = _tensors(export_root / f"{case}-{layout}")
+    original = _tensors(models[case][0])
+    assert exported.keys() == original.keys()
+    for name, tensor in original.items():
+        assert tensor.dtype == exported[name].dtype
+        assert torch.equal(tensor, exported[name]), name
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        tensors.update(load_file(path))
+    return tensors

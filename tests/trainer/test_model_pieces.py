@@ -1,0 +1,228 @@
+"""The pieces of the policy model, each against a plain reference."""
+
+from __future__ import annotations
+
+import importlib
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from megatron_async.config.model import ModelConfig, ParallelConfig
+from megatron_async.errors import UserError
+from megatron_async.trainer.attention import packed_attention
+from megatron_async.trainer.capabilities import Capabilities, choose
+from megatron_async.trainer.device import device_adapter
+from megatron_async.trainer.layout import check_layout
+from megatron_async.trainer.packed import pack_inputs
+from megatron_async.trainer.rope import inverse_frequencies, rotary_angles
+from megatron_async.weights.architecture import Architecture, Experts, Rope
+from tests.hf_models import build_hf_model
+
+DENSE = Architecture(
+    family="qwen3",
+    num_layers=6,
+    hidden_size=64,
+    ffn_size=96,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=8,
+    vocab_size=1000,
+    max_positions=128,
+    norm_eps=1e-6,
+    rope=Rope(1e4),
+    tied_head=False,
+)
+CPU_ONLY = Capabilities("2", "0.16", None, None, None, None, None)
+GPU = Capabilities("2", "0.16", "12.9", "a GPU", "2.9", None, "3")
+
+
+class TestPacking:
+    def test_positions_restart_and_rows_are_the_marked_tokens(self) -> None:
+        packed = pack_inputs(
+            torch.tensor([5, 6, 7, 8, 9]),
+            torch.tensor([0, 2, 5]),
+            torch.tensor([0, 1, 0, 0, 1]),
+        )
+        assert packed.position_ids_T.tolist() == [0, 1, 0, 1, 2]
+        assert packed.response_index_R.tolist() == [1, 4]
+        assert packed.target_ids_R.tolist() == [6, 9]
+        assert packed.max_seqlen == 3
+
+    def test_a_first_token_cannot_be_a_response(self) -> None:
+        with pytest.raises(ValueError, match="first token"):
+            pack_inputs(torch.arange(4), torch.tensor([0, 2, 4]), torch.tensor([0, 1, 1, 0]))
+
+    def test_borders_must_cover_the_stream(self) -> None:
+        with pytest.raises(ValueError, match="cu_seqlens goes from 0 to 3"):
+            pack_inputs(torch.arange(4), torch.tensor([0, 3]), torch.zeros(4))
+
+
+class TestAttention:
+    @pytest.mark.parametrize("window", [None, 1, 3])
+    def test_equals_softmax_over_the_visible_keys_of_the_same_sequence(
+        self, window: int | None
+    ) -> None:
+        torch.manual_seed(0)
+        lengths = [4, 1, 7]
+        total, heads, groups, dim = sum(lengths), 4, 2, 8
+        query, key, value = (
+            torch.randn(total, count, dim, dtype=torch.float64, requires_grad=True)
+            for count in (heads, groups, groups)
+        )
+        cu_S1 = torch.tensor([0, 4, 5, 12], dtype=torch.int32)
+        out = packed_attention(query, key, value, cu_S1, 7, scale=0.3, window=window)
+
+        sequence_T = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
+        distance = torch.arange(total)[:, None] - torch.arange(total)[None, :]
+        visible = (sequence_T[:, None] == sequence_T[None, :]) & (distance >= 0)
+        if window is not None:
+            visible &= distance < window
+        per_query = heads // groups
+        scores = torch.einsum("thd,shd->hts", query, key.repeat_interleave(per_query, dim=1)).mul(
+            0.3
+        )
+        weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+        expected = torch.einsum("hts,shd->thd", weights, value.repeat_interleave(per_query, dim=1))
+
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+        torch.manual_seed(1)
+        cotangent = torch.randn_like(out)
+        found = torch.autograd.grad(out, (query, key, value), cotangent)
+        wanted = torch.autograd.grad(expected, (query, key, value), cotangent)
+        for left, right in zip(found, wanted, strict=True):
+            torch.testing.assert_close(left, right, rtol=0, atol=1e-12)
+
+
+class TestRope:
+    @pytest.mark.parametrize("case", ["qwen3", "llama3"])
+    def test_angles_equal_transformers_at_long_positions(self, case: str) -> None:
+        model = build_hf_model(case)
+        rotary = model.model.rotary_emb
+        positions = torch.tensor([0, 1, 63, 1000, 30000])
+        cos, sin = rotary(torch.zeros(1), positions[None])
+        rope = Rope(1e4) if case == "qwen3" else Rope(1e4, "llama3", 8.0, 1.0, 4.0, 64)
+        angles = rotary_angles(inverse_frequencies(rope, model.config.head_dim), positions)
+        angles = angles[:, 0, 0]
+        assert torch.equal(angles.cos(), cos[0])
+        assert torch.equal(angles.sin(), sin[0])
+
+    def test_llama3_scaling_has_all_three_bands_in_this_test(self) -> None:
+        plain = inverse_frequencies(Rope(1e4), 8)
+        scaled = inverse_frequencies(Rope(1e4, "llama3", 8.0, 1.0, 4.0, 64), 8)
+        ratio = (plain / scaled).tolist()
+        assert ratio[0] == 1
+        assert 1 < ratio[1] < 8
+        assert ratio[-1] == pytest.approx(8)
+
+    def test_linear_scaling_divides_every_frequency(self) -> None:
+        plain, scaled = (
+            inverse_frequencies(rope, 8) for rope in (Rope(1e4), Rope(1e4, "linear", 4))
+        )
+        assert torch.equal(scaled, plain / 4)
+
+
+class TestLayout:
+    @pytest.mark.parametrize(
+        ("parallel", "message"),
+        [
+            ({"ranks": 3, "tensor": 3}, "parallel.tensor is 3.*num_attention_heads 8"),
+            ({"ranks": 8, "tensor": 8}, "parallel.tensor is 8.*num_key_value_heads 4"),
+            ({"ranks": 4, "pipeline": 4}, "parallel.pipeline is 4.*num_hidden_layers 6"),
+            ({"ranks": 2, "context": 2}, "parallel.context is 2; only 1"),
+            ({"ranks": 2, "expert": 2}, "parallel.expert is 2, but qwen3 has no experts"),
+        ],
+    )
+    def test_an_impossible_layout_names_the_setting_and_the_value(
+        self, parallel: dict[str, int], message: str
+    ) -> None:
+        with pytest.raises(UserError, match=message):
+            check_layout(DENSE, ParallelConfig(**parallel))
+
+    @pytest.mark.parametrize(
+        ("parallel", "message"),
+        [
+            ({"ranks": 4, "expert": 4}, "parallel.expert is 4.*6 experts"),
+            ({"ranks": 2, "expert": 3}, "parallel.expert is 3.*2 ranks of a pipeline stage"),
+            ({"ranks": 2, "tensor": 2}, "parallel.sequence is false"),
+        ],
+    )
+    def test_an_impossible_expert_layout(self, parallel: dict[str, int], message: str) -> None:
+        from dataclasses import replace
+
+        sparse = replace(DENSE, experts=Experts(6, 2, 16, True))
+        with pytest.raises(UserError, match=message):
+            check_layout(sparse, ParallelConfig(**parallel))
+
+    def test_a_possible_layout_passes(self) -> None:
+        check_layout(DENSE, ParallelConfig(ranks=8, tensor=4, pipeline=2, sequence=True))
+
+
+class TestCapabilities:
+    def test_without_a_gpu_layers_are_local_and_the_reason_is_said(self) -> None:
+        chosen = choose(ModelConfig(), CPU_ONLY)
+        assert chosen.layers == "local"
+        assert chosen.layers_reason == "no CUDA device"
+        assert not chosen.rope_fusion
+
+    def test_transformer_engine_is_used_where_it_is_usable(self) -> None:
+        assert choose(ModelConfig(), GPU).layers == "transformer_engine"
+        assert choose(ModelConfig(attention_backend="sdpa"), GPU).layers == "local"
+
+    def test_asking_for_what_is_not_there_is_refused(self) -> None:
+        with pytest.raises(UserError, match="attention_backend is transformer_engine, but no CUDA"):
+            choose(ModelConfig(attention_backend="transformer_engine"), CPU_ONLY)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the adapter does nothing with CUDA")
+class TestDeviceAdapter:
+    def test_cuda_names_mean_the_cpu_inside(self) -> None:
+        with device_adapter():
+            assert torch.zeros(2, device="cuda").device.type == "cpu"
+            assert torch.tensor([1.0]).cuda().device.type == "cpu"
+            assert torch.ones(1).to("cuda").device.type == "cpu"
+            assert torch.cuda.current_device() == torch.device("cpu")
+            assert torch.zeros(1).type() == "torch.cuda.FloatTensor"
+            torch.cuda.synchronize()
+
+    def test_everything_is_restored_outside_even_after_an_error(self) -> None:
+        from megatron.core.tensor_parallel import random as megatron_random
+
+        before = (torch.cuda.synchronize, torch.cuda.Stream, megatron_random._get_cuda_rng_state)
+        with pytest.raises(ZeroDivisionError), device_adapter(), device_adapter():
+            _ = 1 / 0
+        after = (torch.cuda.synchronize, torch.cuda.Stream, megatron_random._get_cuda_rng_state)
+        assert after == before
+        assert torch.zeros(1).type() == "torch.FloatTensor"
+        with pytest.raises((AssertionError, RuntimeError)):
+            torch.zeros(1, device="cuda")
+
+    def test_another_thread_enters_it_too(self) -> None:
+        def device_type() -> str:
+            with device_adapter():
+                return torch.zeros(1, device="cuda").device.type
+
+        with device_adapter(), ThreadPoolExecutor(1) as pool:
+            assert pool.submit(device_type).result(timeout=30) == "cpu"
+            assert torch.zeros(1, device="cuda").device.type == "cpu"
+
+    def test_the_rng_tracker_forks_the_cpu_generator(self) -> None:
+        tensor_parallel = importlib.import_module("megatron.core.tensor_parallel")
+        with device_adapter():
+            tracker = tensor_parallel.random.CudaRNGStatesTracker()
+            tracker.add("first", 1)
+            torch.manual_seed(7)
+            with tracker.fork("first"):
+                inside = torch.rand(1)
+            after = torch.rand(1)
+        assert torch.equal(inside, torch.rand(1, generator=torch.Generator().manual_seed(1)))
+        assert torch.equal(after, torch.rand(1, generator=torch.Generator().manual_seed(7)))
+
+
+def test_more_processes_than_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_async.config.model import TrainerConfig
+    from megatron_async.trainer.parallel import start_process_group
+
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(UserError, match=r"parallel\.ranks is 2, but 3 trainer process"):
+        start_process_group(ParallelConfig(ranks=2), TrainerConfig())

@@ -1,0 +1,193 @@
+"""One trainer in one process: RL updates, minibatches, the reference policy, skipped steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.trainer.step import PolicyTrainer
+from megatron_async.trajectory.batch import TokenBatch
+from megatron_async.trajectory.types import PolicyVersion
+from tests.trainer.cases import (
+    ragged_batch,
+    settings,
+    single_process,
+    trainer_session,
+    weights,
+    write_model,
+)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@contextmanager
+def trainer_with(model_dir: Path, **changes: Any) -> Iterator[PolicyTrainer]:
+    config = settings(model_dir, {"optimizer": {"lr": 1e-3}, **changes})
+    with single_process(), trainer_session(config, lineage=3) as trainer:
+        yield trainer
+
+
+def on_policy(trainer: PolicyTrainer, batch: TokenBatch) -> TokenBatch:
+    """The batch as if the current policy had written it."""
+    return replace(batch, rollout_logprobs_T=trainer.compute_logprobs(batch))
+
+
+def poisoned(batch: TokenBatch) -> TokenBatch:
+    """A behaviour log-prob of a trained token is not a number."""
+    logprobs_T = batch.rollout_logprobs_T.copy()
+    logprobs_T[np.flatnonzero(batch.loss_mask_T)[5]] = np.nan
+    return replace(batch, rollout_logprobs_T=logprobs_T)
+
+
+def changed(trainer: PolicyTrainer, before: dict[str, torch.Tensor]) -> bool:
+    return any(not torch.equal(tensor, before[name]) for name, tensor in weights(trainer).items())
+
+
+def test_log_probs_are_zero_where_nothing_is_trained_and_follow_the_temperature(
+    model_dir: Path,
+) -> None:
+    batch = ragged_batch()
+    with trainer_with(model_dir) as trainer:
+        logprobs_T = trainer.compute_logprobs(batch)
+        hot_T = trainer.compute_logprobs(replace(batch, temperature=100.0))
+    assert logprobs_T.shape == (batch.num_tokens,)
+    assert (logprobs_T[batch.loss_mask_T == 0] == 0).all()
+    assert (logprobs_T[batch.loss_mask_T != 0] < 0).all()
+    uniform = -np.log(trainer.vocab_size)
+    np.testing.assert_allclose(hot_T[batch.loss_mask_T != 0], uniform, atol=0.1)
+    assert np.abs(logprobs_T[batch.loss_mask_T != 0] - uniform).max() > 0.5
+
+
+def test_good_answers_become_likelier_than_bad_ones(model_dir: Path) -> None:
+    with trainer_with(model_dir) as trainer:
+        batch = on_policy(trainer, ragged_batch())
+        before_T = trainer.compute_logprobs(batch)
+        reports = [trainer.train_batch(batch) for _ in range(3)]
+        gain_T = trainer.compute_logprobs(batch) - before_T
+    trained = batch.loss_mask_T != 0
+    good_T = batch.rewards_S[batch.sequence_index_T()] > 0
+    assert gain_T[trained & good_T].mean() > gain_T[trained & ~good_T].mean()
+    assert reports[0].metrics["off_policy/ess"] == pytest.approx(1.0, abs=1e-4)
+    assert reports[2].metrics["off_policy/ess"] < 0.9999
+    assert trainer.version == PolicyVersion(3, 3)
+
+
+def test_a_batch_is_trained_in_h_minibatches(model_dir: Path) -> None:
+    with trainer_with(model_dir, schedule={"updates_per_batch": 3}) as trainer:
+        report = trainer.train_batch(ragged_batch())
+        assert (report.updates, trainer.step) == (3, 1)
+        assert trainer.progress()["updates"] == 3
+
+
+@pytest.mark.parametrize(
+    "recipe", ["copris", "pipeline_rl", "prime_rl", "rapid", "grpo", "dapo", "pg"]
+)
+def test_every_recipe_makes_a_step(model_dir: Path, recipe: str) -> None:
+    changes = {"recipe": recipe}
+    schedule = {"groups_per_batch": 6, "group_size": 4, "updates_per_batch": 2}
+    with trainer_with(model_dir, algorithm=changes, schedule=schedule) as trainer:
+        before = weights(trainer)
+        report = trainer.train_batch(on_policy(trainer, ragged_batch()))
+        assert not report.skipped
+        assert np.isfinite(report.loss)
+        assert report.grad_norm > 0
+        assert 0 < report.metrics["actor/entropy"] <= np.log(trainer.vocab_size)
+        assert changed(trainer, before)
+
+
+def test_bfloat16_weights_are_trained_through_float32_ones(model_dir: Path) -> None:
+    """Norm weights start at 1, where half a step of bfloat16 is 2e-3 or more: updates of at most
+
+    1e-3 reach them only because they add up in float32. Gradients are float32.
+    """
+    changes = {"model": {"dtype": "bfloat16"}, "optimizer": {"lr": 1e-3}}
+    with trainer_with(model_dir, **changes) as trainer:
+        parameter = next(trainer.model[0].parameters())
+        assert parameter.dtype is torch.bfloat16
+        assert parameter.main_grad.dtype is torch.float32
+        batch = on_policy(trainer, ragged_batch())
+        before = weights(trainer)
+        reports = [trainer.train_batch(batch) for _ in range(8)]
+        assert reports[-1].loss < reports[0].loss
+        after = weights(trainer)
+        norms = [name for name in after if "norm" in name]
+        assert any(not torch.equal(after[name], before[name]) for name in norms)
+
+
+def test_the_reference_policy_stays_what_it_was(model_dir: Path) -> None:
+    """KL to the reference is 0 before the first update and positive later; the policy is intact."""
+    algorithm = {"kl": {"loss_coef": 0.1, "loss_estimator": "k3"}}
+    with trainer_with(model_dir, algorithm=algorithm) as trainer:
+        batch = on_policy(trainer, ragged_batch())
+        first = trainer.train_batch(batch)
+        between = weights(trainer)
+        second = trainer.train_batch(replace(batch, rewards_S=np.zeros_like(batch.rewards_S)))
+        assert first.metrics["ref/k3"] == pytest.approx(0.0, abs=1e-7)
+        assert second.metrics["ref/k3"] > 1e-6
+        assert changed(trainer, between)
+
+
+# ------------------------------------------------------------ steps that are not finite
+
+
+def test_a_batch_with_a_non_finite_log_prob_is_skipped_whole(model_dir: Path) -> None:
+    with trainer_with(model_dir) as trainer:
+        before = weights(trainer)
+        report = trainer.train_batch(poisoned(ragged_batch()))
+        assert report.skipped
+        assert report.skip_reason is not None
+        assert "rollout_logprobs" in report.skip_reason
+        assert not changed(trainer, before)
+        assert trainer.step == 1
+        assert not trainer.train_batch(ragged_batch()).skipped
+
+
+def test_a_gradient_that_is_not_finite_is_not_applied(model_dir: Path) -> None:
+    """The loss is finite, the backward pass is not (a hook stands for an overflow there)."""
+    with trainer_with(model_dir) as trainer:
+        before = weights(trainer)
+        parameter = next(trainer.model[0].parameters())
+        handle = parameter.register_hook(lambda gradient: gradient * float("nan"))
+        report = trainer.train_batch(ragged_batch())
+        handle.remove()
+        assert report.skipped
+        assert report.skip_reason is not None
+        assert "gradient norm is nan" in report.skip_reason
+        assert not changed(trainer, before)
+        assert np.isfinite(trainer.train_batch(ragged_batch()).grad_norm)
+
+
+def test_one_bad_minibatch_does_not_cost_the_others(model_dir: Path) -> None:
+    batch = ragged_batch()
+    last = batch.cu_seqlens_S1[-2]
+    logprobs_T = batch.rollout_logprobs_T.copy()
+    logprobs_T[last + np.flatnonzero(batch.loss_mask_T[last:])[0]] = np.nan
+    batch = replace(batch, rollout_logprobs_T=logprobs_T)
+    with trainer_with(model_dir, schedule={"updates_per_batch": 3}) as trainer:
+        report = trainer.train_batch(batch)
+    assert (report.updates, report.skipped_updates, report.skipped) == (2, 1, False)
+
+
+def test_the_run_stops_after_too_many_skips_in_a_row(model_dir: Path) -> None:
+    with trainer_with(model_dir, trainer={"max_nonfinite_steps": 2}) as trainer:
+        trainer.train_batch(poisoned(ragged_batch()))
+        trainer.train_batch(ragged_batch())
+        trainer.train_batch(poisoned(ragged_batch()))
+        with pytest.raises(ComponentFailure, match="max_nonfinite_steps is 2"):
+            trainer.train_batch(poisoned(ragged_batch()))
+
+
+def test_a_missing_model_directory_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="nowhere"), trainer_with(tmp_path / "nowhere"):
+        pass

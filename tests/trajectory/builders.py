@@ -1,0 +1,73 @@
+"""Prompts, tokens and shortcuts that the store's tests share."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+
+from megatron_async.trajectory.store import TrajectoryStore
+from megatron_async.trajectory.types import (
+    FinishReason,
+    FloatArray,
+    Group,
+    IntArray,
+    PolicyVersion,
+    Prompt,
+    Trajectory,
+    TrajectoryState,
+)
+
+STORE = "trajectories.sqlite"
+V0 = PolicyVersion(0, 0)
+
+
+def prompt(seed: int = 0) -> Prompt:
+    return Prompt(np.arange(seed, seed + 4, dtype=np.int32), "sums", {"answer": seed})
+
+
+def tokens_of(trajectory_id: int, start: int, count: int) -> tuple[IntArray, FloatArray]:
+    """Tokens `start .. start + count` of a trajectory: a fixed function of id and place."""
+    place = np.arange(start, start + count, dtype=np.int64)
+    tokens = (place * 7919 + trajectory_id * 104729) % 50021
+    return tokens.astype(np.int32), (-(tokens % 97) / 97).astype(np.float32)
+
+
+def append(
+    store: TrajectoryStore, trajectory_id: int, start: int, count: int, version: PolicyVersion = V0
+) -> None:
+    store.append(trajectory_id, *tokens_of(trajectory_id, start, count), version, "e0")
+
+
+async def generate(
+    store: TrajectoryStore, trajectory_id: int, count: int, version: PolicyVersion = V0
+) -> None:
+    """From pending to scored, with a reward that is the id."""
+    store.set_state(trajectory_id, TrajectoryState.RUNNING)
+    append(store, trajectory_id, 0, count, version)
+    await store.finish(trajectory_id, FinishReason.STOP)
+    await store.set_reward(trajectory_id, float(trajectory_id), {"right": 1.0})
+
+
+async def scored_group(
+    store: TrajectoryStore, size: int = 2, count: int = 100, version: PolicyVersion = V0
+) -> Group:
+    group = store.add_group(prompt(), size)
+    for trajectory in group.trajectories:
+        await generate(store, trajectory.trajectory_id, count, version)
+    return group
+
+
+def response(trajectory: Trajectory) -> list[int]:
+    return [int(token) for segment in trajectory.segments for token in segment.token_ids]
+
+
+def expected(trajectory_id: int, count: int) -> list[int]:
+    return [int(token) for token in tokens_of(trajectory_id, 0, count)[0]]
+
+
+def snapshot(run: Path, target: Path) -> Path:
+    """What a crash at this moment would leave on disk (the writer must be idle)."""
+    shutil.copytree(run, target, ignore=shutil.ignore_patterns("*-shm", "*.lock"))
+    return target / STORE

@@ -1,0 +1,227 @@
+"""`pack_groups`: what each token of a batch carries, on hand-made cases and on random groups."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_async.trajectory.packing import line_number, pack_groups
+from megatron_async.trajectory.types import (
+    DropReason,
+    FinishReason,
+    Group,
+    PolicyVersion,
+    Prompt,
+    Segment,
+    Trajectory,
+    TrajectoryState,
+)
+
+
+def segment(
+    tokens: list[int], version: tuple[int, int], *, environment: bool = False, engine: str = "e0"
+) -> Segment:
+    logprobs = [0.0 if environment else -0.1 * token for token in tokens]
+    return Segment(
+        np.array(tokens, np.int32),
+        np.array(logprobs, np.float32),
+        PolicyVersion(*version),
+        engine,
+        environment,
+    )
+
+
+def scored(trajectory_id: int, group_id: int, prompt: Prompt, *segments: Segment) -> Trajectory:
+    return Trajectory(
+        trajectory_id,
+        group_id,
+        prompt,
+        TrajectoryState.SCORED,
+        segments,
+        FinishReason.STOP,
+        reward=float(trajectory_id),
+    )
+
+
+PROMPT = Prompt(np.array([1, 2], np.int32), "task")
+
+
+def group(*trajectories: Trajectory) -> Group:
+    return Group(trajectories[0].group_id, PROMPT, trajectories)
+
+
+def test_prompt_policy_and_environment_tokens_carry_what_the_batch_promises() -> None:
+    g = group(
+        scored(10, 5, PROMPT, segment([3, 4], (0, 1)), segment([9], (0, 1), environment=True)),
+        scored(11, 5, PROMPT, segment([6], (0, 2)), segment([7], (0, 3))),
+    )
+    batch = pack_groups([g], step=3, lineage=0, branch_points={}, temperature=0.7)
+
+    assert batch.cu_seqlens_S1.tolist() == [0, 5, 9]
+    assert batch.token_ids_T.tolist() == [1, 2, 3, 4, 9, 1, 2, 6, 7]
+    assert batch.loss_mask_T.tolist() == [0, 0, 1, 1, 0, 0, 0, 1, 1]
+    assert batch.version_T.tolist() == [-1, -1, 1, 1, -1, -1, -1, 2, 3]
+    assert batch.lag_T.tolist() == [0, 0, 2, 2, 0, 0, 0, 1, 0]
+    expected = [0, 0, -0.3, -0.4, 0, 0, 0, -0.6, -0.7]
+    np.testing.assert_allclose(batch.rollout_logprobs_T, np.array(expected, np.float32))
+    assert batch.rewards_S.tolist() == [10.0, 11.0]
+    assert batch.trajectory_ids_S.tolist() == [10, 11]
+    assert batch.group_ids_S.tolist() == [5, 5]
+    assert batch.prompt_lengths_S.tolist() == [2, 2]
+    assert batch.resumed_S.tolist() == [False, True]
+    assert batch.truncated_S.tolist() == [False, False]
+    assert batch.temperature == 0.7
+
+
+def test_lag_of_tokens_of_an_abandoned_line_counts_from_the_branch_point() -> None:
+    g = group(
+        scored(1, 1, PROMPT, segment([3], (0, 2)), segment([4], (0, 9)), segment([5], (1, 6)))
+    )
+    batch = pack_groups([g], step=8, lineage=1, branch_points={0: 5})
+    assert batch.version_T.tolist() == [-1, -1, 2, 5, 6]
+    assert batch.lag_T.tolist() == [0, 0, 6, 3, 2]
+
+
+@pytest.mark.parametrize("rule", [{"mask_before": 3}, {"max_token_lag": 2}])
+def test_stale_tokens_are_masked_but_keep_their_version(rule: dict[str, int]) -> None:
+    g = group(scored(1, 1, PROMPT, segment([3, 3], (0, 2)), segment([4], (0, 3))))
+    batch = pack_groups([g], step=5, lineage=0, branch_points={}, **rule)
+    assert batch.loss_mask_T.tolist() == [0, 0, 0, 0, 1]
+    assert batch.rollout_logprobs_T[:4].tolist() == [0, 0, 0, 0]
+    assert batch.lag_T.tolist() == [0, 0, 0, 0, 2]
+    assert batch.version_T.tolist() == [-1, -1, 2, 2, 3]
+    assert batch.extra_metrics["stale_masked_tokens"] == 2
+
+
+def test_dropped_members_of_a_group_are_left_out() -> None:
+    gone = dataclasses.replace(
+        scored(2, 1, PROMPT), state=TrajectoryState.DROPPED, drop_reason=DropReason.VERIFIER
+    )
+    batch = pack_groups(
+        [group(scored(1, 1, PROMPT, segment([3], (0, 0))), gone)],
+        step=0,
+        lineage=0,
+        branch_points={},
+    )
+    assert batch.trajectory_ids_S.tolist() == [1]
+
+
+def test_what_cannot_be_trained_on_is_refused_by_name() -> None:
+    good = scored(1, 1, PROMPT, segment([3], (0, 4)))
+    no_reward = dataclasses.replace(good, reward=None, state=TrajectoryState.FINISHED)
+    with pytest.raises(ValueError, match="trajectory 1 is finished and has no reward"):
+        pack_groups([group(no_reward)], step=4, lineage=0, branch_points={})
+    with pytest.raises(ValueError, match="policy number 4"):
+        pack_groups([group(good)], step=3, lineage=0, branch_points={})
+    with pytest.raises(ValueError, match="line 0"):
+        pack_groups([group(good)], step=4, lineage=1, branch_points={})
+    empty = Prompt(np.empty(0, np.int32), "task")
+    with pytest.raises(ValueError, match="empty prompt"):
+        pack_groups(
+            [group(scored(1, 1, empty, segment([3], (0, 0))))],
+            step=0,
+            lineage=0,
+            branch_points={},
+        )
+
+
+def test_no_groups_make_an_empty_batch() -> None:
+    batch = pack_groups([], step=0, lineage=0, branch_points={})
+    assert batch.num_sequences == 0
+    assert batch.num_tokens == 0
+
+
+segments = st.builds(
+    segment,
+    st.lists(st.integers(1, 50), min_size=1, max_size=6),
+    st.tuples(st.integers(0, 2), st.integers(0, 12)),
+    environment=st.booleans(),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.lists(st.lists(segments, max_size=4), min_size=1, max_size=3), max_size=4),
+    st.integers(12, 20),
+    st.one_of(st.none(), st.integers(0, 12)),
+    st.one_of(st.none(), st.integers(0, 12)),
+)
+def test_every_token_equals_the_plain_loop_definition(
+    shape: list[list[list[Segment]]], step: int, mask_before: int | None, max_lag: int | None
+) -> None:
+    branch_points = {0: 4, 1: 8}
+    groups = []
+    for group_id, members in enumerate(shape):
+        groups.append(
+            group(
+                *(
+                    scored(group_id * 10 + i, group_id, PROMPT, *parts)
+                    for i, parts in enumerate(members)
+                )
+            )
+        )
+    batch = pack_groups(
+        groups,
+        step=step,
+        lineage=2,
+        branch_points=branch_points,
+        mask_before=mask_before,
+        max_token_lag=max_lag,
+    )
+
+    rows: list[tuple[int, float, float, int, int]] = []
+    for g in groups:
+        for trajectory in g.trajectories:
+            rows += [(int(token), 0.0, 0.0, -1, 0) for token in PROMPT.token_ids]
+            for part in trajectory.segments:
+                for token, logprob in zip(part.token_ids, part.logprobs, strict=True):
+                    if part.from_environment:
+                        rows.append((int(token), 0.0, 0.0, -1, 0))
+                        continue
+                    number = line_number(part.version, 2, branch_points)
+                    lag = step - number
+                    stale = (mask_before is not None and number < mask_before) or (
+                        max_lag is not None and lag > max_lag
+                    )
+                    rows.append(
+                        (int(token), 0.0, 0.0, number, 0)
+                        if stale
+                        else (int(token), 1.0, float(logprob), number, lag)
+                    )
+    got = zip(
+        batch.token_ids_T.tolist(),
+        batch.loss_mask_T.tolist(),
+        batch.rollout_logprobs_T.tolist(),
+        batch.version_T.tolist(),
+        batch.lag_T.tolist(),
+        strict=True,
+    )
+    assert list(got) == rows
+    assert batch.num_sequences == sum(len(g.trajectories) for g in groups)
+    assert int(batch.cu_seqlens_S1[-1]) == len(rows)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=6), st.integers(1, 6))
+def test_minibatches_hold_whole_groups_and_lose_nothing(sizes: list[int], count: int) -> None:
+    groups = [
+        group(*(scored(g * 10 + i, g, PROMPT, segment([i + 1], (0, 0))) for i in range(size)))
+        for g, size in enumerate(sizes)
+    ]
+    batch = pack_groups(groups, step=0, lineage=0, branch_points={})
+    parts = batch.minibatches(count)
+    assert np.concatenate([p.token_ids_T for p in parts]).tolist() == batch.token_ids_T.tolist()
+    seen = [set(p.group_ids_S.tolist()) for p in parts]
+    assert sum(len(s) for s in seen) == len(sizes)
+
+
+def test_turns_of_one_version_are_not_resumed_but_two_requests_are() -> None:
+    one, env = segment([3], (0, 0)), segment([9], (0, 0), environment=True)
+    assert not scored(1, 1, PROMPT, one, env, one).resumed
+    assert scored(1, 1, PROMPT, one, one).resumed
+    assert scored(1, 1, PROMPT, one, env, segment([3], (0, 1))).resumed
+    assert not scored(1, 1, PROMPT, one).resumed

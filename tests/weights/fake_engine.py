@@ -1,0 +1,134 @@
+"""A weight receiver in a process of its own that fails on command; speaks SGLang's endpoints.
+
+    python -m tests.weights.fake_engine MODE
+
+It prints its port, joins the update group as an engine would, and at the first announced bucket
+`dies` (exits), `hangs` (never answers, never receives), `refuses` (answers 400, receives nothing)
+or `works` (receives; its checksum is the sum of the bytes).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+KNOWN = ("x.weight", "y.weight")
+
+
+class FakeEngine:
+    def __init__(self, mode: str) -> None:
+        self.mode = mode
+        self.groups: dict[str, Any] = {}
+        self.received: list[int] = []
+        self.session = False
+        # A model loads one bucket after the other; so does this.
+        self.lock = threading.Lock()
+
+    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        handler = getattr(self, "do_" + path.strip("/").replace("/", "_"), None)
+        return (404, {}) if handler is None else handler(body)
+
+    def do_reset(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        self.received, self.session = [], False
+        return 200, {}
+
+    def do_health(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        return 200, {}
+
+    def do_weights_checker(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        total = str(sum(self.received))
+        ranks = [{"checksums": dict.fromkeys(KNOWN, total)}]
+        return 200, {"ranks": ranks, "per_engine_checksum": total}
+
+    def do_init_weights_update_group(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        name, size = body["group_name"], body["world_size"]
+        store = dist.TCPStore(
+            body["master_address"], body["master_port"], size, timeout=timedelta(seconds=20)
+        )
+        prefixed = dist.PrefixStore(
+            "cpu/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store))
+        )
+        self.groups[name] = dist.ProcessGroupGloo(
+            prefixed, body["rank_offset"], size, timeout=timedelta(seconds=600)
+        )
+        return 200, {}
+
+    def do_destroy_weights_update_group(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        group = self.groups.pop(body["group_name"], None)
+        if group is not None:
+            group.abort()
+        return 200, {}
+
+    def do_begin_weight_update(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        if self.session:
+            return 400, {"message": "a weight-update session is already open"}
+        self.session = True
+        return 200, {}
+
+    def do_end_weight_update(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        self.session = False
+        return 200, {}
+
+    def do_update_weights_from_distributed(
+        self, body: dict[str, Any]
+    ) -> tuple[int, dict[str, Any]]:
+        if self.mode == "dies":
+            os._exit(1)
+        if self.mode == "hangs":
+            time.sleep(600)
+        if self.mode == "refuses":
+            return 400, {"message": "no room for these weights"}
+        sizes = [
+            torch.Size(shape).numel() * getattr(torch, dtype).itemsize
+            for shape, dtype in zip(body["shapes"], body["dtypes"], strict=True)
+        ]
+        flat = torch.empty(sum(sizes), dtype=torch.uint8)
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.rootTensor = 0
+        with self.lock:
+            try:
+                self.groups[body["group_name"]].broadcast([flat], options).wait()
+            except RuntimeError as error:
+                return 400, {"message": f"Failed to receive weights: {error}"}
+        self.received.append(int(flat.sum()))
+        return 200, {}
+
+
+def main() -> None:
+    engine = FakeEngine(sys.argv[1])
+
+    class Handler(BaseHTTPRequestHandler):
+        def _serve(self) -> None:
+            length = int(self.headers.get("Content-Length") or 0)
+            body = json.loads(self.rfile.read(length)) if length else {}
+            status, answer = engine.answer(self.path, body or {})
+            data = json.dumps(answer).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        do_GET = do_POST = _serve
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Quiet."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    print(server.server_address[1], flush=True)
+    # A test that dies must not leave this behind.
+    threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()

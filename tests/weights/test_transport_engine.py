@@ -1,0 +1,156 @@
+"""Each transport against a real SGLang server: the engine then holds exactly the weights sent."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_async.config.rollout import WeightsConfig
+from megatron_async.errors import ComponentFailure
+from megatron_async.rollout.sglang_client import SGLangClient
+from megatron_async.trajectory.types import PolicyVersion
+from megatron_async.weights.transport import WeightSender, make_sender
+from megatron_async.weights.verify import check_probe, probe_tokens
+from tests.engine import (
+    SETTINGS,
+    VOCAB,
+    EngineUnderTest,
+    collect,
+    make_request,
+    reference_logprobs,
+    until_streaming,
+)
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+OLD, NEW = PolicyVersion(1, 4), PolicyVersion(1, 5)
+TRANSPORTS = ["distributed", "tensor", "disk"]
+
+
+@pytest.fixture
+def engine(sglang_engine: EngineUnderTest) -> EngineUnderTest:
+    sglang_engine.hold("a", OLD)
+    return sglang_engine
+
+
+def _sender(transport: Any, folder: Path) -> WeightSender:
+    settings = WeightsConfig(transport=transport, timeout_seconds=30.0)
+    return make_sender(settings, SETTINGS, torch.device("cpu"), folder)
+
+
+def _buckets(engine: EngineUnderTest, model: str) -> list[list[tuple[str, torch.Tensor]]]:
+    """Five tensors a bucket: QKV and gate/up of a layer come in different buckets."""
+    tensors = engine.tensors(model)
+    return [tensors[start : start + 5] for start in range(0, len(tensors), 5)]
+
+
+def _send(engine: EngineUnderTest, sender: WeightSender, model: str, version: Any) -> Any:
+    engine.post("pause_generation", {"mode": "retract"})
+    try:
+        return sender.send(iter(_buckets(engine, model)), version)
+    finally:
+        engine.post("continue_generation", {"torch_empty_cache": False})
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_the_checksum_is_that_of_the_same_weights_from_disk(
+    engine: EngineUnderTest, transport: str, tmp_path: Path
+) -> None:
+    a = engine.checksum()
+    engine.load("b", NEW)
+    b = engine.checksum()
+    engine.load("a", OLD)
+    assert (engine.checksum() == a) and a != b
+
+    sender = _sender(transport, tmp_path)
+    sender.connect([engine.address])
+    report = _send(engine, sender, "b", NEW)
+    assert sender.verify_same(NEW) == b
+    assert engine.run(lambda client: client.version()) == NEW
+    assert report.tensors == len(engine.tensors("b"))
+    assert report.bytes == sum(tensor.nbytes for _, tensor in engine.tensors("b"))
+
+    # And again over the same connection, and over a new one, as after an engine's restart.
+    _send(engine, sender, "a", PolicyVersion(1, 6))
+    assert sender.verify_same(NEW) == a
+    sender.disconnect()
+    sender.connect([engine.address])
+    _send(engine, sender, "b", PolicyVersion(1, 7))
+    assert sender.verify_same(NEW) == b
+    sender.close()
+
+
+def test_after_an_update_the_probe_agrees_and_before_it_does_not(
+    engine: EngineUnderTest, tmp_path: Path
+) -> None:
+    probe = probe_tokens(VOCAB, 48)
+    trainer = reference_logprobs(engine.models["b"], probe.tolist())
+
+    def score() -> Any:
+        return engine.run(lambda client: client.score(probe))
+
+    with pytest.raises(ComponentFailure, match="does not hold the trainer's weights"):
+        check_probe("engine", score(), trainer, 1e-4, NEW)
+    sender = _sender("distributed", tmp_path)
+    sender.connect([engine.address])
+    _send(engine, sender, "b", NEW)
+    mean, worst = check_probe("engine", score(), trainer, 1e-4, NEW)
+    assert mean <= worst < 1e-4
+    sender.close()
+
+
+@pytest.mark.parametrize("transport", ["distributed", "tensor"])
+def test_running_requests_go_on_with_the_new_weights_from_the_named_token_on(
+    engine: EngineUnderTest, transport: str, tmp_path: Path
+) -> None:
+    sender = _sender(transport, tmp_path)
+    sender.connect([engine.address])
+
+    async def check(client: SGLangClient) -> list[Any]:
+        arrived: list[list[Any]] = [[] for _ in range(4)]
+        tasks = [
+            asyncio.create_task(collect(client, make_request(f"r{i}", [5, 9, i], 120), into))
+            for i, into in enumerate(arrived)
+        ]
+        await until_streaming(arrived)
+        await asyncio.to_thread(_send, engine, sender, "b", NEW)
+        return await asyncio.gather(*tasks)
+
+    crossed = 0
+    for index, chunks in enumerate(engine.run(check)):
+        versions = [chunk.version for chunk in chunks for _ in chunk.token_ids]
+        ids = [5, 9, index, *(int(t) for chunk in chunks for t in chunk.token_ids)]
+        got = np.concatenate([chunk.logprobs for chunk in chunks])
+        old = reference_logprobs(engine.models["a"], ids)[2:]
+        new = reference_logprobs(engine.models["b"], ids)[2:]
+        expected = np.where([version == OLD for version in versions], old, new)
+        assert np.abs(got - expected).max() < 1e-3
+        crossed += len(set(versions)) == 2
+    assert crossed > 0, "the update came too late to test anything"
+    sender.close()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_wrong_name_is_an_error_and_the_next_update_mends_it(
+    engine: EngineUnderTest, transport: str, tmp_path: Path
+) -> None:
+    """SGLang itself answers 200 to a name that it does not know."""
+    sender = _sender(transport, tmp_path)
+    sender.connect([engine.address])
+    tensors = engine.tensors("b")
+    name, tensor = tensors[5]
+    wrong = [*tensors[:5], (name.replace("layers.", "layer."), tensor), *tensors[6:]]
+    with pytest.raises(ComponentFailure, match="do not know"):
+        sender.send(iter([wrong[:4], wrong[4:]]), NEW)
+    assert engine.run(lambda client: client.version()) == OLD
+    sender.connect([engine.address])
+    _send(engine, sender, "b", NEW)
+    sent = sender.verify_same(NEW)
+    engine.load("b", NEW)
+    assert engine.checksum() == sent
+    sender.close()

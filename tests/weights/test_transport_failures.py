@@ -1,0 +1,158 @@
+"""A broken engine must not hang the trainer: each failure ends in one error within its limit."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from megatron_async.config.rollout import EngineConfig, WeightsConfig
+from megatron_async.errors import ComponentFailure
+from megatron_async.trajectory.types import PolicyVersion
+from megatron_async.weights.distributed import DistributedSender
+from megatron_async.weights.http import EngineAddress, EngineCallError, call
+
+VERSION = PolicyVersion(0, 1)
+Start = Callable[[str], EngineAddress]
+
+
+@pytest.fixture(scope="module")
+def healthy_engines() -> Iterator[list[EngineAddress]]:
+    """Two engines that work, for all tests."""
+    with ExitStack() as stack:
+        yield [_start(stack, "works", f"works{i}") for i in range(2)]
+
+
+@pytest.fixture
+def start(healthy_engines: list[EngineAddress]) -> Iterator[Start]:
+    """An engine of a mode; one that works comes back empty from whatever an earlier test did."""
+    with ExitStack() as stack:
+        idle = list(healthy_engines)
+        for engine in idle:
+            call(engine, "POST", "reset", {}, 5.0)
+        yield lambda mode: idle.pop(0) if mode == "works" else _start(stack, mode, mode)
+
+
+def _start(stack: ExitStack, mode: str, name: str) -> EngineAddress:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.weights.fake_engine", mode],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    stack.callback(process.wait)
+    stack.callback(process.kill)
+    assert process.stdout is not None
+    return EngineAddress(name, f"http://127.0.0.1:{int(process.stdout.readline())}")
+
+
+def _sender(timeout_seconds: float = 20.0) -> DistributedSender:
+    settings = WeightsConfig(timeout_seconds=timeout_seconds)
+    return DistributedSender(settings, EngineConfig(), torch.device("cpu"))
+
+
+def _buckets(fill: float = 1.0) -> list[list[tuple[str, torch.Tensor]]]:
+    return [
+        [("x.weight", torch.full((256, 64), fill))],
+        [("y.weight", torch.full((128,), fill, dtype=torch.bfloat16))],
+    ]
+
+
+@pytest.mark.parametrize("mode", ["dies", "refuses"])
+def test_an_engine_that_fails_in_the_broadcast_is_named_at_once(start: Start, mode: str) -> None:
+    engines = [start("works"), start(mode)]
+    sender = _sender()
+    sender.connect(engines)
+    started = time.monotonic()
+    with pytest.raises(EngineCallError) as caught:
+        sender.send(_buckets(), VERSION)
+    assert time.monotonic() - started < 10
+    assert engines[1].engine_id in caught.value.engine_ids
+    # The engine that is left can be served again, in a new group.
+    sender.connect(engines[:1])
+    report = sender.send(_buckets(), VERSION)
+    assert (report.buckets, report.tensors, report.bytes) == (2, 2, 256 * 64 * 4 + 128 * 2)
+    sender.close()
+
+
+def test_an_engine_that_hangs_costs_no_more_than_the_limit(start: Start) -> None:
+    sender = _sender(timeout_seconds=3.0)
+    sender.connect([start("hangs")])
+    started = time.monotonic()
+    with pytest.raises(ComponentFailure, match=r"did not end within|failed within"):
+        sender.send(_buckets(), VERSION)
+    assert time.monotonic() - started < 3.0 + 2 * 20.0 + 5.0
+    sender.close()
+
+
+def test_an_engine_that_is_not_there_is_named_when_connecting(start: Start) -> None:
+    sender = _sender()
+    gone = EngineAddress("gone", "http://127.0.0.1:1")
+    started = time.monotonic()
+    with pytest.raises(EngineCallError, match="gone") as caught:
+        sender.connect([start("works"), gone])
+    assert caught.value.engine_ids == ("gone",)
+    assert time.monotonic() - started < 10
+
+
+def test_an_iterator_that_raises_leaves_the_engine_usable(start: Start) -> None:
+    engine = start("works")
+    sender = _sender()
+    sender.connect([engine])
+
+    def broken() -> Iterator[list[tuple[str, torch.Tensor]]]:
+        yield _buckets()[0]
+        yield _buckets()[1]
+        raise ArithmeticError("gathering failed")
+
+    with pytest.raises(ArithmeticError):
+        sender.send(broken(), VERSION)
+    sender.connect([engine])
+    sender.send(_buckets(), VERSION)
+    sender.close()
+
+
+def test_engines_that_hold_different_weights_are_noticed(start: Start) -> None:
+    one, two = start("works"), start("works")
+    alone = _sender()
+    alone.connect([one])
+    alone.send(_buckets(3.0), VERSION)
+    alone.close()
+    sender = _sender()
+    sender.connect([one, two])
+    sender.send(_buckets(1.0), VERSION)
+    with pytest.raises(ComponentFailure, match=r"disagree on the weights of 0\.1"):
+        sender.verify_same(VERSION)
+    sender.close()
+
+
+def test_a_tensor_that_no_engine_knows_is_refused(start: Start) -> None:
+    sender = _sender()
+    sender.connect([start("works")])
+    with pytest.raises(ComponentFailure, match=r"do not know 'z\.weight'"):
+        sender.send([*_buckets(), [("z.weight", torch.zeros(4))]], VERSION)
+    sender.close()
+
+
+def test_a_parameter_that_was_left_out_is_noticed(start: Start) -> None:
+    sender = _sender()
+    sender.connect([start("works")])
+    with pytest.raises(ComponentFailure, match=r"left out 'y\.weight'"):
+        sender.send(_buckets()[:1], VERSION)
+    sender.close()
+
+
+def test_sending_without_engines_or_without_tensors_is_an_error(start: Start) -> None:
+    sender = _sender()
+    with pytest.raises(ComponentFailure, match="no engine"):
+        sender.connect([])
+    with pytest.raises(ComponentFailure, match="before any engine"):
+        sender.send(_buckets(), VERSION)
+    sender.connect([start("works")])
+    with pytest.raises(ValueError, match="without any tensor"):
+        sender.send([], VERSION)
+    sender.close()
