@@ -160,14 +160,16 @@ class SGLangClient:
         except (BadReport, KeyError) as error:
             raise EngineError(f"{self._engine_id} ({self._url}): {_describe(error)}") from error
 
-    async def load_from_disk(self, model_path: Path, version: PolicyVersion) -> None:
+    async def load_from_disk(
+        self, model_path: Path, version: PolicyVersion, *, flush_cache: bool = True
+    ) -> None:
         """Replace the weights by those of a Hugging Face directory of the same architecture."""
         await self._post(
             "update_weights_from_disk",
             {
                 "model_path": str(Path(model_path).absolute()),
                 "weight_version": str(version),
-                "flush_cache": True,
+                "flush_cache": flush_cache,
             },
         )
 

@@ -3,13 +3,16 @@
 Invariants
 - Counters only grow; a batch's metrics are differences since the batch before it.
 - Times are wall-clock seconds of the driver's process.
+- Generation time is the time in which requests may run: it stands still from the emission of a
+  batch (without `overlap`) or from the beginning of a weight update until that update has ended.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,37 +24,47 @@ class _Marks:
     """Values of the counters when the batch before was emitted."""
 
     tokens: int = 0
-    at: float = field(default_factory=time.monotonic)
+    at: float = 0.0
     paused: float = 0.0
+    generating: float = 0.0
     slot_seconds: float = 0.0
 
 
 class RolloutStatistics:
     """Accumulates what the driver sees; reads nothing but the clock."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, overlap: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        """`overlap`: generation goes on while the trainer works on a batch."""
+        self._overlap = overlap
+        self._clock = clock
         self.tokens = 0
         self.dropped_by_reason: Counter[str] = Counter()
         self.warnings: dict[str, str] = {}
         self.warning_counts: Counter[str] = Counter()
-        self._marks = _Marks()
-        self._phase_began = time.monotonic()
+        self._marks = _Marks(at=clock())
+        self._open = True
+        self._generating = 0.0
+        self._counted_until = clock()
         self._update_began: float | None = None
         self._paused = 0.0
-        self._batch_ready: dict[int, float] = {}
         self.trainer_waited = 0.0
         self._trainer_asked: float | None = None
         self._running = 0
-        self._running_since = time.monotonic()
         self._slot_seconds = 0.0
         self._peak_running = 1
 
     def running_changed(self, running: int) -> None:
         """`running` requests are in flight from now on."""
-        now = time.monotonic()
-        self._slot_seconds += self._running * (now - self._running_since)
-        self._running, self._running_since = running, now
+        self._count_time()
+        self._running = running
         self._peak_running = max(self._peak_running, running)
+
+    def _count_time(self) -> None:
+        now = self._clock()
+        if self._open:
+            self._generating += now - self._counted_until
+            self._slot_seconds += self._running * (now - self._counted_until)
+        self._counted_until = now
 
     def generated(self, count: int) -> None:
         """`count` more tokens arrived."""
@@ -68,43 +81,45 @@ class RolloutStatistics:
 
     def trainer_asked(self) -> None:
         """The trainer began to wait for a batch."""
-        self._trainer_asked = time.monotonic()
+        self._trainer_asked = self._clock()
 
-    def trainer_took(self, step: int) -> None:
+    def trainer_took(self) -> None:
         """The trainer has its batch."""
         if self._trainer_asked is not None:
-            self.trainer_waited += time.monotonic() - self._trainer_asked
+            self.trainer_waited += self._clock() - self._trainer_asked
             self._trainer_asked = None
-        self._batch_ready.pop(step, None)
 
     def update_began(self) -> None:
         """Generation stands still for a weight transfer from here on."""
-        self._update_began = time.monotonic()
+        self._count_time()
+        self._open = False
+        self._update_began = self._counted_until
 
     def update_ended(self) -> None:
         """Generation may go on."""
-        now = time.monotonic()
+        self._count_time()
+        self._open = True
         if self._update_began is not None:
-            self._paused += now - self._update_began
+            self._paused += self._counted_until - self._update_began
         self._update_began = None
-        self._phase_began = now
 
     def batch_metrics(self, batch: TokenBatch) -> dict[str, float]:
         """`rollout/*` metrics of a batch that is complete now."""
-        self.running_changed(self._running)
-        now = time.monotonic()
+        self._count_time()
+        self._open = self._open and self._overlap
+        now = self._counted_until
         tokens = self.tokens - self._marks.tokens
         seconds = max(now - self._marks.at, 1e-9)
-        generating = max(now - self._phase_began, 1e-9)
+        generating = max(self._generating - self._marks.generating, 1e-9)
         lengths_S = batch.lengths_S() - batch.prompt_lengths_S
         trained = batch.loss_mask_T > 0
         lag = batch.lag_T[trained]
         metrics = {
             "rollout/tokens": float(tokens),
-            "rollout/tokens_per_second": tokens / min(seconds, generating) if tokens else 0.0,
+            "rollout/tokens_per_second": tokens / generating,
             "rollout/seconds": generating,
             "rollout/slots_busy_share": (self._slot_seconds - self._marks.slot_seconds)
-            / (self._peak_running * min(seconds, generating)),
+            / (self._peak_running * generating),
             "rollout/seconds_since_last_batch": seconds,
             "rollout/update_pause_seconds": self._paused - self._marks.paused,
             "rollout/reward_mean": float(batch.rewards_S.mean()) if batch.num_sequences else 0.0,
@@ -118,5 +133,5 @@ class RolloutStatistics:
         }
         for reason, count in self.dropped_by_reason.items():
             metrics[f"rollout/dropped_{reason}"] = float(count)
-        self._marks = _Marks(self.tokens, now, self._paused, self._slot_seconds)
+        self._marks = _Marks(self.tokens, now, self._paused, self._generating, self._slot_seconds)
         return metrics

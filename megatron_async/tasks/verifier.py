@@ -245,6 +245,10 @@ class RayVerifierPool:
         self._limit = config.verifier_timeout_seconds + START_TIMEOUT_SECONDS + _RAY_SLACK_SECONDS
         actor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=1)(VerifierWorker)
         self._actors = [actor.remote(config) for _ in range(config.verifier_workers)]
+        # The processes start while the engines do: rewards that come late would let generation
+        # run ahead of the batch it is for. An error of the start is met again by `judge`.
+        for actor in self._actors:
+            actor.start.remote()
         self._idle: asyncio.Queue[Any] | None = None
 
     async def score(
