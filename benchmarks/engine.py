@@ -28,9 +28,9 @@ from safetensors.torch import load_file
 
 from megatron_async.config.rollout import EngineConfig, SamplingConfig, WeightsConfig
 from megatron_async.rollout.interfaces import GenerationRequest
-from megatron_async.rollout.sglang_attention import BACKEND_NAME
 from megatron_async.rollout.sglang_client import SGLangClient
 from megatron_async.rollout.sglang_process import SGLangProcess
+from megatron_async.rollout.sglang_server import CPU_ATTENTION_BACKEND
 from megatron_async.tasks.tiny_model import build_tiny_model
 from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weights.http import EngineAddress
@@ -181,14 +181,14 @@ async def control(client: SGLangClient, url: str, model: Path, folder: Path) -> 
 async def measure(urls: dict[str, str], model: Path, folder: Path) -> list[str]:
     """All tables."""
     clients = {name: await SGLangClient.connect(name, url, SETTINGS) for name, url in urls.items()}
-    native, batched = clients["torch_native"], clients[BACKEND_NAME]
+    native, batched = clients["torch_native"], clients[CPU_ATTENTION_BACKEND]
     try:
         for client in clients.values():
             await streamed(client, 64)  # warm
         lines = ["## Decode attention, tokens/s", "", *await attention(native, batched), ""]
         intervals = {interval: _with_interval(batched, interval) for interval in INTERVALS}
         lines += ["## Streaming at 64 requests", "", *await streaming(intervals), ""]
-        table = await control(batched, urls[BACKEND_NAME], model, folder)
+        table = await control(batched, urls[CPU_ATTENTION_BACKEND], model, folder)
         return [*lines, "## Control, 64 requests running", "", *table]
     finally:
         await asyncio.gather(*(client.close() for client in clients.values()))
@@ -217,7 +217,7 @@ def main() -> None:
         model = folder / "model"
         parameters = build_tiny_model(model, seed=0)
         urls, starts = {}, {}
-        for backend in ("torch_native", BACKEND_NAME):
+        for backend in ("torch_native", CPU_ATTENTION_BACKEND):
             extra = ["--attention-backend", backend]
             urls[backend], starts[backend] = stack.enter_context(
                 server(folder, backend, model, extra)

@@ -86,10 +86,28 @@ class SamplingConfig(Settings):
         return self
 
 
+class SimulatedEngineConfig(Settings):
+    """What `engines.kind: simulated` does instead of running a model."""
+
+    seed: int = Field(0, description="Tokens depend on it, on the token before and on the place.")
+    mean_length: int = Field(64, ge=1, description="A response ends at each token with 1 / this.")
+    step_seconds: float = Field(0.005, ge=0, description="Duration of a decode step.")
+    seconds_per_request: float = Field(
+        0.0, ge=0, description="... and as much more for each running request."
+    )
+
+
 class EngineConfig(Settings):
     """Inference engines: how many, how they are started, and when one counts as dead."""
 
-    kind: Literal["sglang", "simulated"] = Field("sglang", description="Engine implementation.")
+    kind: Literal["sglang", "simulated"] = Field(
+        "sglang",
+        description="`simulated`: made-up tokens behind the same endpoints, for crash tests of the "
+        "processes around it.",
+    )
+    simulated: SimulatedEngineConfig = Field(
+        default_factory=SimulatedEngineConfig, description="Tokens and speed of `kind: simulated`."
+    )
     count: int = Field(1, ge=1, description="Engines.")
     tensor: int = Field(1, ge=1, description="TP size of one engine.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="`auto`: cuda if present.")
@@ -115,6 +133,9 @@ class EngineConfig(Settings):
         120.0, gt=0, description="No token for this long with requests running: engine is hung."
     )
     max_restarts: int = Field(3, ge=0, description="Restarts of one engine before the run stops.")
+    max_manager_restarts: int = Field(
+        3, ge=0, description="Restarts of the rollout manager (by Ray) before the run stops."
+    )
 
 
 class WeightsConfig(Settings):

@@ -71,6 +71,11 @@ class ExperimentConfig(Settings):
         default_factory=list,
         description="Response length of trajectory i is entry i modulo their number; empty = off.",
     )
+    ledger: bool = Field(
+        False,
+        description="Note arriving tokens and trained batches in RUN_DIR/ledger, beside the store: "
+        "a crash test compares both.",
+    )
 
 
 class RunConfig(Settings):
@@ -111,6 +116,7 @@ class RunConfig(Settings):
                 f"sampling.max_new_tokens {self.sampling.max_new_tokens} does not fit into "
                 f"engines.max_total_tokens {limit}"
             )
+        self._check_simulated_engines()
         longest = max(self.experiment.forced_lengths, default=0)
         if longest > self.sampling.max_new_tokens or min(self.experiment.forced_lengths or [1]) < 1:
             raise ValueError(
@@ -118,3 +124,17 @@ class RunConfig(Settings):
                 f"(sampling.max_new_tokens), got up to {longest}"
             )
         return self
+
+    def _check_simulated_engines(self) -> None:
+        if self.engines.kind != "simulated":
+            return
+        if self.weights.transport not in ("tensor", "disk"):
+            raise ValueError(
+                "engines.kind simulated takes weights.transport tensor or disk, got "
+                f"{self.weights.transport}"
+            )
+        if self.weights.verify != "never":
+            raise ValueError(
+                "engines.kind simulated runs no model that the probe could be compared with: set "
+                f"weights.verify: never, got {self.weights.verify}"
+            )

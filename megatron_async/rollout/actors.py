@@ -1,6 +1,10 @@
 """The rollout side as Ray actors: one manager, one actor for each engine, verifier workers.
 
 The classes themselves know nothing of Ray; this module is the only edge where they meet it.
+
+Invariants
+- Ray starts a manager that has died again, with the same arguments. Engines and verifiers are owned
+  by their manager and end with it; the new one starts its own, and has no trainer attached.
 """
 
 from __future__ import annotations
@@ -28,24 +32,27 @@ class ManagerActor:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         self._arguments = (config_yaml, run_directory)
         self._manager: Any = None
-        self._ready = asyncio.Event()
-        self._start_error: Exception | None = None
+        self._starting: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Start the engines; calls that came earlier wait for it."""
-        try:
-            await self._start()
-        except Exception as error:
-            self._start_error = error
-            raise
-        finally:
-            self._ready.set()
+        """Start the engines, once; calls that came earlier wait for it.
+
+        Any call starts them: after a restart by Ray nobody calls `start` again.
+        """
+        await asyncio.shield(self._begin())  # bounded: every engine's start is
+
+    def _begin(self) -> asyncio.Task[None]:
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start())
+        return self._starting
 
     async def _start(self) -> None:
         import yaml
 
         from megatron_async.config import RunConfig
+        from megatron_async.rollout.arrivals import NotingLauncher
         from megatron_async.rollout.engine_actor import RayEngineLauncher
+        from megatron_async.rollout.fleet import EngineLauncher
         from megatron_async.rollout.manager import RolloutManager
         from megatron_async.run.directory import RunDirectory
         from megatron_async.tasks import build_task
@@ -55,11 +62,14 @@ class ManagerActor:
         config = RunConfig.model_validate(yaml.safe_load(config_yaml))
         directory = RunDirectory(Path(run_directory))
         task = build_task(config.task, config.model.path)
+        launcher: EngineLauncher = RayEngineLauncher(config, directory.logs)
+        if config.experiment.ledger:
+            launcher = NotingLauncher(launcher, directory.arrivals)
         self._manager = RolloutManager(
             config,
             task=task,
             verifier=RayVerifierPool(config.task, config.model.path),
-            launcher=RayEngineLauncher(config, directory.logs),
+            launcher=launcher,
             store_file=directory.store_file,
             events_directory=directory.events if config.telemetry.record_events else None,
         )
@@ -67,12 +77,12 @@ class ManagerActor:
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """Any method of the manager, once it has started."""
-        await self._ready.wait()  # bounded: start() is, and the caller has a limit of its own
-        if self._start_error is not None:
-            raise self._start_error
+        await self.start()
         result = getattr(self._manager, method)(*arguments)
         return await result if hasattr(result, "__await__") else result
 
-    def status(self) -> dict[str, Any]:
-        """The manager's status; empty until it has started."""
+    async def status(self) -> dict[str, Any]:
+        """The manager's status; empty until it has started. Raises what its start raised."""
+        if self._begin().done():
+            self._begin().result()
         return {} if self._manager is None else self._manager.status()  # type: ignore[no-any-return]

@@ -4,7 +4,8 @@ Invariants
 - An engine that was (re)started is handed to the driver as stale: it serves nothing before it
   holds the current weights.
 - One engine is restarted at most `engines.max_restarts` times; the run goes on while one is left.
-- When none is left and none can be restarted, the driver fails with a sentence that says why.
+- When none is left and none can be restarted, the driver fails with a sentence that says why; so
+  it does when an engine cannot be mended for another reason.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ class Fleet:
             if member.client is not None:
                 driver.add_engine(member.client)
         self._watcher = asyncio.create_task(self._watch(driver))
+        self._watcher.add_done_callback(lambda task: _report_crash(driver, task))
 
     def detach(self) -> None:
         """Stop watching; the engines go on."""
@@ -120,3 +122,12 @@ class Fleet:
                     f"engines.max_restarts is {self._settings.max_restarts})"
                 )
             )
+
+
+def _report_crash(driver: RolloutDriver, watcher: asyncio.Task[None]) -> None:
+    """A fleet that nobody watches any more must end the run, not wait for the next death."""
+    error = None if watcher.cancelled() else watcher.exception()
+    if error is not None:
+        failure = ComponentFailure(f"an engine could not be mended: {error!r}")
+        failure.__cause__ = error
+        driver.fail(failure)

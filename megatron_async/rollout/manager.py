@@ -13,7 +13,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,17 @@ from megatron_async.rollout.evaluate import EvalResult, evaluate
 from megatron_async.rollout.fleet import EngineLauncher, Fleet
 from megatron_async.rollout.interfaces import EngineClient, EngineError
 from megatron_async.scheduler.record import Recorder
+from megatron_async.scheduler.record_files import unused_record
 from megatron_async.scheduler.scheduler import Scheduler
 from megatron_async.tasks.base import Task
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.store import TrajectoryStore
 from megatron_async.trajectory.types import DropReason, FloatArray, IntArray, PolicyVersion, Prompt
 from megatron_async.weights.http import EngineAddress
+
+
+class NotAttached(ComponentFailure):
+    """No trainer is attached: a manager that was started again has forgotten the one it had."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,6 +105,7 @@ class RolloutManager:
         self._events_directory = events_directory
         self._fleet = Fleet(config.engines, launcher)
         self._session: _Session | None = None
+        self._attaching = asyncio.Lock()
         self._addressed: set[str] = set()
 
     # ------------------------------------------------------------ life
@@ -112,8 +118,19 @@ class RolloutManager:
         """A trainer begins at `resume`: open the store there, with a new scheduler.
 
         A trainer that comes back (restarted ranks) attaches again: what the store holds survives,
-        everything is rolled back to its checkpoint, and all engines count as stale.
+        everything is rolled back to its checkpoint, and all engines count as stale. So does a
+        trainer whose manager was lost: it goes on with its own line, at the step it has reached.
+        Raises ComponentFailure for a trainer that has been replaced already.
         """
+        async with self._attaching:
+            await self._attach(resume)
+
+    async def _attach(self, resume: ResumePoint) -> None:
+        if self._session is not None and resume.lineage < self._session.resume.lineage:
+            raise ComponentFailure(
+                f"the trainer of lineage {resume.lineage} has been replaced by that of lineage "
+                f"{self._session.resume.lineage}"
+            )
         await self._detach()
         store = TrajectoryStore.open(
             self._store_file,
@@ -127,7 +144,7 @@ class RolloutManager:
         recorder = None
         if self._events_directory is not None:
             self._events_directory.mkdir(exist_ok=True)
-            stream = (self._events_directory / f"{resume.lineage}.jsonl").open("w")
+            stream = unused_record(self._events_directory, resume.lineage).open("x")
             recorder = Recorder(
                 stream, self._config.schedule, first_step=resume.step, version=version
             )
@@ -159,13 +176,14 @@ class RolloutManager:
 
     async def stop(self) -> None:
         """Keep every token, close the store, end the engines."""
-        await self._detach()
-        await self._fleet.stop()
+        async with self._attaching:
+            await self._detach()
+            await self._fleet.stop()
 
     @property
     def _attached(self) -> _Session:
         if self._session is None:
-            raise ComponentFailure("no trainer is attached to the rollout manager")
+            raise NotAttached("no trainer is attached to the rollout manager")
         return self._session
 
     @property
@@ -215,13 +233,16 @@ class RolloutManager:
             self._driver.engine_failed(engine_id, f"engine {engine_id} did not take {version}")
         holders = [e for e in self._driver.engines() if e.engine_id in set(engine_ids)]
         last = number >= self._config.steps
+        stale = set(self._driver.stale_engines()) & set(holders)
+        # A trainer that died in the middle of an update has left them paused.
+        await self._tell(stale, lambda engine: engine.resume())
         # What an idle engine has cached was made by other weights (`kv: keep` does not flush).
-        await self._flush(set(self._driver.stale_engines()) & set(holders))
+        await self._tell(stale, lambda engine: engine.flush_cache())
         if probe_ids is not None:
             holders = await self._compare_checksums(holders, version)
         if last:
             await self._driver.quiesce()
-            await self._flush(holders)
+            await self._tell(holders, lambda engine: engine.flush_cache())
         else:
             self._driver.end_update(version, [e.engine_id for e in holders])
         mean = worst = None
@@ -235,10 +256,13 @@ class RolloutManager:
                 raise ComponentFailure(f"the evaluation of {version} failed: {error}") from error
         return UpdateReport(mean, worst, evaluation)
 
-    async def _flush(self, engines: Iterable[EngineClient]) -> None:
+    async def _tell(
+        self, engines: Iterable[EngineClient], what: Callable[[EngineClient], Awaitable[None]]
+    ) -> None:
+        """One after the other; an engine that fails is taken out of service."""
         for engine in engines:
             try:
-                await engine.flush_cache()
+                await what(engine)
             except EngineError as error:
                 self._driver.engine_failed(engine.engine_id, str(error))
 

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-BACKEND_NAME = "torch_batched"
+from megatron_async.rollout.sglang_server import CPU_ATTENTION_BACKEND
+
 _BLOCK_BYTES = 2 << 20
 
 
@@ -118,9 +119,9 @@ def register() -> None:
     )
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
-    if BACKEND_NAME not in ATTENTION_BACKEND_CHOICES:
-        add_attention_backend_choices([BACKEND_NAME])
-        register_attention_backend(BACKEND_NAME)(_make_backend)
+    if CPU_ATTENTION_BACKEND not in ATTENTION_BACKEND_CHOICES:
+        add_attention_backend_choices([CPU_ATTENTION_BACKEND])
+        register_attention_backend(CPU_ATTENTION_BACKEND)(_make_backend)
 
 
 def _make_backend(runner: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Starts, watches and ends one SGLang server process.
+"""Starts, watches and ends one SGLang server process (or its stand-in, `engines.kind: simulated`).
 
     server = SGLangProcess(model_dir, EngineConfig(), log_path=run_dir / "engine0.log")
     server.start()          # returns when the server answers, or raises ComponentFailure
@@ -32,8 +32,11 @@ import psutil
 
 from megatron_async.config.rollout import EngineConfig
 from megatron_async.errors import ComponentFailure
-from megatron_async.rollout.sglang_attention import BACKEND_NAME
-from megatron_async.rollout.sglang_server import CPU_VARIABLE, LIFELINE_VARIABLE
+from megatron_async.rollout.sglang_server import (
+    CPU_ATTENTION_BACKEND,
+    CPU_VARIABLE,
+    LIFELINE_VARIABLE,
+)
 from megatron_async.trajectory.types import PolicyVersion
 
 _PORT_ATTEMPTS = 3
@@ -47,7 +50,9 @@ NO_VERSION = PolicyVersion(-1, 0)
 
 
 def resolve_device(settings: EngineConfig) -> str:
-    """`cpu` or `cuda`; `auto` is cuda where torch sees a GPU."""
+    """`cpu` or `cuda`; `auto` is cuda where torch sees a GPU. A simulated engine needs neither."""
+    if settings.kind == "simulated":
+        return "cpu"
     if settings.device != "auto":
         return settings.device
     import torch
@@ -96,7 +101,7 @@ def server_command(
     ]
     if device == "cpu":
         # An idle scheduler otherwise polls without pause and takes the trainer's cores.
-        command += ["--attention-backend", BACKEND_NAME, "--sleep-on-idle"]
+        command += ["--attention-backend", CPU_ATTENTION_BACKEND, "--sleep-on-idle"]
     if settings.max_total_tokens is not None:
         command += ["--max-total-tokens", str(settings.max_total_tokens)]
     if settings.max_running_requests is not None:
@@ -128,6 +133,20 @@ def server_environment(
     elif gpus is not None:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in gpus)
     return environment
+
+
+def simulated_command(
+    settings: EngineConfig, model_path: Path, port: int, version: PolicyVersion
+) -> list[str]:
+    """The command line of one simulated server."""
+    return [
+        *(sys.executable, "-m", "megatron_async.rollout.simulated_server"),
+        *("--model-path", str(model_path)),
+        *("--host", settings.host),
+        *("--port", str(port)),
+        f"--weight-version={version}",
+        *("--settings", settings.model_dump_json()),
+    ]
 
 
 class SGLangProcess:
@@ -220,13 +239,17 @@ class SGLangProcess:
     def _spawn(self, port: int) -> None:
         device = resolve_device(self._settings)
         environment = server_environment(self._settings, device, self._gpus, os.environ)
+        if self._settings.kind == "simulated":
+            command = simulated_command(self._settings, self._model_path, port, self._version)
+        else:
+            command = server_command(self._settings, self._model_path, port, self._version, device)
         read_end, write_end = os.pipe()
         environment[LIFELINE_VARIABLE] = str(read_end)
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with self._log_path.open("ab") as log:
                 self._process = subprocess.Popen(
-                    server_command(self._settings, self._model_path, port, self._version, device),
+                    command,
                     env=environment,
                     stdin=subprocess.DEVNULL,
                     stdout=log,

@@ -24,6 +24,8 @@ from typing import Any
 
 LIFELINE_VARIABLE = "MEGATRON_ASYNC_LIFELINE_FD"
 CPU_VARIABLE = "SGLANG_USE_CPU_ENGINE"
+# Named here: whoever only starts servers need not import torch, which the backend does.
+CPU_ATTENTION_BACKEND = "torch_batched"
 
 
 def _report_versions_of_unfinished(result: Any, accumulator: Any, *, req: Any) -> None:
@@ -72,7 +74,8 @@ def _end_when_starter_is_gone(read_end: int) -> None:
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
-def _hold_lifeline() -> None:
+def hold_lifeline() -> None:
+    """End this process group when whoever started it is gone, if it left a pipe to tell."""
     text = os.environ.pop(LIFELINE_VARIABLE, "")
     if not text:
         return
@@ -85,7 +88,7 @@ def _hold_lifeline() -> None:
 
 def main() -> None:
     """Run the server until it is told to stop."""
-    _hold_lifeline()
+    hold_lifeline()
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree

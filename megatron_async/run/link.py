@@ -1,7 +1,8 @@
 """The trainer's line to the rollout manager: Ray calls, every one with a time limit.
 
 Only trainer rank 0 holds one. A failure of the rollout side arrives as `ComponentFailure` with the
-manager's own sentence.
+manager's own sentence; the loss of a manager that Ray starts again as `ManagerLost`, after which
+the trainer attaches anew and goes on.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayTaskError
 
 from megatron_async.config import RunConfig
 from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.actors import MANAGER_NAME, NAMESPACE
 from megatron_async.rollout.interfaces import EngineError
-from megatron_async.rollout.manager import ResumePoint, UpdateReport
+from megatron_async.rollout.manager import NotAttached, ResumePoint, UpdateReport
 from megatron_async.run.stop import StopAsked
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import FloatArray, IntArray
@@ -26,6 +27,13 @@ from megatron_async.weights.http import EngineAddress
 _SLACK_SECONDS = 30.0
 _CALL_SECONDS = 60.0
 _LOOK_SECONDS = 1.0
+_RETRY_SECONDS = 0.2
+# A dead actor whose restart Ray has not begun yet looks like one that is dead for good.
+_DEAD_SECONDS = 15.0
+
+
+class ManagerLost(ComponentFailure):
+    """The rollout manager died, and with it all that it knew of its trainer; `attach` again."""
 
 
 class RolloutLink(Protocol):
@@ -85,7 +93,20 @@ class RayLink:
 
     def attach(self, resume: ResumePoint) -> None:
         limit = self._config.engines.start_timeout_seconds + _CALL_SECONDS
-        self._call("attach", limit, resume)
+        began = time.monotonic()
+        deadline, dead_until = began + limit, began + _DEAD_SECONDS
+        while True:
+            try:
+                self._call("attach", max(deadline - time.monotonic(), _RETRY_SECONDS), resume)
+                return
+            except ManagerLost as lost:  # an attach that was lost half-way is simply repeated
+                dead = isinstance(lost.__cause__, ActorDiedError)
+                if time.monotonic() > (dead_until if dead else deadline):
+                    raise ComponentFailure(
+                        "the rollout manager did not come back within "
+                        f"{time.monotonic() - began:.0f} s: {lost}"
+                    ) from lost
+            time.sleep(_RETRY_SECONDS)
 
     def next_batch(self) -> TokenBatch | None:
         limit = self._config.trainer.wait_for_batch_seconds + _SLACK_SECONDS
@@ -139,12 +160,14 @@ class RayLink:
         try:
             return ray.get(answer, timeout=limit - waited)
         except RayTaskError as error:
+            if isinstance(error.cause, NotAttached):
+                raise ManagerLost(str(error.cause)) from error
             if isinstance(error.cause, ComponentFailure | EngineError):
                 raise ComponentFailure(str(error.cause)) from error
             # Ray's own wrapper cannot be sent to the other ranks; its text can.
             raise RuntimeError(f"the rollout manager failed in {method}: {error}") from error
         except RayActorError as error:
-            raise ComponentFailure(
+            raise ManagerLost(
                 f"the rollout manager has died (waiting for {method}): {error}"
             ) from error
         except GetTimeoutError as error:

@@ -8,6 +8,8 @@ Invariants
   weights under the next number.
 - A checkpoint of step n is finalised before the rollout side hears of it.
 - A run that is asked to stop ends between two steps, with a finalised checkpoint of the last one.
+- A rollout manager that was lost costs no step: the trainer attaches to its successor at the step
+  that it has reached, on the same line, and repeats what was not answered.
 """
 
 from __future__ import annotations
@@ -20,10 +22,10 @@ from typing import Any, TypeVar
 import numpy as np
 import torch.distributed as dist
 
-from megatron_async.checkpoint.manager import CheckpointManager
+from megatron_async.checkpoint.manager import CheckpointManager, Finalised
 from megatron_async.config import RunConfig
-from megatron_async.rollout.manager import UpdateReport
-from megatron_async.run.link import RolloutLink
+from megatron_async.rollout.manager import ResumePoint, UpdateReport
+from megatron_async.run.link import ManagerLost, RolloutLink
 from megatron_async.run.stop import StopAsked, StopRequest
 from megatron_async.telemetry.health import HealthWatch
 from megatron_async.telemetry.metrics import MetricsWriter
@@ -38,7 +40,10 @@ T = TypeVar("T")
 
 @dataclass
 class LoopParts:
-    """What the loop works with; `link` and `metrics` only on rank 0."""
+    """What the loop works with; `link` and `metrics` only on rank 0.
+
+    `parent` is the line of the checkpoint that the run went on from.
+    """
 
     config: RunConfig
     trainer: PolicyTrainer
@@ -47,6 +52,7 @@ class LoopParts:
     link: RolloutLink | None
     metrics: MetricsWriter | None
     stop: StopRequest = field(default_factory=StopRequest)
+    parent: int | None = None
 
 
 def on_rank_zero(work: Callable[[], T]) -> T:
@@ -76,6 +82,7 @@ class TrainLoop:
         self._updates_sent = 0
         self._health = HealthWatch()
         self._saved_step = parts.trainer.step
+        self._untold: list[Finalised] = []
 
     def run(self) -> bool:
         """Until `config.steps` batches are trained on: True; False when asked to stop before.
@@ -91,13 +98,16 @@ class TrainLoop:
                 batch = on_rank_zero(lambda: self._link.next_batch())
             except StopAsked:
                 return self._stop()
+            except ManagerLost:
+                self._attach_again()
+                continue
             waited = time.monotonic() - began
             if batch is None:  # stale engines want the current weights first
                 self._publish()
                 continue
             self._step(batch, waited)
         self._parts.checkpoints.wait()
-        on_rank_zero(self._tell_finalised)
+        self._ask(self._tell_finalised)
         return True
 
     def _stop(self) -> bool:
@@ -105,8 +115,21 @@ class TrainLoop:
         if self._trainer.step != self._saved_step:
             self._checkpoint()
         self._parts.checkpoints.wait()
-        on_rank_zero(self._tell_finalised)
+        self._ask(self._tell_finalised)
         return False
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        """`question` to the rollout side, on rank 0; repeated if its manager is lost over it."""
+        while True:  # ends: Ray restarts a manager engines.max_manager_restarts times
+            try:
+                return on_rank_zero(question)
+            except ManagerLost:
+                self._attach_again()
+
+    def _attach_again(self) -> None:
+        """To a manager that was started again; its engines are new and want weights."""
+        here = ResumePoint(self._trainer.version.lineage, self._trainer.step, self._parts.parent)
+        on_rank_zero(lambda: self._link.attach(here))
 
     @property
     def _link(self) -> RolloutLink:
@@ -118,13 +141,13 @@ class TrainLoop:
         report = self._trainer.train_batch(batch)
         trained = time.monotonic() - began
         if report.skipped:
-            on_rank_zero(lambda: self._link.drop_batch(batch.step, DropReason.NONFINITE.value))
+            self._ask(lambda: self._link.drop_batch(batch.step, DropReason.NONFINITE.value))
         began = time.monotonic()
         update = self._publish()
         published = time.monotonic() - began
         began = time.monotonic()
         self._checkpoint_if_due()
-        on_rank_zero(self._tell_finalised)
+        self._ask(self._tell_finalised)
         times = {
             "time/wait_for_batch": waited,
             "time/train": trained,
@@ -138,6 +161,13 @@ class TrainLoop:
 
     def _publish(self) -> UpdateReport:
         """Send the current weights to the engines that must have them, verified."""
+        while True:  # as in `_ask`; the engines of a lost manager are gone too, so all of it
+            try:
+                return self._publish_once()
+            except ManagerLost:
+                self._attach_again()
+
+    def _publish_once(self) -> UpdateReport:
         number = self._trainer.step
         engines = on_rank_zero(lambda: self._link.begin_update(number))
         reached = self._parts.publisher.publish(engines, self._trainer.version)
@@ -163,15 +193,18 @@ class TrainLoop:
         self._checkpoint()
 
     def _checkpoint(self) -> None:
-        extra = on_rank_zero(lambda: self._link.position())
+        extra = self._ask(lambda: self._link.position())
         self._parts.checkpoints.save(self._trainer, extra)
         self._saved_step = self._trainer.step
 
     def _tell_finalised(self) -> None:
         """Rank 0 tells the rollout side of manifests that exist by now."""
         if self._parts.link is not None:
-            for done in self._parts.checkpoints.take_finalised():
+            self._untold += self._parts.checkpoints.take_finalised()
+            while self._untold:
+                done = self._untold[0]
                 self._parts.link.checkpoint_finalised(done.step, done.kept_steps)
+                del self._untold[0]
 
     def _write(
         self,

@@ -2,7 +2,8 @@
 
 Invariants
 - Nothing is written; a run that is still going on may be replayed up to its last complete line.
-- Every line of the run (lineage) is replayed by itself, as it was recorded.
+- Every line of the run (lineage) is replayed by itself, as it was recorded; each restart of the
+  rollout manager within a line began a record of its own (`<lineage>.<n>.jsonl`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import typer
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.scheduler import events as ev
 from megatron_async.scheduler.record import Divergence, Exchange, replay
+from megatron_async.scheduler.record_files import record_key
 
 
 @dataclass
@@ -73,17 +75,18 @@ class Timeline:
 def records_of(run_directory: Path, lineage: int | None) -> list[Path]:
     """Record files, oldest line first. Raises UserError when there is none."""
     directory = run_directory / "events"
-    found = {int(p.stem): p for p in directory.glob("*.jsonl") if p.stem.isdigit()}
+    found = {key: p for p in directory.glob("*.jsonl") if (key := record_key(p)) is not None}
+    lines = sorted({line for line, _ in found})
     if lineage is not None:
-        if lineage not in found:
-            raise UserError(f"--lineage {lineage}: {directory} has lines {sorted(found) or 'none'}")
-        return [found[lineage]]
+        if lineage not in lines:
+            raise UserError(f"--lineage {lineage}: {directory} has lines {lines or 'none'}")
+        return [found[key] for key in sorted(found) if key[0] == lineage]
     if not found:
         raise UserError(
             f"{run_directory} has no recorded events (events/*.jsonl): the run needs "
             "telemetry.record_events true"
         )
-    return [found[number] for number in sorted(found)]
+    return [found[key] for key in sorted(found)]
 
 
 def replay_command(run_directory: Path, lineage: int | None, timeline: bool) -> None:

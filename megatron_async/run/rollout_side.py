@@ -5,7 +5,8 @@ connected to the Ray cluster in which the manager, the engines and the verifiers
 
 Invariants
 - What the manager says went wrong is raised here as it is: UserError or ComponentFailure.
-- Every call has a time limit; a manager that is slow for a moment is not a failure.
+- Every call has a time limit; a manager that is slow for a moment, or that Ray is starting again,
+  is not a failure.
 """
 
 from __future__ import annotations
@@ -14,7 +15,13 @@ import os
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    ActorUnavailableError,
+    GetTimeoutError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 
 from megatron_async.config import RunConfig, dump
 from megatron_async.errors import ComponentFailure, UserError
@@ -52,32 +59,36 @@ class RolloutSide:
         self._config = config
         self._directory = directory
         self._manager: Any = None
-        self._starting: Any = None
 
     def start(self) -> None:
         """Create the manager; engines start in the background (`status` tells how that went)."""
         self._directory.forget_outcome()
         self._manager = ManagerActor.options(  # type: ignore[attr-defined]
-            name=MANAGER_NAME, label_selector=NOT_ON_TRAINER_NODES
+            name=MANAGER_NAME,
+            label_selector=NOT_ON_TRAINER_NODES,
+            max_restarts=self._config.engines.max_manager_restarts,
         ).remote(dump(self._config), str(self._directory.path))
-        self._starting = self._manager.start.remote()
+        self._manager.start.remote()
 
     def status(self) -> dict[str, Any]:
-        """The manager's status; {} before a trainer has attached, or when it is slow.
+        """The manager's status; {} before a trainer has attached, or when it is slow or restarting.
 
         Raises UserError or ComponentFailure when the rollout side has failed.
         """
         try:
             status: dict[str, Any] = ray.get(self._manager.status.remote(), timeout=_CALL_SECONDS)
-            if self._starting is not None and ray.wait([self._starting], timeout=0)[0]:
-                ray.get(self._starting)
-                self._starting = None
         except RayTaskError as error:
             if isinstance(error.cause, UserError | ComponentFailure):
                 raise type(error.cause)(str(error.cause)) from error
             raise
+        except ActorUnavailableError as error:
+            self._log(f"the rollout manager is restarted: {error}")
+            return {}
         except RayActorError as error:
-            raise ComponentFailure(f"the rollout manager has died: {error}") from error
+            raise ComponentFailure(
+                "the rollout manager has died (engines.max_manager_restarts is "
+                f"{self._config.engines.max_manager_restarts}): {error}"
+            ) from error
         except GetTimeoutError:
             return {}
         if status.get("failure"):
@@ -91,5 +102,8 @@ class RolloutSide:
         try:
             ray.get(self._manager.call.remote("stop"), timeout=_CALL_SECONDS)
         except (RayError, ComponentFailure, UserError) as error:
-            with (self._directory.logs / "supervisor.log").open("a") as out:
-                out.write(f"stopping the rollout manager: {error!r}\n")
+            self._log(f"stopping the rollout manager: {error!r}")
+
+    def _log(self, line: str) -> None:
+        with (self._directory.logs / "supervisor.log").open("a") as out:
+            out.write(f"{line}\n")

@@ -79,7 +79,7 @@ class Supervisor:
 
     def _raise_trainer_failure(self, code: int) -> None:
         left = self._directory.take_failure()
-        if left is not None:
+        if left is not None and code != 0:  # else torchrun's next attempt has mended it
             kind = UserError if left["exit_code"] == 2 else ComponentFailure
             raise kind(left["sentence"])
         if code != 0:

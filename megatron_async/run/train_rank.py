@@ -24,8 +24,9 @@ def train(directory: RunDirectory, config: RunConfig, ray_address: str, stop: St
     """Build this rank's trainer, restore the newest checkpoint, run the loop, export."""
     from megatron_async.checkpoint.manager import CheckpointManager
     from megatron_async.rollout.manager import ResumePoint
-    from megatron_async.run.link import RayLink
+    from megatron_async.run.link import RayLink, RolloutLink
     from megatron_async.run.loop import LoopParts, TrainLoop, on_rank_zero
+    from megatron_async.run.trained import NotingLink
     from megatron_async.telemetry.metrics import MetricsWriter
     from megatron_async.trainer.parallel import parallel_session
     from megatron_async.trainer.step import PolicyTrainer
@@ -45,17 +46,21 @@ def train(directory: RunDirectory, config: RunConfig, ray_address: str, stop: St
             manifest = newest.manifest
             position = int(manifest.extra["store_position"])
             resume = ResumePoint(lineage, trainer.step, manifest.lineage, position)
-        metrics = link = None
+        metrics: MetricsWriter | None = None
+        link: RolloutLink | None = None
         if first:
-            link = RayLink(config, ray_address, stop.asked)
-            stack.callback(link.close)
+            ray_link = RayLink(config, ray_address, stop.asked)
+            stack.callback(ray_link.close)
+            link = NotingLink(ray_link, directory.trained) if config.experiment.ledger else ray_link
             board = directory.tensorboard if config.telemetry.tensorboard else None
             metrics = MetricsWriter(directory.metrics_file, board, lineage=lineage)
             stack.callback(metrics.close)
         on_rank_zero(lambda: link.attach(resume) if link is not None else None)
         publisher = WeightPublisher(config, trainer.model, directory.path / "weights")
         stack.callback(publisher.close)
-        parts = LoopParts(config, trainer, publisher, checkpoints, link, metrics, stop)
+        parts = LoopParts(
+            config, trainer, publisher, checkpoints, link, metrics, stop, resume.parent
+        )
         complete = TrainLoop(parts).run()
         if complete and config.checkpoint.export_hf:
             # A run that was extended by --resume exports anew.
@@ -69,13 +74,14 @@ def main(arguments: list[str]) -> int:
     """Exit code: 0, 1 for a failed component, 2 for bad input."""
     stop = StopRequest.from_environment()
     directory, config = RunDirectory.open(arguments[0], [])
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     try:
         train(directory, config, os.environ[RAY_ADDRESS_VARIABLE], stop)
     except UserError as error:
-        directory.report_failure(str(error), 2)
+        directory.report_failure(str(error), 2, attempt)
         return 2
     except ComponentFailure as error:
-        directory.report_failure(str(error), 1)
+        directory.report_failure(str(error), 1, attempt)
         return 1
     return 0
 

@@ -31,7 +31,7 @@ import http.server, subprocess, sys
 from megatron_async.rollout import sglang_server
 child = subprocess.Popen(["sleep", "600"])
 print("child", child.pid, flush=True)
-sglang_server._hold_lifeline()
+sglang_server.hold_lifeline()
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200); self.send_header("Content-Length", "0"); self.end_headers()

@@ -1,0 +1,183 @@
+"""`python -m benchmarks.crash --engine simulated --kills 200 --seed 1 [--preset async] [--out F]`
+
+Runs `megatron-async train` with a tiny model again and again, kills its parts and the whole of it
+at random moments, and accounts for every trajectory and token. Prints a table; exit code 1 if a
+promise was broken or a run did not go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.crash.checks import CHECKS, Rules, audit, tokens_lost
+from benchmarks.crash.evidence import gather
+from benchmarks.crash.run import (
+    TARGETS,
+    Kill,
+    RunFailed,
+    RunUnderFire,
+    Target,
+    configuration,
+    prepare,
+)
+from megatron_async.config import RunConfig
+from megatron_async.rollout.simulated_server import engine_model
+from megatron_async.tasks.tokenizer import EOS_ID
+
+PRESETS = ("copris", "pipeline", "async")
+_IMPATIENT = 0.15
+_LONGEST_DELAY_SECONDS = 1.5
+_KILLS_OF_A_RUN = 17
+
+
+@dataclass
+class Account:
+    """Kills of one preset, and what they cost."""
+
+    kills: dict[Target, list[Kill]] = field(default_factory=lambda: defaultdict(list))
+    largest_loss: dict[Target, int] = field(default_factory=lambda: defaultdict(int))
+    broken: list[str] = field(default_factory=list)
+    trajectories: int = 0
+    batches: int = 0
+    largest_lag: int = 0
+
+
+def rules_of(config: dict[str, object]) -> Rules:
+    """What the run promises, from its settings."""
+    settings = RunConfig.model_validate(config)
+    simulated = None
+    if settings.engines.kind == "simulated":
+        simulated = engine_model(settings.engines, Path(settings.model.path))
+    return Rules(settings.store.chunk_tokens, settings.schedule.max_async_level, simulated, EOS_ID)
+
+
+def plan_of_kills(rng: random.Random, kills: int) -> list[Target]:
+    """In a random order; the parts equally often, the whole tree at every tenth and at the end."""
+    parts = TARGETS[:-1]
+    plan: list[Target] = [
+        "tree" if i % 10 == 9 else parts[i % len(parts)] for i in range(kills - 1)
+    ]
+    rng.shuffle(plan)
+    return [*plan, "tree"]
+
+
+def one_run(run: RunUnderFire, plan: list[Target], account: Account) -> None:
+    """Start, kill by the plan, resume to the end, audit. Failures go into the account."""
+    rng = run.rng
+    try:
+        run.start()
+        for number, target in enumerate(plan):
+            time.sleep(rng.uniform(0, _LONGEST_DELAY_SECONDS))
+            last = number == len(plan) - 1
+            if last:
+                break
+            run.kill(target, patient=rng.random() > _IMPATIENT)
+        run.kill_and_finish(steps=2)
+    except RunFailed as failure:
+        account.broken.append(f"{run.config['name']}: a run did not go on: {failure}")
+        return
+    finally:
+        run.close()
+        for kill in run.kills:
+            account.kills[kill.target].append(kill)
+    evidence = gather(run.directory, run.looks)
+    rules = rules_of(run.config)
+    for name, found in audit(evidence, rules).items():
+        account.broken += [f"{run.config['name']}: {name}: {sentence}" for sentence in found]
+    account.trajectories += evidence.trajectories
+    account.batches += len(evidence.batches)
+    account.largest_lag = max([account.largest_lag, *(b.lag for b in evidence.batches)])
+    for _, place, lost, _ in tokens_lost(evidence):
+        before = [kill for kill in run.kills if kill.arrivals <= place]
+        if not before:
+            account.broken.append(f"{run.config['name']}: {lost} tokens were lost without a kill")
+            continue
+        cause = max(before, key=lambda kill: kill.arrivals).target
+        account.largest_loss[cause] = max(account.largest_loss[cause], lost)
+
+
+def table(accounts: dict[str, Account]) -> str:
+    """Kills by target and preset, what was lost, and how long a recovery took."""
+    lines = [
+        "| preset | killed | kills | seconds to the next step, median (max) "
+        "| most tokens of a trajectory lost |",
+        "|---|---|---|---|---|",
+    ]
+    for preset, account in accounts.items():
+        for target in TARGETS:
+            kills = account.kills.get(target, [])
+            times = sorted(k.recovered_seconds for k in kills if k.recovered_seconds)
+            spread = f"{times[len(times) // 2]:.1f} ({times[-1]:.1f})" if times else "-"
+            lost = account.largest_loss.get(target, 0)
+            lines.append(f"| {preset} | {target} | {len(kills)} | {spread} | {lost} |")
+    lines += ["", "| preset | trajectories | batches taken | largest lag | " + " | ".join(CHECKS)]
+    lines[-1] += " | runs that stopped |"
+    lines.append("|---" * (len(CHECKS) + 5) + "|")
+    for preset, account in accounts.items():
+        counts = [sum(f": {name}: " in line for line in account.broken) for name in CHECKS]
+        stopped = sum("did not go on" in line for line in account.broken)
+        cells = [preset, account.trajectories, account.batches, account.largest_lag]
+        lines.append("| " + " | ".join(map(str, [*cells, *counts, stopped])) + " |")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str]) -> int:
+    """Exit code: 0 when every promise was kept."""
+    parser = argparse.ArgumentParser(prog="benchmarks.crash", description=__doc__)
+    parser.add_argument("--engine", choices=("simulated", "sglang"), default="simulated")
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--preset", choices=PRESETS, default=None)
+    parser.add_argument("--kills-of-a-run", type=int, default=_KILLS_OF_A_RUN)
+    parser.add_argument("--out", type=Path, default=None, help="file for the table")
+    parser.add_argument("--keep", type=Path, default=None, help="directory for the runs")
+    parsed = parser.parse_args(arguments)
+    # So that a run is not left behind.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    rng = random.Random(parsed.seed)
+    presets = (parsed.preset,) if parsed.preset else PRESETS
+    accounts = {preset: Account() for preset in presets}
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="crash-") as scratch:
+        root = parsed.keep or Path(scratch)
+        prepare(root)
+        left, number = parsed.kills, 0
+        while left > 0:
+            preset = presets[number % len(presets)]
+            count = min(parsed.kills_of_a_run, left)
+            config = configuration(preset, parsed.engine, root, f"{preset}{number}", {})
+            run = RunUnderFire(config, random.Random(rng.random()))
+            one_run(run, plan_of_kills(run.rng, count), accounts[preset])
+            left, number = left - count, number + 1
+            done = sum(len(k) for a in accounts.values() for k in a.kills.values())
+            broken = sum(len(a.broken) for a in accounts.values())
+            print(
+                f"{time.monotonic() - began:.0f} s: {done} kills, {broken} broken promises",
+                flush=True,
+            )
+            if parsed.out is not None:
+                parsed.out.write_text(report(parsed, accounts, time.monotonic() - began))
+    print(report(parsed, accounts, time.monotonic() - began))
+    return 1 if any(account.broken for account in accounts.values()) else 0
+
+
+def report(parsed: argparse.Namespace, accounts: dict[str, Account], seconds: float) -> str:
+    """The table with the command, and every broken promise."""
+    command = f"python -m benchmarks.crash --engine {parsed.engine} --kills {parsed.kills}"
+    broken = [line for account in accounts.values() for line in account.broken]
+    text = f"`{command} --seed {parsed.seed}`, {seconds:.0f} s\n\n{table(accounts)}\n"
+    if broken:
+        text += "\nBroken promises:\n\n" + "\n".join(f"- {line}" for line in broken) + "\n"
+    return text
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,281 @@
+"""The promises of the store and of the lag bound, checked on evidence. Pure.
+
+Invariants
+- A check returns one sentence for each trajectory, step or token run that breaks its promise; none
+  when it is kept. What a check counts on, another one checks.
+- The surviving line is worked out from the trainer's own notes, not from the store.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from benchmarks.crash.evidence import CONSUMED, Attach, Batch, Evidence, Kept
+from megatron_async.rollout.simulated_engine import SimulatedEngineModel
+from megatron_async.trajectory.types import PolicyVersion
+
+DONE = ("finished", "scored", CONSUMED, "dropped")
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What the run was set to: the store's chunk, the lag bound (None: no bound)."""
+
+    chunk_tokens: int
+    max_async_level: int | None
+    simulated: SimulatedEngineModel | None = None
+    stop_token_id: int | None = None
+
+
+Check = Callable[[Evidence, Rules], list[str]]
+
+
+# ------------------------------------------------------------ the surviving line
+
+
+def branches(attaches: list[Attach]) -> dict[int, Attach]:
+    """Line -> how it began; a second attach of a line goes on with it (its manager was lost)."""
+    begun: dict[int, Attach] = {}
+    for attach in attaches:
+        begun.setdefault(attach.lineage, attach)
+    return begun
+
+
+def surviving_path(attaches: list[Attach]) -> dict[int, int | None]:
+    """Line -> the step at which the surviving line leaves it (None: the newest itself)."""
+    begun = branches(attaches)
+    path: dict[int, int | None] = {}
+    here: int | None = max(begun, default=None)
+    limit: int | None = None
+    while here is not None:
+        path[here] = limit
+        limit = begun[here].step if limit is None else min(limit, begun[here].step)
+        here = begun[here].parent
+    return path
+
+
+def surviving_batches(evidence: Evidence) -> list[Batch]:
+    """Batches that the trainer took along the surviving line, in the order of taking."""
+    path = surviving_path(evidence.attaches)
+    found = []
+    for batch in evidence.batches:
+        limit = path.get(batch.lineage, -1)
+        if limit is None or batch.step < limit:
+            found.append(batch)
+    return found
+
+
+def part_step(attaches: list[Attach], line: int, from_line: int) -> int | None:
+    """The step n0 at which `line` parts from `from_line`; None when it does not."""
+    begun = branches(attaches)
+
+    def ancestry(lineage: int) -> list[int]:
+        chain, here = [], int(lineage)
+        while True:
+            chain.append(here)
+            parent = begun[here].parent
+            if parent is None:
+                return chain
+            here = parent
+
+    mine, other = ancestry(from_line), ancestry(line)
+    common = next((one for one in other if one in mine), None)
+    if common is None:
+        return 0
+    leaving = [begun[one].step for chain in (mine, other) for one in chain[: chain.index(common)]]
+    return min(leaving, default=None)
+
+
+# ------------------------------------------------------------ the promises
+
+
+def finished_and_lost(evidence: Evidence, rules: Rules) -> list[str]:
+    """What was ever seen finished is still there, as it was; nothing has vanished or is doubled."""
+    wrong = []
+    for trajectory_id in range(evidence.trajectories):
+        copies = len(evidence.kept.get(trajectory_id, ()))
+        if copies != 1:
+            wrong.append(f"trajectory {trajectory_id} is kept {copies} times")
+    reported: set[int] = set()
+    for seen in evidence.looks:
+        for trajectory_id, then in seen.items():
+            if then.state not in DONE or trajectory_id in reported:
+                continue
+            problem = _changed(evidence.kept.get(trajectory_id, []), then.tokens, then.reward)
+            if problem:
+                reported.add(trajectory_id)
+                wrong.append(f"trajectory {trajectory_id} was {then.state} and {problem}")
+    return wrong
+
+
+def _changed(copies: list[Kept], tokens: int, reward: float | None) -> str:
+    if not copies:
+        return "is gone"
+    now = copies[0]
+    if now.state not in DONE:
+        return f"is {now.state} now"
+    if len(now.tokens) != tokens:
+        return f"had {tokens} tokens, now {len(now.tokens)}"
+    if reward is not None and now.reward != reward:
+        return f"had reward {reward}, now {now.reward}"
+    return ""
+
+
+def trained_twice(evidence: Evidence, rules: Rules) -> list[str]:
+    """Along the surviving line no trajectory is in two batches, and no step has two."""
+    batches = surviving_batches(evidence)
+    uses = Counter(i for batch in batches for i in batch.ids)
+    steps = Counter(batch.step for batch in batches)
+    return [f"trajectory {i} was trained {n} times" for i, n in uses.items() if n > 1] + [
+        f"step {step} was trained {n} times" for step, n in steps.items() if n > 1
+    ]
+
+
+def steps_missing(evidence: Evidence, rules: Rules) -> list[str]:
+    """Every step has its batch, up to the newest checkpoint, which is that of the newest line."""
+    steps = {batch.step for batch in surviving_batches(evidence)}
+    end = max(steps, default=-1) + 1
+    wrong = [f"step {step} has no batch" for step in range(end) if step not in steps]
+    newest = max((attach.lineage for attach in evidence.attaches), default=None)
+    if evidence.newest_checkpoint != (newest, end):
+        wrong.append(
+            f"the newest checkpoint is {evidence.newest_checkpoint}, the trainer ended at "
+            f"step {end} of line {newest}"
+        )
+    return wrong
+
+
+def store_disagrees(evidence: Evidence, rules: Rules) -> list[str]:
+    """The store counts as consumed exactly what was trained, and where it was."""
+    trained = {
+        i: (batch.lineage, batch.step)
+        for batch in surviving_batches(evidence)
+        if (batch.lineage, batch.step) not in evidence.dropped_batches
+        for i in batch.ids
+    }
+    wrong = []
+    for one in _every(evidence):
+        if one.consumed != trained.get(one.trajectory_id):
+            wrong.append(
+                f"trajectory {one.trajectory_id}: the store says consumed by {one.consumed}, the "
+                f"trainer says {trained.get(one.trajectory_id)}"
+            )
+        if one.state == "dropped" and not one.drop_reason:
+            wrong.append(f"trajectory {one.trajectory_id} was dropped for no reason")
+    return wrong
+
+
+def tokens_lost(evidence: Evidence) -> Iterator[tuple[int, int, int, int]]:
+    """(trajectory, place in the arrivals, tokens that had arrived and were lost, largest append).
+
+    A request begins where the store's tokens ended: what had arrived beyond that is lost.
+    """
+    for trajectory_id, requests in evidence.requests.items():
+        had, largest = 0, 0
+        for request in requests:
+            if request.start < had:
+                yield trajectory_id, request.offset, had - request.start, largest
+            had, largest = request.end, max(largest, request.largest_chunk)
+        kept = evidence.kept.get(trajectory_id, [])
+        if kept and kept[0].state != "dropped":
+            now = len(kept[0].prompt) + len(kept[0].tokens)
+            if now < had:
+                yield trajectory_id, 1 << 62, had - now, largest
+
+
+def more_than_a_chunk_lost(evidence: Evidence, rules: Rules) -> list[str]:
+    """An interruption takes at most the chunk that was being filled: see docs/store.md."""
+    return [
+        f"trajectory {trajectory_id} lost {lost} tokens at once"
+        for trajectory_id, _, lost, largest in tokens_lost(evidence)
+        if lost > rules.chunk_tokens - 1 + largest
+    ]
+
+
+def wrong_tokens(evidence: Evidence, rules: Rules) -> list[str]:
+    """Kept tokens are tokens that arrived in their place; trained ones are those that are kept."""
+    wrong = []
+    for one in _every(evidence):
+        arrived: dict[int, set[int]] = {}
+        for request in evidence.requests.get(one.trajectory_id, ()):
+            for place, token in enumerate(request.ids, request.start):
+                arrived.setdefault(place, set()).add(token)
+        first = len(one.prompt)
+        bad = [p for p, t in enumerate(one.tokens, first) if t not in arrived.get(p, ())]
+        if bad:
+            wrong.append(f"trajectory {one.trajectory_id}: token {bad[0] - first} never arrived")
+        elif rules.simulated is not None and not _is_continuation(one, rules):
+            wrong.append(f"trajectory {one.trajectory_id} is not the engine's answer to its prompt")
+    for batch in surviving_batches(evidence):
+        for trajectory_id, response in zip(batch.ids, batch.responses, strict=True):
+            copies = evidence.kept.get(trajectory_id, [])
+            if copies and copies[0].tokens != response:
+                wrong.append(f"trajectory {trajectory_id} was trained with other tokens")
+    return wrong
+
+
+def _is_continuation(one: Kept, rules: Rules) -> bool:
+    """Whether the simulated engine, which knows only prompt and place, says these tokens."""
+    model = rules.simulated
+    assert model is not None
+    previous = one.prompt[-1]
+    for place, token in enumerate(one.tokens, len(one.prompt)):
+        expected = model.next_token(previous, place)
+        if model.stops(previous, place) and rules.stop_token_id is not None:
+            expected = rules.stop_token_id
+        if token != expected:
+            return False
+        previous = token
+    return True
+
+
+def lag_broken(evidence: Evidence, rules: Rules) -> list[str]:
+    """No token of a batch is older than the bound: n - min(a, n0), from the kept versions."""
+    bound = rules.max_async_level
+    if bound is None:
+        return []
+    wrong = []
+    for batch in surviving_batches(evidence):
+        if batch.lag > bound:
+            wrong.append(f"batch {batch.step} of line {batch.lineage} came with lag {batch.lag}")
+        for trajectory_id in batch.ids:
+            for one in evidence.kept.get(trajectory_id, [])[:1]:
+                lag = max((lag_of(evidence, batch, v) for v in set(one.versions)), default=0)
+                if lag > bound:
+                    wrong.append(
+                        f"trajectory {trajectory_id} was trained at {batch.lineage}.{batch.step} "
+                        f"with lag {lag}"
+                    )
+    return wrong
+
+
+def lag_of(evidence: Evidence, batch: Batch, version: PolicyVersion) -> int:
+    """Versions between a token's policy and the update that trains it (SEMANTICS.md section 1)."""
+    number = version.number
+    if version.lineage != batch.lineage:
+        parted = part_step(evidence.attaches, version.lineage, batch.lineage)
+        number = number if parted is None else min(number, parted)
+    return batch.step - number
+
+
+def _every(evidence: Evidence) -> Iterator[Kept]:
+    for copies in evidence.kept.values():
+        yield from copies
+
+
+CHECKS: dict[str, Check] = {
+    "finished trajectories lost": finished_and_lost,
+    "trained twice": trained_twice,
+    "steps without a batch": steps_missing,
+    "store and trainer disagree": store_disagrees,
+    "more than a chunk lost": more_than_a_chunk_lost,
+    "wrong tokens": wrong_tokens,
+    "lag bound broken": lag_broken,
+}
+
+
+def audit(evidence: Evidence, rules: Rules) -> dict[str, list[str]]:
+    """Every check by name, with what it found."""
+    return {name: check(evidence, rules) for name, check in CHECKS.items()}

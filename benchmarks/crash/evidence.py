@@ -1,0 +1,237 @@
+"""What is known after a crash test, from three independent witnesses.
+
+- the arrivals: every token that reached a rollout manager (`megatron_async/rollout/arrivals.py`);
+- the trainer: every line it began and every batch it took (`megatron_async/run/trained.py`);
+- the store with its export, and the checkpoint manifests.
+
+Reading only; `checks.py` compares them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_async.checkpoint.manifest import list_checkpoints
+from megatron_async.run.directory import RunDirectory
+from megatron_async.trajectory.store_lineage import Consumption
+from megatron_async.trajectory.store_reader import (
+    StoreContent,
+    StoreReader,
+    assemble,
+    prompt_of,
+    read_chunks,
+)
+from megatron_async.trajectory.store_schema import connect
+from megatron_async.trajectory.types import PolicyVersion, TrajectoryState
+
+CONSUMED = "batched"
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request: where it began (tokens of prompt and response) and what arrived for it.
+
+    `offset` is its place in the file of arrivals, which tells when it began.
+    """
+
+    trajectory_id: int
+    start: int
+    offset: int
+    ids: tuple[int, ...] = ()
+    largest_chunk: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.ids)
+
+
+@dataclass(frozen=True)
+class Attach:
+    """A trainer began line `lineage` at `step`, or went on with it there."""
+
+    lineage: int
+    step: int
+    parent: int | None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch as the trainer took it. `lag` is the largest that it was told."""
+
+    lineage: int
+    step: int
+    ids: tuple[int, ...]
+    responses: tuple[tuple[int, ...], ...]
+    lag: int
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One trajectory as the store or its export holds it; `versions` is of each token."""
+
+    trajectory_id: int
+    state: str
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    versions: tuple[PolicyVersion, ...]
+    reward: float | None = None
+    drop_reason: str | None = None
+    consumed: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a look at the store during the run showed of one trajectory."""
+
+    state: str
+    tokens: int
+    reward: float | None
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Everything, at the end of a run."""
+
+    requests: dict[int, list[Request]]
+    attaches: list[Attach]
+    batches: list[Batch]
+    dropped_batches: set[tuple[int, int]]
+    kept: dict[int, list[Kept]]
+    trajectories: int
+    newest_checkpoint: tuple[int, int] | None
+    looks: list[dict[int, Seen]] = field(default_factory=list)
+
+
+def gather(directory: RunDirectory, looks: list[dict[int, Seen]]) -> Evidence:
+    """The evidence of a run that has ended. `looks` were made while it went on."""
+    attaches, batches, dropped = read_trained(directory.trained)
+    kept: dict[int, list[Kept]] = defaultdict(list)
+    with closing(StoreReader(directory.store_file)) as reader:
+        content = reader.content()
+    for one in _stored(directory.store_file, content):
+        kept[one.trajectory_id].append(one)
+    for one in read_export(directory.path / "export" / "trajectories.jsonl"):
+        kept[one.trajectory_id].append(one)
+    manifests = [c.manifest for c in list_checkpoints(directory.checkpoints)]
+    return Evidence(
+        requests=read_arrivals(directory.arrivals),
+        attaches=attaches,
+        batches=batches,
+        dropped_batches=dropped,
+        kept=dict(kept),
+        trajectories=content.counters.next_trajectory,
+        newest_checkpoint=max(((m.lineage, m.step) for m in manifests), default=None),
+        looks=looks,
+    )
+
+
+def look(directory: RunDirectory) -> dict[int, Seen]:
+    """The states of all trajectories in the store now; {} before there is one."""
+    if not directory.store_file.exists():
+        return {}
+    with closing(StoreReader(directory.store_file)) as reader:
+        return {
+            s.trajectory_id: Seen(s.state.value, s.tokens, s.reward) for s in reader.summaries()
+        }
+
+
+def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(offset, content) of each complete line."""
+    offset = 0
+    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
+        if line.endswith(b"\n"):
+            yield offset, json.loads(line)
+        offset += len(line)
+
+
+def read_arrivals(path: Path) -> dict[int, list[Request]]:
+    """Trajectory -> its requests in order."""
+    found: dict[int, list[Request]] = defaultdict(list)
+    for offset, line in json_lines(path):
+        trajectory_id = int(line["request"][1:].partition("-")[0])
+        requests = found[trajectory_id]
+        if "ids" not in line:
+            requests.append(Request(trajectory_id, int(line["at"]), offset))
+            continue
+        request = requests[-1]
+        if request.end != line["at"]:
+            raise ValueError(f"arrivals of trajectory {trajectory_id} are not in order")
+        requests[-1] = Request(
+            trajectory_id,
+            request.start,
+            request.offset,
+            (*request.ids, *line["ids"]),
+            max(request.largest_chunk, len(line["ids"])),
+        )
+    return dict(found)
+
+
+def read_trained(path: Path) -> tuple[list[Attach], list[Batch], set[tuple[int, int]]]:
+    """Lines begun, batches taken, batches given back as unusable."""
+    attaches: list[Attach] = []
+    batches: list[Batch] = []
+    dropped: set[tuple[int, int]] = set()
+    for _, line in json_lines(path):
+        if "attach" in line:
+            attaches.append(Attach(line["attach"], line["step"], line["parent"]))
+        elif "dropped" in line:
+            dropped.add((line["lineage"], line["dropped"]))
+        else:
+            responses = tuple(tuple(ids) for ids in line["responses"])
+            batches.append(
+                Batch(line["lineage"], line["batch"], tuple(line["ids"]), responses, line["lag"])
+            )
+    return attaches, batches, dropped
+
+
+def read_export(path: Path) -> Iterator[Kept]:
+    """What compaction has taken out of the store."""
+    for _, line in json_lines(path):
+        batch = line["batch"]
+        segments = line["segments"]
+        yield Kept(
+            line["trajectory_id"],
+            TrajectoryState.DROPPED.value if batch is None else CONSUMED,
+            tuple(line["prompt"]["token_ids"]),
+            tuple(token for segment in segments for token in segment["token_ids"]),
+            tuple(
+                PolicyVersion.parse(segment["version"])
+                for segment in segments
+                for _ in segment["token_ids"]
+            ),
+            line["reward"],
+            line["drop_reason"],
+            None if batch is None else (batch["lineage"], batch["step"]),
+        )
+
+
+def _stored(store_file: Path, content: StoreContent) -> Iterator[Kept]:
+    consumption = Consumption.at(content.tree, content.tree.newest) if content.tree else None
+    consumed = {
+        trajectory_id: (batch.lineage, batch.step)
+        for batch in content.batches
+        if batch.drop_reason is None
+        and consumption is not None
+        and consumption.holds(batch.lineage, batch.step)
+        for trajectory_id in batch.ids()
+    }
+    with closing(connect(store_file, read_only=True)) as connection:
+        chunks = read_chunks(connection, list(content.trajectories))
+    for trajectory_id, row in content.trajectories.items():
+        segments = assemble(row, chunks.get(trajectory_id, ())).segments
+        yield Kept(
+            trajectory_id,
+            CONSUMED if trajectory_id in consumed else row.state,
+            tuple(prompt_of(content.groups[row.group_id]).token_ids.tolist()),
+            tuple(int(t) for segment in segments for t in segment.token_ids),
+            tuple(segment.version for segment in segments for _ in segment.token_ids),
+            row.reward,
+            row.drop_reason,
+            consumed.get(trajectory_id),
+        )

@@ -1,0 +1,282 @@
+"""One run under fire: `megatron-async train` in processes of its own, and the kills.
+
+Invariants
+- Nothing but SIGKILL and SIGSTOP is done to the run, and only to its own processes.
+- After a kill of a part, the run itself must go on (a further optimizer step within the limit);
+  after a kill of the whole tree it is resumed, as a person would.
+- Every wait has a limit; a run that ends by itself is a failure with the end of its log.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+import yaml
+
+from benchmarks.crash.evidence import Seen, look
+from megatron_async.run.directory import RunDirectory
+from megatron_async.tasks.tiny_model import TinyModel, build_tiny_model
+from megatron_async.telemetry.metrics import read_metrics
+
+Target = Literal["trainer", "manager", "engine", "verifier", "tree"]
+TARGETS: tuple[Target, ...] = ("trainer", "manager", "engine", "verifier", "tree")
+_MARKS: dict[Target, tuple[str, ...]] = {
+    "trainer": ("megatron_async.run.train_rank",),
+    "manager": ("ray::ManagerActor",),
+    "engine": ("megatron_async.rollout.sglang_server", "megatron_async.rollout.simulated_server"),
+    "verifier": ("megatron_async.tasks.verifier_process", "ray::VerifierWorker"),
+}
+SHAPE = TinyModel(hidden_size=32, layers=2, heads=2, kv_heads=1, head_dim=16, ffn_size=64)
+_LAUNCHER = "torch.distributed.run"
+_POLL_SECONDS = 0.1
+_LONGEST_POLL_SECONDS = 5.0
+_END_SECONDS = 30.0
+
+
+class RunFailed(Exception):
+    """The run did not go on, or ended by itself; says how its log ends."""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """What was killed, when, and how soon there was a further step (None: nobody waited for it).
+
+    `arrivals` is the size of that file then.
+    """
+
+    target: Target
+    step: int
+    arrivals: int
+    recovered_seconds: float | None
+
+
+def prepare(root: Path) -> None:
+    """What all runs share: a model so small that a start is all imports, and problems."""
+    root.mkdir(parents=True, exist_ok=True)
+    if not (root / "model").exists():
+        build_tiny_model(root / "model", seed=1, shape=SHAPE)
+    lines = [
+        json.dumps({"prompt": f"{i}+{j}=", "answer": i + j}) for i in range(40) for j in (3, 7)
+    ]
+    (root / "problems.jsonl").write_text("\n".join(lines))
+
+
+def configuration(
+    preset: str, engine: str, root: Path, name: str, changes: dict[str, Any]
+) -> dict[str, Any]:
+    """Settings of a crash-test run; small chunks and steps, so that much is in the air."""
+    simulated = engine == "simulated"
+    config: dict[str, Any] = {
+        "name": name,
+        "root": str(root),
+        "steps": 1_000_000,
+        "model": {"path": str(root / "model")},
+        "trainer": {"max_restarts": 1_000_000, "wait_for_batch_seconds": 120},
+        "optimizer": {"lr": 1.0e-5},
+        "task": {"kind": "jsonl", "name": "exact", "path": str(root / "problems.jsonl")},
+        "schedule": {
+            "preset": preset,
+            "groups_per_batch": 4,
+            "group_size": 2,
+            "concurrency": 16,
+            "max_async_level": 2 if preset == "async" else 4,
+        },
+        "sampling": {"max_new_tokens": 160},
+        "eval": {"prompts": 1},
+        "checkpoint": {"every_steps": 2, "export_hf": False},
+        "engines": {
+            "kind": engine,
+            "count": 2,
+            "device": "cpu",
+            "max_total_tokens": 16384,
+            "stream_interval": 8,
+            "health_interval_seconds": 0.5,
+            "no_progress_seconds": 20,
+            "start_timeout_seconds": 120,
+            "max_restarts": 1_000_000,
+            "max_manager_restarts": 1_000_000,
+        },
+        "weights": {"transport": "tensor", "timeout_seconds": 60},
+        "store": {"chunk_tokens": 32, "compact_after_checkpoints": 2},
+        "telemetry": {"progress": "lines", "tensorboard": False},
+        "experiment": {"ledger": True},
+    }
+    if simulated:
+        config["engines"]["simulated"] = {"mean_length": 60, "step_seconds": 0.008}
+        config["weights"]["verify"] = "never"
+    for section, values in changes.items():
+        config[section] = {**config[section], **values} if isinstance(values, dict) else values
+    return config
+
+
+@dataclass
+class RunUnderFire:
+    """Starts, kills, waits and resumes one run."""
+
+    config: dict[str, Any]
+    rng: random.Random
+    limit_seconds: float = 300.0
+    kills: list[Kill] = field(default_factory=list)
+    looks: list[dict[int, Seen]] = field(default_factory=list)
+    _process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def directory(self) -> RunDirectory:
+        return RunDirectory(Path(self.config["root"]) / self.config["name"])
+
+    @property
+    def log(self) -> Path:
+        return Path(self.config["root"]) / f"{self.config['name']}.log"
+
+    # ------------------------------------------------------------ life
+
+    def start(self) -> None:
+        """A new run. Raises RunFailed if it makes no step."""
+        settings = Path(self.config["root"]) / f"{self.config['name']}.yaml"
+        settings.write_text(yaml.safe_dump(self.config))
+        self._launch("--config", str(settings))
+        self.wait_for_step(1)
+
+    def resume(self, *overrides: str) -> None:
+        """Go on with what is in the run directory."""
+        self._launch("--resume", str(self.directory.path), *overrides)
+
+    def kill_and_finish(self, steps: int) -> None:
+        """Kill all of it, resume for `steps` more steps, wait for the end. Raises RunFailed."""
+        self.looks.append(look(self.directory))
+        began, step = time.time(), self.step()
+        self._kill_tree()
+        self.looks.append(look(self.directory))
+        size = self.directory.arrivals.stat().st_size
+        self.resume(f"steps={step + steps}")
+        process = self._process
+        assert process is not None
+        try:
+            self._wait(lambda: process.poll() is not None, "end")
+        except RunFailed:
+            if process.returncode != 0:
+                raise
+        if process.returncode != 0:
+            raise RunFailed(f"it ended with exit code {process.returncode}: {self._tail()}")
+        self.kills.append(Kill("tree", step, size, self.last_step_at() - began))
+
+    def close(self) -> None:
+        """Leave no process."""
+        if self._process is not None and self._process.poll() is None:
+            self._kill_tree()
+
+    def _launch(self, *arguments: str) -> None:
+        with self.log.open("ab") as out:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "megatron_async.cli", "train", *arguments],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                start_new_session=True,
+            )
+
+    # ------------------------------------------------------------ what it does
+
+    def step(self) -> int:
+        """Optimizer steps of the surviving line so far."""
+        lines = read_metrics(self.directory.metrics_file)
+        return int(lines[-1]["step"]) + 1 if lines else 0
+
+    def last_step_at(self) -> float:
+        """When the newest step was written, by the clock of `time.time`."""
+        lines = read_metrics(self.directory.metrics_file)
+        return max((line["time"] for line in lines), default=0.0)
+
+    def wait_for_step(self, step: int) -> None:
+        """Until so many steps are done."""
+        self._wait(lambda: self.step() >= step, f"step {step}")
+
+    def wait_for_progress(self, since: float) -> None:
+        """Until a step has been made after `since`."""
+        self._wait(lambda: self.last_step_at() > since, "a further step")
+
+    def _wait(self, condition: Any, what: str) -> None:
+        assert self._process is not None
+        waited, looked = 0.0, time.monotonic()
+        while not condition():
+            # A time for which all of this was stopped from outside does not count.
+            waited += min(time.monotonic() - looked, _LONGEST_POLL_SECONDS)
+            looked = time.monotonic()
+            if self._process.poll() is not None:
+                raise RunFailed(
+                    f"it ended with exit code {self._process.returncode}: {self._tail()}"
+                )
+            if waited > self.limit_seconds:
+                raise RunFailed(f"no {what} within {self.limit_seconds:g} s: {self._tail()}")
+            time.sleep(_POLL_SECONDS)
+
+    def _tail(self) -> str:
+        return self.log.read_text(errors="replace")[-1500:] if self.log.exists() else ""
+
+    # ------------------------------------------------------------ kills
+
+    def kill(self, target: Target, *, patient: bool = True) -> None:
+        """SIGKILL, then wait for (or resume to) a further step; not if not `patient`.
+
+        Raises RunFailed when the run does not go on.
+        """
+        self.looks.append(look(self.directory))
+        step = self.step()
+        began = time.time()
+        if target == "tree":
+            self._kill_tree()
+            self.looks.append(look(self.directory))
+            self.resume()
+        else:
+            self._kill_one(target)
+        arrivals = self.directory.arrivals
+        size = arrivals.stat().st_size if arrivals.exists() else 0
+        if patient:
+            self.wait_for_progress(time.time())
+        self.kills.append(Kill(target, step, size, time.time() - began if patient else None))
+
+    def processes(self, target: Target) -> list[psutil.Process]:
+        """Processes of this run that are one of `target` each."""
+        found = []
+        for process in self._family():
+            try:
+                line = " ".join(process.cmdline())
+            except psutil.Error:
+                continue
+            if any(mark in line for mark in _MARKS[target]) and _LAUNCHER not in line:
+                found.append(process)
+        return found
+
+    def _kill_one(self, target: Target) -> None:
+        """A process of that kind; waits for one if all are just being restarted."""
+        self._wait(lambda: self.processes(target), f"{target} process to kill")
+        self.rng.choice(self.processes(target)).send_signal(signal.SIGKILL)
+
+    def _kill_tree(self) -> None:
+        assert self._process is not None
+        everyone = [psutil.Process(self._process.pid), *self._family()]
+        for process in everyone:
+            try:
+                process.send_signal(signal.SIGKILL)
+            except psutil.NoSuchProcess:
+                continue
+        self._process.wait(_END_SECONDS)
+        psutil.wait_procs(everyone, timeout=_END_SECONDS)
+
+    def _family(self) -> list[psutil.Process]:
+        assert self._process is not None
+        try:
+            return psutil.Process(self._process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
