@@ -5,12 +5,13 @@ Invariants
 - A new run never writes into the directory of another one; `--resume` is the way to go on.
 - What one process has to tell the others beyond Ray and collectives goes through small files here,
   written atomically.
+- A config.yaml that holds the engines' key is readable by its user only, from its first byte on.
 """
 
 from __future__ import annotations
 
 import json
-import os
+import secrets
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -59,6 +60,16 @@ class RunDirectory:
         return self.path / "events"
 
     @property
+    def arrivals(self) -> Path:
+        """Notes of arriving tokens (`experiment.ledger`)."""
+        return self.path / "ledger" / "arrivals.jsonl"
+
+    @property
+    def trained(self) -> Path:
+        """Notes of trained batches (`experiment.ledger`)."""
+        return self.path / "ledger" / "trained.jsonl"
+
+    @property
     def logs(self) -> Path:
         return self.path / "logs"
 
@@ -81,7 +92,7 @@ class RunDirectory:
             )
         try:
             directory.logs.mkdir(parents=True, exist_ok=True)
-            write_atomically(directory.config_file, dump(config))
+            directory.save_config(config)
         except OSError as error:
             raise UserError(
                 f"run directory {directory.path} cannot be made: {error.strerror}"
@@ -89,21 +100,29 @@ class RunDirectory:
         return directory
 
     @classmethod
-    def open(cls, path: Path | str, overrides: list[str]) -> tuple[RunDirectory, RunConfig]:
-        """An existing run and its settings with `overrides` on top. Raises UserError."""
+    def find(cls, path: Path | str, overrides: list[str]) -> tuple[RunDirectory, RunConfig]:
+        """An existing run and its settings with `overrides` on top; writes nothing, so that both
+        can be checked first. Raises UserError.
+        """
         directory = cls(Path(path).absolute())
         if not directory.config_file.exists():
             raise UserError(f"--resume {path}: there is no run (no config.yaml) in that directory")
-        config = load_config(directory.config_file, overrides)
+        return directory, load_config(directory.config_file, overrides)
+
+    @classmethod
+    def open(cls, path: Path | str, overrides: list[str]) -> tuple[RunDirectory, RunConfig]:
+        """`find`, and the run goes on with these settings. Raises UserError."""
+        directory, config = cls.find(path, overrides)
         directory.logs.mkdir(exist_ok=True)
-        text = dump(config)
-        if text != directory.config_file.read_text():  # Every rank opens; hardly one changes it.
-            write_atomically(directory.config_file, text)
+        directory.save_config(config)
         return directory, config
 
     def save_config(self, config: RunConfig) -> None:
         """What the run goes on with, for its other processes and for a resume."""
-        write_atomically(self.config_file, dump(config))
+        text = dump(config)
+        # Every rank opens the run; hardly one changes its settings.
+        if not self.config_file.exists() or self.config_file.read_text() != text:
+            write_atomically(self.config_file, text, private=bool(config.engines.api_key))
 
     def next_lineage(self) -> int:
         """A number that no line of this run has had: 0 for the first, then 1, 2, ... Durable."""
@@ -112,12 +131,18 @@ class RunDirectory:
         write_atomically(counter, str(lineage))
         return lineage
 
-    def report_failure(self, sentence: str, exit_code: int) -> None:
-        """Leave one sentence for whoever started this process; the first one stays."""
-        if not self.failure_file.exists():
-            write_atomically(
-                self.failure_file, json.dumps({"sentence": sentence, "exit_code": exit_code})
-            )
+    def report_failure(self, sentence: str, exit_code: int, attempt: int = 0) -> None:
+        """Leave one sentence for whoever started this process.
+
+        The first one of an attempt stays; one of an earlier attempt (torchrun has restarted the
+        ranks since) is replaced.
+        """
+        if self.failure_file.exists():
+            known = json.loads(self.failure_file.read_text())
+            if attempt <= known.get("attempt", 0):
+                return
+        content = {"sentence": sentence, "exit_code": exit_code, "attempt": attempt}
+        write_atomically(self.failure_file, json.dumps(content))
 
     def take_failure(self) -> dict[str, Any] | None:
         """The sentence that a process left, if any; it is removed."""
@@ -125,6 +150,7 @@ class RunDirectory:
             return None
         found: dict[str, Any] = json.loads(self.failure_file.read_text())
         self.failure_file.unlink()
+        del found["attempt"]
         return found
 
     @property
@@ -144,10 +170,15 @@ class RunDirectory:
         self.outcome_file.unlink(missing_ok=True)
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """All of `text` or nothing, also for a reader at the same time."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+def write_atomically(path: Path, text: str, *, private: bool = False) -> None:
+    """All of `text` or nothing, also for a reader at the same time.
+
+    `private`: nobody but this user can read it.
+    """
+    # Not the process id: on a shared file system another node's process may have the same.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
+        temporary.touch(mode=0o600 if private else 0o666)
         temporary.write_text(text)
         temporary.replace(path)
     finally:
