@@ -145,6 +145,12 @@ class SimulateConfig(Settings):
     extra_forward_passes: float = Field(
         0.0, ge=0, description="Passes without gradient per token: pi_old, reference, RAPID's."
     )
+    padded_microbatch_sequences: int = Field(
+        0,
+        ge=0,
+        description="Sequences of a microbatch that are padded to its longest, as in plain "
+        "training loops; 0 = packed, as this project's trainer does.",
+    )
     trainer_seconds_per_token: float | None = Field(
         None, gt=0, description="Measured; replaces the trainer's roofline."
     )

@@ -1,132 +1,259 @@
-"""`concurrency: auto`: a closed loop that finds N', as pure functions of an immutable state.
+"""`concurrency: auto`: a closed loop that finds N' by what it yields, as pure functions of a state.
 
-The throughput of an engine grows with the requests in flight until their KV no longer fits; then
-requests are preempted and recomputed. So N' is steered towards a high, not full, KV usage.
+What is maximised is the rate of trained tokens: the response tokens of batches over the time
+between the moments at which the trainer took them. Prefill of resumed and preempted requests,
+dropped trajectories, idle engines and an idle or a busy trainer all show in it, so none of them
+needs a model. (Tokens as they arrive would mislead: a larger N' first fills the buffer.) Among
+values of N' that yield the same, the smallest is wanted: more requests in flight mean more lag and
+more recomputation.
+
+The loop probes: N' is doubled while that pays, then both sides are tried in steps of sqrt(2), then
+it rests for a while at the best and probes again (lengths change while a policy learns).
 
 Invariants
 - N' stays within [floor, cap].
-- One change a turnover (as many completions as N'), judged by its second half only: before that,
-  KV usage and preemptions still show the N' before it. A storm is not waited for.
-- A preemption rate above `PREEMPTION_LIMIT` lowers N' and remembers where that was: N' then stays
-  below that ceiling, which itself relaxes slowly (lengths change while a policy learns).
-- An off-policy share above the limit lowers N' as well.
+- N' is judged by a *window*: first `SETTLING_TURNOVERS` turnovers are let pass (a turnover: as many
+  completions as the larger of the old and the new N'; until then short responses are over- or
+  under-represented in batches), then at least `WINDOW_BATCHES` batches and a turnover are measured.
+- A doubling must pay `GAIN_PER_DOUBLING`, a smaller step its share of that; going down may cost as
+  much. Nothing is compared but with the best that is known, so small losses do not add up.
+- No probe goes up while slots stay empty (a full ring, a lag bound, too few prompts), or further
+  than the KV cache allows; a storm of preemptions ends a window at once.
+- Preemptions above `PREEMPTION_LIMIT`, and an off-policy share above the limit of the schedule, are
+  a ceiling for N', which relaxes slowly.
+- Equal inputs give equal outputs: times come from the events, never from a clock. Without times
+  (all zero) N' is never changed but by the guards.
 The constants are assumed.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
-TARGET_USAGE = 0.92
-"""Mean KV usage that is aimed at."""
-DEAD_BAND = 0.03
-"""Distance from the target within which N' is left alone."""
-LARGEST_STEP = 2.0
-"""N' grows at most by this factor at once."""
-GAIN = 0.5
-"""Share of the way to the target that one change goes, once it is nearer than `NEAR`."""
-NEAR = 0.25
-PREEMPTION_LIMIT = 0.1
-"""Preemptions per completion above which N' is over the KV capacity."""
+GAIN_PER_DOUBLING = 0.02
+"""What doubling N' must add to the rate of trained tokens."""
+SETTLING_TURNOVERS = 2
+"""Turnovers after a change of N' that are not measured."""
+WINDOW_BATCHES = 6
+"""Batches that a window spans at least."""
+COARSE, FINE = 1.0, 0.5
+"""Probe steps in powers of two."""
+LEAST_STEP = 1.05
+"""A probe that limits shrink below this factor is not worth a window."""
+REST_WINDOWS = 6
+"""Windows between two rounds of probes."""
+MEMORY = 0.5
+"""Weight of a new measurement of the best N' against the older ones."""
+OVERCOMMIT = 1.25
+"""No probe goes beyond this much of the N' at which the KV cache would be full. (Some over it may
+pay: a request that an engine has queued takes the room of another as soon as that ends.)"""
+PREEMPTION_LIMIT = 1.0
+"""Preemptions per completion above which N' is far over the KV capacity, whatever the rate says."""
 SATURATED = 0.9
-"""Share of N' that must be in flight for a usage report to count."""
+"""Share of N' that must have been in flight for more of it to be of use."""
 BACK_OFF = 0.93
-"""Factor at too many preemptions, or at too large an off-policy share."""
-CEILING_GROWTH = 1.02
-"""Relaxation of the remembered ceiling at each turnover."""
+"""Factor at a ceiling."""
+CEILING_GROWTH = 1.05
+"""Relaxation of the remembered ceiling at each round of probes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What was seen under one N'.
+
+    `settling`: completions still to pass before anything is measured; `falling`: that is because
+    N' was lowered, so that even the guards see what is past. `began_at` is None until the first
+    batch after that.
+    """
+
+    settling: int
+    falling: bool = False
+    began_at: float | None = None
+    began_tokens: int = 0
+    batches: int = 0
+    completions: int = 0
+    preemptions: int = 0
+    usage_sum: float = 0.0
+    reports: int = 0
+    busiest: int = 0
+
+    @property
+    def usage(self) -> float:
+        """Mean KV usage; 0 when nothing was reported."""
+        return self.usage_sum / self.reports if self.reports else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class AutoConcurrency:
-    """State of the loop. `limit` is N'.
+    """State of the loop. `limit` is N', `first` what it begins with.
 
-    `completions` since N' was last judged; preemptions and usage since half a turnover after that.
+    `best` is the N' with the best known rate, 0 before the first measurement; `step` the next
+    probe from there in powers of two; `refused` the probes in a row that did not pay; `resting`
+    the windows until the next round.
     """
 
     limit: int
     floor: int
+    first: int
+    window: Window
     cap: int | None = None
     ceiling: float | None = None
-    completions: int = 0
-    preemptions: int = 0
-    usage_sum: float = 0.0
-    usage_reports: int = 0
+    best: int = 0
+    best_rate: float = 0.0
+    step: float = COARSE
+    refused: int = 0
+    resting: int = 0
 
 
 def start(groups_per_batch: int, group_size: int) -> AutoConcurrency:
     """One batch's worth of requests to begin with; never below one group."""
-    return AutoConcurrency(limit=groups_per_batch * group_size, floor=group_size)
+    limit = groups_per_batch * group_size
+    return AutoConcurrency(limit, floor=group_size, first=limit, window=_unsettled(limit))
 
 
 def completed(state: AutoConcurrency) -> AutoConcurrency:
     """One more request ran to its end."""
-    return replace(state, completions=state.completions + 1)
+    window = state.window
+    if window.settling:
+        left = window.settling - 1
+        falling = window.falling and left > 0
+        return replace(state, window=replace(window, settling=left, falling=falling))
+    return replace(state, window=replace(window, completions=window.completions + 1))
 
 
 def capped(state: AutoConcurrency, cap: int | None) -> AutoConcurrency:
-    """Engines came or went; `cap` is what they run together, None = no limit known."""
-    state = replace(state, cap=cap)
-    return replace(state, limit=_clamp(state, state.limit))
+    """Engines came or went; `cap` is what they run together, None = no limit known.
+
+    What was measured with other engines says nothing any more: the search starts again from here.
+    """
+    limit = state.limit if state.best else state.first
+    fresh = replace(state, cap=cap, ceiling=None, best=0, step=COARSE, refused=0, resting=0)
+    return _at(fresh, limit)
 
 
 def loaded(
     state: AutoConcurrency, kv_usage: float, preemptions: int, in_flight: int
 ) -> AutoConcurrency:
-    """A load report of one engine. Its usage speaks of N' only while nearly all slots are used."""
-    if preemptions >= max(1, state.limit // 2):
-        return _changed(state, BACK_OFF * state.limit, ceiling=float(state.limit))
-    if 2 * state.completions < state.limit:
+    """A load report of one engine."""
+    window = state.window
+    if preemptions >= max(1, state.limit // 2) and not window.falling:
+        return _over(state)
+    if window.settling:
         return state
-    state = replace(state, preemptions=state.preemptions + preemptions)
-    if in_flight >= SATURATED * state.limit:
-        state = replace(
-            state,
-            usage_sum=state.usage_sum + kv_usage,
-            usage_reports=state.usage_reports + 1,
-        )
-    if state.completions < state.limit or not state.usage_sum:
-        return state
-    if state.preemptions > PREEMPTION_LIMIT * state.completions:
-        return _changed(state, BACK_OFF * state.limit, ceiling=float(state.limit))
-    return _steered(state, state.usage_sum / state.usage_reports)
-
-
-def _steered(state: AutoConcurrency, usage: float) -> AutoConcurrency:
-    """Towards the target usage, below the relaxed ceiling."""
-    ceiling = None if state.ceiling is None else state.ceiling * CEILING_GROWTH
-    if abs(usage - TARGET_USAGE) <= DEAD_BAND:
-        return _changed(state, state.limit, ceiling)
-    factor = min(TARGET_USAGE / usage, LARGEST_STEP)
-    if abs(factor - 1) < NEAR:
-        factor = 1 + GAIN * (factor - 1)
-    wanted = state.limit * factor
-    if factor > 1:
-        wanted = max(wanted, state.limit + 1)
-        if ceiling is not None:
-            wanted = min(wanted, max(BACK_OFF * ceiling, state.limit))
-    return _changed(state, wanted, ceiling)
+    return replace(
+        state,
+        window=replace(
+            window,
+            preemptions=window.preemptions + preemptions,
+            usage_sum=window.usage_sum + kv_usage,
+            reports=window.reports + 1,
+            busiest=max(window.busiest, in_flight),
+        ),
+    )
 
 
 def batched(state: AutoConcurrency, off_policy_share: float, limit: float) -> AutoConcurrency:
     """A batch was emitted with this share of off-policy tokens; `limit` 1 accepts any."""
-    if limit >= 1 or off_policy_share <= limit:
+    if off_policy_share <= limit or state.window.settling:
         return state
-    return _changed(state, BACK_OFF * state.limit, ceiling=float(state.limit))
+    return _over(state)
 
 
-def _changed(state: AutoConcurrency, wanted: float, ceiling: float | None) -> AutoConcurrency:
-    return replace(
-        state,
-        limit=_clamp(state, wanted),
-        ceiling=ceiling,
-        completions=0,
-        preemptions=0,
-        usage_sum=0.0,
-        usage_reports=0,
-    )
+def taken(state: AutoConcurrency, at_seconds: float, batched_tokens: int) -> AutoConcurrency:
+    """The trainer took a batch at this time; batches have held so many tokens in all so far."""
+    window = state.window
+    if window.settling:
+        return state
+    if window.began_at is None:
+        began = replace(window, began_at=at_seconds, began_tokens=batched_tokens)
+        return replace(state, window=began)
+    window = replace(window, batches=window.batches + 1)
+    state = replace(state, window=window)
+    seconds = at_seconds - window.began_at
+    enough = window.batches >= WINDOW_BATCHES and window.completions >= window.busiest
+    if not enough or not window.reports or seconds <= 0:
+        return state
+    if window.preemptions > PREEMPTION_LIMIT * window.completions:
+        return _over(state)
+    return _judged(state, (batched_tokens - window.began_tokens) / seconds)
+
+
+# ---------------------------------------------------------------- decisions
+
+
+def _judged(state: AutoConcurrency, rate: float) -> AutoConcurrency:
+    """A window under the present N' is complete."""
+    if not state.best:
+        return _probe(replace(state, best=state.limit, best_rate=rate))
+    if state.limit == state.best:
+        rate = MEMORY * rate + (1 - MEMORY) * state.best_rate
+        state = replace(state, best_rate=rate, resting=max(0, state.resting - 1))
+        return _at(state, state.limit) if state.resting else _probe(state)
+    step = math.log2(state.limit / state.best)
+    if rate < state.best_rate * (1 + GAIN_PER_DOUBLING * step):
+        return _probe(_refuse(state))
+    rate = rate if step > 0 else max(rate, state.best_rate)
+    behind = int(abs(state.step) == FINE)  # the side that it came from has been measured
+    return _probe(replace(state, best=state.limit, best_rate=rate, refused=behind))
+
+
+def _refuse(state: AutoConcurrency) -> AutoConcurrency:
+    """The probe does not pay: a smaller one, then the other side, then a rest."""
+    step = FINE if abs(state.step) == COARSE else -state.step
+    return replace(state, step=step, refused=state.refused + (abs(state.step) == FINE))
+
+
+def _probe(state: AutoConcurrency) -> AutoConcurrency:
+    """The next N' to try, or a rest at the best one when both sides were refused."""
+    while state.refused < 2:
+        wanted = _reachable(state, state.best * 2.0**state.step)
+        factor = wanted / state.best
+        if factor >= LEAST_STEP or factor <= 1 / LEAST_STEP:
+            return _at(state, wanted)
+        state = _refuse(state)
+    ceiling = None if state.ceiling is None else state.ceiling * CEILING_GROWTH
+    state = replace(state, ceiling=ceiling, step=FINE, refused=0, resting=REST_WINDOWS)
+    return _at(state, state.best)
+
+
+def _reachable(state: AutoConcurrency, wanted: float) -> float:
+    """`wanted` within all limits; upwards only if the slots there are have been used."""
+    window = state.window
+    if wanted > state.best:
+        if window.busiest < SATURATED * state.limit:
+            return state.best
+        if window.usage:
+            wanted = min(wanted, state.limit * OVERCOMMIT / window.usage)
+        if state.ceiling is not None:
+            wanted = min(wanted, BACK_OFF * state.ceiling)
+        wanted = max(wanted, state.best)
+    return _clamp(state, wanted)
+
+
+def _over(state: AutoConcurrency) -> AutoConcurrency:
+    """Too many preemptions, or too far off-policy: back to the best N', or below it."""
+    lower = math.floor(BACK_OFF * state.limit)
+    state = replace(state, ceiling=float(state.limit), refused=0, step=-FINE)
+    if state.best and state.best < state.limit:
+        return _at(replace(state, resting=REST_WINDOWS), state.best)
+    return _at(replace(state, best=0), lower)
+
+
+def _at(state: AutoConcurrency, wanted: float) -> AutoConcurrency:
+    """A new window under N' = `wanted`."""
+    limit, before = _clamp(state, wanted), state.limit
+    if limit == before:
+        left = state.window
+        return replace(state, window=Window(left.settling, left.falling))
+    return replace(state, limit=limit, window=_unsettled(max(limit, before), limit < before))
+
+
+def _unsettled(turnover: int, falling: bool = False) -> Window:
+    return Window(SETTLING_TURNOVERS * turnover, falling)
 
 
 def _clamp(state: AutoConcurrency, wanted: float) -> int:
     low = state.floor if state.cap is None else min(state.floor, state.cap)
-    limit = max(low, int(wanted))
+    limit = max(low, round(wanted))
     return limit if state.cap is None else min(limit, max(1, state.cap))

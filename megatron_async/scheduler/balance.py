@@ -9,6 +9,8 @@ Invariants
 
 from __future__ import annotations
 
+import heapq
+
 from megatron_async.scheduler.events import EngineUp
 from megatron_async.scheduler.state import EngineEntry, GroupEntry, TrajectoryEntry
 from megatron_async.trajectory.types import PolicyVersion
@@ -65,35 +67,9 @@ class Fleet:
             total += max(0, engine.max_running - len(engine.running))
         return total
 
-    def choose(
-        self, group: GroupEntry, version: PolicyVersion, concurrency: int
-    ) -> EngineEntry | None:
-        """Engine for one more trajectory of `group`, or None when no engine can take it.
-
-        An engine that serves the group already is preferred while it carries no more than its
-        share of `concurrency` and the surplus load is not above what the shared prompt saves.
-        """
-        best = None
-        best_key = (0.0, 0, 0)
-        shared = None
-        shared_key = (0.0, 0, 0)
-        serving = 0
-        for engine in self.engines.values():
-            if engine.version != version:
-                continue
-            serving += 1
-            if not engine.has_room:
-                continue
-            key = (engine.kv_tokens / engine.kv_capacity, len(engine.running), engine.index)
-            if best is None or key < best_key:
-                best, best_key = engine, key
-            if engine.engine_id in group.serving and (shared is None or key < shared_key):
-                shared, shared_key = engine, key
-        if shared is None or best is None:
-            return best
-        surplus = (shared_key[0] - best_key[0]) * shared.kv_capacity
-        within_share = len(shared.running) * serving < concurrency
-        return shared if within_share and surplus <= group.spec.prompt_tokens else best
+    def placement(self, version: PolicyVersion, concurrency: int) -> Placement:
+        """Where the next submissions go; made anew whenever anything else has happened."""
+        return Placement(self.engines, version, concurrency)
 
     def occupy(self, entry: TrajectoryEntry, engine: EngineEntry) -> None:
         """`entry` runs on `engine` from now on."""
@@ -119,3 +95,70 @@ class Fleet:
         entry.engine = None
         entry.abort_sent = False
         self.in_flight -= 1
+
+
+_Key = tuple[float, int, int]
+
+
+class Placement:
+    """Chooses engines for submissions that follow each other with nothing in between.
+
+    An engine only gets fuller meanwhile, so a place in the heap that is out of date is too early,
+    never too late: it is brought up to date when it surfaces. O(engines) once, then O(log engines)
+    for each submission.
+    """
+
+    def __init__(
+        self, engines: dict[str, EngineEntry], version: PolicyVersion, concurrency: int
+    ) -> None:
+        self._engines = engines
+        self._version = version
+        self._concurrency = concurrency
+        serving = [engine for engine in engines.values() if engine.version == version]
+        self._serving = len(serving)
+        self._heap = [(_key(engine), engine) for engine in serving if engine.has_room]
+        heapq.heapify(self._heap)
+
+    def choose(self, group: GroupEntry) -> EngineEntry | None:
+        """Engine for one more trajectory of `group`, or None when no engine can take it.
+
+        An engine that serves the group already is preferred while it carries no more than its
+        share of N' and the surplus load is not above what the shared prompt saves.
+        """
+        best = self._least_loaded()
+        if best is None or not group.serving:
+            return best
+        shared = self._least_loaded_of(group)
+        if shared is None or shared is best:
+            return best
+        surplus = shared.kv_tokens - best.kv_tokens / best.kv_capacity * shared.kv_capacity
+        within_share = len(shared.running) * self._serving < self._concurrency
+        return shared if within_share and surplus <= group.spec.prompt_tokens else best
+
+    def _least_loaded(self) -> EngineEntry | None:
+        heap = self._heap
+        while heap:
+            key, engine = heap[0]
+            if not engine.has_room:
+                heapq.heappop(heap)
+                continue
+            now = _key(engine)
+            if now == key:
+                return engine
+            heapq.heapreplace(heap, (now, engine))
+        return None
+
+    def _least_loaded_of(self, group: GroupEntry) -> EngineEntry | None:
+        found = None
+        for engine_id in group.serving:
+            engine = self._engines.get(engine_id)
+            if engine is None or engine.version != self._version or not engine.has_room:
+                continue
+            if found is None or _key(engine) < _key(found):
+                found = engine
+        return found
+
+
+def _key(engine: EngineEntry) -> _Key:
+    """Least loaded first; `index` makes it unique, so that engines themselves are not compared."""
+    return (engine.kv_tokens / engine.kv_capacity, len(engine.running), engine.index)

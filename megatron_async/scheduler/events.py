@@ -1,8 +1,8 @@
 """The scheduler's whole vocabulary: what can happen (events) and what must be done (actions).
 
 Events and actions are plain frozen data of ints, strings and tuples: they can be recorded, replayed
-and compared byte for byte. They name trajectories, never hold their tokens. Time does not exist
-here; the driver turns time limits into events.
+and compared byte for byte. They name trajectories, never hold their tokens. There is no clock
+here: the driver turns time limits into events, and the one time there is came with its event.
 """
 
 from __future__ import annotations
@@ -121,9 +121,14 @@ class EngineLoad:
 
 @dataclass(frozen=True, slots=True)
 class BatchTaken:
-    """The trainer took the emitted batch of `step` and works on it."""
+    """The trainer took the emitted batch of `step` and works on it.
+
+    `at_seconds`: when, on a clock of the driver's that never runs backwards; 0 = not told. Only
+    `concurrency: auto` uses it.
+    """
 
     step: int
+    at_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

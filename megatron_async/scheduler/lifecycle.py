@@ -117,7 +117,8 @@ class Lifecycle:
         self.tally.move(entry, TrajectoryState.RUNNING)
         if entry.oldest is None:
             entry.oldest = version
-            self.lag.place(entry.group, entry.group.oldest_of_members())
+            oldest = entry.group.oldest
+            self.lag.place(entry.group, version if oldest is None else min(oldest, version))
         self._fleet.occupy(entry, engine)
 
     def tokens_arrived(self, event: ev.TokensArrived, out: Actions) -> None:
@@ -174,8 +175,10 @@ class Lifecycle:
             self._meet_fate(entry, out)
             return
         if not entry.tokens:
+            was_oldest = entry.oldest == entry.group.oldest
             entry.oldest = None
-            self.lag.place(entry.group, entry.group.oldest_of_members())
+            if was_oldest:
+                self.lag.place(entry.group, entry.group.oldest_of_members())
         self._queue(entry)
 
     def _queue(self, entry: TrajectoryEntry) -> None:

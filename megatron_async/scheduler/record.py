@@ -32,7 +32,7 @@ from megatron_async.scheduler.scheduler import Scheduler
 from megatron_async.trajectory.types import PolicyVersion
 
 FORMAT = "megatron_async.schedule"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 _EVENTS = {cls.__name__: cls for cls in typing.get_args(ev.Event)}
 _ACTIONS = {cls.__name__: cls for cls in typing.get_args(ev.Action)}

@@ -112,15 +112,15 @@ class Scheduler:
         news = self._life.finished(event, out)
         if news and self._auto is not None:
             self._auto = auto_concurrency.completed(self._auto)
-        self._advance(out)
+        self._advance_unless_waiting(out)
 
     def _aborted(self, event: ev.Aborted, out: Actions) -> None:
         self._life.aborted(event, out)
-        self._advance(out)
+        self._advance_unless_waiting(out)
 
     def _reward_ready(self, event: ev.RewardReady, out: Actions) -> None:
         self._life.judged(event, out)
-        self._advance(out)
+        self._advance_unless_waiting(out)
 
     def _prompts_available(self, event: ev.PromptsAvailable, out: Actions) -> None:
         self._prompts_requested = False
@@ -185,6 +185,9 @@ class Scheduler:
     def _batch_taken(self, event: ev.BatchTaken, out: Actions) -> None:
         self._untaken = [step for step in self._untaken if step != event.step]
         out.extend(self._watch.taken(event.step))
+        if self._auto is not None:
+            tokens = self._life.tally.batched_tokens
+            self._auto = auto_concurrency.taken(self._auto, event.at_seconds, tokens)
         self._advance(out)
 
     def _advance(self, out: Actions) -> None:
@@ -194,10 +197,24 @@ class Scheduler:
         out.extend(self._gate.ready(self._fleet.in_flight))
         self._fill(out)
 
+    def _advance_unless_waiting(self, out: Actions) -> None:
+        """After the end of a request or a judgement.
+
+        Between a batch and the version made from it nothing is emitted or submitted, and weights
+        wait for the last request: there is nothing to do while others still run. (At a boundary
+        thousands end one after the other.)
+        """
+        if not (self._fleet.in_flight and self._awaits_version):
+            self._advance(out)
+
+    @property
+    def _awaits_version(self) -> bool:
+        return not self._config.overlap and self._version.number < self._life.lag.next_step
+
     def _trainer_ready(self) -> bool:
         if self._config.overlap:
             return len(self._untaken) < _PREFETCHED_BATCHES
-        return self._version.number >= self._life.lag.next_step and not self._gate.closed
+        return not self._awaits_version and not self._gate.closed
 
     def _batch_size(self) -> int:
         """Groups of the next batch if they are complete, else 0.
@@ -247,20 +264,21 @@ class Scheduler:
 
     def _fill(self, out: Actions) -> None:
         """Use free slots: partial trajectories, started groups, new groups, more prompts."""
-        lag = self._life.lag
-        training = not self._config.overlap and self._version.number < lag.next_step
-        born_stale = self._version.number < lag.floor
-        if training or born_stale or self._draining or self._gate.closed:
+        born_stale = self._version.number < self._life.lag.floor
+        if self._awaits_version or born_stale or self._draining or self._gate.closed:
             return
         limit = self.concurrency
         fleet, life = self._fleet, self._life
+        placement = None
         while fleet.in_flight < limit:
             entry = life.work.peek()
             if entry is None:
                 if not self._start_group():
                     break
                 continue
-            engine = fleet.choose(entry.group, self._version, limit)
+            if placement is None:
+                placement = fleet.placement(self._version, limit)
+            engine = placement.choose(entry.group)
             if engine is None:
                 return
             life.work.pop()

@@ -22,6 +22,7 @@ class Tally:
         self.count: dict[TrajectoryState, int] = dict.fromkeys(TrajectoryState, 0)
         self.dropped: Counter[DropReason] = Counter()
         self.restarted = 0
+        self.batched_tokens = 0
         self.wasted_tokens = 0
         self.filtered_tokens = 0
         self.partial_tokens = 0
@@ -35,9 +36,12 @@ class Tally:
 
     def move(self, entry: TrajectoryEntry, state: TrajectoryState) -> None:
         """`entry` is in `state` from now on."""
-        self._leave(entry)
+        before, count = entry.state, self.count
+        count[before] -= 1
+        count[state] += 1
         entry.state = state
-        self.count[state] += 1
+        if before is TrajectoryState.PARTIAL:
+            self.partial_tokens -= entry.tokens
         if state is TrajectoryState.PARTIAL:
             self.partial_tokens += entry.tokens
 
@@ -76,3 +80,4 @@ class Tally:
                 current += entry.tokens_of(step)
         self.off_policy_share = 1 - current / total if total else 0.0
         self.groups_batched += len(groups)
+        self.batched_tokens += total

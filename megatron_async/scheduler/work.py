@@ -11,12 +11,13 @@ Invariants
 from __future__ import annotations
 
 import heapq
-from typing import Literal
+from typing import Any, Literal
 
 from megatron_async.scheduler.state import GroupEntry, TrajectoryEntry
 
 BufferOrder = Literal["oldest_first", "newest_first", "longest_first"]
-_Key = tuple[int, ...]
+_Item = tuple[Any, ...]
+"""Integers in order of importance, the place in order of arrival, and the entry."""
 _SWEEP_FROM = 64
 
 
@@ -25,7 +26,7 @@ class WorkQueue:
 
     def __init__(self, order: BufferOrder) -> None:
         self._order = order
-        self._heap: list[tuple[_Key, int, TrajectoryEntry]] = []
+        self._heap: list[_Item] = []
         self._place: dict[int, int] = {}
         self._arrivals = 0
 
@@ -33,43 +34,44 @@ class WorkQueue:
         """Queue `entry` under its present state; an earlier place of it becomes invalid."""
         self._arrivals += 1
         self._place[entry.trajectory_id] = self._arrivals
-        heapq.heappush(self._heap, (self._key(entry), self._arrivals, entry))
+        heapq.heappush(self._heap, self._item(entry))
         if len(self._heap) > 2 * len(self._place) + _SWEEP_FROM:
-            self._heap = [item for item in self._heap if self._valid(item[1], item[2])]
+            self._heap = [item for item in self._heap if self._valid(item)]
             heapq.heapify(self._heap)
 
     def remove(self, entry: TrajectoryEntry) -> None:
         """`entry` waits no more, if it did."""
         self._place.pop(entry.trajectory_id, None)
 
-    def _valid(self, place: int, entry: TrajectoryEntry) -> bool:
-        return self._place.get(entry.trajectory_id) == place
+    def _valid(self, item: _Item) -> bool:
+        return self._place.get(item[-1].trajectory_id) == item[-2]
 
     def peek(self) -> TrajectoryEntry | None:
         """The next trajectory, still queued; None when there is no work."""
         heap = self._heap
         while heap:
-            _, place, entry = heap[0]
-            if self._valid(place, entry):
+            item = heap[0]
+            entry: TrajectoryEntry = item[-1]
+            if self._place.get(entry.trajectory_id) == item[-2]:
                 return entry
             heapq.heappop(heap)
         return None
 
     def pop(self) -> None:
         """Take what `peek` returned."""
-        _, _, entry = heapq.heappop(self._heap)
+        entry = heapq.heappop(self._heap)[-1]
         del self._place[entry.trajectory_id]
 
-    def _key(self, entry: TrajectoryEntry) -> _Key:
+    def _item(self, entry: TrajectoryEntry) -> _Item:
         group = entry.group
-        priority = -group.spec.priority
+        priority, place = -group.spec.priority, self._arrivals
         if not entry.tokens:
-            return (1, priority, group.order, entry.index)
+            return (1, priority, group.order, entry.index, place, entry)
         if self._order == "oldest_first":
-            return (0, priority, group.order, entry.index)
+            return (0, priority, group.order, entry.index, place, entry)
         if self._order == "newest_first":
-            return (0, priority, -group.order, -entry.index)
-        return (0, priority, -entry.tokens, group.order, entry.index)
+            return (0, priority, -group.order, -entry.index, place, entry)
+        return (0, priority, -entry.tokens, group.order, entry.index, place, entry)
 
 
 class FreshGroups:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -58,7 +59,7 @@ class ModelShape:
         mlp = self.mlp_parameters * max(1, self.experts)
         return self.attention_parameters + mlp + router + embeddings
 
-    @property
+    @cached_property
     def active_parameters(self) -> int:
         """What one token is multiplied with (the input embedding is a look-up)."""
         mlp = self.mlp_parameters * (self.experts_per_token if self.experts else 1)
@@ -69,7 +70,7 @@ class ModelShape:
         """Keys and values of all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * BF16
 
-    @property
+    @cached_property
     def attention_flops_per_token_pair(self) -> int:
         """Scores and weighted sum for one query and one key, all layers and heads."""
         return 4 * self.layers * self.heads * self.head_dim

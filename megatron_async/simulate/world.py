@@ -141,7 +141,8 @@ class World:
     # ------------------------------------------------------------ engines
 
     def _touch(self, engine: Engine) -> None:
-        engine.advance(self._now)
+        if engine.now != self._now:
+            engine.advance(self._now)
         self._dirty[engine.engine_id] = engine
 
     def _settle_engines(self) -> None:
@@ -177,8 +178,8 @@ class World:
         trajectory_id = request.trajectory_id
         self._responses[trajectory_id].append(written)
         version, newest = written[-1]
-        older = sum(count for _, count in written[:-1])
-        if older:
+        if len(written) > 1:
+            older = sum(count for _, count in written[:-1])
             self._events.append(ev.TokensArrived(trajectory_id, older, written[0][0]))
         self._events.append(ev.TokensArrived(trajectory_id, newest, version))
 
@@ -277,7 +278,7 @@ class World:
         waited = self._now - self._idle_since
         self.statistics.taken(StepRow(step, len(sequences), sum(sequences), waited, seconds))
         self._updates_began[step + 1] = self._now + seconds
-        self._events.append(ev.BatchTaken(step))
+        self._events.append(ev.BatchTaken(step, self._now))
         self._later(seconds + self._trainer.switch_seconds, self._trained, step)
 
     def _trained(self, step: int) -> None:

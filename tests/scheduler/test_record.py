@@ -45,7 +45,7 @@ EVENTS: list[ev.Event] = [
     ev.RewardReady(1, 0.1),
     ev.RewardReady(1, None),
     ev.EngineLoad("a", 0.3, 4),
-    ev.BatchTaken(1),
+    ev.BatchTaken(1, 12.5),
     ev.UpdateRequested(2),
     ev.WeightsPublished(PolicyVersion(0, 2)),
 ]
@@ -157,7 +157,7 @@ def test_a_last_line_that_a_crash_cut_short_is_ignored(tmp_path: Path) -> None:
             "has format_version 99",
         ),
         (
-            '{"format": "megatron_async.schedule", "format_version": 1, "schedule": {"x": 1}}\n',
+            '{"format": "megatron_async.schedule", "format_version": 2, "schedule": {"x": 1}}\n',
             "its header does not fit",
         ),
     ],

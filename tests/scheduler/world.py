@@ -42,6 +42,7 @@ class World:
         self.calm = False
         self.events = 0
         self.prompts_given = 0
+        self.taken_at = 0.0
         self.warnings: list[str] = []
         self.start(0, PolicyVersion(0, 0))
         for _ in range(weather.engines):
@@ -210,7 +211,8 @@ class World:
 
     def take(self) -> None:
         self.trainer = self.oracle.untaken[0]
-        self.tell(ev.BatchTaken(self.trainer))
+        self.taken_at += 1.0
+        self.tell(ev.BatchTaken(self.trainer, self.taken_at))
 
     def update(self) -> None:
         assert self.trainer is not None
