@@ -76,11 +76,10 @@ def one_run(run: RunUnderFire, plan: list[Target], account: Account) -> None:
         run.start()
         for number, target in enumerate(plan):
             time.sleep(rng.uniform(0, _LONGEST_DELAY_SECONDS))
-            last = number == len(plan) - 1
-            if last:
-                break
-            run.kill(target, patient=rng.random() > _IMPATIENT)
-        run.kill_and_finish(steps=2)
+            if number < len(plan) - 1:
+                run.kill(target, patient=rng.random() > _IMPATIENT)
+        run.last_life(steps=2)
+        run.wait_for_end()
     except RunFailed as failure:
         account.broken.append(f"{run.config['name']}: a run did not go on: {failure}")
         return

@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -106,14 +107,14 @@ def configuration(
             "max_restarts": 1_000_000,
             "max_manager_restarts": 1_000_000,
         },
-        "weights": {"transport": "tensor", "timeout_seconds": 60},
+        "weights": {"timeout_seconds": 60},
         "store": {"chunk_tokens": 32, "compact_after_checkpoints": 2},
         "telemetry": {"progress": "lines", "tensorboard": False},
         "experiment": {"ledger": True},
     }
     if simulated:
         config["engines"]["simulated"] = {"mean_length": 60, "step_seconds": 0.008}
-        config["weights"]["verify"] = "never"
+        config["weights"] |= {"transport": "tensor", "verify": "never"}
     for section, values in changes.items():
         config[section] = {**config[section], **values} if isinstance(values, dict) else values
     return config
@@ -151,24 +152,18 @@ class RunUnderFire:
         """Go on with what is in the run directory."""
         self._launch("--resume", str(self.directory.path), *overrides)
 
-    def kill_and_finish(self, steps: int) -> None:
-        """Kill all of it, resume for `steps` more steps, wait for the end. Raises RunFailed."""
-        self.looks.append(look(self.directory))
-        began, step = time.time(), self.step()
-        self._kill_tree()
-        self.looks.append(look(self.directory))
-        size = self.directory.arrivals.stat().st_size
-        self.resume(f"steps={step + steps}")
+    def last_life(self, steps: int, *overrides: str) -> None:
+        """Kill all of it and resume for the last `steps` steps. Raises RunFailed."""
+        end = self.step() + steps
+        self.kill("tree", f"steps={end}", *overrides)
+
+    def wait_for_end(self) -> None:
+        """Raises RunFailed unless the run completes."""
         process = self._process
         assert process is not None
-        try:
-            self._wait(lambda: process.poll() is not None, "end")
-        except RunFailed:
-            if process.returncode != 0:
-                raise
+        self._wait(lambda: process.poll() is not None, "end")
         if process.returncode != 0:
             raise RunFailed(f"it ended with exit code {process.returncode}: {self._tail()}")
-        self.kills.append(Kill("tree", step, size, self.last_step_at() - began))
 
     def close(self) -> None:
         """Leave no process."""
@@ -206,7 +201,7 @@ class RunUnderFire:
         """Until a step has been made after `since`."""
         self._wait(lambda: self.last_step_at() > since, "a further step")
 
-    def _wait(self, condition: Any, what: str) -> None:
+    def _wait(self, condition: Callable[[], bool], what: str) -> None:
         assert self._process is not None
         waited, looked = 0.0, time.monotonic()
         while not condition():
@@ -214,6 +209,8 @@ class RunUnderFire:
             waited += min(time.monotonic() - looked, _LONGEST_POLL_SECONDS)
             looked = time.monotonic()
             if self._process.poll() is not None:
+                if condition():
+                    return
                 raise RunFailed(
                     f"it ended with exit code {self._process.returncode}: {self._tail()}"
                 )
@@ -226,10 +223,10 @@ class RunUnderFire:
 
     # ------------------------------------------------------------ kills
 
-    def kill(self, target: Target, *, patient: bool = True) -> None:
+    def kill(self, target: Target, *overrides: str, patient: bool = True) -> None:
         """SIGKILL, then wait for (or resume to) a further step; not if not `patient`.
 
-        Raises RunFailed when the run does not go on.
+        `overrides` are settings to resume with. Raises RunFailed when the run does not go on.
         """
         self.looks.append(look(self.directory))
         step = self.step()
@@ -237,7 +234,7 @@ class RunUnderFire:
         if target == "tree":
             self._kill_tree()
             self.looks.append(look(self.directory))
-            self.resume()
+            self.resume(*overrides)
         else:
             self._kill_one(target)
         arrivals = self.directory.arrivals
@@ -245,6 +242,15 @@ class RunUnderFire:
         if patient:
             self.wait_for_progress(time.time())
         self.kills.append(Kill(target, step, size, time.time() - began if patient else None))
+
+    def hang(self, target: Target) -> None:
+        """SIGSTOP to a process and all that it started, then wait for a further step."""
+        self.looks.append(look(self.directory))
+        self._wait(lambda: bool(self.processes(target)), f"{target} process to stop")
+        chosen = self.rng.choice(self.processes(target))
+        for process in (chosen, *chosen.children(recursive=True)):
+            process.send_signal(signal.SIGSTOP)
+        self.wait_for_progress(time.time())
 
     def processes(self, target: Target) -> list[psutil.Process]:
         """Processes of this run that are one of `target` each."""
@@ -260,8 +266,18 @@ class RunUnderFire:
 
     def _kill_one(self, target: Target) -> None:
         """A process of that kind; waits for one if all are just being restarted."""
-        self._wait(lambda: self.processes(target), f"{target} process to kill")
-        self.rng.choice(self.processes(target)).send_signal(signal.SIGKILL)
+
+        def done() -> bool:
+            found = self.processes(target)
+            if not found:
+                return False
+            try:
+                self.rng.choice(found).send_signal(signal.SIGKILL)
+            except psutil.NoSuchProcess:
+                return False
+            return True
+
+        self._wait(done, f"{target} process to kill")
 
     def _kill_tree(self) -> None:
         assert self._process is not None

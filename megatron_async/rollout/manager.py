@@ -26,6 +26,7 @@ from megatron_async.rollout.driver import RolloutDriver, Verifier
 from megatron_async.rollout.evaluate import EvalResult, evaluate
 from megatron_async.rollout.fleet import EngineLauncher, Fleet
 from megatron_async.rollout.interfaces import EngineClient, EngineError
+from megatron_async.rollout.shared_devices import SharedDevices
 from megatron_async.scheduler.record import Recorder
 from megatron_async.scheduler.record_files import unused_record
 from megatron_async.scheduler.scheduler import Scheduler
@@ -107,6 +108,7 @@ class RolloutManager:
         self._session: _Session | None = None
         self._attaching = asyncio.Lock()
         self._addressed: set[str] = set()
+        self._devices = SharedDevices(config.engines.placement == "colocated", self._tell)
 
     # ------------------------------------------------------------ life
 
@@ -165,6 +167,7 @@ class RolloutManager:
             driver.statistics.warned("store_recovered", store.recovery.sentence)
         driver.start()
         self._fleet.attach(driver)
+        await self._devices.rest(driver.engines())
 
     async def _detach(self) -> None:
         session, self._session = self._session, None
@@ -201,7 +204,12 @@ class RolloutManager:
 
     async def next_batch(self) -> TokenBatch | None:
         """The next batch, or None when stale engines want weights. Raises ComponentFailure."""
-        return await self._driver.next_batch(self._config.trainer.wait_for_batch_seconds)
+        driver, limit = self._driver, self._config.trainer.wait_for_batch_seconds
+        batch = await driver.next_batch(limit)
+        if batch is not None and self._devices.shared:
+            await driver.until_idle(limit)  # what was ended early is on its way out
+        await self._devices.rest(driver.engines())
+        return batch
 
     def drop_batch(self, step: int, reason: str) -> None:
         """The trainer could not use the batch of `step` (all its trajectories are dropped)."""
@@ -213,6 +221,10 @@ class RolloutManager:
         """Make engines ready for version `number`; returns those that must receive it."""
         version = PolicyVersion(self._attached.resume.lineage, number)
         engines = await self._driver.begin_update(version, self._config.weights.timeout_seconds)
+        if self._devices.shared:  # who gave its memory away has lost its weights
+            engines = self._driver.engines()
+            await self._devices.rest(engines)
+            await self._devices.take_weights(engines)
         self._addressed = {engine.engine_id for engine in engines}
         return [EngineAddress(engine.engine_id, engine.url) for engine in engines]
 
@@ -233,6 +245,7 @@ class RolloutManager:
             self._driver.engine_failed(engine_id, f"engine {engine_id} did not take {version}")
         holders = [e for e in self._driver.engines() if e.engine_id in set(engine_ids)]
         last = number >= self._config.steps
+        await self._devices.wake(self._driver.engines())
         stale = set(self._driver.stale_engines()) & set(holders)
         # A trainer that died in the middle of an update has left them paused.
         await self._tell(stale, lambda engine: engine.resume())
@@ -250,10 +263,9 @@ class RolloutManager:
             mean, worst = await self._probe(holders, version, probe_ids, probe_logprobs)
         evaluation = None
         if self._evaluation_due(number):
-            try:
-                evaluation = await self.evaluate(holders, tag=f"eval-{version}")
-            except EngineError as error:
-                raise ComponentFailure(f"the evaluation of {version} failed: {error}") from error
+            evaluation = await self._evaluate_on_living(holders, version)
+        if last:
+            await self._devices.rest(self._driver.engines())
         return UpdateReport(mean, worst, evaluation)
 
     async def _tell(
@@ -270,6 +282,24 @@ class RolloutManager:
         every = self._config.eval.every_steps
         at_an_end = number in (0, self._config.steps)
         return at_an_end or (every > 0 and number % every == 0)
+
+    async def _evaluate_on_living(
+        self, engines: Sequence[EngineClient], version: PolicyVersion
+    ) -> EvalResult:
+        """Begun anew on those that are left when one dies. Raises ComponentFailure if none is."""
+        left = list(engines)
+        while True:
+            try:
+                return await self.evaluate(left, tag=f"eval-{version}-on{len(left)}")
+            except EngineError as error:
+                dead = [engine for engine in left if not await engine.healthy()]
+                left = [engine for engine in left if engine not in dead]
+                for engine in dead:
+                    self._driver.engine_failed(engine.engine_id, str(error))
+                if not dead or not left:
+                    raise ComponentFailure(
+                        f"the evaluation of {version} failed: {error}"
+                    ) from error
 
     async def evaluate(self, engines: Sequence[EngineClient], tag: str) -> EvalResult:
         """Held-out accuracy under the weights that `engines` hold."""
@@ -340,7 +370,11 @@ class RolloutManager:
     # ------------------------------------------------------------ checkpoints
 
     async def position(self) -> dict[str, Any]:
-        """What a checkpoint must keep of the rollout side (`ResumePoint` is made from it)."""
+        """What a checkpoint must keep of the rollout side (`ResumePoint` is made from it).
+
+        The trainer is about to hold all of its memory: engines that share it rest.
+        """
+        await self._devices.rest(self._driver.engines())
         return {"store_position": await self._attached.store.sync(durable=True)}
 
     async def checkpoint_finalised(self, step: int, kept_steps: Sequence[int]) -> None:

@@ -1,10 +1,11 @@
 """Verifiers in processes of their own, with a hard limit on every judgement.
 
 Invariants
-- A judgement ends within `task.verifier_timeout_seconds` (plus a process start, where one is due):
-  a process that hangs is killed and the next judgement starts another one.
-- A judgement that timed out or crashed is scored as `task.on_verifier_timeout` says; one whose
-  verifier raised is a wrong answer. Each kind is counted in the judgement's `detail`.
+- A try ends within `task.verifier_timeout_seconds` (plus a process start, where one is due): a
+  process that hangs is killed and the next judgement starts another one.
+- A judgement whose process died is made once more: a kill from outside must not cost an answer its
+  reward. One that timed out, or crashed twice, is scored as `task.on_verifier_timeout` says; one
+  whose verifier raised is a wrong answer. Each kind is counted in the judgement's `detail`.
 - Closing leaves no process behind.
 
 `VerifierWorker` owns one process and blocks; `LocalVerifierPool` runs several from threads of this
@@ -34,6 +35,7 @@ from megatron_async.trajectory.types import Prompt
 START_TIMEOUT_SECONDS: Final = 120.0
 _STOP_TIMEOUT_SECONDS: Final = 5.0
 _RAY_SLACK_SECONDS: Final = 30.0
+_TRIES: Final = 2
 _READ_BYTES: Final = 65536
 _ERROR_TAIL_CHARACTERS: Final = 2000
 
@@ -66,20 +68,29 @@ class VerifierWorker:
 
     def judge(self, payload: dict[str, Any], text: str) -> Judgement:
         """The verdict, within the limit. Raises only what `start` does."""
-        self.start()
-        assert self._child is not None
         line = json.dumps({"payload": payload, "text": text})
         try:
-            reply = self._child.ask(line, self._config.verifier_timeout_seconds)
+            try:
+                reply = self._ask(line)
+            except VerifierCrash:
+                reply = self._ask(line)
         except VerifierTimeout:
-            self._discard()
             return self._failed("verifier_timeout")
         except VerifierCrash:
-            self._discard()
             return self._failed("verifier_crash")
         if "error" in reply:
             return Judgement(0.0, {"score": 0.0, "answered": 1.0, "verifier_error": 1.0})
         return Judgement(reply["reward"], reply["detail"])
+
+    def _ask(self, line: str) -> dict[str, Any]:
+        """The reply. After VerifierTimeout or VerifierCrash there is no process."""
+        self.start()
+        assert self._child is not None
+        try:
+            return self._child.ask(line, self._config.verifier_timeout_seconds)
+        except (VerifierTimeout, VerifierCrash):
+            self._discard()
+            raise
 
     def pid(self) -> int | None:
         """Process id of the verifier, while there is one."""
@@ -236,14 +247,21 @@ class LocalVerifierPool:
 
 
 class RayVerifierPool:
-    """`task.verifier_workers` Ray actors, each with one verifier process. Needs a running Ray."""
+    """`task.verifier_workers` Ray actors, each with one verifier process. Needs a running Ray.
 
-    def __init__(self, config: TaskConfig, model_path: str) -> None:
+    `label_selector`: Ray nodes on which they may be.
+    """
+
+    def __init__(
+        self, config: TaskConfig, model_path: str, label_selector: dict[str, str] | None = None
+    ) -> None:
         import ray
 
         self._decoder = _ResponseDecoder(model_path)
-        self._limit = config.verifier_timeout_seconds + START_TIMEOUT_SECONDS + _RAY_SLACK_SECONDS
+        one_try = config.verifier_timeout_seconds + START_TIMEOUT_SECONDS
+        self._limit = _TRIES * one_try + _RAY_SLACK_SECONDS
         actor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=1)(VerifierWorker)
+        actor = actor.options(label_selector=label_selector)
         self._actors = [actor.remote(config) for _ in range(config.verifier_workers)]
         # The processes start while the engines do: rewards that come late would let generation
         # run ahead of the batch it is for. An error of the start is met again by `judge`.

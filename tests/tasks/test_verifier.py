@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,9 +91,20 @@ def test_a_killed_verifier_is_replaced_and_counted(worker: VerifierWorker) -> No
     os.kill(pid, signal.SIGSTOP)  # so that it dies with the request unanswered
     os.kill(pid, signal.SIGKILL)
     judgement = worker.judge({"answer": "1/2"}, "0.5")
-    if judgement.detail.get("verifier_crash"):  # else its death was seen before asking
-        judgement = worker.judge({"answer": "1/2"}, "0.5")
     assert judgement.reward == 1.0
+    assert worker.restarts == 1
+
+
+def test_one_that_is_killed_while_it_judges_is_asked_again(worker: VerifierWorker) -> None:
+    worker.start()
+    pid = worker.pid()
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)  # so that the kill comes after the question
+    killer = threading.Timer(0.3, os.kill, (pid, signal.SIGKILL))
+    killer.start()
+    judgement = worker.judge({"answer": "1/2"}, "0.5")
+    killer.join()
+    assert judgement.reward == 1.0 and "verifier_crash" not in judgement.detail
     assert worker.restarts == 1
 
 

@@ -1,0 +1,71 @@
+"""The crash test of `benchmarks/crash`, short and with a fixed seed: real processes, real kills.
+
+Simulated engines: every part of a run killed once under `async`, the whole tree at the end.
+Real engines: the failure table of docs/clusters.md, one failure after the other in one run, with
+two engines at first and with only one in its last life.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.crash.__main__ import Account, one_run, rules_of
+from benchmarks.crash.checks import audit
+from benchmarks.crash.evidence import gather
+from benchmarks.crash.run import RunUnderFire, configuration, prepare
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(540)]
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Iterator[list[RunUnderFire]]:
+    prepare(tmp_path)
+    started: list[RunUnderFire] = []
+    yield started
+    for run in started:
+        run.close()
+
+
+def test_killed_parts_and_a_killed_tree_lose_nothing(
+    tmp_path: Path, runs: list[RunUnderFire]
+) -> None:
+    run = RunUnderFire(configuration("async", "simulated", tmp_path, "short", {}), random.Random(3))
+    runs.append(run)
+    account = Account()
+    one_run(run, ["engine", "verifier", "manager", "trainer", "tree"], account)
+    assert account.broken == []
+    assert [kill.target for kill in run.kills] == [
+        "engine",
+        "verifier",
+        "manager",
+        "trainer",
+        "tree",
+    ]
+    assert account.batches > 5
+
+
+@pytest.mark.engine
+def test_a_run_on_real_engines_survives_the_failure_table(
+    tmp_path: Path, runs: list[RunUnderFire]
+) -> None:
+    changes = {"engines": {"no_progress_seconds": 8.0}}
+    run = RunUnderFire(
+        configuration("copris", "sglang", tmp_path, "table", changes), random.Random(5)
+    )
+    runs.append(run)
+    run.start()
+    run.hang("engine")
+    run.kill("engine")
+    run.kill("trainer")
+    run.kill("manager")
+    run.last_life(10, "engines.count=1")
+    run.kill("engine")
+    run.hang("engine")
+    run.wait_for_end()
+    evidence = gather(run.directory, run.looks)
+    broken = {name: found for name, found in audit(evidence, rules_of(run.config)).items() if found}
+    assert broken == {}

@@ -1,0 +1,184 @@
+"""The manager between trainers that come and go: attach, resume, and engines that are left over.
+
+Simulated engines in this process, a trainer that only says what a real one would say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_async.config import RunConfig, build_config
+from megatron_async.errors import ComponentFailure
+from megatron_async.rollout.manager import NotAttached, ResumePoint, RolloutManager, UpdateReport
+from megatron_async.rollout.simulated_engine import SimulatedEngine, SimulatedEngineModel
+from megatron_async.trajectory.batch import TokenBatch
+from megatron_async.trajectory.types import PolicyVersion, Prompt
+
+MODEL = SimulatedEngineModel(mean_length=12, step_seconds=0.001, stream_interval=4)
+
+
+class Fixed:
+    """A task of numbered prompts that every answer solves; also the verifier."""
+
+    stop_token_ids = (2,)
+
+    def train_prompts(self, position: int, count: int) -> list[Prompt]:
+        return [Prompt(np.array([5, position + i], np.int32), "fixed") for i in range(count)]
+
+    def eval_prompts(self, count: int) -> list[Prompt]:
+        return self.train_prompts(100, count)
+
+    async def score(
+        self, prompt: Prompt, response_ids: Sequence[int]
+    ) -> tuple[float | None, dict[str, float]]:
+        return 1.0, {}
+
+
+class Engines:
+    """Launches simulated engines; dead ones are not restarted."""
+
+    def __init__(self) -> None:
+        self.all: list[SimulatedEngine] = []
+
+    async def launch(self, index: int) -> SimulatedEngine:
+        self.all.append(SimulatedEngine(f"engine{index}", MODEL))
+        return self.all[-1]
+
+    async def alive(self, index: int) -> bool:
+        return await self.all[index].healthy()
+
+    async def stop(self, index: int) -> None:
+        return None
+
+
+def settings(preset: str, engines: int = 1) -> RunConfig:
+    return build_config(
+        {
+            "schedule": {
+                "preset": preset,
+                "groups_per_batch": 1,
+                "group_size": 2,
+                "concurrency": 4,
+            },
+            "steps": 100,
+            "trainer": {"wait_for_batch_seconds": 5},
+            "engines": {"count": engines, "max_restarts": 0, "health_interval_seconds": 0.1},
+            "eval": {"prompts": 2},
+            "weights": {"timeout_seconds": 5},
+        }
+    )
+
+
+class Trainer:
+    """Calls a manager as `run/loop.py` does."""
+
+    def __init__(self, folder: Path, config: RunConfig) -> None:
+        self.engines = Engines()
+        self.manager = RolloutManager(
+            config,
+            task=Fixed(),  # type: ignore[arg-type]
+            verifier=Fixed(),
+            launcher=self.engines,
+            store_file=folder / "store.sqlite",
+            events_directory=folder / "events",
+        )
+
+    async def publish(self, lineage: int, number: int) -> UpdateReport:
+        addresses = await self.manager.begin_update(number)
+        for engine in self.engines.all:
+            if await engine.healthy():
+                engine.set_weights(PolicyVersion(lineage, number))
+        ids = [address.engine_id for address in addresses]
+        return await self.manager.end_update(number, ids, None, None)
+
+    async def begin(self, resume: ResumePoint) -> None:
+        await self.manager.attach(resume)
+        await self.publish(resume.lineage, resume.step)
+
+    async def batch(self) -> TokenBatch:
+        batch = await self.manager.next_batch()
+        assert batch is not None
+        return batch
+
+
+def run(body: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(body, 30))
+
+
+@pytest.mark.parametrize("preset", ["pipeline", "async"])
+def test_engines_that_a_dead_trainer_left_paused_serve_its_successor(
+    tmp_path: Path, preset: str
+) -> None:
+    async def body() -> None:
+        trainer = Trainer(tmp_path, settings(preset))
+        await trainer.manager.start()
+        await trainer.begin(ResumePoint(0))
+        assert (await trainer.batch()).step == 0
+        await trainer.manager.begin_update(1)
+        assert trainer.engines.all[0]._paused
+        await trainer.begin(ResumePoint(1, 0, parent=0))
+        assert (await trainer.batch()).step == 0
+        await trainer.manager.stop()
+
+    run(body())
+
+
+def test_a_manager_that_was_lost_goes_on_with_the_line_at_the_trainers_step(
+    tmp_path: Path,
+) -> None:
+    async def body() -> None:
+        first = Trainer(tmp_path, settings("async"))
+        await first.manager.start()
+        await first.begin(ResumePoint(0))
+        trained = set((await first.batch()).trajectory_ids_S.tolist())
+        await first.manager.stop()  # killed for real in tests/crash
+
+        second = Trainer(tmp_path, settings("async"))
+        await second.manager.start()
+        with pytest.raises(NotAttached):
+            await second.manager.next_batch()
+        await second.begin(ResumePoint(0, 1))
+        batch = await second.batch()
+        assert batch.step == 1
+        assert trained.isdisjoint(batch.trajectory_ids_S.tolist())
+        await second.manager.stop()
+        assert {p.name for p in (tmp_path / "events").iterdir()} == {"0.jsonl", "0.1.jsonl"}
+
+    run(body())
+
+
+def test_attaches_at_once_follow_each_other_and_a_late_one_is_refused(tmp_path: Path) -> None:
+    async def body() -> None:
+        trainer = Trainer(tmp_path, settings("async"))
+        await trainer.manager.start()
+        await trainer.begin(ResumePoint(0))
+        await trainer.batch()
+        again = [trainer.manager.attach(ResumePoint(n, 0, parent=0)) for n in (1, 2)]
+        await asyncio.gather(*again)
+        with pytest.raises(ComponentFailure, match="lineage 1 has been replaced"):
+            await trainer.manager.attach(ResumePoint(1, 0, parent=0))
+        await trainer.publish(2, 0)
+        assert (await trainer.batch()).step == 0
+        await trainer.manager.stop()
+
+    run(body())
+
+
+def test_an_engine_that_dies_in_an_evaluation_is_left_out_of_it(tmp_path: Path) -> None:
+    async def body() -> None:
+        trainer = Trainer(tmp_path, settings("async", engines=2))
+        await trainer.manager.start()
+        await trainer.manager.attach(ResumePoint(0))
+        trainer.engines.all[1].crash_after(3)
+        report = await trainer.publish(0, 0)
+        assert report.evaluation is not None and report.evaluation.answers == 2
+        assert (await trainer.batch()).step == 0
+        await trainer.manager.stop()
+
+    run(body())
