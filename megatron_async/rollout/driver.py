@@ -37,6 +37,8 @@ from megatron_async.trajectory.types import (
     Trajectory,
 )
 
+_IDLE_POLL_SECONDS = 0.01
+
 
 class PromptSource(Protocol):
     """Training prompts in a fixed order."""
@@ -90,7 +92,7 @@ class RolloutDriver:
         self.failure: ComponentFailure | None = None
         self.failed = asyncio.Event()
         self.lost_engines: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
-        self.statistics = RolloutStatistics()
+        self.statistics = RolloutStatistics(overlap=config.schedule.overlap)
         self._generation = Generation(
             config,
             store,
@@ -164,8 +166,8 @@ class RolloutDriver:
         batch = await self._wait_for(self._batches.get(), self._stale.wait(), timeout, "a batch")
         if not isinstance(batch, TokenBatch):
             return None
-        self._feed(ev.BatchTaken(batch.step))
-        self.statistics.trainer_took(batch.step)
+        self._feed(ev.BatchTaken(batch.step, time.monotonic()))
+        self.statistics.trainer_took()
         return batch
 
     async def begin_update(self, version: PolicyVersion, timeout: float) -> list[EngineClient]:
@@ -174,8 +176,10 @@ class RolloutDriver:
             allowed = self._allowed.setdefault(version.number, asyncio.Event())
             self._feed(ev.UpdateRequested(version.number))
             await self._wait_for(allowed.wait(), None, timeout, f"engines to take {version}")
+        if version == self._version:
+            return self.stale_engines()
         self.statistics.update_began()
-        return self.engines() if version != self._version else self.stale_engines()
+        return self.engines()
 
     def end_update(self, version: PolicyVersion, engine_ids: Sequence[str]) -> None:
         """These engines hold `version` now (verified)."""
@@ -205,6 +209,18 @@ class RolloutDriver:
             )
         if not self.stale_engines():
             self._stale.clear()
+
+    async def until_idle(self, timeout: float) -> None:
+        """No request runs. Raises ComponentFailure when one still does after `timeout`."""
+        deadline = time.monotonic() + timeout
+        while len(self._generation):
+            if self.failure is not None:
+                raise self.failure
+            if time.monotonic() > deadline:
+                raise ComponentFailure(
+                    f"waited {timeout:.0f} s for running requests to end; {self.describe()}"
+                )
+            await asyncio.sleep(_IDLE_POLL_SECONDS)
 
     async def quiesce(self) -> None:
         """End generation for good: running requests are aborted, their tokens kept."""
@@ -341,26 +357,30 @@ class RolloutDriver:
 
     async def _monitor_loop(self) -> None:
         """Ask engines for their load; report hangs. Restarts are the fleet's business."""
-        settings = self._config.engines
         while True:
-            await asyncio.sleep(settings.health_interval_seconds)
-            for slot in list(self._slots.values()):
-                if not slot.up:
-                    continue
-                engine_id = slot.client.engine_id
-                try:
-                    status = await slot.client.status()
-                except EngineError as error:
-                    self.engine_failed(engine_id, str(error))
-                    continue
-                preemptions = max(0, status.preemptions_total - slot.preemptions_seen)
-                slot.preemptions_seen = status.preemptions_total
-                self._feed(ev.EngineLoad(engine_id, status.kv_usage, preemptions))
-                silent = time.monotonic() - slot.last_token_at
-                if slot.running and silent > settings.no_progress_seconds:
-                    self.engine_failed(
-                        engine_id, f"engine {engine_id} made no token for {silent:.0f} s"
-                    )
+            await asyncio.sleep(self._config.engines.health_interval_seconds)
+            up = [slot for slot in self._slots.values() if slot.up]
+            await asyncio.gather(*(self._look_at(slot) for slot in up))
+
+    async def _look_at(self, slot: EngineSlot) -> None:
+        engine_id = slot.client.engine_id
+        patience = self._config.engines.no_progress_seconds
+        try:
+            status = await asyncio.wait_for(slot.client.status(), patience)
+        except TimeoutError:
+            self.engine_failed(engine_id, f"engine {engine_id} did not answer for {patience:g} s")
+            return
+        except EngineError as error:
+            self.engine_failed(engine_id, str(error))
+            return
+        if self._slots.get(engine_id) is not slot:
+            return  # it was given up meanwhile
+        preemptions = max(0, status.preemptions_total - slot.preemptions_seen)
+        slot.preemptions_seen = status.preemptions_total
+        self._feed(ev.EngineLoad(engine_id, status.kv_usage, preemptions))
+        silent = time.monotonic() - slot.last_token_at
+        if slot.running and silent > patience:
+            self.engine_failed(engine_id, f"engine {engine_id} made no token for {silent:.0f} s")
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
