@@ -138,25 +138,26 @@ class Placement:
     def _least_loaded(self) -> EngineEntry | None:
         heap = self._heap
         while heap:
-            key, engine = heap[0]
-            if not engine.has_room:
-                heapq.heappop(heap)
-                continue
-            now = _key(engine)
-            if now == key:
+            (_, running, _), engine = heap[0]
+            if len(engine.running) == running:  # nothing was submitted to it since
                 return engine
-            heapq.heapreplace(heap, (now, engine))
+            if engine.has_room:
+                heapq.heapreplace(heap, (_key(engine), engine))
+            else:
+                heapq.heappop(heap)
         return None
 
     def _least_loaded_of(self, group: GroupEntry) -> EngineEntry | None:
-        found = None
-        for engine_id in group.serving:
-            engine = self._engines.get(engine_id)
-            if engine is None or engine.version != self._version or not engine.has_room:
-                continue
-            if found is None or _key(engine) < _key(found):
-                found = engine
-        return found
+        usable = [
+            engine
+            for engine_id in group.serving
+            if (engine := self._engines.get(engine_id)) is not None
+            and engine.version == self._version
+            and engine.has_room
+        ]
+        if len(usable) > 1:
+            return min(usable, key=_key)
+        return usable[0] if usable else None
 
 
 def _key(engine: EngineEntry) -> _Key:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,8 @@ from megatron_async.simulate.planner import make_plan, plan_table
 from megatron_async.simulate.show import notes, plot, table
 from megatron_async.simulate.sweep import Point, read_settings, run_points, sweep_points
 
+_GC_THRESHOLD = 100_000
+"""New objects between two searches for unreachable cycles, of which a simulation makes few."""
 _WIDTH = 220
 """Columns: a row of figures is not to be folded."""
 
@@ -29,6 +32,7 @@ def simulate_command(
     settings = read_settings(config, overrides)
     points = sweep_points(sweeps, [name.strip() for name in presets.split(",") if name.strip()])
     began = time.perf_counter()
+    gc.set_threshold(_GC_THRESHOLD)
 
     def told(point: Point) -> None:
         spent = time.perf_counter() - began

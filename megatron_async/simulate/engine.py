@@ -196,6 +196,9 @@ class Engine:
         first, request.reported = request.reported, generated
         if generated == first:
             return []
+        began, version = self._switches[-1]
+        if began - request.joined + _CLOSE < first + 1:
+            return [(version, generated - first)]  # nearly always: one version since then
         out: Tokens = []
         end = generated
         for began, version in reversed(self._switches):
@@ -209,7 +212,8 @@ class Engine:
         return out
 
     def _tokens_at(self, request: Request, steps: float) -> int:
-        return min(request.remaining, max(0, math.floor(steps - request.joined + _CLOSE)))
+        done = int(steps - request.joined + _CLOSE)
+        return 0 if done < 0 else min(done, request.remaining)
 
     # ------------------------------------------------------------ what is done to it
 

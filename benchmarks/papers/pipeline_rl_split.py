@@ -1,0 +1,122 @@
+"""PipelineRL (arXiv 2509.19128): T of 128 GPUs train, under a bound on the lag.
+
+    python -m benchmarks.papers.pipeline_rl_split
+
+The source's model: throughput = min(generation, training), and T is chosen so that it is largest
+while the largest lag stays within g_max. Here, for each T: generation alone (a trainer that takes
+no time), training alone (from the trainer's cost model), both together in the simulator, and the
+largest N' of a list whose largest lag is within the bound. Negative control: with a trainer that
+takes no time the best T is the smallest.
+"""
+
+from __future__ import annotations
+
+from benchmarks.papers.report import CONFIGS, parser, point, table, write
+from megatron_async.config import load_config
+from megatron_async.simulate.build import trainer_costs
+from megatron_async.simulate.lengths import GroupSource
+from megatron_async.simulate.statistics import Summary
+
+CONFIG = "pipeline-7b-128gpu"
+GPUS = 128
+TRAINERS = (32, 48, 64, 80, 96)
+BOUNDS = (8, 12, 16)
+CONCURRENCIES = (1024, 1536, 2048, 3072)
+FREE_TRAINER = ("simulate.trainer_seconds_per_token=1e-12", "simulate.trainer_seconds_per_update=0")
+
+
+def split(trainers: int) -> tuple[str, ...]:
+    nodes = f"parallel.nodes={trainers // 8}"
+    return (f"parallel.ranks={trainers}", nodes, f"engines.count={GPUS - trainers}")
+
+
+def training_alone(trainers: int) -> float:
+    """Trained response tokens a second of a trainer that never waits."""
+    config = load_config(CONFIGS / f"{CONFIG}.yaml", list(split(trainers)))
+    source = GroupSource(
+        config.simulate.lengths,
+        config.simulate.reward,
+        group_size=config.schedule.group_size,
+        longest=config.sampling.max_new_tokens,
+        seed=config.seed,
+    )
+    groups = range(config.schedule.groups_per_batch)
+    lengths = [length for number in groups for length in source.group(number)[0]]
+    prompt = config.simulate.lengths.prompt_tokens
+    costs = trainer_costs(config)
+    seconds = costs.batch_seconds([n + prompt for n in lengths], 1) + costs.publish_seconds
+    return sum(lengths) / seconds
+
+
+def within(bound: int, trainers: int, *overrides: str) -> tuple[int, Summary] | None:
+    """The fastest N' of the list whose largest lag is at most `bound`."""
+    found = [
+        (n, point(CONFIG, *split(trainers), *overrides, f"schedule.concurrency={n}"))
+        for n in CONCURRENCIES
+    ]
+    kept = [(n, s) for n, s in found if s.lag_max <= bound]
+    return max(kept, key=lambda pair: pair[1].tokens_per_second, default=None)
+
+
+def main() -> None:
+    options = parser(__doc__, "pipeline_rl_split").parse_args()
+    rows = []
+    best: dict[int, int] = {}
+    for bound in BOUNDS:
+        speeds = {}
+        for trainers in TRAINERS:
+            found = within(bound, trainers)
+            if found is None:
+                rows.append((bound, trainers, *["no N' is within the bound"], *["–"] * 5))
+                continue
+            n, together = found
+            concurrency = f"schedule.concurrency={n}"
+            generation = point(CONFIG, *split(trainers), *FREE_TRAINER, concurrency)
+            training = training_alone(trainers)
+            smaller = min(generation.tokens_per_second, training)
+            speeds[trainers] = together.tokens_per_second
+            rows.append(
+                (
+                    bound,
+                    trainers,
+                    n,
+                    together.lag_max,
+                    f"{generation.tokens_per_second:,.0f}",
+                    f"{training:,.0f}",
+                    f"{together.tokens_per_second:,.0f}",
+                    f"{together.tokens_per_second / smaller:.2f}",
+                )
+            )
+        best[bound] = max(speeds, key=lambda t: speeds[t]) if speeds else 0
+    free = {
+        t: point(CONFIG, *split(t), *FREE_TRAINER, "schedule.concurrency=3072").tokens_per_second
+        for t in TRAINERS
+    }
+    fastest = max(free, key=lambda t: free[t])
+    header = (
+        "g_max",
+        "T",
+        "N'",
+        "largest lag",
+        "generation alone",
+        "training alone",
+        "together",
+        "over the smaller",
+    )
+    write(
+        options,
+        "pipeline_rl_split",
+        "PipelineRL: T training GPUs of 128 under a lag bound (simulated, tokens/s)",
+        [
+            "Source: throughput = min(generation, training); T and the requests in flight are "
+            "searched for the largest one within g_max.",
+            table(header, rows),
+            "Best T: " + ", ".join(f"{t} for g_max {b}" for b, t in best.items()) + ".",
+            f"Negative control, a trainer that takes no time (N' = 3072): the best T is {fastest}, "
+            f"the smallest of the list is {min(TRAINERS)}.",
+        ],
+    )
+
+
+if __name__ == "__main__":
+    main()

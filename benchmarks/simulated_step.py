@@ -1,0 +1,176 @@
+"""Simulated against measured: the step time of the quickstart's schedule on the CPU engine.
+
+    python -m benchmarks.simulated_step --model runs/quickstart/sft
+
+1. `profile-engine` measures decode and prefill of a real SGLang engine on this machine.
+2. A real training with the quickstart's schedule runs on that engine (one trainer rank).
+3. The simulator is told the profile, the trainer's and the weight update's mean seconds of the
+   *first* half of the steps, and the lengths of the responses; it predicts rollout and step time.
+4. Both are compared over the *second* half.
+
+Nothing of the rollout time is told to the simulator: the scheduler's decisions, the decode batch as
+it shrinks and grows, prefill of resumed requests come from the model. Goal: within 15 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import datetime
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from benchmarks.papers.report import ROOT, table
+from megatron_async.config import RunConfig, build_config
+from megatron_async.config.load import merge, read_yaml
+from megatron_async.rollout.sglang_client import SGLangClient
+from megatron_async.rollout.sglang_process import SGLangProcess
+from megatron_async.run.directory import RunDirectory
+from megatron_async.run.local import train_locally
+from megatron_async.simulate.build import simulate
+from megatron_async.simulate.profile_engine import profile
+from megatron_async.simulate.statistics import Summary
+from megatron_async.tasks.verifier import LocalVerifierPool
+from megatron_async.telemetry.metrics import read_metrics
+from megatron_async.trajectory.store_reader import StoreReader
+
+GOAL = 0.15
+BATCHES = (1, 8, 24, 48, 96)
+CONTEXTS = (16, 96)
+NEW_TOKENS = 64
+
+
+def settings(model: Path, root: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """The quickstart's, in one process."""
+    return merge(
+        read_yaml(ROOT / "configs" / "quickstart.yaml"),
+        {
+            "name": "measured",
+            "root": str(root),
+            "steps": options.warm_up + options.steps,
+            "model": {"path": str(model)},
+            "parallel": {"ranks": 1, "tensor": 1},
+            "eval": {"prompts": 8},
+            "checkpoint": {"every_steps": 10_000, "export_hf": False},
+        },
+    )
+
+
+def measure_engine(config: RunConfig, url: str) -> dict[str, Any]:
+    """The engine's cost model."""
+
+    async def run() -> dict[str, Any]:
+        client = await SGLangClient.connect("profiled", url, config.engines)
+        try:
+            async with asyncio.timeout(600):
+                return await profile(client, list(BATCHES), list(CONTEXTS), NEW_TOKENS)
+        finally:
+            await client.close()
+
+    return asyncio.run(run())
+
+
+def measure_run(config: RunConfig, url: str) -> tuple[list[dict[str, Any]], list[int]]:
+    """Metrics by step, and the lengths of finished responses."""
+    directory = RunDirectory.create(config)
+    verifier = LocalVerifierPool(config.task, config.model.path)
+    try:
+        train_locally(config, directory, [url], verifier)
+    finally:
+        verifier.close()
+    reader = StoreReader(directory.store_file)
+    try:
+        lengths = [s.tokens for s in reader.summaries() if s.finish_reason is not None and s.tokens]
+    finally:
+        reader.close()
+    return read_metrics(directory.metrics_file), lengths
+
+
+def predict(
+    base: dict[str, Any], first_half: list[dict[str, Any]], lengths: list[int], root: Path
+) -> Summary:
+    """The simulator's figures; only trainer and update seconds come from the run's first half."""
+    recorded = root / "lengths.json"
+    recorded.write_text(json.dumps(lengths))
+
+    def mean(metric: str) -> float:
+        return float(np.mean([line[metric] for line in first_half]))
+
+    told = {
+        "cost_model": str(root / "engine.yaml"),
+        "lengths": {"distribution": "file", "path": str(recorded), "prompt_tokens": 20},
+        "trainer_seconds_per_token": 1e-12,
+        "trainer_seconds_per_update": mean("time/train"),
+        "weight_update_seconds": mean("time/publish"),
+        "efficiency": {"batch_overhead_seconds": 0.0},
+        "reward": {"verifier_seconds": 0.0},
+        "load_report_seconds": 1.0,
+        "steps": 80,
+        "warmup_steps": 20,
+    }
+    return simulate(build_config(merge(base, {"simulate": told})))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, required=True, help="fine-tuned quickstart model")
+    parser.add_argument("--steps", type=int, default=24, help="measured steps (two halves)")
+    parser.add_argument("--warm-up", type=int, default=4, help="steps left out before them")
+    parser.add_argument("--out", type=Path, help="write the table here too")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="simulated-step-") as scratch:
+        root = Path(scratch)
+        base = settings(options.model, root, options)
+        config = build_config(base)
+        process = SGLangProcess(options.model, config.engines, root / "engine.log")
+        process.start()
+        try:
+            costs = measure_engine(config, process.url)
+            (root / "engine.yaml").write_text(yaml.safe_dump(costs, sort_keys=False))
+            lines, lengths = measure_run(config, process.url)
+        finally:
+            process.stop()
+        lines = lines[options.warm_up :]
+        half = len(lines) // 2
+        summary = predict(base, lines[:half], lengths, root)
+    text = compare(summary, lines[half:], lengths)
+    print(text)
+    if options.out is not None:
+        command = "python -m benchmarks.simulated_step " + " ".join(sys.argv[1:])
+        options.out.write_text(f"`{command}`, {datetime.date.today()}\n\n{text}\n")
+
+
+def compare(simulated: Summary, measured: list[dict[str, Any]], lengths: list[int]) -> str:
+    """A table and a verdict."""
+
+    def mean(metric: str) -> float:
+        return float(np.mean([line[metric] for line in measured]))
+
+    step = mean("time/step") - mean("time/checkpoint")
+    rows = []
+    for name, ours, theirs in (
+        ("rollout (the trainer's wait)", simulated.rollout_seconds, mean("time/wait_for_batch")),
+        ("training", simulated.train_seconds, mean("time/train")),
+        ("whole step", simulated.step_seconds, step),
+    ):
+        rows.append((name, f"{ours:.3f}", f"{theirs:.3f}", f"{ours / theirs - 1:+.1%}"))
+    error = abs(simulated.step_seconds / step - 1)
+    verdict = "within" if error <= GOAL else "NOT within"
+    return "\n\n".join(
+        [
+            table(("s a step", "simulated", "measured", "difference"), rows),
+            f"The step time agrees to {error:.1%}, {verdict} the goal of {GOAL:.0%}. Responses: "
+            f"{len(lengths)}, mean length {np.mean(lengths):.1f}, mean lag simulated "
+            f"{simulated.lag_mean:.2f}, measured {mean('rollout/lag_mean'):.2f}.",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    main()
