@@ -6,7 +6,11 @@
 #   MEGATRON_ASYNC_SRUN_ARGS  more arguments of every srun, e.g. for Pyxis
 #                             "--container-image=/images/train.sqsh --container-mounts=/shared"
 #   MEGATRON_ASYNC_INTERFACE  interface between the nodes (ib0, eth0); default: the default route's
-if [ -n "${MEGATRON_ASYNC_SETUP:-}" ]; then source "$MEGATRON_ASYNC_SETUP"; fi
+if [ -n "${MEGATRON_ASYNC_SETUP:-}" ]; then
+  set +u # `module` and many site profiles read variables that may not be there
+  source "$MEGATRON_ASYNC_SETUP"
+  set -u
+fi
 
 VENV="${MEGATRON_ASYNC_VENV:-$ROOT/.venv}"
 PYTHON="$VENV/bin/python"
@@ -19,11 +23,16 @@ if [ -n "${MEGATRON_ASYNC_INTERFACE:-}" ]; then
 fi
 # A dead rank must end the others' collectives as an error instead of leaving them to wait.
 export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}"
-# Tensor parallelism overlaps communication with computation only with one hardware queue.
-export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
-# Fragmentation from sequences of ever-changing length.
-export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"
 # Which InfiniBand adapters NCCL may use. Only for clusters where its own choice is wrong.
 #export NCCL_IB_HCA="mlx5"
 # `INFO` says which transport every pair of ranks uses: the first thing to look at when it is slow.
 export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
+
+# Only for trainer ranks: an inference engine has other needs, and cannot share memory in expandable
+# segments with its own ranks.
+TRAINER_ENV=(
+  # Tensor parallelism overlaps communication with computation only with one hardware queue.
+  "CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
+  # Fragmentation from sequences of ever-changing length.
+  "PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"
+)

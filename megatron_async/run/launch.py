@@ -92,11 +92,12 @@ def launch_run(
     Raises UserError, or ComponentFailure when sbatch fails.
     """
     if resume is not None:
-        directory, config = RunDirectory.open(resume, overrides)
+        directory, config = RunDirectory.find(resume, overrides)
     else:
         assert config_file is not None
-        config = for_hosts(load_config(config_file, overrides))
+        config = load_config(config_file, overrides)
         directory = RunDirectory((Path(config.root) / config.name).absolute())
+    config = for_hosts(config)
     check_run(config)
     check_nodes(config, cluster.gpus_per_node)
     rollout_nodes = cluster.rollout_nodes(config)
@@ -107,7 +108,8 @@ def launch_run(
         raise UserError("--slurm: there is no sbatch on this machine; --dry-run shows the script")
     if resume is None:
         directory = RunDirectory.create(config)
-    directory.config_file.chmod(0o600)
+    else:
+        directory.save_config(config)
     if not slurm:
         return by_hand(config, directory, rollout_nodes)
     job_file = directory.path / "job.sbatch"
@@ -134,6 +136,7 @@ def job_script(
         f"--output={directory.logs}/job-%j.log",
         *([f"--gpus-per-node={cluster.gpus_per_node}"] if cluster.gpus_per_node else []),
         "--exclusive",
+        "--mem=0",  # all of it: Slurm's default may be a small part
         *cluster.sbatch_options,
     ]
     lines = "\n".join(f"#SBATCH {option}" for option in options)

@@ -11,6 +11,7 @@ import pytest
 
 from megatron_async.config import load_config
 from megatron_async.errors import UserError
+from megatron_async.run.directory import RunDirectory
 from megatron_async.run.launch import ROOT, Cluster, launch_run
 from megatron_async.tasks.tokenizer import write_character_tokenizer
 
@@ -66,6 +67,28 @@ def test_without_slurm_every_node_gets_its_command(settings: Path, tmp_path: Pat
     assert config.engines.host == "node"
     assert len(config.engines.api_key) > 20, "engines that other hosts reach ask for a key"
     assert stat.S_IMODE(config_file.stat().st_mode) == 0o600
+
+
+def test_a_run_that_began_on_one_machine_goes_on_over_several(
+    settings: Path, tmp_path: Path
+) -> None:
+    directory = RunDirectory.create(load_config(settings, []))
+    before = directory.config_file.read_text()
+
+    def again(*overrides: str, slurm: bool = False, dry_run: bool = False) -> str:
+        return launch_run(None, directory.path, list(overrides), GPUS, slurm=slurm, dry_run=dry_run)
+
+    script = again("steps=7", slurm=True, dry_run=True)
+    assert str(directory.path) in script
+    assert directory.config_file.read_text() == before, "a dry run changes nothing"
+    with pytest.raises(UserError, match=r"parallel\.tensor is 16"):
+        again("parallel.tensor=16")
+    assert directory.config_file.read_text() == before, "nor does what is refused"
+    again("steps=7")
+    config = load_config(directory.config_file)
+    assert (config.steps, config.engines.host) == (7, "node")
+    assert len(config.engines.api_key) > 20
+    assert stat.S_IMODE(directory.config_file.stat().st_mode) == 0o600
 
 
 @pytest.mark.parametrize(
