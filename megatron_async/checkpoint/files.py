@@ -5,7 +5,8 @@ one serialised tensor after another, and `.metadata` that says which global tens
 
 Invariants
 - One piece is in memory at a time; the files are appended to.
-- Only tensors and torch's own metadata classes are unpickled (`weights_only` for tensors).
+- Only tensors and torch's own metadata classes are unpickled (`weights_only` for tensors,
+  `check_metadata` for the metadata).
 """
 
 from __future__ import annotations
@@ -31,9 +32,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron_async.checkpoint.manifest import CorruptCheckpoint
+from megatron_async.checkpoint.metadata import METADATA_NAME, check_metadata
 from megatron_async.checkpoint.placement import Piece
-
-METADATA_NAME = ".metadata"
 
 
 class ShardFiles:
@@ -97,10 +97,8 @@ class ShardReader:
     def __init__(self, folder: Path) -> None:
         """Raises CorruptCheckpoint when the metadata cannot be read."""
         self._folder = folder
-        try:
-            metadata = FileSystemReader(folder).read_metadata()
-        except (OSError, pickle.UnpicklingError, EOFError, AttributeError) as error:
-            raise CorruptCheckpoint(f"{METADATA_NAME} cannot be read: {error}") from error
+        check_metadata(folder)
+        metadata = FileSystemReader(folder).read_metadata()
         self._storage: dict[MetadataIndex, Any] = metadata.storage_data
         self._tensors: dict[str, TensorStorageMetadata] = {}
         # By place on the first axis (the layer, where layers are stacked), so that a look-up does
