@@ -112,7 +112,8 @@ def test_the_table_of_parameters_adds_up_to_the_published_count(name: str) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_the_model_on_the_meta_device_has_the_published_count(name: str) -> None:
+def test_the_published_model_has_the_published_count(name: str) -> None:
+    """The counts above are those of the transformers implementation too, built on meta."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -121,6 +122,32 @@ def test_the_model_on_the_meta_device_has_the_published_count(name: str) -> None
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**raw))
     assert sum(parameter.numel() for parameter in model.parameters()) == published
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_trainers_model_at_this_layout_has_the_published_count(
+    name: str, tmp_path: Path
+) -> None:
+    """One rank of each pipeline stage, built on the meta device as the trainer builds it."""
+    from tests.config.meta_stage import stage_counts
+
+    shape, published, _ = PUBLISHED[name]
+    config = load_config(ROOT / "configs" / f"{name}.yaml")
+    (tmp_path / "config.json").write_text((DATA / f"{shape}.config.json").read_text())
+    p = config.parallel
+    stages = [stage_counts(config, tmp_path, stage) for stage in range(p.pipeline)]
+    whole = sum(
+        stage.replicated + p.tensor * stage.split + p.expert * stage.experts for stage in stages
+    )
+    assert whole == published
+    # The memory that the file states counts the same parameters for a rank.
+    expected = count(architecture_of(shape))
+    for stage in stages:
+        # Norms and routers, which all tensor ranks hold, are counted once there.
+        dense = stage.replicated + stage.split
+        assert dense == pytest.approx(expected.dense / (p.tensor * p.pipeline), rel=0.01)
+        assert stage.experts == expected.experts / (p.pipeline * p.expert)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
