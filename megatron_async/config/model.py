@@ -21,7 +21,6 @@ class ModelConfig(Settings):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="`auto`: bfloat16 on GPU (fp32 main grads), float32 on CPU."
     )
-    trust_remote_code: bool = Field(False, description="Run Python code from the model directory.")
     attention_backend: Literal["auto", "sdpa", "transformer_engine"] = Field(
         "auto", description="`auto`: Transformer Engine when installed and a GPU is there."
     )

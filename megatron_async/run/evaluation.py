@@ -14,6 +14,8 @@ from megatron_async.tasks import build_task
 from megatron_async.tasks.verifier import LocalVerifierPool
 from megatron_async.trajectory.types import PolicyVersion
 
+_LOOPBACK = "127.0.0.1"
+
 
 def evaluate_checkpoints(
     config: RunConfig,
@@ -21,8 +23,12 @@ def evaluate_checkpoints(
     log_directory: Path,
     on_result: Callable[[Path, EvalResult], None],
 ) -> list[EvalResult]:
-    """Accuracy of each checkpoint (same architecture) on the held-out problems of the task."""
-    process = SGLangProcess(checkpoints[0], config.engines, log_directory / "eval_engine.log")
+    """Accuracy of each checkpoint (same architecture) on the held-out problems of the task.
+
+    The engine is used from this machine only, whatever hosts the run's own engines bind to.
+    """
+    engines = config.engines.model_copy(update={"host": _LOOPBACK})
+    process = SGLangProcess(checkpoints[0], engines, log_directory / "eval_engine.log")
     process.start()
     try:
         return asyncio.run(_evaluate(config, checkpoints, process, on_result))

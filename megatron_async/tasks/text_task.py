@@ -88,11 +88,16 @@ class TextTask:
 
 
 def load_tokenizer(model_path: str) -> Any:
-    """The tokenizer of a Hugging Face directory, never from a hub. Raises UserError."""
+    """The tokenizer of a Hugging Face directory, never from a hub. Raises UserError.
+
+    Code that the directory brings along is never run; a tokenizer that needs it is refused.
+    """
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model_path, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            model_path, local_files_only=True, trust_remote_code=False
+        )
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"model.path {model_path!r} has no readable tokenizer: {error}") from error
     if tokenizer.eos_token_id is None:

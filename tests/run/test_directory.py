@@ -1,5 +1,6 @@
 """The run directory: complete or not a run, never shared, small files that are never torn."""
 
+import stat
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,22 @@ def test_a_root_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     config = build_config({"name": "a", "root": str(tmp_path / "file")})
     with pytest.raises(UserError, match="cannot be made"):
         RunDirectory.create(config)
+
+
+def test_settings_are_looked_at_without_writing_them(tmp_path: Path) -> None:
+    directory = RunDirectory.create(build_config({"name": "a", "root": str(tmp_path)}))
+    written = directory.config_file.read_text()
+    assert RunDirectory.find(directory.path, ["steps=9"])[1].steps == 9
+    assert directory.config_file.read_text() == written
+
+
+def test_a_config_with_a_key_is_its_users_own_whenever_it_is_written(tmp_path: Path) -> None:
+    content = {"name": "a", "root": str(tmp_path), "engines": {"api_key": "secret"}}
+    directory = RunDirectory.create(build_config(content))
+    assert stat.S_IMODE(directory.config_file.stat().st_mode) == 0o600
+    RunDirectory.open(directory.path, ["steps=9"])
+    assert stat.S_IMODE(directory.config_file.stat().st_mode) == 0o600
+    assert not list(directory.path.glob(".*")), "no temporary file is left"
 
 
 def test_lineages_count_up_and_the_first_failure_stays(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 from megatron_async.config.rollout import TaskConfig
 from megatron_async.errors import UserError
 from megatron_async.tasks import build_task
+from megatron_async.tasks.text_task import load_tokenizer
 from megatron_async.tasks.tokenizer import EOS_ID, character_tokenizer, write_character_tokenizer
 
 TOKENIZER = character_tokenizer()
@@ -89,6 +90,17 @@ def test_the_chat_template_is_used_where_there_is_one(model: str, tmp_path: Path
 def test_a_template_that_does_not_fit_is_refused_at_the_start(model: str) -> None:
     with pytest.raises(UserError, match=r"prompt_template '\{expr\}=' does not fit.*question"):
         build_task(_config(prompt_template="{expr}="), model)
+
+
+def test_code_that_a_model_directory_brings_along_is_never_run(tmp_path: Path) -> None:
+    marker = tmp_path / "it-ran"
+    (tmp_path / "code.py").write_text(f"import pathlib\npathlib.Path({str(marker)!r}).touch()\n")
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"auto_map": {"AutoTokenizer": ["code.Tokenizer", None]}})
+    )
+    with pytest.raises(UserError, match=r"model\.path .* has no readable tokenizer"):
+        load_tokenizer(str(tmp_path))
+    assert not marker.exists()
 
 
 def test_a_model_without_tokenizer_is_refused(tmp_path: Path) -> None:
