@@ -13,5 +13,9 @@ class ComponentFailure(Exception):
     """A component that ran has died or stopped answering; names what was waited for (exit 1)."""
 
 
+class ProcessKilled(ComponentFailure):
+    """A process was ended by a signal, not by its own doing: starting it again may well work."""
+
+
 class NonFiniteError(ArithmeticError):
     """A tensor that must be finite is not; names the tensor. The trainer skips the step."""

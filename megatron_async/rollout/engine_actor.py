@@ -19,7 +19,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from megatron_async.config import RunConfig
 from megatron_async.config.rollout import EngineConfig
-from megatron_async.errors import ComponentFailure
+from megatron_async.errors import ComponentFailure, ProcessKilled
 from megatron_async.rollout.interfaces import EngineError
 from megatron_async.rollout.nodes import NODE_HOST, NOT_ON_TRAINER_NODES, node_address
 from megatron_async.rollout.sglang_client import SGLangClient
@@ -92,7 +92,7 @@ class RayEngineLauncher:
             client = await SGLangClient.connect(engine_id, url, self._settings)
         except EngineError as error:
             await self.stop(index)
-            raise ComponentFailure(f"{engine_id} started but does not answer: {error}") from error
+            raise ProcessKilled(f"{engine_id} started but does not answer: {error}") from error
         except BaseException:
             await self.stop(index)
             raise
@@ -146,10 +146,10 @@ async def _answer(reference: Any, limit_seconds: float, what: str) -> Any:
         raise ComponentFailure(f"{what} did not end within {limit_seconds:g} seconds") from error
     except RayTaskError as error:
         if isinstance(error.cause, ComponentFailure):
-            raise ComponentFailure(str(error.cause)) from error
+            raise type(error.cause)(str(error.cause)) from error
         raise
     except RayActorError as error:
-        raise ComponentFailure(f"{what}: its Ray actor has died: {error}") from error
+        raise ProcessKilled(f"{what}: its Ray actor has died: {error}") from error
 
 
 async def _wrap(reference: Any) -> Any:

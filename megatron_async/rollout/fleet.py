@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from megatron_async.config.rollout import EngineConfig
-from megatron_async.errors import ComponentFailure
+from megatron_async.errors import ComponentFailure, ProcessKilled
 from megatron_async.rollout.driver import RolloutDriver
 from megatron_async.rollout.interfaces import EngineClient
 
@@ -50,9 +50,18 @@ class Fleet:
 
     async def start(self) -> None:
         """Start all engines at once; the first that cannot start fails the run."""
-        clients = await asyncio.gather(*(self._launcher.launch(m.index) for m in self._members))
-        for member, client in zip(self._members, clients, strict=True):
-            member.client = client
+        await asyncio.gather(*(self._start(member) for member in self._members))
+
+    async def _start(self, member: _Member) -> None:
+        """One that is killed on the way is started again; any other failure would come again."""
+        while True:
+            try:
+                member.client = await self._launcher.launch(member.index)
+                return
+            except ProcessKilled:
+                if member.restarts >= self._settings.max_restarts:
+                    raise
+                member.restarts += 1
 
     def attach(self, driver: RolloutDriver) -> None:
         """Hand every engine to `driver` as stale, and mend what it finds broken."""

@@ -31,7 +31,7 @@ from pathlib import Path
 import psutil
 
 from megatron_async.config.rollout import EngineConfig
-from megatron_async.errors import ComponentFailure
+from megatron_async.errors import ComponentFailure, ProcessKilled
 from megatron_async.rollout.sglang_server import (
     CPU_ATTENTION_BACKEND,
     CPU_VARIABLE,
@@ -268,7 +268,8 @@ class SGLangProcess:
         while True:
             if not self.alive():
                 code = None if self._process is None else self._process.returncode
-                raise ComponentFailure(
+                kind = ProcessKilled if code is not None and code < 0 else ComponentFailure
+                raise kind(
                     f"the inference server ended with exit code {code} before it was ready; the "
                     f"end of its log ({self._log_path}):\n{self.log_tail()}"
                 )

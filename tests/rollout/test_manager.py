@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from megatron_async.config import RunConfig, build_config
-from megatron_async.errors import ComponentFailure
+from megatron_async.errors import ComponentFailure, ProcessKilled
 from megatron_async.rollout.manager import NotAttached, ResumePoint, RolloutManager, UpdateReport
 from megatron_async.rollout.simulated_engine import SimulatedEngine, SimulatedEngineModel
 from megatron_async.trajectory.batch import TokenBatch
@@ -41,12 +41,15 @@ class Fixed:
 
 
 class Engines:
-    """Launches simulated engines; dead ones are not restarted."""
+    """Launches simulated engines. The first starts may fail with `failures`."""
 
     def __init__(self) -> None:
         self.all: list[SimulatedEngine] = []
+        self.failures: list[ComponentFailure] = []
 
     async def launch(self, index: int) -> SimulatedEngine:
+        if self.failures:
+            raise self.failures.pop(0)
         self.all.append(SimulatedEngine(f"engine{index}", MODEL))
         return self.all[-1]
 
@@ -57,7 +60,7 @@ class Engines:
         return None
 
 
-def settings(preset: str, engines: int = 1) -> RunConfig:
+def settings(preset: str, engines: int = 1, max_restarts: int = 0) -> RunConfig:
     return build_config(
         {
             "schedule": {
@@ -68,7 +71,11 @@ def settings(preset: str, engines: int = 1) -> RunConfig:
             },
             "steps": 100,
             "trainer": {"wait_for_batch_seconds": 5},
-            "engines": {"count": engines, "max_restarts": 0, "health_interval_seconds": 0.1},
+            "engines": {
+                "count": engines,
+                "max_restarts": max_restarts,
+                "health_interval_seconds": 0.1,
+            },
             "eval": {"prompts": 2},
             "weights": {"timeout_seconds": 5},
         }
@@ -178,6 +185,32 @@ def test_an_engine_that_dies_in_an_evaluation_is_left_out_of_it(tmp_path: Path) 
         trainer.engines.all[1].crash_after(3)
         report = await trainer.publish(0, 0)
         assert report.evaluation is not None and report.evaluation.answers == 2
+        assert (await trainer.batch()).step == 0
+        await trainer.manager.stop()
+
+    run(body())
+
+
+@pytest.mark.parametrize(
+    ("failures", "max_restarts", "starts"),
+    [
+        ([ProcessKilled("killed")], 1, True),
+        ([ProcessKilled("killed"), ProcessKilled("killed")], 1, False),
+        ([ComponentFailure("no such model")], 1, False),
+    ],
+)
+def test_an_engine_that_is_killed_while_the_run_starts_is_started_again(
+    tmp_path: Path, failures: list[ComponentFailure], max_restarts: int, starts: bool
+) -> None:
+    async def body() -> None:
+        trainer = Trainer(tmp_path, settings("async", max_restarts=max_restarts))
+        trainer.engines.failures = failures
+        if not starts:
+            with pytest.raises(ComponentFailure):
+                await trainer.manager.start()
+            return
+        await trainer.manager.start()
+        await trainer.begin(ResumePoint(0))
         assert (await trainer.batch()).step == 0
         await trainer.manager.stop()
 
