@@ -108,6 +108,14 @@ class EngineConfig(Settings):
     simulated: SimulatedEngineConfig = Field(
         default_factory=SimulatedEngineConfig, description="Tokens and speed of `kind: simulated`."
     )
+    placement: Literal["disaggregated", "colocated"] = Field(
+        "disaggregated",
+        description="Devices of their own, or those of the trainer: then generation and training "
+        "alternate, and each gives the memory to the other.",
+    )
+    quantization: Literal["none", "fp8"] = Field(
+        "none", description="`fp8`: weights go to the engines in blocks of 128 x 128 with a scale."
+    )
     count: int = Field(1, ge=1, description="Engines.")
     tensor: int = Field(1, ge=1, description="TP size of one engine.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="`auto`: cuda if present.")
@@ -143,6 +151,14 @@ class WeightsConfig(Settings):
 
     transport: Literal["distributed", "tensor", "disk", "delta"] = Field(
         "distributed", description="Collective broadcast, same-host tensors, files, or differences."
+    )
+    directory: str = Field(
+        "",
+        description="Where `disk` and `delta` publish; the engines' hosts must see it under the "
+        "same name. Empty: `weights` in the run directory.",
+    )
+    delta_full_every: int = Field(
+        16, ge=1, description="`delta`: every so many versions one is read whole; 1 = all."
     )
     bucket_mib: int = Field(512, ge=1, description="Size of one bucket, MiB.")
     verify: Literal["every", "first", "never"] = Field(

@@ -117,6 +117,7 @@ class RunConfig(Settings):
                 f"engines.max_total_tokens {limit}"
             )
         self._check_simulated_engines()
+        self._check_colocated()
         longest = max(self.experiment.forced_lengths, default=0)
         if longest > self.sampling.max_new_tokens or min(self.experiment.forced_lengths or [1]) < 1:
             raise ValueError(
@@ -124,6 +125,22 @@ class RunConfig(Settings):
                 f"(sampling.max_new_tokens), got up to {longest}"
             )
         return self
+
+    def _check_colocated(self) -> None:
+        if self.engines.placement != "colocated":
+            return
+        needed = {
+            "schedule.overlap": (self.schedule.overlap, False),
+            "weights.transport": (self.weights.transport, "tensor"),
+            "engines.kind": (self.engines.kind, "sglang"),
+            "parallel.nodes": (self.parallel.nodes, 1),
+        }
+        for name, (value, wanted) in needed.items():
+            if value != wanted:
+                raise ValueError(
+                    f"engines.placement colocated (generation and training take turns on the same "
+                    f"devices of one node) needs {name} {wanted}, got {value}"
+                )
 
     def _check_simulated_engines(self) -> None:
         if self.engines.kind != "simulated":

@@ -99,6 +99,12 @@ class NotingClient:
     async def flush_cache(self) -> None:
         await self._client.flush_cache()
 
+    async def release_memory(self) -> None:
+        await self._client.release_memory()
+
+    async def resume_memory(self, *, weights_only: bool) -> None:
+        await self._client.resume_memory(weights_only=weights_only)
+
     async def version(self) -> PolicyVersion:
         return await self._client.version()
 

@@ -81,6 +81,14 @@ class EngineClient(Protocol):
 
     async def flush_cache(self) -> None: ...
 
+    async def release_memory(self) -> None:
+        """Give the device memory of weights and KV cache back; the engine is paused or idle."""
+        ...
+
+    async def resume_memory(self, *, weights_only: bool) -> None:
+        """Take memory again: for the weights, then for all that is still missing."""
+        ...
+
     async def version(self) -> PolicyVersion:
         """The version that the engine says it holds."""
         ...

@@ -50,6 +50,9 @@ _HEALTH_SECONDS = 5.0
 _ABORT_AGAIN_SECONDS = 0.5
 _ABORT_ATTEMPTS = 20
 _CONTROL_ERRORS = (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError)
+# What SGLang calls the parts of its memory.
+_WEIGHTS = "weights"
+_MEMORY = (_WEIGHTS, "kv_cache", "cuda_graph")
 _PREEMPTIONS = b"sglang:num_retracted_requests_total"
 
 
@@ -72,6 +75,7 @@ class SGLangClient:
         self._unique = uuid.uuid4().hex
         self._serial = itertools.count()
         self._background: set[asyncio.Task[None]] = set()
+        self._released: set[str] = set()
 
     @classmethod
     async def connect(cls, engine_id: str, url: str, settings: EngineConfig) -> Self:
@@ -151,6 +155,21 @@ class SGLangClient:
     async def flush_cache(self) -> None:
         # Requests that were aborted a moment ago may still be on their way out.
         await self._post(f"flush_cache?timeout={_FLUSH_SECONDS}", None)
+
+    async def release_memory(self) -> None:
+        await self._post("release_memory_occupation", {"tags": list(_MEMORY)})
+        self._released = set(_MEMORY)
+
+    async def resume_memory(self, *, weights_only: bool) -> None:
+        # SGLang refuses what it has not released, so each part is asked for once.
+        wanted = [
+            part
+            for part in _MEMORY
+            if part in self._released and (part == _WEIGHTS or not weights_only)
+        ]
+        if wanted:
+            await self._post("resume_memory_occupation", {"tags": wanted})
+            self._released -= set(wanted)
 
     async def version(self) -> PolicyVersion:
         """The version that the engine says it holds."""

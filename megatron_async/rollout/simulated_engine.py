@@ -203,6 +203,15 @@ class SimulatedEngine:
     async def flush_cache(self) -> None:
         self._require_alive("flush_cache")
 
+    async def release_memory(self) -> None:
+        """As SGLang: an error while a request holds memory."""
+        self._require_alive("release_memory")
+        if self._running:
+            raise EngineError(f"{self._engine_id}: memory is in use by {len(self._running)}")
+
+    async def resume_memory(self, *, weights_only: bool) -> None:
+        self._require_alive("resume_memory")
+
     async def version(self) -> PolicyVersion:
         self._require_alive("version")
         return self._version

@@ -29,6 +29,7 @@ from megatron_async.run.directory import RunDirectory
 from megatron_async.run.loop import LoopParts, TrainLoop
 from megatron_async.tasks import build_task
 from megatron_async.telemetry.metrics import MetricsWriter
+from megatron_async.trainer.offload import trainer_memory
 from megatron_async.trainer.parallel import parallel_session
 from megatron_async.trainer.step import PolicyTrainer
 from megatron_async.trajectory.batch import TokenBatch
@@ -147,4 +148,7 @@ def train_locally(
         stack.callback(publisher.close)
         metrics = stack.enter_context(MetricsWriter(directory.metrics_file, None, lineage=lineage))
         checkpoints = CheckpointManager(directory.checkpoints, config.checkpoint)
-        TrainLoop(LoopParts(config, trainer, publisher, checkpoints, link, metrics)).run()
+        memory = trainer_memory(config, trainer)
+        TrainLoop(
+            LoopParts(config, trainer, publisher, checkpoints, link, metrics, memory=memory)
+        ).run()

@@ -7,6 +7,8 @@ Invariants
 - Version n is published exactly when the trainer's step is n; a skipped batch publishes the same
   weights under the next number.
 - A checkpoint of step n is finalised before the rollout side hears of it.
+- Where engines share the trainer's devices, it holds none of their memory while they generate, and
+  saves a checkpoint before it gives the memory away.
 - A run that is asked to stop ends between two steps, with a finalised checkpoint of the last one.
 - A rollout manager that was lost costs no step: the trainer attaches to its successor at the step
   that it has reached, on the same line, and repeats what was not answered.
@@ -29,6 +31,7 @@ from megatron_async.run.link import ManagerLost, RolloutLink
 from megatron_async.run.stop import StopAsked, StopRequest
 from megatron_async.telemetry.health import HealthWatch
 from megatron_async.telemetry.metrics import MetricsWriter
+from megatron_async.trainer.offload import AlwaysThere, Residence, TrainerMemory
 from megatron_async.trainer.report import StepReport
 from megatron_async.trainer.step import PolicyTrainer
 from megatron_async.trajectory.batch import TokenBatch
@@ -42,7 +45,8 @@ T = TypeVar("T")
 class LoopParts:
     """What the loop works with; `link` and `metrics` only on rank 0.
 
-    `parent` is the line of the checkpoint that the run went on from.
+    `parent` is the line of the checkpoint that the run went on from; `memory` gives the trainer's
+    device memory away where engines share it.
     """
 
     config: RunConfig
@@ -53,6 +57,7 @@ class LoopParts:
     metrics: MetricsWriter | None
     stop: StopRequest = field(default_factory=StopRequest)
     parent: int | None = None
+    memory: TrainerMemory = field(default_factory=AlwaysThere)
 
 
 def on_rank_zero(work: Callable[[], T]) -> T:
@@ -82,6 +87,7 @@ class TrainLoop:
         self._updates_sent = 0
         self._health = HealthWatch()
         self._saved_step = parts.trainer.step
+        self._colocated = not isinstance(parts.memory, AlwaysThere)
         self._untold: list[Finalised] = []
 
     def run(self) -> bool:
@@ -108,6 +114,7 @@ class TrainLoop:
             self._step(batch, waited)
         self._parts.checkpoints.wait()
         self._ask(self._tell_finalised)
+        self._parts.memory.hold(Residence.ALL)  # the engines' work is done
         return True
 
     def _stop(self) -> bool:
@@ -138,21 +145,24 @@ class TrainLoop:
 
     def _step(self, batch: TokenBatch, waited: float) -> None:
         began = time.monotonic()
+        self._parts.memory.hold(Residence.ALL)
         report = self._trainer.train_batch(batch)
         trained = time.monotonic() - began
         if report.skipped:
             self._ask(lambda: self._link.drop_batch(batch.step, DropReason.NONFINITE.value))
+        saved = 0.0
+        if self._colocated:  # after the update there is nothing on the device to save
+            saved = self._save_if_due()
         began = time.monotonic()
         update = self._publish()
         published = time.monotonic() - began
-        began = time.monotonic()
-        self._checkpoint_if_due()
-        self._ask(self._tell_finalised)
+        if not self._colocated:
+            saved = self._save_if_due()
         times = {
             "time/wait_for_batch": waited,
             "time/train": trained,
             "time/publish": published,
-            "time/checkpoint": time.monotonic() - began,
+            "time/checkpoint": saved,
         }
         times["time/step"] = sum(times.values())
         self._write(batch, report, update, times)
@@ -169,6 +179,7 @@ class TrainLoop:
 
     def _publish_once(self) -> UpdateReport:
         number = self._trainer.step
+        self._parts.memory.hold(Residence.WEIGHTS)
         engines = on_rank_zero(lambda: self._link.begin_update(number))
         reached = self._parts.publisher.publish(engines, self._trainer.version)
         verify = self._config.weights.verify
@@ -178,12 +189,20 @@ class TrainLoop:
         if checked:
             expected = self._trainer.compute_logprobs(self._probe)[1:].astype(np.float32)
         ids = self._probe.token_ids_T if checked else None
+        self._parts.memory.hold(Residence.NOTHING)
         update = on_rank_zero(lambda: self._link.end_update(number, reached, ids, expected))
         if self._parts.metrics is not None and update.evaluation is not None:
             self._parts.metrics.write(number, update.evaluation.metrics(), kind="eval")
         return update
 
     # ------------------------------------------------------------ checkpoints and records
+
+    def _save_if_due(self) -> float:
+        """Seconds that it took."""
+        began = time.monotonic()
+        self._checkpoint_if_due()
+        self._ask(self._tell_finalised)
+        return time.monotonic() - began
 
     def _checkpoint_if_due(self) -> None:
         step = self._trainer.step
@@ -194,6 +213,7 @@ class TrainLoop:
 
     def _checkpoint(self) -> None:
         extra = self._ask(lambda: self._link.position())
+        self._parts.memory.hold(Residence.ALL)  # engines that share the memory rest by now
         self._parts.checkpoints.save(self._trainer, extra)
         self._saved_step = self._trainer.step
 

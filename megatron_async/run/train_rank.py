@@ -28,6 +28,7 @@ def train(directory: RunDirectory, config: RunConfig, ray_address: str, stop: St
     from megatron_async.run.loop import LoopParts, TrainLoop, on_rank_zero
     from megatron_async.run.trained import NotingLink
     from megatron_async.telemetry.metrics import MetricsWriter
+    from megatron_async.trainer.offload import trainer_memory
     from megatron_async.trainer.parallel import parallel_session
     from megatron_async.trainer.step import PolicyTrainer
     from megatron_async.weights.publisher import WeightPublisher
@@ -37,15 +38,23 @@ def train(directory: RunDirectory, config: RunConfig, ray_address: str, stop: St
         layout = stack.enter_context(parallel_session(config.parallel, config.trainer, config.seed))
         first = layout.rank == 0
         lineage = on_rank_zero(directory.next_lineage)
-        trainer = PolicyTrainer(config, lineage=lineage)
         checkpoints = CheckpointManager(directory.checkpoints, config.checkpoint)
         newest = checkpoints.newest()
         resume = ResumePoint(lineage)
         if newest is not None:
-            checkpoints.load(trainer, newest)
             manifest = newest.manifest
             position = int(manifest.extra["store_position"])
-            resume = ResumePoint(lineage, trainer.step, manifest.lineage, position)
+            resume = ResumePoint(lineage, newest.step, manifest.lineage, position)
+
+        def build() -> PolicyTrainer:
+            trainer = PolicyTrainer(config, lineage=lineage)
+            if newest is not None:
+                checkpoints.load(trainer, newest)
+            return trainer
+
+        # Side by side with the engines' start; on shared devices only when the engines rest.
+        colocated = config.engines.placement == "colocated"
+        trainer = None if colocated else build()
         metrics: MetricsWriter | None = None
         link: RolloutLink | None = None
         if first:
@@ -56,10 +65,19 @@ def train(directory: RunDirectory, config: RunConfig, ray_address: str, stop: St
             metrics = MetricsWriter(directory.metrics_file, board, lineage=lineage)
             stack.callback(metrics.close)
         on_rank_zero(lambda: link.attach(resume) if link is not None else None)
+        trainer = trainer or build()
         publisher = WeightPublisher(config, trainer.model, directory.path / "weights")
         stack.callback(publisher.close)
         parts = LoopParts(
-            config, trainer, publisher, checkpoints, link, metrics, stop, resume.parent
+            config,
+            trainer,
+            publisher,
+            checkpoints,
+            link,
+            metrics,
+            stop,
+            resume.parent,
+            trainer_memory(config, trainer),
         )
         complete = TrainLoop(parts).run()
         if complete and config.checkpoint.export_hf:

@@ -1,9 +1,10 @@
 """Weights by collective broadcast: the sender is rank 0, the engines' ranks follow (gloo or NCCL).
 
 Invariants
-- The group is the sender's own. It is joined on the store path that SGLang's
-  `init_custom_process_group` uses, but as a bare backend: the trainer's default group and
-  `torch.distributed`'s global tables are never touched, and it can be thrown away at any time.
+- The group is the sender's own; each pipeline stage has one, in which it is rank 0. It is joined
+  on the store path that SGLang's `init_custom_process_group` uses, but as a bare backend: the
+  trainer's default group and `torch.distributed`'s global tables are never touched, and it can be
+  thrown away at any time.
 - Each group has a new name and a new port, so a dead one never disturbs the next.
 - A dead engine does not hang the sender: broadcasts are polled together with the HTTP calls that
   announce them, up to the deadline; the first failure of either ends the update.
@@ -16,7 +17,7 @@ import itertools
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -33,10 +34,9 @@ from megatron_async.weights.http import EngineCallError, address_towards, gather
 from megatron_async.weights.transport import (
     Bucket,
     NamedTensor,
-    Stopwatch,
+    Update,
     WeightSender,
     time_left,
-    with_last,
 )
 
 _JOIN_SECONDS = 60.0
@@ -185,33 +185,33 @@ class DistributedSender(WeightSender):
         for future in leaving:
             future.exception()
 
-    def _transfer(
-        self,
-        buckets: Iterator[Bucket],
-        version: PolicyVersion,
-        flush_cache: bool,
-        deadline: float,
-        watch: Stopwatch,
-    ) -> None:
-        self._begin_session(deadline)
-        watch.lap("begin")
+    def _transfer(self, update: Update) -> None:
         announced: list[Future[dict[str, Any]]] = []
         travelling: tuple[Any, Tensor] | None = None
-        for bucket, last in with_last(buckets):
+        deadline, watch = update.deadline, update.watch
+        for bucket, last in update.marked_buckets():
             flat = flatten(bucket, self._device)
             watch.lap("gather")
             if travelling is not None:
                 self._wait(travelling[0], announced, deadline)
                 watch.lap("broadcast")
-            announced += self._announce(flat, version if last else None, flush_cache, deadline)
+            else:
+                update.turn()
+                if update.is_first:
+                    self._begin_session(deadline)
+                    watch.lap("begin")
+            version = update.version if last else None
+            announced += self._announce(flat, version, update.flush_cache, deadline)
             travelling = self._require_link().broadcast(flat.bytes_N), flat.bytes_N
+            update.sent_bytes += flat.bytes_N.nbytes
         if travelling is not None:
             self._wait(travelling[0], announced, deadline)
         watch.lap("broadcast")
         gather(announced)
         watch.lap("load")
-        self._end_session(deadline)
-        watch.lap("end")
+        if update.is_last:
+            self._end_session(deadline)
+            watch.lap("end")
 
     def _announce(
         self, flat: FlatBucket, version: PolicyVersion | None, flush_cache: bool, deadline: float

@@ -4,8 +4,9 @@ Invariants
 - The model is walked once, in one order that every rank derives from the table of rules; nobody
   holds more than one bucket and one whole parameter beside its own shards.
 - A stage's leader (tensor rank 0 of the first replica) gathers its own stage: tensor shards over
-  the tensor group, experts over the expert group. `stage_tensors` is that walk, so each stage can
-  send its own layers; `export_buckets` forwards every stage to global rank 0.
+  the tensor group, experts over the expert group. `stage_tensors` is that walk. To engines each
+  leader sends its own layers (`stage_buckets`); for a file that rank 0 writes, `export_buckets`
+  forwards every stage to it.
 - Collective: every rank must exhaust the iterator, whatever it yields there.
 - The tied head of the last stage is a copy and is not exported.
 - Yielded tensors may share memory with parameters; use them before the next optimizer step.
@@ -13,7 +14,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -129,6 +130,20 @@ def _experts_per_rank(architecture: Architecture) -> int:
     if architecture.experts is None:
         return 0
     return architecture.experts.num // parallel_state.get_expert_model_parallel_world_size()
+
+
+def stage_buckets(
+    chunks: Sequence[torch.nn.Module],
+    architecture: Architecture,
+    bucket_bytes: int,
+    convert: Callable[[Iterator[NamedTensor]], Iterator[NamedTensor]] | None = None,
+) -> Iterator[list[NamedTensor]]:
+    """This stage's own layers in buckets on its leader; every other rank must iterate too, and
+
+    gets nothing. `convert` changes tensors on the way (precision, quantisation).
+    """
+    tensors = (item for step in stage_tensors(chunks, architecture) for item in step)
+    return buckets(tensors if convert is None else convert(tensors), bucket_bytes)
 
 
 def sender_tensors(

@@ -31,11 +31,15 @@ class EngineAddress:
 
 
 class EngineCallError(ComponentFailure):
-    """Calls to engines failed; `engine_ids` are those that did."""
+    """Calls to engines failed; `engine_ids` are those that did.
 
-    def __init__(self, message: str, engine_ids: Sequence[str]) -> None:
+    `status` is the HTTP status of a single call that was answered.
+    """
+
+    def __init__(self, message: str, engine_ids: Sequence[str], status: int | None = None) -> None:
         super().__init__(message)
         self.engine_ids = tuple(engine_ids)
+        self.status = status
 
 
 def call(
@@ -72,6 +76,7 @@ def call(
         raise EngineCallError(
             f"engine {engine.engine_id} ({engine.url}): {method} /{path} answered {status}: {text}",
             [engine.engine_id],
+            status,
         )
     try:
         value = json.loads(answer)
@@ -105,6 +110,13 @@ class EngineCalls:
             )
             for index, engine in enumerate(self.engines)
         ]
+
+    def start_one(
+        self, index: int, path: str, body: Mapping[str, Any] | None, timeout_seconds: float
+    ) -> Future[dict[str, Any]]:
+        """Begin a call of the `index`-th engine alone."""
+        engine = self.engines[index]
+        return self._pool.submit(call, engine, "POST", path, body, timeout_seconds, self._api_key)
 
     def every(
         self,

@@ -1,38 +1,64 @@
-"""Publishing a policy version: the collective export and the sender, as one call on every rank.
+"""Publishing a policy version: the collective export and the senders, as one call on every rank.
 
 Invariants
 - Every rank calls `publish` in the same order; the export is collective and always exhausted, also
-  when the sending rank fails half-way.
+  when a sending rank fails half-way.
+- The leader of every pipeline stage sends its own layers, stage after stage (`turns.py`): no layer
+  passes through another stage on its way to the engines.
 - An engine that fails during a transfer is left out and the whole update is repeated for the
   others; each repetition has at least one engine less, so it ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_async.config import RunConfig
+from megatron_async.errors import ComponentFailure
 from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weights.architecture import Architecture
-from megatron_async.weights.export import SENDER, export_buckets
+from megatron_async.weights.export import SENDER, stage_buckets
 from megatron_async.weights.http import EngineAddress, EngineCallError
 from megatron_async.weights.placement import unwrap
-from megatron_async.weights.transport import TransferReport, WeightSender, make_sender
+from megatron_async.weights.quantise import quantised_names, quantised_tensors
+from megatron_async.weights.stages import StageTurns
+from megatron_async.weights.transport import TransferReport, WeightSender, combined, make_sender
+from megatron_async.weights.turns import Baton, EarlierStageFailed
 
 _MIB = 1 << 20
+# For the leaders' own messages, beside what an update may take.
+_SLACK_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """How one leader's part went: a value, the engines to blame, or another error."""
+
+    value: Any = None
+    failed: frozenset[str] = frozenset()
+    error: Exception | None = None
+
+    @property
+    def ok(self) -> bool:
+        return not self.failed and self.error is None
 
 
 class WeightPublisher:
-    """Sends the policy of this trainer to engines; `report` is that of the newest transfer."""
+    """Sends the policy of this trainer to engines.
+
+    `report` is that of the newest transfer, over all stages; on leading ranks only.
+    """
 
     def __init__(
         self, config: RunConfig, chunks: Sequence[torch.nn.Module], directory: Path
     ) -> None:
-        """`directory` is where the `disk` transport publishes."""
+        """Collective. `directory` is where `disk` and `delta` publish unless the settings say."""
         self._settings = config.weights
         self._chunks = chunks
         self._architecture: Architecture = unwrap(chunks[0]).architecture
@@ -40,10 +66,17 @@ class WeightPublisher:
         self._flush_cache = config.schedule.weight_update == "boundary" or (
             config.schedule.kv == "recompute"
         )
+        if config.engines.placement == "colocated":
+            self._flush_cache = False  # its memory was given back, and the cache with it
+        self._names_in_fp8: frozenset[str] = frozenset()
+        if config.engines.quantization == "fp8":
+            self._names_in_fp8 = quantised_names(self._architecture)
+        self._turns = StageTurns(config.weights.timeout_seconds + _SLACK_SECONDS)
         self._sender: WeightSender | None = None
-        if dist.get_rank() == SENDER:
+        if self._turns.leads:
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-            self._sender = make_sender(config.weights, config.engines, device, directory)
+            where = Path(config.weights.directory) if config.weights.directory else directory
+            self._sender = make_sender(config.weights, config.engines, device, where)
         self.report: TransferReport | None = None
 
     def publish(self, engines: Sequence[EngineAddress], version: PolicyVersion) -> list[str]:
@@ -67,19 +100,56 @@ class WeightPublisher:
 
     def _attempt(self, engines: Sequence[EngineAddress], version: PolicyVersion) -> set[str]:
         """One transfer to all; the engines that are to blame where it failed."""
-        buckets = export_buckets(self._chunks, self._architecture, self._settings.bucket_mib * _MIB)
-        outcome: list[set[str] | Exception] = [set()]
-        if self._sender is not None:
-            try:
-                self._sender.connect(engines)
-                self.report = self._sender.send(buckets, version, self._flush_cache)
-            except EngineCallError as error:
-                outcome = [set(error.engine_ids)]
-            except Exception as error:  # noqa: BLE001 - raised on every rank below
-                outcome = [error]
-        for _ in buckets:
+        stream = stage_buckets(
+            self._chunks,
+            self._architecture,
+            self._settings.bucket_mib * _MIB,
+            lambda tensors: quantised_tensors(tensors, self._names_in_fp8),
+        )
+        outcomes: list[_Outcome] = []
+        sender = self._sender
+        if sender is not None:
+            outcomes = self._turns.join(_outcome_of(lambda: self._connect(sender, engines)))
+            if all(outcome.ok for outcome in outcomes):
+                send = lambda: sender.send(stream, version, self._flush_cache, self._turns)  # noqa: E731
+                outcomes = self._turns.join(_outcome_of(send))
+            if all(outcome.ok for outcome in outcomes):
+                self.report = combined([outcome.value for outcome in outcomes])
+            else:
+                sender.disconnect()
+        for _ in stream:
             pass
-        dist.broadcast_object_list(outcome, src=SENDER)
-        if isinstance(outcome[0], Exception):
-            raise outcome[0]
-        return outcome[0]
+        box = [outcomes]
+        dist.broadcast_object_list(box, src=SENDER)
+        return _blamed(box[0])
+
+    def _connect(self, sender: WeightSender, engines: Sequence[EngineAddress]) -> None:
+        """In turn, as engines join one group after the other."""
+        self._turns.take()
+        try:
+            sender.connect(engines)
+        except BaseException:
+            self._turns.hand_on(Baton(failed=True))
+            raise
+        self._turns.hand_on(Baton())
+
+
+def _outcome_of(work: Callable[[], Any]) -> _Outcome:
+    try:
+        return _Outcome(work())
+    except EngineCallError as error:
+        return _Outcome(failed=frozenset(error.engine_ids))
+    except Exception as error:  # noqa: BLE001 - raised on every rank by `_blamed`
+        return _Outcome(error=error)
+
+
+def _blamed(outcomes: Sequence[_Outcome]) -> set[str]:
+    """The engines that failed. Raises the error of the first stage that had another one."""
+    failed = {engine_id for outcome in outcomes for engine_id in outcome.failed}
+    errors = [outcome.error for outcome in outcomes if outcome.error is not None]
+    told = [error for error in errors if not isinstance(error, EarlierStageFailed)]
+    if told:
+        raise told[0]
+    if errors and not failed:
+        raise ComponentFailure(f"weights could not be sent: {errors[0]}")
+    return failed

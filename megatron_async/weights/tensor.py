@@ -2,6 +2,7 @@
 
 Invariants
 - On GPU only a handle travels; the tensor stays alive until every engine has answered.
+- While engines load one bucket, the next is gathered and serialised.
 - Handles name their device by UUID, which is how SGLang reads them: the engine's device numbers
   may differ from the trainer's.
 - Nothing but plain tensors is pickled, and only for engines of this run.
@@ -12,20 +13,18 @@ from __future__ import annotations
 import base64
 import io
 import pickle
-from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_async.trajectory.types import PolicyVersion
-from megatron_async.weights.http import gather
+from megatron_async.weights.one_ahead import OneAhead
 from megatron_async.weights.transport import (
     Bucket,
-    Stopwatch,
+    Update,
     WeightSender,
     time_left,
-    with_last,
 )
 
 _DEVICE_ARGUMENT = 6  # of torch.multiprocessing.reductions.rebuild_cuda_tensor
@@ -66,6 +65,15 @@ def _own_storage(tensor: Tensor) -> Tensor:
     return tensor.contiguous().clone()
 
 
+@dataclass(frozen=True, eq=False)
+class _Load:
+    """A bucket on its way; it holds the tensors to which the payload may be a handle."""
+
+    payload: str
+    bucket: Bucket
+    last: bool
+
+
 class TensorSender(WeightSender):
     """`weights.transport: tensor`."""
 
@@ -75,34 +83,34 @@ class TensorSender(WeightSender):
     def _close_link(self) -> None:
         """Nothing beside HTTP was opened."""
 
-    def _transfer(
-        self,
-        buckets: Iterator[Bucket],
-        version: PolicyVersion,
-        flush_cache: bool,
-        deadline: float,
-        watch: Stopwatch,
-    ) -> None:
-        self._begin_session(deadline)
-        watch.lap("begin")
-        for bucket, last in with_last(buckets):
-            payload = serialise(bucket)
-            if any(tensor.is_cuda for _, tensor in bucket):
-                torch.cuda.synchronize()
-            watch.lap("gather")
-            body: dict[str, Any] = {
-                "serialized_named_tensors": [payload] * self.engine_settings.tensor,
-                "flush_cache": flush_cache and last,
-            }
-            if last:
-                body["weight_version"] = str(version)
-            gather(
-                self.calls.start(
-                    "update_weights_from_tensor",
-                    lambda _, body=body: body,  # type: ignore[misc]
-                    time_left(deadline),
-                )
-            )
-            watch.lap("load")
-        self._end_session(deadline)
-        watch.lap("end")
+    def _transfer(self, update: Update) -> None:
+        opened = False
+        with OneAhead[_Load](lambda load: self._load(load, update)) as loads:
+            for bucket, last in update.marked_buckets():
+                load = _Load(serialise(bucket), bucket, last)
+                if any(tensor.is_cuda for _, tensor in bucket):
+                    torch.cuda.synchronize()
+                update.sent_bytes += len(load.payload)
+                update.watch.lap("gather")
+                update.turn()
+                if update.is_first and not opened:
+                    self._begin_session(update.deadline)
+                    opened = True
+                    update.watch.lap("begin")
+                loads.put(load)
+                update.watch.lap("wait for load")
+            loads.wait()
+            update.watch.lap("wait for load")
+        update.watch.add("load", loads.busy_seconds)
+        if update.is_last:
+            self._end_session(update.deadline)
+            update.watch.lap("end")
+
+    def _load(self, load: _Load, update: Update) -> None:
+        body: dict[str, Any] = {
+            "serialized_named_tensors": [load.payload] * self.engine_settings.tensor,
+            "flush_cache": update.flush_cache and load.last,
+        }
+        if load.last:
+            body["weight_version"] = str(update.version)
+        self.calls.every("update_weights_from_tensor", body, time_left(update.deadline))

@@ -13,25 +13,29 @@ Invariants
 - Every wait has a limit. After any failure the engines that are left hold an undefined mixture:
   `send` raises `EngineCallError` (its `engine_ids` are the engines to blame), the connection is
   torn down, and the next `connect` starts afresh with whichever engines it is given.
-- Only rank 0 of the trainer owns a sender; the buckets' iterator may be collective, and is always
-  exhausted unless the send fails.
+- Each pipeline stage of the trainer has a sender (on its leading rank) for its own layers; they
+  take turns (`turns.py`). The buckets' iterator may be collective: a sender that fails leaves the
+  rest of it to its caller.
 """
 
 from __future__ import annotations
 
 import abc
+import contextlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_async.config.rollout import EngineConfig, WeightsConfig
-from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.errors import ComponentFailure
 from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weights.http import EngineAddress, EngineCallError, EngineCalls
+from megatron_async.weights.turns import Alone, Baton, EarlierStageFailed, Turns
 from megatron_async.weights.verify import NameCheck, check_same, engine_parameters
 
 NamedTensor = tuple[str, Tensor]
@@ -40,16 +44,21 @@ Bucket = Sequence[NamedTensor]
 _HEALTH_SECONDS = 5.0
 _CLEANUP_SECONDS = 20.0
 _OPEN_SESSION = "already open"
+_ALONE = Alone()
 
 
 @dataclass(frozen=True)
 class TransferReport:
-    """What one update cost. Seconds are those of the sender; phases overlap."""
+    """What one update cost. `phases` are seconds; they overlap, so their sum is not `seconds`.
+
+    `bytes` are those of the tensors, `sent_bytes` what one engine was sent of them.
+    """
 
     version: PolicyVersion
     buckets: int
     tensors: int
     bytes: int
+    sent_bytes: int
     seconds: float
     phases: dict[str, float] = field(default_factory=dict)
 
@@ -66,6 +75,86 @@ class Stopwatch:
         now = time.perf_counter()
         self.phases[phase] = self.phases.get(phase, 0.0) + now - self._last
         self._last = now
+
+    def add(self, phase: str, seconds: float) -> None:
+        """Seconds of another thread."""
+        self.phases[phase] = self.phases.get(phase, 0.0) + seconds
+
+
+class Update:
+    """One sender's share of an update: its buckets, its turn, and what is counted on the way."""
+
+    def __init__(
+        self,
+        buckets: Iterable[Bucket],
+        version: PolicyVersion,
+        flush_cache: bool,
+        turns: Turns,
+        check: NameCheck,
+        timeout_seconds: float,
+    ) -> None:
+        self.version = version
+        self.flush_cache = flush_cache
+        self.stage = turns.index
+        self.is_first = turns.index == 0
+        self.is_last = turns.last
+        self.deadline = time.monotonic() + timeout_seconds
+        self.watch = Stopwatch()
+        self.sent_bytes = 0
+        self.written: dict[str, Any] = {}
+        self._buckets = buckets
+        self._turns = turns
+        self._check = check
+        self._asked = False
+        self._before: Baton | None = None
+        self._counts = [0, 0, 0]
+        self._began = time.perf_counter()
+
+    def buckets(self) -> Iterator[Bucket]:
+        """This stage's buckets, their names checked. Raises ValueError if there is none."""
+        for bucket in self._buckets:
+            self._check.add(name for name, _ in bucket)
+            self._counts[0] += 1
+            self._counts[1] += len(bucket)
+            self._counts[2] += sum(tensor.nbytes for _, tensor in bucket)
+            yield bucket
+        if not self._counts[0]:
+            raise ValueError("an update without any tensor")
+
+    def marked_buckets(self) -> Iterator[tuple[Bucket, bool]]:
+        """Each with whether it is the last of the whole update (looks one bucket ahead)."""
+        for bucket, last in with_last(self.buckets()):
+            yield bucket, last and self.is_last
+
+    def turn(self) -> Mapping[str, Any]:
+        """Wait until the stages before have sent theirs; what they have written."""
+        if self._before is None:
+            self._asked = True
+            self._before = before = self._turns.take()
+            self._check.sent_before(before.names)
+            self.watch.lap("turn")
+        return self._before.written
+
+    def finish(self) -> TransferReport:
+        """Everything was sent. Raises ComponentFailure if the whole update lacks a parameter."""
+        self.turn()
+        if self.is_last:
+            self._check.finish()
+        self._turns.hand_on(Baton(self._check.sent, self.written))
+        return TransferReport(
+            self.version,
+            *self._counts,
+            self.sent_bytes,
+            seconds=time.perf_counter() - self._began,
+            phases=self.watch.phases,
+        )
+
+    def give_up(self) -> None:
+        """After a failure: the stages behind must not wait."""
+        if not self._asked:
+            with contextlib.suppress(EarlierStageFailed):  # its own leader says why
+                self._turns.take()
+        self._turns.hand_on(Baton(failed=True))
 
 
 class WeightSender(abc.ABC):
@@ -126,32 +215,34 @@ class WeightSender(abc.ABC):
             self._calls = None
 
     def send(
-        self, buckets: Iterable[Bucket], version: PolicyVersion, flush_cache: bool = True
+        self,
+        buckets: Iterable[Bucket],
+        version: PolicyVersion,
+        flush_cache: bool = True,
+        turns: Turns = _ALONE,
     ) -> TransferReport:
         """Make all connected engines hold `version`. They must be paused.
 
         `flush_cache=False` keeps the KV cache that older weights made (pause mode `in_place`).
+        `turns` orders the senders of several pipeline stages, each with buckets of its own.
         Raises EngineCallError or ComponentFailure; then the engines' weights are undefined.
         """
         calls = self.calls
-        watch = Stopwatch()
-        check = NameCheck(self._known)
-        counts = [0, 0, 0]
-        deadline = time.monotonic() + self.settings.timeout_seconds
+        update = Update(
+            buckets,
+            version,
+            flush_cache,
+            turns,
+            NameCheck(self._known),
+            self.settings.timeout_seconds,
+        )
         try:
-            self._transfer(_counted(buckets, check, counts), version, flush_cache, deadline, watch)
-            check.finish()
+            self._transfer(update)
+            return update.finish()
         except BaseException:
+            update.give_up()
             self._abandon(calls)
             raise
-        return TransferReport(
-            version,
-            buckets=counts[0],
-            tensors=counts[1],
-            bytes=counts[2],
-            seconds=sum(watch.phases.values()),
-            phases=watch.phases,
-        )
 
     def checksums(self) -> dict[str, str]:
         """Engine id -> checksum over everything that the engine holds."""
@@ -183,15 +274,8 @@ class WeightSender(abc.ABC):
         """Undo `_open_link`, whatever state the engines are in."""
 
     @abc.abstractmethod
-    def _transfer(
-        self,
-        buckets: Iterator[Bucket],
-        version: PolicyVersion,
-        flush_cache: bool,
-        deadline: float,
-        watch: Stopwatch,
-    ) -> None:
-        """Send all buckets, the last one with the version."""
+    def _transfer(self, update: Update) -> None:
+        """Send this stage's buckets in its turn; the last stage's last one with the version."""
 
     def _begin_session(self, deadline: float) -> None:
         """Open a weight-update session on every engine, closing one that a failure left open."""
@@ -228,24 +312,30 @@ def time_left(deadline: float) -> float:
 
 def with_last(buckets: Iterator[Bucket]) -> Iterator[tuple[Bucket, bool]]:
     """Each bucket with whether it is the last one (looks one bucket ahead)."""
-    try:
-        held = next(buckets)
-    except StopIteration:
-        raise ValueError("an update without any tensor") from None
+    held: Bucket | None = None
     for bucket in buckets:
-        yield held, False
+        if held is not None:
+            yield held, False
         held = bucket
-    yield held, True
+    if held is not None:
+        yield held, True
 
 
-def _counted(buckets: Iterable[Bucket], check: NameCheck, counts: list[int]) -> Iterator[Bucket]:
-    """The buckets, checked; `counts` becomes [buckets, tensors, bytes]."""
-    for bucket in buckets:
-        check.add(name for name, _ in bucket)
-        counts[0] += 1
-        counts[1] += len(bucket)
-        counts[2] += sum(tensor.nbytes for _, tensor in bucket)
-        yield bucket
+def combined(reports: Sequence[TransferReport]) -> TransferReport:
+    """What all stages together have cost; they end together."""
+    phases: dict[str, float] = {}
+    for report in reports:
+        for phase, seconds in report.phases.items():
+            phases[phase] = phases.get(phase, 0.0) + seconds
+    return replace(
+        reports[0],
+        buckets=sum(report.buckets for report in reports),
+        tensors=sum(report.tensors for report in reports),
+        bytes=sum(report.bytes for report in reports),
+        sent_bytes=sum(report.sent_bytes for report in reports),
+        seconds=max(report.seconds for report in reports),
+        phases=phases,
+    )
 
 
 def make_sender(
@@ -256,19 +346,20 @@ def make_sender(
 ) -> WeightSender:
     """The sender that `weights.transport` names.
 
-    `device` is the engines' kind of device; `directory` is where `disk` publishes (a file system
-    that the engines share). Raises UserError for a transport that does not exist.
+    `device` is the engines' kind of device; `directory` is where `disk` and `delta` publish (a
+    file system that the engines' hosts see under the same name).
     """
+    from megatron_async.weights.delta import DeltaSender
     from megatron_async.weights.disk import DiskSender
     from megatron_async.weights.distributed import DistributedSender
     from megatron_async.weights.tensor import TensorSender
 
-    if settings.transport == "distributed":
-        return DistributedSender(settings, engines, device)
-    if settings.transport == "tensor":
-        return TensorSender(settings, engines)
-    if settings.transport == "disk":
-        return DiskSender(settings, engines, directory)
-    raise UserError(
-        f"weights.transport is {settings.transport!r}; this version has distributed, tensor, disk"
-    )
+    match settings.transport:
+        case "distributed":
+            return DistributedSender(settings, engines, device)
+        case "tensor":
+            return TensorSender(settings, engines)
+        case "disk":
+            return DiskSender(settings, engines, directory)
+        case "delta":
+            return DeltaSender(settings, engines, directory)

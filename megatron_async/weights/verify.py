@@ -71,6 +71,15 @@ class NameCheck:
         self._sent.update(owners.values())
         self._sent.update(owners)
 
+    @property
+    def sent(self) -> frozenset[str]:
+        """Names of this update so far, and the engines' parameters that they belong to."""
+        return frozenset(self._sent)
+
+    def sent_before(self, names: Iterable[str]) -> None:
+        """What another sender of the same update had in `sent`."""
+        self._sent.update(names)
+
     def finish(self) -> None:
         """The update is complete. Raises ComponentFailure if a parameter was left out.
 

@@ -7,6 +7,7 @@ thing: scheduler, store, verifier, loss, weight exchange with its checks.
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,12 +15,15 @@ import pytest
 from megatron_async.config import RunConfig, build_config
 from megatron_async.config.load import merge, read_yaml
 from megatron_async.config.recipes import RECIPES
+from megatron_async.rollout.sglang_client import SGLangClient
 from megatron_async.rollout.sglang_process import SGLangProcess
+from megatron_async.run import local
 from megatron_async.run.directory import RunDirectory
 from megatron_async.run.local import train_locally
 from megatron_async.tasks.tiny_model import build_tiny_model
 from megatron_async.tasks.verifier import LocalVerifierPool
 from megatron_async.telemetry.metrics import read_metrics
+from megatron_async.trainer.offload import DeviceMemory, Residence
 from megatron_async.trajectory.store_lineage import Consumption
 from megatron_async.trajectory.store_reader import StoreReader
 
@@ -125,3 +129,49 @@ def test_the_real_verifier_judges_what_the_engine_says(
         verifier.close()
     rewards = [line["rollout/reward_mean"] for line in read_metrics(directory.metrics_file)]
     assert all(0 <= reward < 0.2 for reward in rewards), "random weights are hardly ever right"
+
+
+def test_rapid_and_the_engine_take_turns_on_shared_devices(
+    tmp_path: Path, model: Path, engine: SGLangProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer's storages are really emptied while the engine generates, also on a CPU."""
+    plain = settings("rapid", tmp_path, model)
+    config = build_config(
+        merge(
+            plain.model_dump(),
+            {"engines": {"placement": "colocated"}, "weights": {"transport": "tensor"}},
+        )
+    )
+    said: list[str] = []
+    for name in ("release_memory", "resume_memory"):
+        real = getattr(SGLangClient, name)
+
+        async def noted(client: SGLangClient, real: Any = real, **kept: bool) -> None:
+            await real(client, **kept)
+            said.append("engine " + ("rests" if not kept else str(kept)))
+
+        monkeypatch.setattr(SGLangClient, name, noted)
+
+    class Emptied(DeviceMemory):
+        def hold(self, residence: Residence) -> None:
+            super().hold(residence)
+            said.append(f"trainer {residence.value}")
+
+    monkeypatch.setattr(
+        local, "trainer_memory", lambda config, trainer: Emptied(trainer, lambda tensor: True)
+    )
+    directory = RunDirectory.create(config)
+    local.train_locally(config, directory, [engine.url], LengthParity())
+    lines = read_metrics(directory.metrics_file)
+    assert [line["step"] for line in lines] == list(range(STEPS))
+    assert all(line["weights/probe_mean_error"] < 1e-4 for line in lines)
+    update = [
+        "trainer weights",
+        "engine {'weights_only': True}",
+        "trainer nothing",
+        "engine {'weights_only': False}",
+    ]
+    step = ["engine rests", "trainer all"]
+    # The checkpoint of the last step asks for the whole trainer once more.
+    expected = ["engine rests", *update, *(step + update) * (STEPS - 1), *step, "trainer all"]
+    assert said == [*expected, *update, *step]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,8 @@ from megatron_async.config.rollout import WeightsConfig
 from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.sglang_client import SGLangClient
 from megatron_async.trajectory.types import PolicyVersion
+from megatron_async.weights.delta import rounded
+from megatron_async.weights.disk import publish
 from megatron_async.weights.transport import WeightSender, make_sender
 from megatron_async.weights.verify import check_probe, probe_tokens
 from tests.engine import (
@@ -36,6 +40,14 @@ TRANSPORTS = ["distributed", "tensor", "disk"]
 def engine(sglang_engine: EngineUnderTest) -> EngineUnderTest:
     sglang_engine.hold("a", OLD)
     return sglang_engine
+
+
+@pytest.fixture
+def delta_sender(engine: EngineUnderTest, tmp_path: Path) -> Iterator[WeightSender]:
+    sender = _sender("delta", tmp_path)
+    sender.connect([engine.address])
+    yield sender
+    sender.close()
 
 
 def _sender(transport: Any, folder: Path) -> WeightSender:
@@ -154,3 +166,53 @@ def test_a_wrong_name_is_an_error_and_the_next_update_mends_it(
     engine.load("b", NEW)
     assert engine.checksum() == sent
     sender.close()
+
+
+def _rounded_on_disk(engine: EngineUnderTest, model: str, folder: Path, noise: float) -> str:
+    """Checksum after SGLang has loaded the model, rounded to bfloat16, from disk by itself."""
+    buckets = [_changed(bucket, noise) for bucket in _buckets(engine, model)]
+    path = publish((rounded(bucket) for bucket in buckets), OLD, folder / "by-disk")
+    engine.post("update_weights_from_disk", {"model_path": str(path), "weight_version": str(OLD)})
+    return engine.checksum()
+
+
+def _changed(bucket: list[tuple[str, torch.Tensor]], noise: float) -> Any:
+    generator = torch.Generator().manual_seed(7)
+    return [(n, t + noise * torch.randn(t.shape, generator=generator)) for n, t in bucket]
+
+
+def test_differences_bring_the_rounded_weights_and_are_small(
+    engine: EngineUnderTest, delta_sender: WeightSender, tmp_path: Path
+) -> None:
+    def send(noise: float, version: PolicyVersion) -> Any:
+        engine.post("pause_generation", {"mode": "retract"})
+        try:
+            buckets = [_changed(bucket, noise) for bucket in _buckets(engine, "b")]
+            return delta_sender.send(buckets, version)
+        finally:
+            engine.post("continue_generation", {"torch_empty_cache": False})
+
+    whole = send(0.0, PolicyVersion(2, 0))
+    first = engine.checksum()
+    step = send(1e-6, PolicyVersion(2, 1))
+    second = engine.checksum()
+    assert engine.run(lambda client: client.version()) == PolicyVersion(2, 1)
+    assert step.sent_bytes < 0.2 * whole.sent_bytes
+    assert whole.sent_bytes < 0.6 * whole.bytes, "bfloat16 is half of float32"
+    assert first == _rounded_on_disk(engine, "b", tmp_path, 0.0)
+    assert second == _rounded_on_disk(engine, "b", tmp_path, 1e-6)
+    assert first != second
+
+
+def test_a_damaged_difference_makes_the_real_engine_ask_for_the_whole(
+    engine: EngineUnderTest, delta_sender: WeightSender, tmp_path: Path
+) -> None:
+    _send(engine, delta_sender, "a", PolicyVersion(3, 0))
+    # What the receiver holds is spoilt, as by a bad disk.
+    [base] = Path(gettempdir()).glob("megatron-async-weights-*/3.0-*/model-00-00001.safetensors")
+    data = bytearray(base.read_bytes())
+    data[-1] ^= 1
+    base.write_bytes(data)
+    report = _send(engine, delta_sender, "b", PolicyVersion(3, 1))
+    assert report.sent_bytes > 0.4 * report.bytes, "the whole was read"
+    assert engine.checksum() == _rounded_on_disk(engine, "b", tmp_path, 0.0)

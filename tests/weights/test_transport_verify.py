@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 
 from megatron_async.errors import ComponentFailure
 from megatron_async.trajectory.types import PolicyVersion
-from megatron_async.weights.disk import publish, read_manifest
+from megatron_async.weights.disk import publish
 from megatron_async.weights.distributed import flatten
+from megatron_async.weights.publication import read_manifest, read_shard
 from megatron_async.weights.tensor import serialise
 from megatron_async.weights.transport import with_last
 from megatron_async.weights.verify import (
@@ -120,16 +121,22 @@ def test_a_published_version_is_complete_checked_and_atomic(tmp_path: Path) -> N
     buckets = [[("a", torch.randn(4, 4))], [("b", torch.randn(3).to(torch.bfloat16))]]
     path = publish(buckets, VERSION, tmp_path)
     assert path.name == "2.9" and list(tmp_path.iterdir()) == [path]
-    assert read_manifest(path)["version"] == "2.9"
+    manifest = read_manifest(path)
+    assert manifest.version == "2.9"
     index = json.loads((path / "model.safetensors.index.json").read_text())
     for bucket in buckets:
         for name, tensor in bucket:
             assert torch.equal(load_file(path / index["weight_map"][name])[name], tensor)
-    shard = path / "model-00001.safetensors"
-    data = bytearray(shard.read_bytes())
+    name = "model-00-00001.safetensors"
+    read_shard(path, name, manifest.shards[name])
+    data = bytearray((path / name).read_bytes())
     data[-1] ^= 1
-    shard.write_bytes(data)
+    (path / name).write_bytes(data)
     with pytest.raises(ComponentFailure, match="damaged"):
+        read_shard(path, name, manifest.shards[name])
+    told = (path / "manifest.json").read_text()
+    (path / "manifest.json").write_text(told.replace("2.9", "2.8"))
+    with pytest.raises(ComponentFailure, match="no readable manifest"):
         read_manifest(path)
 
 

@@ -1,0 +1,142 @@
+"""A trainer's device memory, given away while engines on the same devices generate, and back.
+
+`engines.placement: colocated` alternates: weights, gradients and optimizer state are in host memory
+while engines generate; only the weights are on the device while they are sent; all of it is while
+the trainer trains.
+
+Invariants
+- A tensor's values survive bit for bit, and so do all views of it: its storage is emptied and
+  filled again, never replaced (Megatron's parameters, buckets and shards are views of buffers).
+- While a part is away nothing may read it: an emptied storage has no bytes.
+- What is in host memory anyway (on a CPU: everything) is left where it is.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_async.config import RunConfig
+
+
+class Residence(enum.Enum):
+    """What of a trainer is on its device."""
+
+    ALL = "all"
+    WEIGHTS = "weights"
+    NOTHING = "nothing"
+
+
+class TrainerMemory(Protocol):
+    """Who decides what of the trainer is on its device; see `DeviceMemory`."""
+
+    def hold(self, residence: Residence) -> None:
+        """Move what must move so that exactly this is on the device."""
+        ...
+
+
+class AlwaysThere:
+    """`engines.placement: disaggregated`: the trainer has its devices for itself."""
+
+    def hold(self, residence: Residence) -> None:
+        return None
+
+
+class HostCopies:
+    """Storages of one part of the trainer, which are on the device or in host memory."""
+
+    def __init__(self, moves: Callable[[Tensor], bool]) -> None:
+        """`moves(tensor)`: whether a tensor is on a device that must be cleared."""
+        self._moves = moves
+        self._away: list[tuple[torch.UntypedStorage, Tensor]] = []
+
+    @property
+    def away(self) -> bool:
+        return bool(self._away)
+
+    def take(self, tensors: Iterable[Tensor], but: Iterable[Tensor] = ()) -> int:
+        """Copy to host memory and empty; storages of `but` stay. Returns the bytes that moved."""
+        kept = {tensor.untyped_storage().data_ptr() for tensor in but}
+        moved = 0
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if not self._moves(tensor) or not storage.nbytes() or storage.data_ptr() in kept:
+                continue
+            copy = _bytes_of(storage).to("cpu", copy=True)
+            if storage.device.type == "cuda":
+                copy = copy.pin_memory()
+            self._away.append((storage, copy))
+            moved += copy.nbytes
+            storage.resize_(0)
+        return moved
+
+    def give_back(self) -> None:
+        """Fill the storages again."""
+        for storage, copy in self._away:
+            storage.resize_(copy.nbytes)
+            _bytes_of(storage).copy_(copy)
+        self._away = []
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _on_gpu(tensor: Tensor) -> bool:
+    return tensor.is_cuda
+
+
+class DeviceMemory:
+    """The memory of one rank's trainer."""
+
+    def __init__(self, trainer: Any, moves: Callable[[Tensor], bool] = _on_gpu) -> None:
+        """`trainer` has `wrapped` (Megatron's DDP) and `optimizer` (Megatron's)."""
+        self._trainer = trainer
+        self._weights = HostCopies(moves)
+        self._rest = HostCopies(moves)
+        self.residence = Residence.ALL
+
+    def hold(self, residence: Residence) -> None:
+        if residence is Residence.ALL:
+            self._weights.give_back()
+            self._rest.give_back()
+        else:
+            if not self._rest.away:
+                weights = [] if self._weights.away else list(weight_tensors(self._trainer))
+                self._rest.take(other_tensors(self._trainer), but=weights)
+            if residence is Residence.WEIGHTS:
+                self._weights.give_back()
+            elif not self._weights.away:
+                self._weights.take(weight_tensors(self._trainer))
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()  # else the caching allocator keeps what was freed
+        self.residence = residence
+
+
+def trainer_memory(config: RunConfig, trainer: Any) -> TrainerMemory:
+    """What `engines.placement` asks for."""
+    return DeviceMemory(trainer) if config.engines.placement == "colocated" else AlwaysThere()
+
+
+def weight_tensors(trainer: Any) -> Iterator[Tensor]:
+    """Parameters and buffers of the model."""
+    yield from (parameter.data for parameter in trainer.wrapped.parameters())
+    yield from trainer.wrapped.module.buffers()
+
+
+def other_tensors(trainer: Any) -> Iterator[Tensor]:
+    """Gradient buffers, the optimizer's own copies of the weights, and its moments."""
+    wrapped = trainer.wrapped
+    for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers):
+        yield buffer.grad_data
+    for part in trainer.optimizer.chained_optimizers:
+        if part.is_stub_optimizer:
+            continue
+        for group in part.optimizer.param_groups:
+            yield from (parameter.data for parameter in group["params"])
+        for state in part.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))

@@ -1,0 +1,65 @@
+"""Turns: the senders of a trainer's pipeline stages talk to the engines one after the other.
+
+Each stage's leader gathers and sends its own layers over its own connection. Engines take what
+they are asked in the order of arrival, and that order must be the same on all of them: two groups
+whose broadcasts they entered in different orders would wait for each other for ever. Hence a baton
+that passes from stage to stage; gathering a first bucket, or writing files, needs no turn.
+
+Invariants
+- The stage before hands on its baton exactly once for each `take`, also when it has failed.
+- A stage after one that failed sends nothing: its `take` raises `EarlierStageFailed`.
+
+`stages.py` has the turns of a real trainer; a sender that is alone needs none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from megatron_async.errors import ComponentFailure
+
+
+class EarlierStageFailed(ComponentFailure):
+    """The stage before did not get through; its own leader says why."""
+
+
+@dataclass(frozen=True)
+class Baton:
+    """What the stages before have done: the names they have sent, and what they have written."""
+
+    names: frozenset[str] = frozenset()
+    written: Mapping[str, Any] = field(default_factory=dict)
+    failed: bool = False
+
+
+class Turns(Protocol):
+    """One leader's place in the order of senders."""
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def last(self) -> bool: ...
+
+    def take(self) -> Baton:
+        """Wait for the stage before. Raises EarlierStageFailed."""
+        ...
+
+    def hand_on(self, baton: Baton) -> None:
+        """Let the next stage go on; does nothing on the last one."""
+        ...
+
+
+class Alone:
+    """The order of a single sender."""
+
+    index = 0
+    last = True
+
+    def take(self) -> Baton:
+        return Baton()
+
+    def hand_on(self, baton: Baton) -> None:
+        return None

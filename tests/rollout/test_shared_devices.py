@@ -1,0 +1,190 @@
+"""Engines that share the trainer's devices: awake only while the trainer holds nothing of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from megatron_async.config import RunConfig, build_config
+from megatron_async.rollout.interfaces import PauseMode
+from megatron_async.rollout.manager import ResumePoint, RolloutManager
+from megatron_async.rollout.simulated_engine import SimulatedEngine
+from megatron_async.trajectory.types import PolicyVersion
+from tests.rollout.test_manager import MODEL, Engines, Fixed
+
+ALL = frozenset({"weights", "rest"})
+
+
+class MemoryEngine(SimulatedEngine):
+    """Keeps account of the memory that it has, and of what it was asked."""
+
+    def __init__(self, engine_id: str) -> None:
+        super().__init__(engine_id, MODEL)
+        self.memory = ALL
+        self.said: list[str] = []
+
+    async def pause(self, mode: PauseMode) -> None:
+        self.said.append(f"pause {mode}")
+        await super().pause(mode)
+
+    async def resume(self) -> None:
+        assert self.memory == ALL, "an engine without memory was let go on"
+        self.said.append("resume")
+        await super().resume()
+
+    async def release_memory(self) -> None:
+        await super().release_memory()
+        self.said.append("release")
+        self.memory = frozenset()
+
+    async def resume_memory(self, *, weights_only: bool) -> None:
+        await super().resume_memory(weights_only=weights_only)
+        self.said.append("weights" if weights_only else "all")
+        self.memory = self.memory | {"weights"} if weights_only else ALL
+
+
+class MemoryEngines(Engines):
+    async def launch(self, index: int) -> SimulatedEngine:
+        self.all.append(MemoryEngine(f"engine{len(self.all)}"))
+        return self.all[-1]
+
+
+def settings(preset: str, **engines: Any) -> RunConfig:
+    return build_config(
+        {
+            "schedule": {
+                "preset": preset,
+                "groups_per_batch": 2,
+                "group_size": 2,
+                "concurrency": 8,
+                "updates_per_batch": 1,
+            },
+            "steps": 3,
+            "trainer": {"wait_for_batch_seconds": 5},
+            "engines": {"placement": "colocated", "health_interval_seconds": 0.1, **engines},
+            "eval": {"prompts": 2},
+            "weights": {"transport": "tensor", "timeout_seconds": 5},
+        }
+    )
+
+
+class Run:
+    """A manager with engines, and the trainer's calls."""
+
+    def __init__(self, folder: Path, config: RunConfig) -> None:
+        self.launcher = MemoryEngines()
+        self.manager = RolloutManager(
+            config,
+            task=Fixed(),  # type: ignore[arg-type]
+            verifier=Fixed(),
+            launcher=self.launcher,
+            store_file=folder / "store.sqlite",
+            events_directory=None,
+        )
+
+    @property
+    def engines(self) -> list[MemoryEngine]:
+        return self.launcher.all  # type: ignore[return-value]
+
+    async def begin(self) -> None:
+        await self.manager.start()
+        await self.manager.attach(ResumePoint(0))
+
+    def all_hold(self, memory: frozenset[str]) -> bool:
+        return all(engine.memory == memory for engine in self.engines)
+
+    async def publish(self, number: int) -> None:
+        addresses = await self.manager.begin_update(number)
+        assert self.all_hold(frozenset({"weights"})), "the trainer still holds its weights"
+        assert len(addresses) == len(self.engines), "memory that is given back loses its weights"
+        for engine in self.engines:
+            engine.set_weights(PolicyVersion(0, number))
+        await self.manager.end_update(number, [a.engine_id for a in addresses], None, None)
+
+
+def run(body: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(body, 30))
+
+
+@pytest.mark.parametrize("preset", ["rapid", "sync", "copris"])
+def test_engines_rest_whenever_the_trainer_works(tmp_path: Path, preset: str) -> None:
+    async def body() -> None:
+        it = Run(tmp_path, settings(preset, count=2))
+        await it.begin()
+        assert it.all_hold(frozenset()), "the trainer is built while engines rest"
+        await it.publish(0)
+        for step in range(3):
+            assert it.all_hold(ALL)
+            batch = await it.manager.next_batch()
+            assert batch is not None and batch.step == step
+            assert it.all_hold(frozenset()), "the trainer trains now"
+            await it.manager.position()
+            await it.publish(step + 1)
+        assert it.all_hold(frozenset()), "after the last step the trainer exports"
+        for engine in it.engines:
+            assert engine.said[:5] == ["pause retract", "release", "weights", "all", "resume"]
+        await it.manager.stop()
+
+    run(body())
+
+
+def test_a_checkpoint_in_the_middle_of_generation_puts_engines_to_rest(tmp_path: Path) -> None:
+    """A run that is asked to stop: what was begun is kept, and the trainer gets the memory."""
+
+    async def body() -> None:
+        it = Run(tmp_path, settings("rapid"))
+        await it.begin()
+        await it.publish(0)
+        assert it.all_hold(ALL)
+        await it.manager.position()
+        assert it.all_hold(frozenset())
+        await it.manager.stop()
+
+    run(body())
+
+
+def test_an_engine_that_comes_back_waits_for_weights_at_rest_with_the_others(
+    tmp_path: Path,
+) -> None:
+    async def body() -> None:
+        it = Run(tmp_path, settings("rapid", count=2))
+        await it.begin()
+        await it.publish(0)
+        it.engines[1].crash()
+        while len(it.launcher.all) < 3:
+            await asyncio.sleep(0.01)
+        del it.launcher.all[1]
+        batch = await it.manager.next_batch()
+        if batch is None:  # the news came before the batch
+            await it.publish(0)
+            batch = await it.manager.next_batch()
+        assert batch is not None
+        assert it.all_hold(frozenset())
+        await it.publish(1)
+        assert it.all_hold(ALL)
+        await it.manager.stop()
+
+    run(body())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"schedule": {"preset": "async"}}, r"schedule\.overlap False, got True"),
+        ({"weights": {"transport": "disk"}}, r"weights\.transport tensor, got disk"),
+        ({"parallel": {"ranks": 2, "nodes": 2}}, r"parallel\.nodes 1, got 2"),
+    ],
+)
+def test_what_does_not_go_together_is_one_sentence(changes: dict[str, Any], message: str) -> None:
+    base: dict[str, Any] = {
+        "schedule": {"preset": "rapid"},
+        "engines": {"placement": "colocated"},
+        "weights": {"transport": "tensor"},
+    }
+    with pytest.raises((ValidationError, Exception), match=message):
+        build_config({**base, **changes})

@@ -1,0 +1,106 @@
+"""Device memory given away and taken back: bit for bit the same trainer, and really away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_async.config.load import merge
+from megatron_async.trainer.offload import (
+    AlwaysThere,
+    DeviceMemory,
+    HostCopies,
+    Residence,
+    other_tensors,
+    trainer_memory,
+    weight_tensors,
+)
+from megatron_async.trainer.step import PolicyTrainer
+from tests.trainer.cases import ragged_batch, settings, single_process, trainer_session, write_model
+
+
+def everything(_tensor: torch.Tensor) -> bool:
+    """On a CPU nothing has to move; for the tests all of it does."""
+    return True
+
+
+def test_views_of_a_storage_survive_its_absence() -> None:
+    buffer = torch.randn(1000)
+    part, original = buffer[100:200].view(10, 10), buffer.clone()
+    copies = HostCopies(everything)
+    assert copies.take([part, buffer]) == 4000
+    assert copies.away and buffer.untyped_storage().nbytes() == 0
+    copies.give_back()
+    assert not copies.away
+    assert torch.equal(buffer, original)
+    assert torch.equal(part, original[100:200].view(10, 10))
+    assert part.data_ptr() == buffer[100:].data_ptr()
+
+
+def test_what_is_in_host_memory_anyway_stays() -> None:
+    tensor = torch.ones(4)
+    copies = HostCopies(lambda tensor: tensor.is_cuda)
+    assert copies.take([tensor]) == 0
+    assert torch.equal(tensor, torch.ones(4))
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def process() -> Iterator[None]:
+    with single_process():
+        yield
+
+
+def held(trainer: PolicyTrainer) -> tuple[int, int]:
+    """Bytes of the weights, and of everything else."""
+
+    def size(tensors: Iterator[torch.Tensor]) -> int:
+        storages = {id(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors}
+        return sum(storages.values())
+
+    return size(weight_tensors(trainer)), size(other_tensors(trainer))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("distributed", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_trainer_that_was_away_trains_on_as_if_it_had_not_been(
+    model_dir: Path, process: None, distributed: bool, dtype: str
+) -> None:
+    kind = merge(
+        {"optimizer": {"lr": 1e-3, "distributed": distributed}}, {"model": {"dtype": dtype}}
+    )
+    losses: dict[bool, list[float]] = {}
+    for away in (False, True):
+        with trainer_session(settings(model_dir, kind)) as trainer:
+            memory = DeviceMemory(trainer, everything)
+            full = held(trainer)
+            losses[away] = []
+            for step in range(3):
+                memory.hold(Residence.ALL)
+                losses[away].append(trainer.train_batch(ragged_batch(step)).loss)
+                if not away:
+                    continue
+                memory.hold(Residence.WEIGHTS)
+                weights, rest = held(trainer)
+                assert weights > 0 and rest < full[1]
+                before = trainer.compute_logprobs(ragged_batch(step))
+                memory.hold(Residence.NOTHING)
+                assert held(trainer) == (0, 0)
+                memory.hold(Residence.WEIGHTS)
+                assert (trainer.compute_logprobs(ragged_batch(step)) == before).all()
+                memory.hold(Residence.NOTHING)
+            memory.hold(Residence.ALL)
+            assert held(trainer) == full
+    assert losses[True] == losses[False]
+
+
+def test_engines_with_devices_of_their_own_leave_the_trainer_alone(model_dir: Path) -> None:
+    assert isinstance(trainer_memory(settings(model_dir), object()), AlwaysThere)
