@@ -174,7 +174,7 @@ class SimulatedServer:
     async def _score(self, body: dict[str, Any]) -> web.Response:
         token_ids = np.asarray(body["input_ids"], dtype=np.int32)
         logprobs = await self._engine.score(token_ids)
-        entries = [[None, int(token_ids[0]), None]]
+        entries: list[list[Any]] = [[None, int(token_ids[0]), None]]
         entries += [[float(v), int(t), None] for v, t in zip(logprobs, token_ids[1:], strict=True)]
         return web.json_response({"meta_info": {"input_token_logprobs": entries}})
 
