@@ -15,7 +15,7 @@ Learning. With --model, every schedule also trains that (fine-tuned) model on th
 batches with natural lengths, on equal samples: reward and held-out accuracy (`natural`).
 
 Sizes. On a CPU core a decode step of this model costs about 4.6 ms and 0.1 to 0.2 ms more for each
-running request. At the default of 48 requests the constant part still counts, as it does on a GPU,
+running request. At the default of 32 requests the constant part still counts, as it does on a GPU,
 where decode is bound by memory; with hundreds of requests a CPU is bound by arithmetic, an idle
 slot costs nothing, and no schedule can gain.
 
@@ -186,7 +186,7 @@ def learning_table(rows: list[Row], samples: int) -> str:
 def describe_lengths(longest: int) -> str:
     """The forced lengths in one line."""
     tail = np.array(forced_lengths("tail", 4096, longest))
-    uniform = forced_lengths("uniform", 1, longest)[0]
+    uniform = forced_lengths("uniform", 4096, longest)[0]
     return (
         f"Forced lengths: `tail` has median {np.median(tail):.0f}, mean {tail.mean():.0f}, "
         f"99 % quantile {np.quantile(tail, 0.99):.0f}, longest {tail.max()} tokens; "
@@ -197,10 +197,10 @@ def describe_lengths(longest: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--presets", nargs="+", default=["sync", "copris"])
-    parser.add_argument("--lengths", nargs="+", default=["tail", "uniform"])
+    parser.add_argument("--lengths", nargs="*", default=["tail", "uniform"])
     parser.add_argument("--steps", type=int, default=8, help="measured updates of each run")
-    parser.add_argument("--groups", type=int, default=6, help="B, groups of 8 per update")
-    parser.add_argument("--concurrency", type=int, default=48, help="N' of the others")
+    parser.add_argument("--groups", type=int, default=4, help="B, groups of 8 per update")
+    parser.add_argument("--concurrency", type=int, default=32, help="N' of the others")
     parser.add_argument("--longest", type=int, default=1024, help="longest response, tokens")
     parser.add_argument("--model", type=Path, help="fine-tuned quickstart model: learning too")
     parser.add_argument("--learning-steps", type=int, default=20, help="updates after warm-up")
