@@ -141,6 +141,21 @@ class RolloutDriver:
             self._feed(ev.EngineDown(engine_id))
         self.lost_engines.put_nowait((engine_id, why))
 
+    def engine_stale(self, engine_id: str, why: str) -> None:
+        """It does not hold what it should: it serves nothing until it was sent the weights again.
+
+        Its trajectories go on elsewhere from their last stored token.
+        """
+        slot = self._slots.get(engine_id)
+        if slot is None:
+            return
+        self.statistics.warned("engine_stale", why)
+        self._generation.forget_engine(slot)
+        self._slots[engine_id] = EngineSlot(slot.client)
+        if slot.up:
+            self._feed(ev.EngineDown(engine_id))
+        self._stale.set()
+
     def stale_engines(self) -> list[EngineClient]:
         """Engines that do not hold the current version."""
         return [slot.client for slot in self._slots.values() if not slot.up]

@@ -5,14 +5,16 @@ in a fixed order: `attach`, then again and again `next_batch` (a batch, or the n
 engines want weights), `begin_update`, the transfer itself (which the trainer does), `end_update`.
 
 Invariants
-- An update counts only when all engines agree on their checksum and the probe sequence's log-probs
-  agree with the trainer's (SEMANTICS.md section 5); otherwise `end_update` raises.
+- An update counts only for engines that agree on their checksum and whose log-probs of the probe
+  sequence agree with the trainer's (SEMANTICS.md section 5). One that does not is sent the weights
+  once more; if that does not help either, it is replaced.
 - `checkpoint_finalised` is called after the manifest exists, never before.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,6 +110,9 @@ class RolloutManager:
         self._session: _Session | None = None
         self._attaching = asyncio.Lock()
         self._addressed: set[str] = set()
+        self._doubted: set[str] = set()
+        self._why = "none is there"
+        self._agreed: tuple[PolicyVersion, str] | None = None
         self._devices = SharedDevices(config.engines.placement == "colocated", self._tell)
 
     # ------------------------------------------------------------ life
@@ -238,7 +243,8 @@ class RolloutManager:
         """Verify what the engines hold, publish it, evaluate when that is due.
 
         `probe_ids` [n] and the trainer's raw log-probs of its tokens 1..n-1, [n - 1]; None skips
-        the check (`weights.verify`). Raises ComponentFailure on a mismatch.
+        the check (`weights.verify`). An engine that fails it is stale again. Raises
+        ComponentFailure when no engine is left after the last step.
         """
         version = PolicyVersion(self._attached.resume.lineage, number)
         for engine_id in self._addressed - set(engine_ids):
@@ -260,9 +266,12 @@ class RolloutManager:
             self._driver.end_update(version, [e.engine_id for e in holders])
         mean = worst = None
         if probe_ids is not None and probe_logprobs is not None:
-            mean, worst = await self._probe(holders, version, probe_ids, probe_logprobs)
+            holders, mean, worst = await self._probe(holders, version, probe_ids, probe_logprobs)
+            self._doubted -= {engine.engine_id for engine in holders}
+        if last and not holders:
+            raise ComponentFailure(f"no engine holds the last version, {version}: {self._why}")
         evaluation = None
-        if self._evaluation_due(number):
+        if holders and self._evaluation_due(number):
             evaluation = await self._evaluate_on_living(holders, version)
         if last:
             await self._devices.rest(self._driver.engines())
@@ -314,10 +323,23 @@ class RolloutManager:
             tag,
         )
 
+    def _doubt(self, engine: EngineClient, why: str) -> None:
+        """The check failed: the weights are sent once more; the second time it is replaced."""
+        name, self._why = engine.engine_id, why
+        if name in self._doubted:
+            self._doubted.discard(name)
+            self._driver.engine_failed(name, f"{why}, twice")
+        else:
+            self._doubted.add(name)
+            self._driver.engine_stale(name, why)
+
     async def _compare_checksums(
         self, engines: Sequence[EngineClient], version: PolicyVersion
     ) -> list[EngineClient]:
-        """Those engines that answer; they all hold `version`, with the same checksum."""
+        """Those engines that hold `version`, with the checksum that most of them have.
+
+        Engines that come to a version later must have the checksum of those that serve it.
+        """
 
         async def ask(engine: EngineClient) -> tuple[EngineClient, str, PolicyVersion] | None:
             try:
@@ -327,16 +349,27 @@ class RolloutManager:
                 return None
 
         answers = [a for a in await asyncio.gather(*map(ask, engines)) if a is not None]
-        for engine, _, held in answers:
+        counts = Counter(checksum for _, checksum, held in answers if held == version).most_common()
+        # Two that are equally common: nobody can say which is right.
+        clear = bool(counts) and counts[0][1] > sum(n for _, n in counts[1:2])
+        agreed = counts[0][0] if clear else None
+        if self._agreed is not None and self._agreed[0] == version:
+            agreed = self._agreed[1]  # others serve this version already
+        self._agreed = None if agreed is None else (version, agreed)
+        good = []
+        for engine, checksum, held in answers:
             if held != version:
-                raise ComponentFailure(
+                self._doubt(
+                    engine,
                     f"engine {engine.engine_id} says that it holds version {held} after the "
-                    f"update to {version}"
+                    f"update to {version}",
                 )
-        if len({checksum for _, checksum, _ in answers}) > 1:
-            listing = ", ".join(f"{engine.engine_id}: {sum_}" for engine, sum_, _ in answers)
-            raise ComponentFailure(f"engines disagree on the weights of {version}: {listing}")
-        return [engine for engine, _, _ in answers]
+            elif checksum != agreed:
+                listing = ", ".join(f"{other.engine_id}: {sum_}" for other, sum_, _ in answers)
+                self._doubt(engine, f"engines disagree on the weights of {version}: {listing}")
+            else:
+                good.append(engine)
+        return good
 
     async def _probe(
         self,
@@ -344,11 +377,13 @@ class RolloutManager:
         version: PolicyVersion,
         probe_ids: IntArray,
         expected: FloatArray,
-    ) -> tuple[float, float]:
+    ) -> tuple[list[EngineClient], float, float]:
+        """Those engines whose log-probs are the trainer's; largest mean and largest error."""
         scored = await asyncio.gather(
             *(engine.score(probe_ids) for engine in engines), return_exceptions=True
         )
         limit = self._config.weights.probe_tolerance
+        good: list[EngineClient] = []
         means, maxima = [0.0], [0.0]
         for engine, got in zip(engines, scored, strict=True):
             if isinstance(got, EngineError):
@@ -359,13 +394,16 @@ class RolloutManager:
             error = np.abs(got - expected)
             means.append(float(error.mean()))
             maxima.append(float(error.max()))
-            if not means[-1] <= limit:
-                raise ComponentFailure(
+            if means[-1] <= limit:
+                good.append(engine)
+            else:
+                self._doubt(
+                    engine,
                     f"engine {engine.engine_id} does not hold the trainer's weights of {version}: "
                     f"the probe's log-probs differ by {means[-1]:.2e} on average, "
-                    f"weights.probe_tolerance is {limit:.2e}"
+                    f"weights.probe_tolerance is {limit:.2e}",
                 )
-        return max(means), max(maxima)
+        return good, max(means), max(maxima)
 
     # ------------------------------------------------------------ checkpoints
 
