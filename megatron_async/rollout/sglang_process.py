@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import json
 import os
 import signal
 import socket
@@ -110,6 +111,16 @@ def server_command(
         command += ["--context-length", str(settings.context_length)]
     if settings.api_key:
         command += ["--api-key", settings.api_key]
+    if settings.placement == "colocated" and device == "cuda":
+        command += ["--enable-memory-saver"]
+    if settings.quantization == "fp8":
+        # Imported here: whoever only starts servers need not import torch.
+        from megatron_async.weights.families import read_architecture
+        from megatron_async.weights.quantise import quantization_config
+
+        # The directory has no fp8 weights: they come with the first update, as every version does.
+        override = {"quantization_config": quantization_config(read_architecture(model_path))}
+        command += ["--load-format", "dummy", "--json-model-override-args", json.dumps(override)]
     return [*command, *settings.extra_args]
 
 

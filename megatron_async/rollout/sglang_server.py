@@ -7,6 +7,7 @@ spawns (multiprocessing re-imports the main module first, so the module level do
 - Every streamed chunk carries the version of each of its tokens (`meta_info.weight_versions`).
   SGLang itself reports them only in the last chunk, so a token streamed around a weight update
   could not be attributed; the hook uses SGLang's own plugin registry and its own span function.
+- `POST /receive_weights`, for weights that come as differences (sglang_receiver.py).
 - A lifeline: the server ends itself, with all its processes, as soon as whoever started it is
   gone. The starter holds the write end of a pipe whose read end is named in the environment.
 
@@ -90,11 +91,15 @@ def main() -> None:
     """Run the server until it is told to stop."""
     hold_lifeline()
     from sglang.launch_server import run_server
+    from sglang.srt.entrypoints.http_server import app
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
+    from megatron_async.rollout.sglang_receiver import receiver_of
+
     try:
-        run_server(prepare_server_args(sys.argv[1:]))
+        with receiver_of(app):
+            run_server(prepare_server_args(sys.argv[1:]))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 

@@ -42,5 +42,11 @@ def check_run(config: RunConfig) -> None:
     from megatron_async.trainer.layout import check_layout
     from megatron_async.weights.families import read_architecture
 
-    check_layout(read_architecture(config.model.path), config.parallel)
+    architecture = read_architecture(config.model.path)
+    check_layout(architecture, config.parallel)
+    if config.engines.quantization == "fp8":
+        from megatron_async.rollout.sglang_process import resolve_device
+        from megatron_async.weights.quantise import check_fp8
+
+        check_fp8(architecture, config.engines, resolve_device(config.engines))
     build_task(config.task, config.model.path)

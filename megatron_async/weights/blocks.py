@@ -57,7 +57,7 @@ def encode(base: Buffer, new: Buffer, block_bytes: int = BLOCK_BYTES) -> bytes:
         )
     )
     header = _HEADER.pack(
-        _MAGIC, len(new_N), block_bytes, len(xor_CK), hashlib.sha256(new_N).digest()
+        _MAGIC, len(new_N), block_bytes, len(xor_CK), hashlib.sha256(new_N.data).digest()
     )
     return header + zstandard.ZstdCompressor(level=_LEVEL).compress(body)
 
@@ -88,7 +88,7 @@ def apply(base: Buffer, delta: bytes) -> bytes:
     xor_CK = np.ascontiguousarray(xor_2X.T).reshape(-1, block_bytes)
     result_BK = result_N[: blocks * block_bytes].reshape(-1, block_bytes)
     result_BK[changed_B] ^= xor_CK
-    if hashlib.sha256(result_N).digest() != digest:
+    if hashlib.sha256(result_N.data).digest() != digest:
         raise DeltaError("the difference is damaged, or against another base")
     return result_N.tobytes()
 

@@ -143,8 +143,10 @@ class Update:
         self._turns.hand_on(Baton(self._check.sent, self.written))
         return TransferReport(
             self.version,
-            *self._counts,
-            self.sent_bytes,
+            buckets=self._counts[0],
+            tensors=self._counts[1],
+            bytes=self._counts[2],
+            sent_bytes=self.sent_bytes,
             seconds=time.perf_counter() - self._began,
             phases=self.watch.phases,
         )
