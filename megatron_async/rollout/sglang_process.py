@@ -36,6 +36,7 @@ from megatron_async.errors import ComponentFailure, ProcessKilled
 from megatron_async.rollout.sglang_server import (
     CPU_ATTENTION_BACKEND,
     CPU_VARIABLE,
+    KEY_VARIABLE,
     LIFELINE_VARIABLE,
 )
 from megatron_async.trajectory.types import PolicyVersion
@@ -109,8 +110,6 @@ def server_command(
         command += ["--max-running-requests", str(settings.max_running_requests)]
     if settings.context_length is not None:
         command += ["--context-length", str(settings.context_length)]
-    if settings.api_key:
-        command += ["--api-key", settings.api_key]
     if settings.placement == "colocated" and device == "cuda":
         command += ["--enable-memory-saver"]
     if settings.quantization == "fp8":
@@ -127,8 +126,12 @@ def server_command(
 def server_environment(
     settings: EngineConfig, device: str, gpus: Sequence[int] | None, base: Mapping[str, str]
 ) -> dict[str, str]:
-    """The environment of one server: offline, a cheap health check, one thread per CPU rank."""
+    """The environment of one server: offline, a cheap health check, one thread per CPU rank.
+
+    The key is here because every user of the machine can read command lines.
+    """
     environment = dict(base)
+    environment[KEY_VARIABLE] = settings.api_key
     environment["HF_HUB_OFFLINE"] = "1"
     environment["PYTHONUNBUFFERED"] = "1"
     # Otherwise /health generates a token, and a paused engine looks dead.
@@ -156,7 +159,7 @@ def simulated_command(
         *("--host", settings.host),
         *("--port", str(port)),
         f"--weight-version={version}",
-        *("--settings", settings.model_dump_json()),
+        *("--settings", settings.model_dump_json(exclude={"api_key"})),
     ]
 
 
@@ -257,6 +260,7 @@ class SGLangProcess:
         read_end, write_end = os.pipe()
         environment[LIFELINE_VARIABLE] = str(read_end)
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._log_path.touch(mode=0o600)  # SGLang writes all of its settings, also the key
         try:
             with self._log_path.open("ab") as log:
                 self._process = subprocess.Popen(

@@ -24,6 +24,8 @@ import threading
 from typing import Any
 
 LIFELINE_VARIABLE = "MEGATRON_ASYNC_LIFELINE_FD"
+# The key that clients must show: every user of a machine can read command lines.
+KEY_VARIABLE = "MEGATRON_ASYNC_ENGINE_KEY"
 CPU_VARIABLE = "SGLANG_USE_CPU_ENGINE"
 # Named here: whoever only starts servers need not import torch, which the backend does.
 CPU_ATTENTION_BACKEND = "torch_batched"
@@ -87,9 +89,16 @@ def hold_lifeline() -> None:
     ).start()
 
 
+def take_key() -> str:
+    """The key of this server, if any; no process that it starts inherits it."""
+    return os.environ.pop(KEY_VARIABLE, "")
+
+
 def main() -> None:
     """Run the server until it is told to stop."""
     hold_lifeline()
+    key = take_key()
+    arguments = [*sys.argv[1:], *(["--api-key", key] if key else [])]
     from sglang.launch_server import run_server
     from sglang.srt.entrypoints.http_server import app
     from sglang.srt.server_args import prepare_server_args
@@ -99,7 +108,7 @@ def main() -> None:
 
     try:
         with receiver_of(app):
-            run_server(prepare_server_args(sys.argv[1:]))
+            run_server(prepare_server_args(arguments))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 

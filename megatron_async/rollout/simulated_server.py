@@ -30,7 +30,7 @@ from aiohttp import web
 
 from megatron_async.config.rollout import EngineConfig, SamplingConfig
 from megatron_async.rollout.interfaces import EngineError, GenerationRequest, TokenChunk
-from megatron_async.rollout.sglang_server import hold_lifeline
+from megatron_async.rollout.sglang_server import hold_lifeline, take_key
 from megatron_async.rollout.simulated_engine import SimulatedEngine, SimulatedEngineModel
 from megatron_async.trajectory.types import PolicyVersion
 
@@ -275,6 +275,7 @@ def _refusal(status: int, message: str) -> web.Response:
 def main(arguments: list[str]) -> None:
     """Serve until killed."""
     hold_lifeline()
+    key = take_key()
     parser = argparse.ArgumentParser(prog="simulated_server", description=__doc__)
     parser.add_argument("--model-path", type=Path, required=True)
     parser.add_argument("--host", required=True)
@@ -286,7 +287,7 @@ def main(arguments: list[str]) -> None:
     version = PolicyVersion.parse(parsed.weight_version)
     engine = SimulatedEngine("server", engine_model(settings, parsed.model_path), version)
     names = parameter_names(parsed.model_path)
-    server = SimulatedServer(engine, names, version, settings.api_key)
+    server = SimulatedServer(engine, names, version, key)
     web.run_app(
         server.application(),
         host=parsed.host,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -22,8 +23,9 @@ from megatron_async.rollout.sglang_process import (
     SGLangProcess,
     server_command,
     server_environment,
+    simulated_command,
 )
-from megatron_async.rollout.sglang_server import LIFELINE_VARIABLE
+from megatron_async.rollout.sglang_server import KEY_VARIABLE, LIFELINE_VARIABLE, take_key
 
 # Answers /health, has a child, holds the lifeline as the real server does.
 _SERVER = """
@@ -177,7 +179,6 @@ def test_the_command_line_says_what_the_settings_say(tmp_path: Path) -> None:
         max_running_requests=9,
         context_length=512,
         stream_interval=5,
-        api_key="secret",
         extra_args=["--mem-fraction-static", "0.5"],
     )
     command = " ".join(server_command(settings, tmp_path, 1234, NO_VERSION, "cuda"))
@@ -190,7 +191,6 @@ def test_the_command_line_says_what_the_settings_say(tmp_path: Path) -> None:
         "--max-running-requests 9",
         "--context-length 512",
         "--stream-interval 5",
-        "--api-key secret",
         "--weight-version=-1.0",
         "--disable-overlap-schedule",
         "--mem-fraction-static 0.5",
@@ -199,6 +199,27 @@ def test_the_command_line_says_what_the_settings_say(tmp_path: Path) -> None:
     assert "attention-backend" not in command
     on_cpu = " ".join(server_command(settings, tmp_path, 1234, NO_VERSION, "cpu"))
     assert "--attention-backend torch_batched" in on_cpu and "--dtype float32" in on_cpu
+
+
+def test_the_key_reaches_a_server_where_no_other_user_can_read_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = EngineConfig(api_key="secret")
+    for command in (
+        server_command(settings, tmp_path, 1234, NO_VERSION, "cpu"),
+        simulated_command(settings, tmp_path, 1234, NO_VERSION),
+    ):
+        assert "secret" not in " ".join(command)
+    environment = server_environment(settings, "cpu", None, {})
+    monkeypatch.setenv(KEY_VARIABLE, environment[KEY_VARIABLE])
+    assert take_key() == "secret"
+    assert take_key() == "", "what the server starts does not inherit it"
+    _pretend(monkeypatch, _BROKEN)
+    process = _process(tmp_path)
+    with pytest.raises(ComponentFailure):
+        process.start()
+    mode = stat.S_IMODE(process.log_path.stat().st_mode)
+    assert mode == 0o600, "SGLang logs its settings, and the key with them"
 
 
 def test_the_environment_keeps_a_cpu_server_single_threaded_and_offline() -> None:
