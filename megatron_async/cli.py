@@ -80,18 +80,21 @@ def train(
     """
     from megatron_async.config import load_config
     from megatron_async.run.directory import RunDirectory
-    from megatron_async.run.preflight import check_run
+    from megatron_async.run.preflight import check_one_machine, check_run
     from megatron_async.run.report import closing_table, summarise, where_things_are
     from megatron_async.run.supervisor import Supervisor
 
     if resume is not None:
         if config is not None:
             raise UserError(f"--resume {resume} has its own config.yaml; --config {config} is idle")
-        directory, settings = RunDirectory.open(resume, list(overrides or []))
-        check_run(settings)
+        _, settings = RunDirectory.find(resume, list(overrides or []))
     else:
         settings = load_config(_need(config, "train"), list(overrides or []))
-        check_run(settings)
+    check_one_machine(settings)
+    check_run(settings)
+    if resume is not None:
+        directory, settings = RunDirectory.open(resume, list(overrides or []))
+    else:
         directory = RunDirectory.create(settings)
     try:
         Supervisor(settings, directory).run()
@@ -114,10 +117,11 @@ def sft(
     """Fine-tune on worked answers with the same Megatron trainer; leaves a HF checkpoint."""
     from megatron_async.config import load_config
     from megatron_async.run.directory import RunDirectory
-    from megatron_async.run.preflight import check_run
+    from megatron_async.run.preflight import check_one_machine, check_run
     from megatron_async.run.sft import run_sft
 
     settings = load_config(_need(config, "sft"), list(overrides or []))
+    check_one_machine(settings)
     check_run(settings)
     if out.exists() and any(out.iterdir()):
         raise UserError(f"--out {out} exists and is not empty")

@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_async.checkpoint.manifest import MANIFEST_NAME
 from megatron_async.config import RunConfig
+from megatron_async.config.rollout import EngineConfig
 from megatron_async.errors import UserError
 
 
@@ -31,8 +32,27 @@ def check_model(path: Path | str) -> dict[str, Any]:
     return parsed
 
 
+def check_engines(engines: EngineConfig) -> None:
+    """Who reaches an engine can change its weights: other hosts only with a key."""
+    if not (engines.host == "localhost" or engines.host.startswith("127.") or engines.api_key):
+        raise UserError(
+            f"engines.host is {engines.host!r}, which other hosts can reach, and engines.api_key "
+            "is empty; set a key, or leave engines.host at 127.0.0.1"
+        )
+
+
+def check_one_machine(config: RunConfig) -> None:
+    """For what starts all ranks here."""
+    if config.parallel.nodes > 1:
+        raise UserError(
+            f"parallel.nodes is {config.parallel.nodes}, and this command uses one machine; "
+            "`megatron-async launch` starts a run on several"
+        )
+
+
 def check_run(config: RunConfig) -> None:
-    """The model, the parallel layout on it, and the task, without starting anything."""
+    """The model, the parallel layout on it, engines and task, without starting anything."""
+    check_engines(config.engines)
     check_model(config.model.path)
     if config.model.checkpoint and not (Path(config.model.checkpoint) / MANIFEST_NAME).is_file():
         raise UserError(

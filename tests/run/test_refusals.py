@@ -42,6 +42,8 @@ def run(*arguments: str) -> tuple[int, str]:
         ("task.name=no_such_task", "task.name"),
         ("engines.count=0", "engines.count is 0"),
         ("weights.transport=pigeon", "weights.transport is 'pigeon'"),
+        ("engines.host=0.0.0.0", "engines.host is '0.0.0.0', which other hosts can reach"),
+        ("model.trust_remote_code=true", "unknown setting model.trust_remote_code"),
     ],
 )
 def test_a_bad_setting_is_refused(
