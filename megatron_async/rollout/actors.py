@@ -54,6 +54,7 @@ class ManagerActor:
         from megatron_async.rollout.engine_actor import RayEngineLauncher
         from megatron_async.rollout.fleet import EngineLauncher
         from megatron_async.rollout.manager import RolloutManager
+        from megatron_async.rollout.nodes import NOT_ON_TRAINER_NODES
         from megatron_async.run.directory import RunDirectory
         from megatron_async.tasks import build_task
         from megatron_async.tasks.verifier import RayVerifierPool
@@ -68,7 +69,7 @@ class ManagerActor:
         self._manager = RolloutManager(
             config,
             task=task,
-            verifier=RayVerifierPool(config.task, config.model.path),
+            verifier=RayVerifierPool(config.task, config.model.path, NOT_ON_TRAINER_NODES),
             launcher=launcher,
             store_file=directory.store_file,
             events_directory=directory.events if config.telemetry.record_events else None,

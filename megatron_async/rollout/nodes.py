@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import os
 import socket
+import stat
+from pathlib import Path
 from typing import Final
 
 import psutil
@@ -22,6 +24,22 @@ NOT_ON_TRAINER_NODES: Final = {ROLE_LABEL: f"!{TRAINER_ROLE}"}
 INTERFACE_VARIABLE: Final = "MEGATRON_ASYNC_INTERFACE"
 # `engines.host` with this value: each server binds to the address of the node that it is on.
 NODE_HOST: Final = "node"
+
+
+def ray_directory() -> Path:
+    """Where Ray keeps its sockets and logs on this node: for this user alone.
+
+    Its usual place is one for all users of a machine, where the second of them cannot start it and
+    everyone can reach everyone's sockets. Not below TMPDIR: the name of a socket must stay short.
+    Raises UserError when somebody else has made the directory.
+    """
+    path = Path(f"/tmp/ray-{os.getuid()}")
+    path.mkdir(mode=0o700, exist_ok=True)
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        raise UserError(f"{path}, where Ray is to keep its files, belongs to somebody else")
+    path.chmod(0o700)
+    return path
 
 
 def node_address() -> str:

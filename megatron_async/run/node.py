@@ -28,7 +28,7 @@ from types import FrameType
 
 from megatron_async.config import RunConfig
 from megatron_async.errors import ComponentFailure, UserError
-from megatron_async.rollout.nodes import ROLE_LABEL, TRAINER_ROLE, node_address
+from megatron_async.rollout.nodes import ROLE_LABEL, TRAINER_ROLE, node_address, ray_directory
 from megatron_async.run.directory import Outcome, RunDirectory
 from megatron_async.run.processes import Child
 from megatron_async.run.session import Session
@@ -39,6 +39,15 @@ REQUEUE_CODE = os.EX_TEMPFAIL
 _POLL_SECONDS = 0.5
 _MEET_SECONDS = 600.0
 _RAY_STOP_SECONDS = 15.0
+_RAY_ENVIRONMENT = {
+    # What ran on the node has been ended already: nothing is left to drain for 30 seconds.
+    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+    # By default Ray's workers, and so the engines, give way to every other process.
+    "RAY_worker_niceness": "0",
+    # Ray's own metrics: any free port instead of two fixed ones.
+    "AUTOSCALER_METRIC_PORT": "0",
+    "DASHBOARD_METRIC_PORT": "0",
+}
 
 
 class Node:
@@ -64,6 +73,9 @@ class Node:
     @contextmanager
     def ray_node(self, *arguments: str) -> Iterator[Child]:
         """`ray start` for the length of the block."""
+        directory = ray_directory()  # on every node; the others are told its name by the head
+        if "--head" in arguments:
+            arguments = (*arguments, f"--temp-dir={directory}")
         child = Child(
             [
                 *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block"),
@@ -72,11 +84,13 @@ class Node:
                 *arguments,
             ],
             self.directory.logs / f"ray-{self.session.path.name}-{self.name}-{os.getpid()}.log",
+            _RAY_ENVIRONMENT,
         )
         try:
             yield child
         finally:
-            child.stop(_RAY_STOP_SECONDS)
+            child.ask_to_end(_RAY_STOP_SECONDS)
+            child.stop()
 
 
 def run_rollout(node: Node) -> int:
@@ -139,6 +153,7 @@ def drive_rollout(
                 while (outcome := directory.outcome()) is None:
                     if session is not None:
                         session.check()
+                        _check_trainer_nodes(directory)
                     progress.update(rollout.status())
                     time.sleep(_POLL_SECONDS)
                 progress.update({})
@@ -149,10 +164,33 @@ def drive_rollout(
         ray.shutdown()
 
 
+def _check_trainer_nodes(directory: RunDirectory) -> None:
+    """Raises ComponentFailure when one that had come is gone, and has not ended the run."""
+    import ray
+
+    gone = [
+        entry["NodeManagerAddress"]
+        for entry in ray.nodes()
+        if not entry["Alive"] and entry["Labels"].get(ROLE_LABEL) == TRAINER_ROLE
+    ]
+    if gone and directory.outcome() is None:
+        raise ComponentFailure(f"trainer node {gone[0]} has left, and the run is not complete")
+
+
 def run_trainer(node: Node) -> int:
-    """Role `trainer`."""
+    """Role `trainer`. When it fails, the session is over for all."""
+    try:
+        return _run_trainer(node)
+    except (UserError, ComponentFailure):
+        node.session.close()
+        raise
+
+
+def _run_trainer(node: Node) -> int:
     address = node.session.wait_for("ray", _MEET_SECONDS)["address"]
     node.session.wait_for("rollout", _MEET_SECONDS)
+    if node.index == 0:
+        node.directory.take_failure()  # of an earlier session
     node.use_token()
     with node.ray_node(
         f"--address={address}",

@@ -66,6 +66,14 @@ class Child:
         except subprocess.TimeoutExpired:
             return None
 
+    def ask_to_end(self, seconds: float) -> int | None:
+        """SIGTERM to the process alone, for one that ends its own children in order.
+
+        Exit code, or None when it still runs after the limit; `stop` then clears what is left.
+        """
+        self._process.terminate()
+        return self.wait(seconds)
+
     def stop(self, grace_seconds: float = 10.0) -> None:
         """End the whole session of the child."""
         for sign, seconds in ((signal.SIGTERM, grace_seconds), (signal.SIGKILL, 5.0)):

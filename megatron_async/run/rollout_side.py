@@ -26,7 +26,7 @@ from ray.exceptions import (
 from megatron_async.config import RunConfig, dump
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.rollout.actors import MANAGER_NAME, NAMESPACE, ManagerActor
-from megatron_async.rollout.nodes import NOT_ON_TRAINER_NODES
+from megatron_async.rollout.nodes import NOT_ON_TRAINER_NODES, ray_directory
 from megatron_async.run.directory import RunDirectory
 
 _CALL_SECONDS = 20.0
@@ -41,7 +41,12 @@ def connect_ray(address: str | None, *, private: bool = True) -> str:
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # Not None: Ray would join whatever cluster `ray start` left a note of on this machine.
-    own = {"address": "local", "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+    own = {
+        "address": "local",
+        "include_dashboard": False,
+        "_node_ip_address": "127.0.0.1",
+        "_temp_dir": str(ray_directory()),
+    }
     context = ray.init(
         **({"address": address} if address else own),
         namespace=NAMESPACE,

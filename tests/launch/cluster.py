@@ -36,7 +36,7 @@ SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
 CredType=cred/munge
-AuthInfo=socket={root}/munge/sock,cred_expire=10
+AuthInfo=socket={root}/munge/sock,cred_expire=5
 StateSaveLocation={root}/state
 SlurmdSpoolDir={root}/spool/%n
 SlurmctldPidFile={root}/pid/slurmctld.pid
@@ -57,7 +57,7 @@ SlurmdParameters=config_overrides
 ReturnToService=2
 SlurmdTimeout=300
 InactiveLimit=0
-KillWait=5
+KillWait=2
 JobRequeue=1
 PropagateResourceLimits=NONE
 {nodes}
@@ -106,9 +106,16 @@ class SlurmCluster:
 
     # ------------------------------------------------------------ what tests do
 
-    def submit(self, script: Path, *options: str, environment: dict[str, str] | None = None) -> str:
-        """Job id."""
-        out = self.call(["sbatch", "--parsable", *options, str(script)], environment)
+    def submit(
+        self,
+        script: Path,
+        *arguments: str,
+        options: Sequence[str] = (),
+        environment: dict[str, str] | None = None,
+    ) -> str:
+        """Job id. `options` are sbatch's, `arguments` the script's."""
+        command = ["sbatch", "--parsable", *options, str(script), *arguments]
+        out = self.call(command, environment)
         return out.strip().split(";")[0]
 
     def state(self, job: str) -> str:

@@ -3,12 +3,15 @@
 Two trainer ranks on one node, the engine on the other. One job lives through all that a long run
 meets: the signal before its time limit, a lost node; each time it is queued again by itself, goes
 on from its checkpoint, and in the end every trajectory was trained on at most once and every step
-exactly once.
+exactly once. Its checkpoint is then exported by a job of its own.
 """
 
 from __future__ import annotations
 
+import http.client
+import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -19,8 +22,10 @@ import psutil
 import pytest
 
 from megatron_async.checkpoint.manifest import list_checkpoints
+from megatron_async.config import load_config
+from megatron_async.rollout.nodes import node_address
 from megatron_async.run.directory import Outcome, RunDirectory
-from megatron_async.run.launch import Cluster, launch_run
+from megatron_async.run.launch import ROOT, Cluster, launch_run
 from megatron_async.tasks.tiny_model import build_tiny_model
 from megatron_async.telemetry.metrics import read_metrics
 from megatron_async.trajectory.store_lineage import Consumption
@@ -28,16 +33,25 @@ from megatron_async.trajectory.store_reader import StoreReader
 from tests.launch.cluster import SlurmCluster, missing_programs
 
 MISSING = missing_programs()
-WANTED = os.environ.get("MEGATRON_ASYNC_SLURM_TESTS") == "1"
+UNWANTED = os.environ.get("MEGATRON_ASYNC_SLURM_TESTS") == "0"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.engine,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(not WANTED, reason="Slurm tests run with MEGATRON_ASYNC_SLURM_TESTS=1"),
+    pytest.mark.skipif(UNWANTED, reason="MEGATRON_ASYNC_SLURM_TESTS is 0"),
     pytest.mark.skipif(bool(MISSING), reason=f"Slurm is not installed: {', '.join(MISSING)}"),
 ]
 
-STEPS = 12
+ENVIRONMENT = {
+    "MEGATRON_ASYNC_ROOT": str(ROOT),
+    "MEGATRON_ASYNC_VENV": str(Path(sys.executable).parents[1]),
+    # A component that fails ends the test at once instead of being tried again.
+    "MEGATRON_ASYNC_MAX_REQUEUES": "0",
+}
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+STEPS = 10
+# Not reached by the signal, so that the checkpoint it leads to is its own.
+CHECKPOINT_EVERY = 8
 GROUPS, GROUP_SIZE = 4, 4
 # Ray, an engine, the trainers and two steps from nothing: about a minute on two idle cores.
 START_SECONDS = 300
@@ -51,9 +65,9 @@ schedule:
   groups_per_batch: {GROUPS}
   group_size: {GROUP_SIZE}
   concurrency: 24
-sampling: {{max_new_tokens: 96}}
+sampling: {{max_new_tokens: 64}}
 eval: {{prompts: 4}}
-checkpoint: {{every_steps: 5, export_hf: false}}
+checkpoint: {{every_steps: {CHECKPOINT_EVERY}, export_hf: false}}
 store: {{chunk_tokens: 16, compact_after_checkpoints: 100}}
 telemetry: {{progress: lines, tensorboard: false}}
 """
@@ -86,13 +100,6 @@ def steps_done(directory: RunDirectory) -> int:
     return int(lines[-1]["step"]) + 1 if lines else 0
 
 
-def wait_until(condition: Callable[[], bool], seconds: float, directory: RunDirectory) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, all_logs(directory)
-        time.sleep(0.3)
-
-
 def all_logs(directory: RunDirectory) -> str:
     logs = sorted(directory.logs.glob("*.log"))
     return "\n".join(f"--- {path.name} ---\n{path.read_text()[-1500:]}" for path in logs)
@@ -107,39 +114,127 @@ def processes_of(directory: RunDirectory) -> list[psutil.Process]:
     return found
 
 
+class Job:
+    """The run's job on the cluster: what it has done, and waits that end when it does."""
+
+    def __init__(self, cluster: SlurmCluster, directory: RunDirectory, job_file: Path) -> None:
+        self._cluster = cluster
+        self._directory = directory
+        self._began = time.monotonic()
+        self.id = cluster.submit(job_file, environment=ENVIRONMENT)
+
+    def tell(self, what: str) -> None:
+        print(f"{time.monotonic() - self._began:6.1f} s  {what}")
+
+    def wait_until(self, condition: Callable[[], bool], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert self._cluster.state(self.id) not in ENDED, all_logs(self._directory)
+            assert time.monotonic() < deadline, all_logs(self._directory)
+            time.sleep(0.3)
+
+    def wait_for_steps(self, count: int) -> None:
+        self.wait_until(lambda: steps_done(self._directory) >= count, START_SECONDS)
+
+    def wait_for_restart(self, number: int) -> None:
+        self.wait_until(lambda: self._cluster.restarts(self.id) == number, 120)
+
+    def wait_for_end(self) -> str:
+        return self._cluster.wait_for(self.id, ENDED, START_SECONDS)
+
+
 def test_preemption_and_a_lost_node_cost_no_trajectory(
     cluster: SlurmCluster, run: tuple[RunDirectory, Path]
 ) -> None:
     directory, job_file = run
-    venv = str(Path(sys.executable).parents[1])
-    began = time.monotonic()
-    job = cluster.submit(job_file, environment={"MEGATRON_ASYNC_VENV": venv})
-
-    def phase(name: str) -> None:
-        print(f"{time.monotonic() - began:6.1f} s  {name}")
-
-    wait_until(lambda: steps_done(directory) >= 2, START_SECONDS, directory)
-    phase("two steps done; the signal before the time limit")
-    cluster.signal_batch(job, "USR1")
-    wait_until(lambda: cluster.restarts(job) == 1, 120, directory)
-    phase("queued again")
+    job = Job(cluster, directory, job_file)
+    assert_ray_wants_its_token(job, directory)
+    job.wait_for_steps(2)
+    assert_the_engine_wants_its_key(directory)
+    assert_only_ranks_on_the_trainer_node(directory)
+    job.tell("two steps done; the signal before the time limit")
+    cluster.signal_batch(job.id, "USR1")
+    job.wait_for_restart(1)
+    job.tell("queued again")
     saved = list_checkpoints(directory.checkpoints)[0]
     done = steps_done(directory)
     assert saved.step == done, "a step was trained on and not saved"
-    assert saved.step % 5, "the checkpoint is one that was due anyway"
+    assert saved.step < CHECKPOINT_EVERY, "the checkpoint is one that was due anyway"
 
-    wait_until(lambda: steps_done(directory) >= done + 2, START_SECONDS, directory)
-    phase("resumed, two more steps; the engine's node is lost")
+    job.wait_for_steps(done + 2)
+    job.tell("resumed, two more steps; the engine's node is lost")
     cluster.set_node("n2", "down")
-    wait_until(lambda: cluster.restarts(job) == 2, 120, directory)
-    phase("queued again")
+    job.wait_for_restart(2)
+    job.tell("queued again")
 
-    cluster.wait_for(job, ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"), START_SECONDS)
-    phase("ended")
-    assert cluster.state(job) == "COMPLETED", all_logs(directory)
+    assert job.wait_for_end() == "COMPLETED", all_logs(directory)
+    job.tell("ended")
     assert directory.outcome() is Outcome.COMPLETE
     assert_trained_once(directory)
-    wait_until(lambda: not processes_of(directory), 30, directory)
+    deadline = time.monotonic() + 30
+    while (left := processes_of(directory)) and time.monotonic() < deadline:
+        time.sleep(0.3)
+    assert not left
+
+    exported = directory.path.parent / "exported"
+    arguments = ("megatron-to-hf", "--src", str(directory.path), "--dst", str(exported))
+    script = ROOT / "launch/slurm/convert.sbatch"
+    conversion = cluster.submit(script, *arguments, environment=ENVIRONMENT)
+    assert cluster.wait_for(conversion, ENDED, 120) == "COMPLETED"
+    assert (exported / "model.safetensors").is_file()
+    job.tell("exported")
+
+
+def assert_ray_wants_its_token(job: Job, directory: RunDirectory) -> None:
+    """Ray listens on the node's address; who does not show the session's token is sent away."""
+    session = directory.path / "launch" / f"{job.id}.0"
+    job.wait_until((session / "ray.json").exists, START_SECONDS)
+    address = json.loads((session / "ray.json").read_text())["address"]
+
+    def ask(**variables: str) -> int:
+        command = [sys.executable, "-m", "ray.scripts.scripts", "status", "--address", address]
+        environment = {**os.environ, **variables}
+        return subprocess.run(command, env=environment, capture_output=True, timeout=60).returncode
+
+    assert ask(RAY_AUTH_MODE="disabled") != 0
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(session / "ray-token")}
+    assert ask(**token) == 0
+
+
+def assert_the_engine_wants_its_key(directory: RunDirectory) -> None:
+    """The engine listens on its node's address only, and no command line shows its key."""
+    key = load_config(directory.config_file).engines.api_key
+    lines = [
+        " ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])
+    ]
+    assert not [line for line in lines if key in line]
+    model = str(directory.path.parent / "model")
+    [server] = [line for line in lines if "sglang_server" in line and model in line]
+    host, port = (server.split(option)[1].split()[0] for option in ("--host", "--port"))
+    assert host == node_address()
+    answers = []
+    for headers in ({}, {"Authorization": f"Bearer {key}"}):
+        connection = http.client.HTTPConnection(host, int(port), timeout=20)
+        connection.request("GET", "/get_model_info", headers=headers)
+        answers.append(connection.getresponse().status)
+        connection.close()
+    assert answers == [http.client.UNAUTHORIZED, http.client.OK]
+
+
+def assert_only_ranks_on_the_trainer_node(directory: RunDirectory) -> None:
+    """Manager, engines and verifiers run on the other node only."""
+    nodes: dict[str, list[str]] = {"rollout": [], "trainer": []}
+    for process in processes_of(directory):
+        command = process.cmdline()
+        if "megatron_async.run.node" in command:
+            role = command[command.index("megatron_async.run.node") + 1]
+            nodes[role] += [" ".join(child.cmdline()) for child in process.children(recursive=True)]
+    actors = ("ray::ManagerActor", "ray::EngineHost", "ray::VerifierWorker")
+    for actor in actors:
+        assert [line for line in nodes["rollout"] if line.startswith(actor)], actor
+        assert not [line for line in nodes["trainer"] if line.startswith(actor)], actor
+    ranks = [line for line in nodes["trainer"] if "megatron_async.run.train_rank" in line]
+    assert len([line for line in ranks if "torch.distributed.run" not in line]) == 2
 
 
 def assert_trained_once(directory: RunDirectory) -> None:
