@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from megatron_async.config import RunConfig, build_config
+from megatron_async.config.rollout import EngineConfig
+from megatron_async.errors import UserError
 from megatron_async.rollout.interfaces import PauseMode
 from megatron_async.rollout.manager import ResumePoint, RolloutManager
+from megatron_async.rollout.sglang_process import server_command
 from megatron_async.rollout.simulated_engine import SimulatedEngine
 from megatron_async.trajectory.types import PolicyVersion
 from tests.rollout.test_manager import MODEL, Engines, Fixed
@@ -186,5 +188,16 @@ def test_what_does_not_go_together_is_one_sentence(changes: dict[str, Any], mess
         "engines": {"placement": "colocated"},
         "weights": {"transport": "tensor"},
     }
-    with pytest.raises((ValidationError, Exception), match=message):
+    with pytest.raises(UserError, match=message):
         build_config({**base, **changes})
+
+
+def test_only_engines_that_give_memory_back_pay_for_being_able_to(tmp_path: Path) -> None:
+    def saves(device: str, placement: Any) -> bool:
+        engines = EngineConfig(placement=placement)
+        command = server_command(engines, tmp_path, 1, PolicyVersion(0, 0), device)
+        return "--enable-memory-saver" in command
+
+    assert saves("cuda", "colocated")
+    assert not saves("cuda", "disaggregated")
+    assert not saves("cpu", "colocated"), "SGLang has nothing to give back there"

@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 
 from megatron_async.config.rollout import EngineConfig
 from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.rollout.sglang_process import server_command
+from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weights.families import read_architecture
 from megatron_async.weights.quantise import (
     BLOCK,
@@ -160,3 +162,14 @@ def test_what_engines_cannot_hold_is_one_sentence(tmp_path: Path) -> None:
     check_fp8(architecture, EngineConfig(quantization="fp8"), "cuda")
     with pytest.raises(UserError, match=r"has 128 rows, which engines\.tensor 2 does not divide"):
         check_fp8(architecture, EngineConfig(quantization="fp8", tensor=2), "cuda")
+
+
+def test_an_fp8_engine_starts_without_weights_and_is_told_the_form(tmp_path: Path) -> None:
+    model = _model(tmp_path)
+    engines = EngineConfig(quantization="fp8", device="cuda")
+    command = server_command(engines, model, 1, PolicyVersion(0, 0), "cuda")
+    assert command[command.index("--load-format") + 1] == "dummy"
+    told = json.loads(command[command.index("--json-model-override-args") + 1])
+    assert told == {"quantization_config": quantization_config(read_architecture(model))}
+    plain = server_command(EngineConfig(), model, 1, PolicyVersion(0, 0), "cuda")
+    assert "--load-format" not in plain
