@@ -112,13 +112,14 @@ def gather(directory: RunDirectory, looks: list[dict[int, Seen]]) -> Evidence:
     """The evidence of a run that has ended. `looks` were made while it went on."""
     attaches, batches, dropped = read_trained(directory.trained)
     kept: dict[int, list[Kept]] = defaultdict(list)
+    manifests = [c.manifest for c in list_checkpoints(directory.checkpoints)]
+    newest = max(((m.lineage, m.step) for m in manifests), default=None)
     with closing(StoreReader(directory.store_file)) as reader:
         content = reader.content()
-    for one in _stored(directory.store_file, content):
+    for one in _stored(directory.store_file, content, newest):
         kept[one.trajectory_id].append(one)
     for one in read_export(directory.path / "export" / "trajectories.jsonl"):
         kept[one.trajectory_id].append(one)
-    manifests = [c.manifest for c in list_checkpoints(directory.checkpoints)]
     return Evidence(
         requests=read_arrivals(directory.arrivals),
         attaches=attaches,
@@ -126,7 +127,7 @@ def gather(directory: RunDirectory, looks: list[dict[int, Seen]]) -> Evidence:
         dropped_batches=dropped,
         kept=dict(kept),
         trajectories=content.counters.next_trajectory,
-        newest_checkpoint=max(((m.lineage, m.step) for m in manifests), default=None),
+        newest_checkpoint=newest,
         looks=looks,
     )
 
@@ -211,8 +212,13 @@ def read_export(path: Path) -> Iterator[Kept]:
         )
 
 
-def _stored(store_file: Path, content: StoreContent) -> Iterator[Kept]:
-    consumption = Consumption.at(content.tree, content.tree.newest) if content.tree else None
+def _stored(
+    store_file: Path, content: StoreContent, checkpoint: tuple[int, int] | None
+) -> Iterator[Kept]:
+    """As a resume from `checkpoint` would find it: what was batched later is not consumed."""
+    consumption = None
+    if checkpoint is not None and content.tree:
+        consumption = Consumption.at_checkpoint(content.tree, PolicyVersion(*checkpoint))
     consumed = {
         trajectory_id: (batch.lineage, batch.step)
         for batch in content.batches

@@ -103,7 +103,7 @@ def configuration(
             "stream_interval": 8,
             "health_interval_seconds": 0.5,
             "no_progress_seconds": 20,
-            "start_timeout_seconds": 120,
+            "start_timeout_seconds": 300,
             "max_restarts": 1_000_000,
             "max_manager_restarts": 1_000_000,
         },
