@@ -36,6 +36,7 @@ _ALLOWED: Final = frozenset(
         ("torch.serialization", "_get_layout"),
         ("torch", "Size"),
         ("collections", "OrderedDict"),
+        ("pathlib", "PosixPath"),  # where the checkpoint was written
     ]
 )
 
