@@ -3,8 +3,8 @@
     python -m benchmarks.papers.prime_rl_level
 
 The source: rollouts of step n come from version max(0, n - k) or newer; with k = 1 and equal stage
-times neither side idles, k = 2 leaves room for a slow weight broadcast. Here 16 of 32 H100 train a
-7B model and 16 generate. Negative control: with a trainer and an update that take no time and equal
+times neither side idles, k = 2 leaves room for a slow weight broadcast. Here 8 of 32 H100 train a
+7B model and 24 generate. Negative control: with a trainer and an update that take no time and equal
 lengths there is nothing to hide, so k must gain nothing (at equal requests in flight).
 """
 
@@ -61,7 +61,10 @@ def main() -> None:
         [
             "Source: k = 1 hides equal stages behind each other, k = 2 a slow broadcast as well; "
             "the bound is never passed.",
+            "Stale groups are dropped (`on_stale: drop`, the preset's default):",
             table(header, rows()),
+            "The update waits for stragglers instead (`on_stale: wait`):",
+            table(header, rows("schedule.on_stale=wait")),
             "A weight update of 30 s (engines are paused for all of it here; a broadcast that runs "
             "beside generation is not modelled, so k cannot hide it):",
             table(header, rows(*SLOW_BROADCAST)),

@@ -168,9 +168,9 @@ def taken(state: AutoConcurrency, at_seconds: float, batched_tokens: int) -> Aut
     if window.began_at is None:
         began = replace(window, began_at=at_seconds, began_tokens=batched_tokens)
         return replace(state, window=began)
+    seconds = at_seconds - window.began_at
     window = replace(window, batches=window.batches + 1)
     state = replace(state, window=window)
-    seconds = at_seconds - window.began_at
     enough = window.batches >= WINDOW_BATCHES and window.completions >= window.busiest
     if not enough or not window.reports or seconds <= 0:
         return state

@@ -8,11 +8,14 @@ The file (read by `simulate.cost_model`):
     kv_capacity_tokens: 65536
     decode:                       # one decode step of `batch` requests that read `kv_tokens` of KV
       - {batch: 16, kv_tokens: 2560, seconds: 0.0123}
-    prefill:                      # until the first token of one request, less one decode step
+    prefill:                      # what a request costs beside its decode steps
       - {tokens: 128, seconds: 0.004}
 
 Invariants
 - A decode measurement uses only the time in which all its requests run.
+- Prefill is measured twice: alone, at several lengths, which gives its slope; and under load, where
+  requests start and end all the time, which gives its level (HTTP, tokenless bookkeeping and the
+  batching of prefills included). `seconds` is the former, moved to the latter.
 - Prompts are random tokens, new ones for each request, and the server's prefix cache is flushed
   before each measurement, so that nothing is prefilled for free.
 - The server must be idle otherwise; its weights and settings are not touched.
@@ -40,6 +43,9 @@ from megatron_async.simulate.engine_costs import FORMAT, FORMAT_VERSION, fit_eng
 _TOKEN_IDS = 32
 """Prompts use ids 1..31, which every tokenizer has."""
 _PREFILL_REPEATS = 3
+_LOAD_ROUNDS = 4
+_LOAD_TOKENS = (16, 48)
+"""Mean response lengths of the two measurements under load."""
 _MEASUREMENT_SECONDS = 600.0
 
 
@@ -75,6 +81,15 @@ def decode_seconds(arrivals: list[list[Arrival]]) -> tuple[float, float]:
     return statistics.median(rates), statistics.fmean(middles)
 
 
+def seconds_per_request(short: tuple[float, int], long: tuple[float, int], requests: int) -> float:
+    """The part of the time that goes with requests, not with tokens; never below 0.
+
+    (seconds, tokens) of two runs with equally many requests: seconds = requests q + tokens k.
+    """
+    (first, few), (second, many) = short, long
+    return max(0.0, (first * many - second * few) / (requests * (many - few)))
+
+
 class EngineProfiler:
     """Measures through an `EngineClient`."""
 
@@ -105,6 +120,26 @@ class EngineProfiler:
         seconds = max(0.0, statistics.median(times) - step_seconds)
         return {"tokens": tokens, "seconds": round(seconds, 7)}
 
+    async def request_seconds(self, batch: int, context: int) -> float:
+        """What one request costs beside its decode steps, with `batch` in flight all the time."""
+        short, long = [await self._load(batch, context, tokens) for tokens in _LOAD_TOKENS]
+        return seconds_per_request(short, long, batch * _LOAD_ROUNDS)
+
+    async def _load(self, batch: int, context: int, mean_tokens: int) -> tuple[float, int]:
+        """(seconds, tokens) of `batch` clients that send their requests one after the other."""
+        await self._client.flush_cache()
+        lengths = self._rng.integers(
+            mean_tokens // 2, mean_tokens * 3 // 2 + 1, (batch, _LOAD_ROUNDS)
+        )
+
+        async def client(own: list[int]) -> None:
+            for tokens in own:
+                await self._generate(context, tokens)
+
+        began = time.monotonic()
+        await asyncio.gather(*(client(row) for row in lengths.tolist()))
+        return time.monotonic() - began, int(lengths.sum())
+
     async def _generate(self, context: int, new_tokens: int) -> list[Arrival]:
         self._serial += 1
         request = GenerationRequest(
@@ -131,6 +166,11 @@ async def profile(
     decode = [await profiler.decode(batch, c) for batch in batches for c in contexts]
     lengths = sorted({*contexts, 4 * max(contexts)})
     prefill = [await profiler.prefill(tokens, decode[0]["seconds"]) for tokens in lengths]
+    if max(batches) > 1:
+        under_load = await profiler.request_seconds(max(batches), lengths[0])
+        moved = under_load - prefill[0]["seconds"]
+        for row in prefill:
+            row["seconds"] = round(max(0.0, row["seconds"] + moved), 7)
     return {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,

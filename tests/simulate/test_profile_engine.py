@@ -15,6 +15,7 @@ from megatron_async.simulate.profile_engine import (
     decode_seconds,
     profile,
     profile_command,
+    seconds_per_request,
 )
 
 
@@ -41,6 +42,14 @@ def test_time_before_the_last_request_started_does_not_count() -> None:
 def test_requests_that_never_ran_together_are_refused() -> None:
     with pytest.raises(ComponentFailure, match="--new-tokens"):
         decode_seconds([stream(0.0, 0.01, 16), stream(9.0, 0.01, 16)])
+
+
+def test_what_goes_with_requests_is_told_from_what_goes_with_tokens() -> None:
+    def run(tokens: int) -> tuple[float, int]:
+        return 40 * 0.25 + tokens * 0.002, tokens
+
+    assert seconds_per_request(run(700), run(1900), 40) == pytest.approx(0.25)
+    assert seconds_per_request((1.0, 100), (3.0, 200), 40) == 0.0
 
 
 def test_the_whole_cost_model_of_an_engine() -> None:
