@@ -28,14 +28,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from megatron_async.config.rollout import TaskConfig
-from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.errors import ComponentFailure, ProcessKilled, UserError
 from megatron_async.tasks.base import Judgement
 from megatron_async.trajectory.types import Prompt
 
 START_TIMEOUT_SECONDS: Final = 120.0
 _STOP_TIMEOUT_SECONDS: Final = 5.0
 _RAY_SLACK_SECONDS: Final = 30.0
-_TRIES: Final = 2
+_TRIES: Final = 2  # of a judgement: a second crash is its own fault
+_STARTS: Final = 5  # of a process that is killed again and again
 _READ_BYTES: Final = 65536
 _ERROR_TAIL_CHARACTERS: Final = 2000
 
@@ -64,20 +65,29 @@ class VerifierWorker:
         if self._child is not None and not self._child.alive():
             self._discard()
         if self._child is None:
-            self._child = _Child.started(self._config)
+            self._child = self._started()
+
+    def _started(self) -> _Child:
+        """A new process; one that is killed before it is ready is followed by another."""
+        for _ in range(_STARTS - 1):
+            try:
+                return _Child.started(self._config)
+            except ProcessKilled:
+                self.restarts += 1
+        return _Child.started(self._config)
 
     def judge(self, payload: dict[str, Any], text: str) -> Judgement:
         """The verdict, within the limit. Raises only what `start` does."""
         line = json.dumps({"payload": payload, "text": text})
-        try:
+        for last in (False, True):
             try:
                 reply = self._ask(line)
+                break
+            except VerifierTimeout:
+                return self._failed("verifier_timeout")
             except VerifierCrash:
-                reply = self._ask(line)
-        except VerifierTimeout:
-            return self._failed("verifier_timeout")
-        except VerifierCrash:
-            return self._failed("verifier_crash")
+                if last:
+                    return self._failed("verifier_crash")
         if "error" in reply:
             return Judgement(0.0, {"score": 0.0, "answered": 1.0, "verifier_error": 1.0})
         return Judgement(reply["reward"], reply["detail"])
@@ -138,10 +148,11 @@ class _Child:
             try:
                 first = child.read(time.monotonic() + START_TIMEOUT_SECONDS)
             except (VerifierTimeout, VerifierCrash) as error:
+                killed = isinstance(error, VerifierCrash) and child.was_killed()
                 child.kill()
                 errors.seek(0)
                 said = errors.read().decode(errors="replace")[-_ERROR_TAIL_CHARACTERS:].strip()
-                raise ComponentFailure(
+                raise (ProcessKilled if killed else ComponentFailure)(
                     f"a verifier process of task {config.name} did not start ({error}): {said}"
                 ) from error
         if "user_error" in first:
@@ -155,6 +166,13 @@ class _Child:
 
     def alive(self) -> bool:
         return self._process.poll() is None
+
+    def was_killed(self) -> bool:
+        """Whether a signal ended it; after its output has ended."""
+        try:
+            return self._process.wait(_STOP_TIMEOUT_SECONDS) < 0
+        except subprocess.TimeoutExpired:
+            return False
 
     def ask(self, line: str, limit_seconds: float) -> dict[str, Any]:
         """Send one line, wait for one reply. Raises VerifierTimeout or VerifierCrash."""
@@ -260,7 +278,7 @@ class RayVerifierPool:
         self._decoder = _ResponseDecoder(model_path)
         one_try = config.verifier_timeout_seconds + START_TIMEOUT_SECONDS
         self._limit = _TRIES * one_try + _RAY_SLACK_SECONDS
-        actor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=1)(VerifierWorker)
+        actor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=_STARTS)(VerifierWorker)
         actor = actor.options(label_selector=label_selector)
         self._actors = [actor.remote(config) for _ in range(config.verifier_workers)]
         # The processes start while the engines do: rewards that come late would let generation
@@ -276,7 +294,7 @@ class RayVerifierPool:
 
         Raises ComponentFailure when an actor gives no answer at all.
         """
-        from ray.exceptions import RayActorError
+        from ray.exceptions import RayActorError, RayTaskError
 
         text = self._decoder.text(response_ids)
         idle = self._queue()
@@ -289,6 +307,10 @@ class RayVerifierPool:
             raise ComponentFailure(
                 f"a verifier actor gave no answer within {self._limit:.0f} s"
             ) from error
+        except RayTaskError as error:
+            if isinstance(error.cause, ComponentFailure | UserError):
+                raise ComponentFailure(str(error.cause)) from error
+            raise
         except RayActorError as error:
             raise ComponentFailure(f"a verifier actor died: {error}") from error
         finally:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from megatron_async.config.rollout import TaskConfig
@@ -106,6 +107,29 @@ def test_one_that_is_killed_while_it_judges_is_asked_again(worker: VerifierWorke
     killer.join()
     assert judgement.reward == 1.0 and "verifier_crash" not in judgement.detail
     assert worker.restarts == 1
+
+
+def test_one_that_is_killed_before_it_is_ready_is_followed_by_another(
+    worker: VerifierWorker,
+) -> None:
+    killed: list[int] = []
+
+    def kill_the_first() -> None:
+        deadline = time.monotonic() + 10
+        while not killed and time.monotonic() < deadline:
+            for child in psutil.Process().children():
+                if "megatron_async.tasks.verifier_process" in " ".join(child.cmdline()):
+                    child.kill()
+                    killed.append(child.pid)
+            time.sleep(0.001)
+
+    killer = threading.Thread(target=kill_the_first)
+    killer.start()
+    worker.start()
+    killer.join()
+    assert killed and worker.pid() not in killed
+    assert worker.restarts == 1
+    assert worker.judge({"answer": "1/2"}, "0.5").reward == 1.0
 
 
 def test_an_error_of_the_verifier_is_a_wrong_answer(worker: VerifierWorker) -> None:
