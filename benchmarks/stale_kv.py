@@ -77,11 +77,11 @@ async def sample(
     weights: Sequence[Path],
     pause: PauseMode | None,
     stop_token_ids: tuple[int, ...],
+    span: int,
 ) -> list[Sample]:
-    """Respond to all prompts at once, under `weights[0]`, `weights[1]`, ... in equal parts.
+    """Respond to all prompts at once, under `weights[0]`, `weights[1]`, ... in turn.
 
-    The parts are equal in tokens of the longest response so far: update i happens when some
-    response has reached i / len(weights) of `sampling.max_new_tokens`.
+    Update i happens when the longest response so far has i / len(weights) of `span` tokens.
     """
     number = {path: int(path.name) for path in weights}
     await client.load_from_disk(weights[0], PolicyVersion(0, number[weights[0]]))
@@ -109,7 +109,7 @@ async def sample(
     async def update() -> None:
         assert pause is not None
         for part, path in enumerate(weights[1:], start=1):
-            reach = part * config.sampling.max_new_tokens / len(weights)
+            reach = part * span / len(weights)
             while running and max(len(s.token_ids) for s in samples) < reach:
                 progress.clear()
                 await progress.wait()
@@ -217,14 +217,14 @@ async def sample_arms(
         (FLOOR, 0): (paths[newest:], None)
     }
     for lag in options.lags:
-        for arm, mode in PAUSES.items():
-            plan[arm, lag] = (paths[newest - lag :], mode)
+        for arm, pause in PAUSES.items():
+            plan[arm, lag] = (paths[newest - lag :], pause)
         plan[WHOLE, lag] = (paths[newest - lag : newest - lag + 1], None)
     results = {}
     try:
         for (arm, lag), (weights, mode) in plan.items():
             results[arm, lag] = await sample(
-                client, config, prompts, weights, mode, tuple(task.stop_token_ids)
+                client, config, prompts, weights, mode, tuple(task.stop_token_ids), options.span
             )
             print(arm, lag, "sampled", file=sys.stderr, flush=True)
     finally:
@@ -285,6 +285,7 @@ def main() -> None:
     parser.add_argument("--lags", type=int, nargs="+", default=[1, 2, 4, 8], help="g")
     parser.add_argument("--prompts", type=int, default=96)
     parser.add_argument("--samples", type=int, default=4, help="responses to each prompt")
+    parser.add_argument("--span", type=int, default=64, help="tokens over which updates spread")
     parser.add_argument("--lr", type=float, default=2e-4, help="of the training that drifts")
     parser.add_argument("--steps", type=int, default=32, help="updates of each learning run")
     parser.add_argument("--groups", type=int, default=16, help="groups of 8 in an update")
@@ -296,7 +297,9 @@ def main() -> None:
     parts = []
     with tempfile.TemporaryDirectory(prefix="stale-kv-") as scratch:
         root = Path(scratch)
-        engines = configure("engine", {}, root, options).engines
+        # Tokens are reported soon after they are made, so that an update meets the place meant for it.
+        fine = {"engines": {"stream_interval": 4}}
+        engines = configure("engine", fine, root, options).engines
         process = SGLangProcess(options.model, engines, root / "engine.log")
         process.start()
         try:
