@@ -4,7 +4,7 @@
 
 A Megatron trainer of one rank (this process) and one SGLang server on the same CPU, on a random
 Qwen3 in float32. The raw bandwidth of gloo's broadcast between two processes is measured in the
-same run, before, between and after the updates, with buffers of the size of a bucket. The
+same run, before each update, with as many bytes in buffers of the size of a bucket. The
 difference of `delta` is that of a real optimizer step. Figures are medians over `--repeats`.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import datetime
+import json
 import os
 import platform
 import socket
@@ -43,15 +44,17 @@ from megatron_async.trainer.parallel import parallel_session
 from megatron_async.trainer.step import PolicyTrainer
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import PolicyVersion
+from megatron_async.weights.families import rules_of
 from megatron_async.weights.http import EngineAddress
 from megatron_async.weights.publisher import WeightPublisher
 from megatron_async.weights.transport import TransferReport
-from megatron_async.weights.verify import check_probe
+from megatron_async.weights.verify import check_probe, engine_parameter
 
 MIB = 1 << 20
 LAYER_PARAMETERS = 1536 * (1536 + 2 * 512 + 1536 + 3 * 6144)
-TRANSPORTS = ("distributed", "tensor", "disk", "delta")
+TRANSPORTS = ("distributed", "tensor", "disk")
 RUNNING = 2
+SMALL_BUCKET_MIB = 8
 # The estimate's stated figures: what a 70B update would meet on a cluster.
 PARAMETERS_70B = 70.6e9
 LINK_GBIT = 400.0
@@ -71,18 +74,25 @@ def _broadcast(group: Any, tensor: torch.Tensor) -> None:
     group.broadcast([tensor], options).wait()
 
 
-def receive(port: int, size: int) -> None:
-    """The other process: receive buffers until one begins with a zero."""
+def receive(port: int, size: int, count: int) -> None:
+    """The other process: receive all buffers again and again, until one begins with a zero."""
     group = _group(dist.TCPStore("127.0.0.1", port, 2), 1)
-    buffer = torch.ones(size, dtype=torch.uint8)
-    while buffer[0]:
-        _broadcast(group, buffer)
+    buffers = torch.ones(count, size, dtype=torch.uint8)
+    while True:
+        for buffer in buffers:
+            _broadcast(group, buffer)
+            if not buffer[0]:
+                return
 
 
 class RawLink:
-    """A gloo group of two processes that do nothing but broadcast."""
+    """A gloo group of two processes that do nothing but broadcast.
 
-    def __init__(self, size: int) -> None:
+    As many bytes as the model has, between memory that both sides have touched before: a single
+    buffer would stay in the caches, which no model does.
+    """
+
+    def __init__(self, size: int, count: int) -> None:
         listener = socket.create_server(("127.0.0.1", 0))
         port = listener.getsockname()[1]
         store = dist.TCPStore(
@@ -93,23 +103,24 @@ class RawLink:
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
-        self._buffer = torch.ones(size, dtype=torch.uint8)
+        self._buffers = torch.ones(count, size, dtype=torch.uint8)
+        numbers = [str(number) for number in (port, size, count)]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.weights", "--receive", str(port), str(size)]
+            [sys.executable, "-m", "benchmarks.weights", "--receive", *numbers]
         )
         self._group = _group(store, 0)
-        self.measure(1)
+        self.measure()
 
-    def measure(self, count: int) -> float:
-        """Bytes a second of `count` broadcasts."""
+    def measure(self) -> float:
+        """Bytes a second of broadcasting all buffers once."""
         began = time.perf_counter()
-        for _ in range(count):
-            _broadcast(self._group, self._buffer)
-        return count * len(self._buffer) / (time.perf_counter() - began)
+        for buffer in self._buffers:
+            _broadcast(self._group, buffer)
+        return self._buffers.nbytes / (time.perf_counter() - began)
 
     def close(self) -> None:
-        self._buffer[0] = 0
-        _broadcast(self._group, self._buffer)
+        self._buffers[0, 0] = 0
+        _broadcast(self._group, self._buffers[0])
         self._process.wait(60)
 
 
@@ -176,6 +187,7 @@ class Bench:
     bucket_mib: int
     number: int = 0
     updates: dict[str, list[Update]] = field(default_factory=dict)
+    dropped: list[Update] = field(default_factory=list)
 
     def train(self) -> None:
         report = self.trainer.train_batch(training_batch(self.trainer.vocab_size, self.number))
@@ -193,7 +205,7 @@ class Bench:
 
     def update(self, publisher: WeightPublisher, label: str | None) -> Update:
         """Publish with requests running; `label` None: not recorded."""
-        raw = self.raw.measure(2)
+        raw = self.raw.measure()
         self.number += 1
         found = asyncio.run(self._update(publisher, raw))
         if label is not None:
@@ -206,6 +218,15 @@ class Bench:
             flush=True,
         )
         return found
+
+    def update_of_receiver(self, publisher: WeightPublisher, receiver: EngineAddress) -> None:
+        """Publish to a process that joins the same kind of group, and drops what it receives."""
+        raw = self.raw.measure()
+        self.number += 1
+        publisher.publish([receiver], PolicyVersion(0, self.number))
+        assert publisher.report is not None
+        self.dropped.append(Update(publisher.report, 0.0, 0.0, raw))
+        print(f"receiver: {publisher.report}, raw {raw / 1e9:.2f} GB/s", file=sys.stderr)
 
     async def _update(self, publisher: WeightPublisher, raw: float) -> Update:
         config = settings(self.model, "distributed", self.bucket_mib)
@@ -302,6 +323,7 @@ def share_lines(bench: Bench) -> list[str]:
         ),
     )
     whole = middle(updates, lambda u: u.report.bytes / u.report.seconds / u.raw)
+    to_receiver = middle(bench.dropped, lambda u: u.report.bytes / u.report.seconds / u.raw)
     raws = [u.raw for found in bench.updates.values() for u in found]
     return [
         f"Raw gloo broadcast in buffers of {bench.bucket_mib} MiB: "
@@ -310,6 +332,8 @@ def share_lines(bench: Bench) -> list[str]:
         "",
         f"- `distributed`, gather and transfer until the last byte has arrived: {before_load:.0%} "
         "of the raw bandwidth.",
+        f"- the same to a process that joins the same kind of group, receives in the same way and "
+        f"drops what it received, instead of SGLang: {to_receiver:.0%}.",
         f"- the whole update, with SGLang's load of the last bucket: {whole:.0%}.",
     ]
 
@@ -329,8 +353,8 @@ def estimate_lines(bench: Bench, small: list[Update]) -> list[str]:
         f"a link of {LINK_GBIT:.0f} Gbit/s ({link / 1e9:.0f} GB/s). Lower bound by bytes: "
         f"{size / link:.1f} s. At the share of the raw bandwidth that the whole update had here "
         f"({share:.0%}): {size / link / share:.1f} s. Each bucket costs {per_bucket * 1e3:.0f} ms "
-        f"beside its bytes (measured with buckets of {bench.bucket_mib} and of 32 MiB), which is "
-        f"{count * per_bucket:.1f} s more if none of it overlaps. **So about "
+        f"beside its bytes (measured with buckets of {bench.bucket_mib} and of {SMALL_BUCKET_MIB} "
+        f"MiB), which is {count * per_bucket:.1f} s more if none of it overlaps. **So about "
         f"{size / link / share:.0f} to {size / link / share + count * per_bucket:.0f} s. This is "
         "arithmetic on CPU measurements and a stated link, not a measurement on GPUs.**",
         "",
@@ -350,26 +374,56 @@ def measure(arguments: argparse.Namespace, folder: Path) -> list[str]:
     config = settings(model, "distributed", arguments.bucket_mib)
     process = SGLangProcess(model, config.engines, folder / "engine.log")
     process.start()
-    raw = RawLink(arguments.bucket_mib * MIB)
+    size = arguments.bucket_mib * MIB
+    raw = RawLink(size, -(-4 * parameters // size))
     try:
         with parallel_session(config.parallel, config.trainer, config.seed):
             trainer = PolicyTrainer(config)
             bench = Bench(trainer, model, process.url, folder, raw, arguments.bucket_mib)
-            small = run(bench, arguments.repeats)
+            small = run(bench, arguments.transports, arguments.repeats)
             return report(bench, small, parameters, arguments)
     finally:
         raw.close()
         process.stop()
 
 
-def run(bench: Bench, repeats: int) -> list[Update]:
+@contextmanager
+def receiver(bench: Bench) -> Iterator[EngineAddress]:
+    """A process with SGLang's endpoints that receives weights and loads nothing."""
+    known = bench.folder / "names.json"
+    tensors = bench.trainer.model[0].architecture
+    names = [
+        name
+        for rule in rules_of(tensors)
+        for layer in range(tensors.num_layers)
+        for name in rule.tensor_names(layer, 0)
+    ]
+    known.write_text(json.dumps(sorted({engine_parameter(name) for name in names})))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.weights.fake_engine", "drops", str(known)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert process.stdout is not None
+        yield EngineAddress("receiver", f"http://127.0.0.1:{int(process.stdout.readline())}")
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+def run(bench: Bench, transports: list[str], repeats: int) -> list[Update]:
     """All updates; returns those with small buckets, which only the estimate uses."""
-    for transport in TRANSPORTS[:3]:
+    for transport in dict.fromkeys(["distributed", *transports]):
         with bench.publisher(transport) as publisher:
             bench.update(publisher, None)  # connects, warms
             for _ in range(repeats):
                 bench.update(publisher, transport)
-    with bench.publisher("distributed", 32) as publisher:
+    with receiver(bench) as address, bench.publisher("distributed") as publisher:
+        for _ in range(repeats + 1):
+            bench.update_of_receiver(publisher, address)
+        del bench.dropped[0]
+    with bench.publisher("distributed", SMALL_BUCKET_MIB) as publisher:
         bench.update(publisher, None)
         small = [bench.update(publisher, None) for _ in range(repeats)]
     with bench.publisher("delta") as publisher:
@@ -417,8 +471,15 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=1.1, help="weights, in float32")
     parser.add_argument("--bucket-mib", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--transports",
+        nargs="+",
+        choices=TRANSPORTS,
+        default=list(TRANSPORTS),
+        help="beside `distributed` and `delta`, which are always measured",
+    )
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--receive", type=int, nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--receive", type=int, nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.receive:
         receive(*arguments.receive)

@@ -56,17 +56,22 @@ class FlatBucket:
     shapes: list[list[int]]
 
 
-def flatten(bucket: Bucket, device: torch.device) -> FlatBucket:
-    """Copy a bucket into one byte tensor on `device`.
+def flatten(bucket: Bucket, into_N: Tensor) -> FlatBucket:
+    """Copy a bucket into the beginning of a byte tensor that is long enough for it.
 
-    Wider types come first, so that every tensor starts at a multiple of its element size.
+    Wider types come first, so that every tensor starts at a multiple of its element size. A bucket
+    of one large tensor that is in one piece already is not copied.
     """
+    alone = bucket[0][1].detach() if len(bucket) == 1 else None
+    if alone is not None and alone.is_contiguous() and alone.device == into_N.device:
+        into_N = alone.reshape(-1).view(torch.uint8)
     ordered: Sequence[NamedTensor] = sorted(bucket, key=lambda item: -item[1].element_size())
-    flat_N = torch.empty(sum(t.nbytes for _, t in ordered), dtype=torch.uint8, device=device)
+    flat_N = into_N[: sum(t.nbytes for _, t in ordered)]
     start = 0
     for _, tensor in ordered:
         part = flat_N[start : start + tensor.nbytes]
-        part.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+        if part.data_ptr() != tensor.data_ptr():
+            part.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
         start += tensor.nbytes
     return FlatBucket(
         flat_N,
@@ -74,6 +79,22 @@ def flatten(bucket: Bucket, device: torch.device) -> FlatBucket:
         [str(tensor.dtype).removeprefix("torch.") for _, tensor in ordered],
         [list(tensor.shape) for _, tensor in ordered],
     )
+
+
+class _Buffers:
+    """Two byte tensors in turn: one travels, one is filled. New memory is slow at first touch."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._turn = 0
+        self._held = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
+
+    def next(self, size: int) -> Tensor:
+        """At least `size` bytes; those that were returned before the last call are free by now."""
+        self._turn ^= 1
+        if self._held[self._turn].nbytes < size:
+            self._held[self._turn] = torch.empty(size, dtype=torch.uint8, device=self._device)
+        return self._held[self._turn]
 
 
 class _Link:
@@ -189,8 +210,9 @@ class DistributedSender(WeightSender):
         announced: list[Future[dict[str, Any]]] = []
         travelling: tuple[Any, Tensor] | None = None
         deadline, watch = update.deadline, update.watch
+        buffers = _Buffers(self._device)
         for bucket, last in update.marked_buckets():
-            flat = flatten(bucket, self._device)
+            flat = flatten(bucket, buffers.next(sum(tensor.nbytes for _, tensor in bucket)))
             watch.lap("gather")
             if travelling is not None:
                 self._wait(travelling[0], announced, deadline)

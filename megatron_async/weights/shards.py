@@ -104,8 +104,8 @@ def merge(rule: Rule, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
     if rule.layout is Layout.GATE_UP:
         halves = [shard.chunk(2) for shard in shards]
         return (
-            torch.cat([gate for gate, _ in halves]),
-            torch.cat([up for _, up in halves]),
+            _concatenate([gate for gate, _ in halves], 0),
+            _concatenate([up for _, up in halves], 0),
         )
     whole = _concatenate(shards, 0)
     if rule.layout is Layout.VOCAB:

@@ -1,10 +1,11 @@
 """A weight receiver in a process of its own that fails on command; speaks SGLang's endpoints.
 
-    python -m tests.weights.fake_engine MODE
+    python -m tests.weights.fake_engine MODE [NAMES.json]
 
 It prints its port, joins the update group as an engine would, and at the first announced bucket
 `dies` (exits), `hangs` (never answers, never receives), `refuses` (answers 400, receives nothing)
-or `works` (receives; its checksum is the sum of the bytes). `serving` runs one in this process.
+`drops` (receives, keeps nothing) or `works` (receives; its checksum is the sum of the bytes). It
+knows the parameters in NAMES.json, or two of its own. `serving` runs one in this process.
 """
 
 from __future__ import annotations
@@ -126,6 +127,8 @@ class FakeEngine:
                 self.groups[body["group_name"]].broadcast([flat], options).wait()
             except RuntimeError as error:
                 return 400, {"message": f"Failed to receive weights: {error}"}
+        if self.mode == "drops":
+            return 200, {}
         self.received.append(int(flat.sum()))
         for name, dtype, shape, part in zip(
             body["names"], body["dtypes"], body["shapes"], flat.split(sizes), strict=True
@@ -194,7 +197,8 @@ def serving(engine: FakeEngine, name: str) -> Iterator[EngineAddress]:
 
 
 def main() -> None:
-    server = server_of(FakeEngine(sys.argv[1]))
+    known = json.loads(Path(sys.argv[2]).read_text()) if len(sys.argv) > 2 else KNOWN
+    server = server_of(FakeEngine(sys.argv[1], known))
     print(server.server_address[1], flush=True)
     # A test that dies must not leave this behind.
     threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()

@@ -92,7 +92,7 @@ def test_flattening_keeps_every_tensor_aligned_and_bit_for_bit() -> None:
         ("single", torch.randn(2, 3, generator=generator).T),
         ("scalar", torch.tensor(4.0)),
     ]
-    flat = flatten(bucket, torch.device("cpu"))
+    flat = flatten(bucket, torch.empty(100, dtype=torch.uint8))
     originals, start = dict(bucket), 0
     for name, dtype, shape in zip(flat.names, flat.dtypes, flat.shapes, strict=True):
         kind = getattr(torch, dtype)
@@ -102,6 +102,17 @@ def test_flattening_keeps_every_tensor_aligned_and_bit_for_bit() -> None:
         assert torch.equal(back, originals[name])
         start += size
     assert start == len(flat.bytes_N)
+
+
+def test_a_bucket_of_one_tensor_in_one_piece_is_sent_from_where_it_is() -> None:
+    space = torch.empty(100, dtype=torch.uint8)
+    tensor = torch.arange(6.0).view(2, 3)
+    flat = flatten([("a", tensor)], space)
+    assert flat.bytes_N.data_ptr() == tensor.data_ptr() and flat.shapes == [[2, 3]]
+    assert torch.equal(flat.bytes_N.view(torch.float32), torch.arange(6.0))
+    turned = flatten([("a", tensor.T)], space)
+    assert turned.bytes_N.data_ptr() == space.data_ptr()
+    assert torch.equal(turned.bytes_N.view(torch.float32).view(3, 2), tensor.T)
 
 
 def test_a_serialised_view_does_not_carry_the_tensor_it_is_part_of() -> None:
