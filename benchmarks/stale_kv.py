@@ -297,7 +297,7 @@ def main() -> None:
     parts = []
     with tempfile.TemporaryDirectory(prefix="stale-kv-") as scratch:
         root = Path(scratch)
-        # Tokens are reported soon after they are made, so that an update meets the place meant for it.
+        # Tokens are reported soon, so that an update meets the place that is meant for it.
         fine = {"engines": {"stream_interval": 4}}
         engines = configure("engine", fine, root, options).engines
         process = SGLangProcess(options.model, engines, root / "engine.log")
