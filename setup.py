@@ -23,6 +23,7 @@ setup(
         "megatron-core==0.16.1",
         "transformers==5.19.0",
         "safetensors>=0.8",
+        "zstandard>=0.25",
         "ray[default]==2.60.0",
         "aiohttp>=3.14",
         "numpy>=2.0",

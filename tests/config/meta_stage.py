@@ -1,4 +1,4 @@
-"""One trainer rank of any layout in this process: no other ranks, no memory, only shapes."""
+"""One trainer rank of any layout in its own process: no other ranks, no memory, only shapes."""
 
 from __future__ import annotations
 
@@ -62,6 +62,11 @@ def alone_as(rank: int, parallel: ParallelConfig) -> Iterator[None]:
         yield
     finally:
         destroy_parallel()
+
+
+def counts_of_all_stages(config: RunConfig, model_path: Path) -> list[StageCounts]:
+    """In a process that has no process group yet (`run_ranks`)."""
+    return [stage_counts(config, model_path, s) for s in range(config.parallel.pipeline)]
 
 
 def stage_counts(config: RunConfig, model_path: Path, stage: int) -> StageCounts:

@@ -130,13 +130,15 @@ def test_the_trainers_model_at_this_layout_has_the_published_count(
     name: str, tmp_path: Path
 ) -> None:
     """One rank of each pipeline stage, built on the meta device as the trainer builds it."""
-    from tests.config.meta_stage import stage_counts
+    from tests.config.meta_stage import counts_of_all_stages
+    from tests.distributed import run_ranks
 
     shape, published, _ = PUBLISHED[name]
     config = load_config(ROOT / "configs" / f"{name}.yaml")
     (tmp_path / "config.json").write_text((DATA / f"{shape}.config.json").read_text())
     p = config.parallel
-    stages = [stage_counts(config, tmp_path, stage) for stage in range(p.pipeline)]
+    # In a process of its own: Megatron's parallel state is global, and other tests have used it.
+    [stages] = run_ranks(counts_of_all_stages, 1, config, tmp_path)
     whole = sum(
         stage.replicated + p.tensor * stage.split + p.expert * stage.experts for stage in stages
     )
