@@ -98,7 +98,8 @@ def main() -> None:
     """Run the server until it is told to stop."""
     hold_lifeline()
     key = take_key()
-    arguments = [*sys.argv[1:], *(["--api-key", key] if key else [])]
+    # One word: a key may begin with a dash.
+    arguments = [*sys.argv[1:], *([f"--api-key={key}"] if key else [])]
     from sglang.launch_server import run_server
     from sglang.srt.entrypoints.http_server import app
     from sglang.srt.server_args import prepare_server_args
