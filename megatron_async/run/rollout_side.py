@@ -46,6 +46,8 @@ def connect_ray(address: str | None, *, private: bool = True) -> str:
         "include_dashboard": False,
         "_node_ip_address": "127.0.0.1",
         "_temp_dir": str(ray_directory()),
+        # By default Ray's workers, and so the engines, give way to every other process.
+        "_system_config": {"worker_niceness": 0},
     }
     context = ray.init(
         **({"address": address} if address else own),
