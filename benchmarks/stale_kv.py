@@ -84,6 +84,7 @@ async def sample(
     Update i happens when the longest response so far has i / len(weights) of `span` tokens.
     """
     number = {path: int(path.name) for path in weights}
+    await client.flush_cache()  # waits until what ended a moment ago is gone
     await client.load_from_disk(weights[0], PolicyVersion(0, number[weights[0]]))
     samples = [Sample(prompt, [], [], []) for prompt in prompts]
     running = len(samples)

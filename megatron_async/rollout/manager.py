@@ -230,6 +230,12 @@ class RolloutManager:
             engines = self._driver.engines()
             await self._devices.rest(engines)
             await self._devices.take_weights(engines)
+        elif self._config.schedule.weight_update == "boundary":
+            # Nothing is paused then, and SGLang refuses an update that flushes its cache while a
+            # request that has just ended is still on its way out. This waits for that.
+            await self._tell(engines, lambda engine: engine.flush_cache())
+            left = self._driver.engines()
+            engines = [engine for engine in engines if engine in left]
         self._addressed = {engine.engine_id for engine in engines}
         return [EngineAddress(engine.engine_id, engine.url) for engine in engines]
 

@@ -7,7 +7,6 @@ two engines at first and with only one in its last life.
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,10 +49,6 @@ def test_killed_parts_and_a_killed_tree_lose_nothing(
 
 
 @pytest.mark.engine
-@pytest.mark.skipif(
-    os.environ.get("MEGATRON_ASYNC_LONG_TESTS") != "1",
-    reason="nine minutes and more of engine starts: set MEGATRON_ASYNC_LONG_TESTS=1",
-)
 def test_a_run_on_real_engines_survives_the_failure_table(
     tmp_path: Path, runs: list[RunUnderFire]
 ) -> None:

@@ -215,3 +215,34 @@ def test_an_engine_that_is_killed_while_the_run_starts_is_started_again(
         await trainer.manager.stop()
 
     run(body())
+
+
+def test_no_engine_is_sent_weights_at_a_boundary_while_an_ended_request_still_leaves_it(
+    tmp_path: Path,
+) -> None:
+    """SGLang would refuse the update; flushing its cache waits for the request."""
+    leaving = asyncio.Event()
+
+    class Leaving(SimulatedEngine):
+        async def flush_cache(self) -> None:
+            await asyncio.wait_for(leaving.wait(), 5)
+            await super().flush_cache()
+
+    async def body() -> None:
+        trainer = Trainer(tmp_path, settings("sync", engines=2))
+        await trainer.manager.start()
+        leaving.set()
+        await trainer.begin(ResumePoint(0))
+        first, second = trainer.engines.all
+        first.__class__ = Leaving
+        assert (await trainer.batch()).step == 0
+        leaving.clear()
+        update = asyncio.create_task(trainer.manager.begin_update(1))
+        await asyncio.sleep(0.1)
+        assert not update.done()
+        second.crash()
+        leaving.set()
+        assert [address.engine_id for address in await update] == ["engine0"]
+        await trainer.manager.stop()
+
+    run(body())
