@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
@@ -17,6 +21,9 @@ from megatron_async.checkpoint.files import ShardFiles
 from megatron_async.config import dump
 from megatron_async.config.run import CheckpointConfig
 from megatron_async.errors import UserError
+from megatron_async.run.launch import ROOT
+from megatron_async.trajectory.batch import TokenBatch
+from megatron_async.trajectory.types import FloatArray
 from tests.distributed import run_ranks
 from tests.hf_models import CASES, EXPERT_CASES, save_hf_model
 from tests.trainer.cases import ragged_batch, settings, trainer_session
@@ -100,30 +107,76 @@ def test_a_trainer_starts_from_converted_weights_and_its_checkpoint_converts_bac
         assert_same(tensors_of(tmp_path / "hf" / case), tensors_of(models / case))
 
 
-@pytest.mark.slow
-def test_a_trained_checkpoint_says_in_transformers_what_the_trainer_says(
-    models: Path, tmp_path: Path
-) -> None:
-    from transformers import AutoModelForCausalLM
+@dataclass(frozen=True)
+class TrainedRun:
+    """A run directory with one checkpoint, and what its trainer said of a batch after saving."""
 
-    from tests.hf_models import reference_logprobs
+    directory: Path
+    batch: TokenBatch
+    logprobs_T: FloatArray
 
+    def assert_said_by(self, hf: Path) -> None:
+        """transformers, with the model in `hf`, gives the trainer's log-probs."""
+        from transformers import AutoModelForCausalLM
+
+        from tests.hf_models import reference_logprobs
+
+        model = AutoModelForCausalLM.from_pretrained(hf).eval()
+        ids = torch.from_numpy(self.batch.token_ids_T).long()
+        cu = torch.from_numpy(self.batch.cu_seqlens_S1)
+        mask_T = torch.from_numpy(self.batch.loss_mask_T)
+        theirs = reference_logprobs(model, ids, cu, 1.0) * mask_T
+        assert float((theirs - torch.from_numpy(self.logprobs_T)).abs().max()) < 1e-5
+
+
+@pytest.fixture(scope="module")
+def trained(models: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
+    """One large step away from the Hugging Face model that it began with."""
+    directory = tmp_path_factory.mktemp("trained")
     config = settings(models / "qwen3", {"optimizer": {"lr": 1e-2}})
     with trainer_session(config) as trainer:
         trainer.train_batch(ragged_batch(0))
-        checkpoints = CheckpointManager(tmp_path / "run" / "checkpoints", CheckpointConfig())
+        checkpoints = CheckpointManager(directory / "checkpoints", CheckpointConfig())
         checkpoints.save(trainer, {})
         checkpoints.close()
         batch = ragged_batch(1)
-        ours = trainer.compute_logprobs(batch)
-    (tmp_path / "run" / "config.yaml").write_text(dump(config))
-    megatron_to_hf(tmp_path / "run", tmp_path / "hf")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
-    ids, cu = torch.from_numpy(batch.token_ids_T).long(), torch.from_numpy(batch.cu_seqlens_S1)
-    theirs = reference_logprobs(model, ids, cu, 1.0) * torch.from_numpy(batch.loss_mask_T)
-    assert float((theirs - torch.from_numpy(ours)).abs().max()) < 1e-5
+        logprobs_T = trainer.compute_logprobs(batch)
+    (directory / "config.yaml").write_text(dump(config))
+    return TrainedRun(directory, batch, logprobs_T)
+
+
+@pytest.mark.slow
+def test_a_trained_checkpoint_says_in_transformers_what_the_trainer_says(
+    trained: TrainedRun, models: Path, tmp_path: Path
+) -> None:
+    megatron_to_hf(trained.directory, tmp_path / "hf")
+    trained.assert_said_by(tmp_path / "hf")
     before = tensors_of(models / "qwen3")
     assert any(not torch.equal(t, before[name]) for name, t in tensors_of(tmp_path / "hf").items())
+
+
+@pytest.mark.slow
+def test_the_script_for_jobs_converts_a_run_or_says_how_it_is_used(
+    trained: TrainedRun, tmp_path: Path
+) -> None:
+    def convert_to_hf(*arguments: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["bash", str(ROOT / "launch" / "convert_to_hf.sh"), *map(str, arguments)],
+            env={**os.environ, "MEGATRON_ASYNC_VENV": str(Path(sys.executable).parents[1])},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    done = convert_to_hf(trained.directory, "hf", "--shard-gb", 2e-5)
+    assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
+    trained.assert_said_by(tmp_path / "hf")
+
+    usage = convert_to_hf(trained.directory)
+    assert usage.returncode == 2
+    assert "convert_to_hf.sh runs/NAME DESTINATION" in usage.stderr
 
 
 @pytest.mark.slow
