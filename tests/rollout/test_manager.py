@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatron_async.errors import ComponentFailure, ProcessKilled
 from megatron_async.rollout.manager import NotAttached, ResumePoint, RolloutManager, UpdateReport
 from megatron_async.rollout.simulated_engine import SimulatedEngine, SimulatedEngineModel
 from megatron_async.trajectory.batch import TokenBatch
+from megatron_async.trajectory.store_reader import StoreReader
 from megatron_async.trajectory.types import PolicyVersion, Prompt
 
 MODEL = SimulatedEngineModel(mean_length=12, step_seconds=0.001, stream_interval=4)
@@ -38,6 +40,20 @@ class Fixed:
         self, prompt: Prompt, response_ids: Sequence[int]
     ) -> tuple[float | None, dict[str, float]]:
         return 1.0, {}
+
+
+class Noting(Fixed):
+    """Also notes which part of the task was asked for."""
+
+    def __init__(self, asked: list[range]) -> None:
+        self._asked = asked
+
+    def train_prompts(self, position: int, count: int) -> list[Prompt]:
+        self._asked.append(range(position, position + count))
+        return super().train_prompts(position, count)
+
+    def eval_prompts(self, count: int) -> list[Prompt]:
+        return super().train_prompts(100, count)
 
 
 class Engines:
@@ -85,11 +101,11 @@ def settings(preset: str, engines: int = 1, max_restarts: int = 0) -> RunConfig:
 class Trainer:
     """Calls a manager as `run/loop.py` does."""
 
-    def __init__(self, folder: Path, config: RunConfig) -> None:
+    def __init__(self, folder: Path, config: RunConfig, task: Fixed | None = None) -> None:
         self.engines = Engines()
         self.manager = RolloutManager(
             config,
-            task=Fixed(),  # type: ignore[arg-type]
+            task=task or Fixed(),  # type: ignore[arg-type]
             verifier=Fixed(),
             launcher=self.engines,
             store_file=folder / "store.sqlite",
@@ -116,6 +132,57 @@ class Trainer:
 
 def run(body: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(body, 30))
+
+
+def prompts_of(batch: TokenBatch) -> dict[int, int]:
+    """Trajectory -> the task's number of its prompt (`Fixed` writes it into the second token)."""
+    prompts_S = batch.token_ids_T[batch.cu_seqlens_S1[:-1] + 1]
+    return dict(zip(batch.trajectory_ids_S.tolist(), prompts_S.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("lost", ["trainer", "everything"])
+@pytest.mark.parametrize("preset", ["sync", "copris", "async"])
+def test_a_resumed_run_goes_on_with_the_prompts_after_those_it_had_admitted(
+    tmp_path: Path, preset: str, lost: str
+) -> None:
+    """None twice and none left out, though the checkpoint is older than what was admitted."""
+    asked: list[range] = []
+    consumed: dict[int, dict[int, int]] = {}  # by step, of the line that survives
+    config = settings(preset)
+
+    async def train(trainer: Trainer, lineage: int, steps: range) -> None:
+        for step in steps:
+            consumed[step] = prompts_of(await trainer.batch())
+            await trainer.publish(lineage, step + 1)
+
+    async def body() -> None:
+        trainer = Trainer(tmp_path, config, Noting(asked))
+        await trainer.manager.start()
+        await trainer.begin(ResumePoint(0))
+        await train(trainer, 0, range(3))
+        position = (await trainer.manager.position())["store_position"]
+        await trainer.manager.checkpoint_finalised(3, [3])
+        await train(trainer, 0, range(3, 6))
+        if lost == "everything":
+            await trainer.manager.stop()  # killed for real in tests/crash
+            trainer = Trainer(tmp_path, config, Noting(asked))
+            await trainer.manager.start()
+        await trainer.begin(ResumePoint(1, 3, parent=0, store_position=position))
+        await train(trainer, 1, range(3, 12))
+        await trainer.manager.stop()
+
+    run(body())
+    assert [part.start for part in asked] == [0, *(part.stop for part in asked[:-1])]
+    admitted = asked[-1].stop
+    trained = {i: prompt for batch in consumed.values() for i, prompt in batch.items()}
+    with closing(StoreReader(tmp_path / "store.sqlite")) as reader:
+        waiting = [
+            int(reader.trajectory(entry.trajectory_id).prompt.token_ids[1])
+            for entry in reader.summaries()
+            if entry.trajectory_id not in trained
+        ]
+    assert len(trained) == 12 * config.schedule.group_size, "a trajectory is in two batches"
+    assert sorted([*trained.values(), *waiting]) == sorted(2 * list(range(admitted)))
 
 
 @pytest.mark.parametrize("preset", ["pipeline", "async"])
