@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_async.config import RunConfig
+from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.evaluate import EvalResult, evaluate
+from megatron_async.rollout.interfaces import EngineError
 from megatron_async.rollout.sglang_client import SGLangClient
 from megatron_async.rollout.sglang_process import SGLangProcess
 from megatron_async.tasks import build_task
@@ -25,7 +27,8 @@ def evaluate_checkpoints(
 ) -> list[EvalResult]:
     """Accuracy of each checkpoint (same architecture) on the held-out problems of the task.
 
-    The engine is used from this machine only, whatever hosts the run's own engines bind to.
+    The engine is used from this machine only, whatever hosts the run's own engines bind to. Raises
+    ComponentFailure when it does not start, or fails on the way.
     """
     engines = config.engines.model_copy(update={"host": _LOOPBACK})
     process = SGLangProcess(checkpoints[0], engines, log_directory / "eval_engine.log")
@@ -49,16 +52,19 @@ async def _evaluate(
     results = []
     try:
         for number, path in enumerate(checkpoints):
-            await client.load_from_disk(path, PolicyVersion(0, number))
-            result = await evaluate(
-                [client],
-                prompts,
-                verifier,
-                config.eval,
-                config.sampling,
-                task.stop_token_ids,
-                f"eval-{number}",
-            )
+            try:
+                await client.load_from_disk(path, PolicyVersion(0, number))
+                result = await evaluate(
+                    [client],
+                    prompts,
+                    verifier,
+                    config.eval,
+                    config.sampling,
+                    task.stop_token_ids,
+                    f"eval-{number}",
+                )
+            except EngineError as error:
+                raise ComponentFailure(f"the evaluation of {path} failed: {error}") from error
             on_result(path, result)
             results.append(result)
     finally:
