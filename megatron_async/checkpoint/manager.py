@@ -54,9 +54,13 @@ class Finalised:
 class CheckpointManager:
     """Checkpoints in `root`, the run's `checkpoints/`."""
 
-    def __init__(self, root: Path | str, config: CheckpointConfig) -> None:
+    def __init__(
+        self, root: Path | str, config: CheckpointConfig, group: dist.ProcessGroup | None = None
+    ) -> None:
+        """`group`: all ranks, with a limit for waits for the slowest one's disk."""
         self._root = Path(root)
         self._config = config
+        self._group = group
         self._job: SaveJob | None = None
         self._saves = 0
         self._finalised: list[Finalised] = []
@@ -111,7 +115,7 @@ class CheckpointManager:
         job.join()
         self._note(job)
         errors: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(errors, job.error)
+        dist.all_gather_object(errors, job.error, group=self._group)
         failed = next((error for error in errors if error is not None), None)
         if failed is None:
             return
@@ -177,7 +181,7 @@ class CheckpointManager:
         """
         candidates = list_checkpoints(self._root)
         for checkpoint in candidates:
-            problems = shared_faults(checkpoint)
+            problems = shared_faults(checkpoint, self._group)
             if not problems:
                 return checkpoint
             report_corrupt(checkpoint, problems)
@@ -212,7 +216,7 @@ class CheckpointManager:
         trainer.restore_progress(checkpoint.manifest.trainer)
 
 
-def shared_faults(checkpoint: Checkpoint) -> list[str]:
+def shared_faults(checkpoint: Checkpoint, group: dist.ProcessGroup | None = None) -> list[str]:
     """`faults`, with the files divided over the ranks where there are any; the same on all."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     files = checkpoint.manifest.files
@@ -220,5 +224,5 @@ def shared_faults(checkpoint: Checkpoint) -> list[str]:
     if size == 1:
         return mine
     found: list[list[str]] = [[] for _ in range(size)]
-    dist.all_gather_object(found, mine)
+    dist.all_gather_object(found, mine, group=group)
     return [problem for part in found for problem in part]

@@ -92,7 +92,10 @@ class TrainerConfig(Settings):
         1800.0, gt=0, description="Longest wait for a batch before the run stops with an error."
     )
     collective_timeout_seconds: float = Field(
-        600.0, gt=0, description="Longest wait inside one collective operation."
+        600.0,
+        gt=0,
+        description="Longest wait inside one collective operation; never less than "
+        "weights.timeout_seconds and a minute, for which an engine may hold a rank up.",
     )
     max_restarts: int = Field(
         0, ge=0, description="torchrun restarts of all ranks, from the last checkpoint."

@@ -19,15 +19,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
-import torch.distributed as dist
 
 from megatron_async.checkpoint.manager import CheckpointManager, Finalised
 from megatron_async.config import RunConfig
 from megatron_async.rollout.manager import ResumePoint, UpdateReport
 from megatron_async.run.link import ManagerLost, RolloutLink
+from megatron_async.run.rank_zero import RankZero
 from megatron_async.run.stop import StopAsked, StopRequest
 from megatron_async.telemetry.health import HealthWatch
 from megatron_async.telemetry.metrics import MetricsWriter
@@ -46,7 +46,7 @@ class LoopParts:
     """What the loop works with; `link` and `metrics` only on rank 0.
 
     `parent` is the line of the checkpoint that the run went on from; `memory` gives the trainer's
-    device memory away where engines share it.
+    device memory away where engines share it; `rank_zero` is how ranks wait for the first one.
     """
 
     config: RunConfig
@@ -58,22 +58,7 @@ class LoopParts:
     stop: StopRequest = field(default_factory=StopRequest)
     parent: int | None = None
     memory: TrainerMemory = field(default_factory=AlwaysThere)
-
-
-def on_rank_zero(work: Callable[[], T]) -> T:
-    """Do it on rank 0 and give every rank the result; an error there is raised everywhere."""
-    box: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            box[0] = work()
-        except Exception as error:
-            box[1] = error
-            dist.broadcast_object_list(box, src=0)
-            raise
-    dist.broadcast_object_list(box, src=0)
-    if box[1] is not None:
-        raise box[1]
-    return box[0]  # type: ignore[no-any-return]
+    rank_zero: RankZero = field(default_factory=RankZero)
 
 
 class TrainLoop:
@@ -101,7 +86,7 @@ class TrainLoop:
                 return self._stop()
             began = time.monotonic()
             try:
-                batch = on_rank_zero(lambda: self._link.next_batch())
+                batch = self._parts.rank_zero.does(lambda: self._link.next_batch())
             except StopAsked:
                 return self._stop()
             except ManagerLost:
@@ -129,14 +114,14 @@ class TrainLoop:
         """`question` to the rollout side, on rank 0; repeated if its manager is lost over it."""
         while True:  # ends: Ray restarts a manager engines.max_manager_restarts times
             try:
-                return on_rank_zero(question)
+                return self._parts.rank_zero.does(question)
             except ManagerLost:
                 self._attach_again()
 
     def _attach_again(self) -> None:
         """To a manager that was started again; its engines are new and want weights."""
         here = ResumePoint(self._trainer.version.lineage, self._trainer.step, self._parts.parent)
-        on_rank_zero(lambda: self._link.attach(here))
+        self._parts.rank_zero.does(lambda: self._link.attach(here))
 
     @property
     def _link(self) -> RolloutLink:
@@ -180,7 +165,7 @@ class TrainLoop:
     def _publish_once(self) -> UpdateReport:
         number = self._trainer.step
         self._parts.memory.hold(Residence.WEIGHTS)
-        engines = on_rank_zero(lambda: self._link.begin_update(number))
+        engines = self._parts.rank_zero.does(lambda: self._link.begin_update(number))
         reached = self._parts.publisher.publish(engines, self._trainer.version)
         verify = self._config.weights.verify
         checked = verify == "every" or (verify == "first" and self._updates_sent == 0)
@@ -190,7 +175,9 @@ class TrainLoop:
             expected = self._trainer.compute_logprobs(self._probe)[1:].astype(np.float32)
         ids = self._probe.token_ids_T if checked else None
         self._parts.memory.hold(Residence.NOTHING)
-        update = on_rank_zero(lambda: self._link.end_update(number, reached, ids, expected))
+        update = self._parts.rank_zero.does(
+            lambda: self._link.end_update(number, reached, ids, expected)
+        )
         if self._parts.metrics is not None and update.evaluation is not None:
             self._parts.metrics.write(number, update.evaluation.metrics(), kind="eval")
         return update

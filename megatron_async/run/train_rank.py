@@ -25,7 +25,8 @@ def train(directory: RunDirectory, config: RunConfig, ray_address: str, stop: St
     from megatron_async.checkpoint.manager import CheckpointManager
     from megatron_async.rollout.manager import ResumePoint
     from megatron_async.run.link import RayLink, RolloutLink
-    from megatron_async.run.loop import LoopParts, TrainLoop, on_rank_zero
+    from megatron_async.run.loop import LoopParts, TrainLoop
+    from megatron_async.run.rank_zero import RankZero, patience_seconds
     from megatron_async.run.trained import NotingLink
     from megatron_async.telemetry.metrics import MetricsWriter
     from megatron_async.trainer.offload import trainer_memory
@@ -35,10 +36,16 @@ def train(directory: RunDirectory, config: RunConfig, ray_address: str, stop: St
     from megatron_async.weights.save import save_hf
 
     with ExitStack() as stack:
-        layout = stack.enter_context(parallel_session(config.parallel, config.trainer, config.seed))
-        first = layout.rank == 0
-        lineage = on_rank_zero(directory.next_lineage)
-        checkpoints = CheckpointManager(directory.checkpoints, config.checkpoint)
+        session = parallel_session(
+            config.parallel,
+            config.trainer,
+            config.seed,
+            held_up_seconds=config.weights.timeout_seconds,
+        )
+        first = stack.enter_context(session).rank == 0
+        rank_zero = RankZero.waited_for(patience_seconds(config))
+        lineage = rank_zero.does(directory.next_lineage)
+        checkpoints = CheckpointManager(directory.checkpoints, config.checkpoint, rank_zero.group)
         newest = checkpoints.newest()
         resume = ResumePoint(lineage)
         if newest is not None:
@@ -64,7 +71,7 @@ def train(directory: RunDirectory, config: RunConfig, ray_address: str, stop: St
             board = directory.tensorboard if config.telemetry.tensorboard else None
             metrics = MetricsWriter(directory.metrics_file, board, lineage=lineage)
             stack.callback(metrics.close)
-        on_rank_zero(lambda: link.attach(resume) if link is not None else None)
+        rank_zero.does(lambda: link.attach(resume) if link is not None else None)
         trainer = trainer or build()
         publisher = WeightPublisher(config, trainer.model, directory.path / "weights")
         stack.callback(publisher.close)
@@ -78,14 +85,15 @@ def train(directory: RunDirectory, config: RunConfig, ray_address: str, stop: St
             stop,
             resume.parent,
             trainer_memory(config, trainer),
+            rank_zero,
         )
         complete = TrainLoop(parts).run()
         if complete and config.checkpoint.export_hf:
             # A run that was extended by --resume exports anew.
-            on_rank_zero(lambda: shutil.rmtree(directory.hf_export, ignore_errors=True))
+            rank_zero.does(lambda: shutil.rmtree(directory.hf_export, ignore_errors=True))
             save_hf(trainer.model, directory.hf_export, config.model.path)
         outcome = Outcome.COMPLETE if complete else Outcome.STOPPED
-        on_rank_zero(lambda: directory.report_outcome(outcome))
+        rank_zero.does(lambda: directory.report_outcome(outcome))
 
 
 def main(arguments: list[str]) -> int:

@@ -1,7 +1,8 @@
 """torch.distributed and Megatron's parallel state from `ParallelConfig`, and their clean end.
 
 Invariants
-- Every collective has the time limit `trainer.collective_timeout_seconds`.
+- Every collective has the time limit `trainer.collective_timeout_seconds`, or a longer one where a
+  rank may be held up outside of them for longer (`held_up_seconds`).
 - Megatron's rank order (`tp-cp-ep-dp-pp`): tensor ranks are neighbours, pipeline stages furthest.
 - Experts are not split over tensor ranks (expert tensor parallel size 1): expert parallelism
   spreads whole experts over the tensor and data ranks of a stage.
@@ -11,6 +12,7 @@ Invariants
 
 from __future__ import annotations
 
+import math
 import os
 import random
 from collections.abc import Iterator
@@ -26,6 +28,9 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron_async.config.model import ParallelConfig, TrainerConfig
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.trainer.device import device_adapter, has_cuda, local_device
+
+# To notice a limit, to leave the engine alone, and to come back.
+_MARGIN_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,19 @@ class RankLayout:
         return self.pipeline_rank == self.pipeline_size - 1
 
 
-def start_process_group(parallel: ParallelConfig, trainer: TrainerConfig) -> torch.device:
+def collective_limit(trainer: TrainerConfig, held_up_seconds: float) -> timedelta:
+    """Time limit of a collective in which ranks wait for one that may be held up that long.
+
+    That one must be the first to give up: it knows what it waited for.
+    """
+    return timedelta(
+        seconds=max(trainer.collective_timeout_seconds, held_up_seconds + _MARGIN_SECONDS)
+    )
+
+
+def start_process_group(
+    parallel: ParallelConfig, trainer: TrainerConfig, held_up_seconds: float = 0.0
+) -> torch.device:
     """Join the process group of torchrun's environment; returns this rank's device.
 
     Without torchrun's variables and with `parallel.ranks` 1 the process is a group of its own.
@@ -70,7 +87,7 @@ def start_process_group(parallel: ParallelConfig, trainer: TrainerConfig) -> tor
         torch.cuda.set_device(device)
     if dist.is_initialized():
         return device
-    timeout = timedelta(seconds=trainer.collective_timeout_seconds)
+    timeout = collective_limit(trainer, held_up_seconds)
     backend = "cpu:gloo,cuda:nccl" if has_cuda() else "gloo"
     try:
         if "MASTER_ADDR" in os.environ:
@@ -82,17 +99,20 @@ def start_process_group(parallel: ParallelConfig, trainer: TrainerConfig) -> tor
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         raise ComponentFailure(
             f"the {world_size} trainer ranks did not all join within "
-            f"{trainer.collective_timeout_seconds:g} s: {error}"
+            f"{timeout.total_seconds():g} s: {error}"
         ) from error
     return device
 
 
-def init_parallel(parallel: ParallelConfig, trainer: TrainerConfig, seed: int) -> RankLayout:
+def init_parallel(
+    parallel: ParallelConfig, trainer: TrainerConfig, seed: int, held_up_seconds: float = 0.0
+) -> RankLayout:
     """Process group, Megatron's groups and seeds. Call inside `device_adapter()`.
 
     An earlier model-parallel state of this process is replaced.
     """
-    device = start_process_group(parallel, trainer)
+    device = start_process_group(parallel, trainer, held_up_seconds)
+    limit = collective_limit(trainer, held_up_seconds)
     if parallel_state.model_parallel_is_initialized():
         parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
@@ -101,7 +121,7 @@ def init_parallel(parallel: ParallelConfig, trainer: TrainerConfig, seed: int) -
         context_parallel_size=parallel.context,
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=1,
-        distributed_timeout_minutes=max(1, round(trainer.collective_timeout_seconds / 60)),
+        distributed_timeout_minutes=max(1, math.ceil(limit.total_seconds() / 60)),
     )
     seed_everything(seed)
     return rank_layout(device)
@@ -143,10 +163,14 @@ def destroy_parallel() -> None:
 
 @contextmanager
 def parallel_session(
-    parallel: ParallelConfig, trainer: TrainerConfig, seed: int
+    parallel: ParallelConfig, trainer: TrainerConfig, seed: int, held_up_seconds: float = 0.0
 ) -> Iterator[RankLayout]:
-    """The device adapter and the parallel state around a rank's whole life."""
+    """The device adapter and the parallel state around a rank's whole life.
+
+    `held_up_seconds`: how long one rank may be busy elsewhere, with an engine that takes weights,
+    while others wait for it in a collective.
+    """
     with ExitStack() as stack:
         stack.enter_context(device_adapter())
         stack.callback(destroy_parallel)
-        yield init_parallel(parallel, trainer, seed)
+        yield init_parallel(parallel, trainer, seed, held_up_seconds)
