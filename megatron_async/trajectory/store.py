@@ -300,7 +300,10 @@ class TrajectoryStore:
                 )
             members += [r for r in of_group if r.live]
         ids = pack_ids(record.trajectory_id for record in members)
-        key = max(self._state.batches, default=0) + 1 if found is None else found.id
+        if found is None:
+            key, self._state.next_batch = self._state.next_batch, self._state.next_batch + 1
+        else:
+            key = found.id
         self._set_batch(BatchRow(key, self.lineage, step, None, ids))
         for record in members:
             record.batched_step = step

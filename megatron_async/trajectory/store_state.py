@@ -41,7 +41,11 @@ from megatron_async.trajectory.types import DropReason, PolicyVersion, Trajector
 
 @dataclass
 class StoreState:
-    """Everything but the writer. `batches` is keyed by row, of all lines."""
+    """Everything but the writer. `batches` is keyed by row, of all lines.
+
+    `next_batch` is larger than every row's key, those of `undone_batches` too: their deletion may
+    be in one transaction with the first new batch.
+    """
 
     lineage: int
     tree: LineTree
@@ -49,6 +53,7 @@ class StoreState:
     exported: Exported
     position: int
     batches: dict[int, BatchRow]
+    next_batch: int
     checkpoints: list[PolicyVersion]
     groups: dict[int, GroupRecord] = field(default_factory=dict)
     records: dict[int, TrajectoryRecord] = field(default_factory=dict)
@@ -134,6 +139,7 @@ def _read_state(path: Path, lineage: int, step: int, parent: int | None) -> Stor
         exported=content.exported,
         position=content.position,
         batches={batch.id: batch for batch in content.batches},
+        next_batch=max((batch.id for batch in content.batches), default=0) + 1,
         checkpoints=content.checkpoints,
     )
     _begin_line(state, path, step, parent)

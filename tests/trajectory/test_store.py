@@ -254,6 +254,26 @@ def test_the_same_line_can_be_gone_on_with_after_the_manager_died(tmp_path: Path
     asyncio.run(scenario())
 
 
+def test_a_batch_made_again_as_soon_as_the_line_goes_on_is_there_later(tmp_path: Path) -> None:
+    """The record that is taken back and the new one are written in one transaction."""
+
+    async def scenario() -> None:
+        store = TrajectoryStore.open(tmp_path / STORE)
+        store.mark_batched([(await scored_group(store)).group_id], 0)
+        await store.close()  # the trainer never saw it
+
+        store = TrajectoryStore.open(tmp_path / STORE, lineage=0, step=0)
+        store.mark_batched([0], 0)
+        await store.sync()
+        await store.close()
+
+        store = TrajectoryStore.open(tmp_path / STORE, lineage=0, step=1)
+        assert store.unconsumed_groups() == []
+        await store.close()
+
+    asyncio.run(scenario())
+
+
 def test_a_batch_that_could_not_be_used_is_dropped_and_its_step_free(tmp_path: Path) -> None:
     async def scenario() -> None:
         store = TrajectoryStore.open(tmp_path / STORE)
