@@ -8,6 +8,7 @@ spawns (multiprocessing re-imports the main module first, so the module level do
   SGLang itself reports them only in the last chunk, so a token streamed around a weight update
   could not be attributed; the hook uses SGLang's own plugin registry and its own span function.
 - `POST /receive_weights`, for weights that come as differences (sglang_receiver.py).
+- Of weights that are broadcast, the next bucket is received while one is loaded (sglang_ahead.py).
 - A lifeline: the server ends itself, with all its processes, as soon as whoever started it is
   gone. The starter holds the write end of a pipe whose read end is named in the environment.
 
@@ -29,6 +30,9 @@ KEY_VARIABLE = "MEGATRON_ASYNC_ENGINE_KEY"
 CPU_VARIABLE = "SGLANG_USE_CPU_ENGINE"
 # Named here: whoever only starts servers need not import torch, which the backend does.
 CPU_ATTENTION_BACKEND = "torch_batched"
+_ACCEPT = (
+    "sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator.accept"
+)
 
 
 def _report_versions_of_unfinished(result: Any, accumulator: Any, *, req: Any) -> None:
@@ -57,17 +61,22 @@ def install() -> None:
         sglang_attention.register()
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    target = (
-        "sglang.srt.managers.scheduler_components.output_streamer"
-        "._GenerationStreamAccumulator.accept"
-    )
-    if not HookRegistry._hooks.get(target):
-        HookRegistry.register(target, _report_versions_of_unfinished, HookType.AFTER)
-        HookRegistry.apply_hooks()
+    from megatron_async.rollout import sglang_ahead
+
+    if HookRegistry._hooks.get(_ACCEPT):
+        return
+    ahead = sglang_ahead.AheadHooks()
+    HookRegistry.register(_ACCEPT, _report_versions_of_unfinished, HookType.AFTER)
+    HookRegistry.register(sglang_ahead.RECEIVE, ahead.receive, HookType.AROUND)
+    HookRegistry.register(sglang_ahead.LEAVE, ahead.leave, HookType.AFTER)
+    HookRegistry.apply_hooks()
+    for target, without in (
+        (_ACCEPT, "streamed tokens cannot be attributed to policy versions"),
+        (sglang_ahead.RECEIVE, "weights cannot be received"),
+        (sglang_ahead.LEAVE, "weight-update groups cannot be left"),
+    ):
         if target not in HookRegistry._patched:
-            raise RuntimeError(
-                f"SGLang has no {target}: streamed tokens cannot be attributed to policy versions"
-            )
+            raise RuntimeError(f"SGLang has no {target}: {without}")
 
 
 def _end_when_starter_is_gone(read_end: int) -> None:

@@ -8,7 +8,8 @@ Invariants
 - Each group has a new name and a new port, so a dead one never disturbs the next.
 - A dead engine does not hang the sender: broadcasts are polled together with the HTTP calls that
   announce them, up to the deadline; the first failure of either ends the update.
-- While one bucket travels, the next is gathered; while an engine loads one, the next travels.
+- While one bucket travels, the next is gathered; while an engine loads one, the next travels
+  (`ahead.py` is the engine's end). An engine has one announcement at a time.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import os
 import socket
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -29,21 +30,24 @@ from torch import Tensor
 
 from megatron_async.config.rollout import EngineConfig, WeightsConfig
 from megatron_async.errors import ComponentFailure
-from megatron_async.trajectory.types import PolicyVersion
+from megatron_async.weights.ahead import load_format
 from megatron_async.weights.http import EngineCallError, address_towards, gather, raise_together
 from megatron_async.weights.transport import (
     Bucket,
     NamedTensor,
     Update,
     WeightSender,
+    size_of,
     time_left,
 )
 
 _JOIN_SECONDS = 60.0
 _LEAVE_SECONDS = 20.0
 _FIRST_POLL_SECONDS = 5e-5
-_LONGEST_POLL_SECONDS = 2e-3
+_LONGEST_POLL_SECONDS = 5e-4
 _group_serial = itertools.count()
+
+Answers = Sequence[Future[dict[str, Any]]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +70,7 @@ def flatten(bucket: Bucket, into_N: Tensor) -> FlatBucket:
     if alone is not None and alone.is_contiguous() and alone.device == into_N.device:
         into_N = alone.reshape(-1).view(torch.uint8)
     ordered: Sequence[NamedTensor] = sorted(bucket, key=lambda item: -item[1].element_size())
-    flat_N = into_N[: sum(t.nbytes for _, t in ordered)]
+    flat_N = into_N[: size_of(bucket)]
     start = 0
     for _, tensor in ordered:
         part = flat_N[start : start + tensor.nbytes]
@@ -115,6 +119,7 @@ class _Link:
             master_listen_fd=listener.detach(),
         )
         self._group: Any = None
+        self._work: Any = None
 
     def join(self) -> None:
         """Meet the engines; blocks until all are there or the limit passes."""
@@ -135,15 +140,29 @@ class _Link:
         """The limit of each broadcast from now on."""
         self._group._set_default_timeout(timedelta(seconds=seconds))
 
-    def broadcast(self, tensor: Tensor) -> Any:
-        """Start sending; returns a work handle with `is_completed` and `wait`."""
+    def start(self, tensor: Tensor) -> None:
+        """Begin to broadcast; `finish` before the next one."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
-        return self._group.broadcast([tensor], options)
+        self._work = self._group.broadcast([tensor], options)
+
+    @property
+    def done(self) -> bool:
+        """Whether the broadcast has ended, one way or the other."""
+        return bool(self._work.is_completed())
+
+    def finish(self) -> None:
+        """After `done`. Raises RuntimeError if the broadcast failed."""
+        self._work.wait()
 
     def drop(self) -> None:
-        """Close all connections, whatever is under way."""
+        """Close all connections, whatever is under way.
+
+        A handle keeps gloo's connections open, also one that hangs in an exception's traceback:
+        this is the only place that holds it.
+        """
+        self._work = None
         if self._group is not None:
             self._group.abort()
             self._group = None
@@ -201,61 +220,69 @@ class DistributedSender(WeightSender):
         leaving = self.calls.start(
             "destroy_weights_update_group", lambda _: {"group_name": link.name}, _LEAVE_SECONDS
         )
-        # Closing our connections ends a receive that an engine is stuck in; then it can leave.
+        # An engine that leaves ends what we are sending it; closing our connections ends a receive
+        # that an engine has posted, or is stuck in, and then it can leave as well.
         link.drop()
         for future in leaving:
             future.exception()
 
     def _transfer(self, update: Update) -> None:
-        announced: list[Future[dict[str, Any]]] = []
-        travelling: tuple[Any, Tensor] | None = None
+        announced: Answers = []
+        travelling = False
         deadline, watch = update.deadline, update.watch
         buffers = _Buffers(self._device)
-        for bucket, last in update.marked_buckets():
-            flat = flatten(bucket, buffers.next(sum(tensor.nbytes for _, tensor in bucket)))
+        for bucket, next_bytes in update.sized_buckets():
+            flat = flatten(bucket, buffers.next(size_of(bucket)))
             watch.lap("gather")
-            if travelling is not None:
-                self._wait(travelling[0], announced, deadline)
+            if travelling:
+                self._wait_for_broadcast(announced, deadline)
                 watch.lap("broadcast")
             else:
                 update.turn()
                 if update.is_first:
                     self._begin_session(deadline)
                     watch.lap("begin")
-            version = update.version if last else None
-            announced += self._announce(flat, version, update.flush_cache, deadline)
-            travelling = self._require_link().broadcast(flat.bytes_N), flat.bytes_N
+            # Engines listen for it already; but announced it is only when they have loaded the one
+            # before: two calls under way could overtake each other.
+            self._require_link().start(flat.bytes_N)
+            travelling = True
+            _wait_for_answers(announced, deadline)
+            watch.lap("load")
+            last = update.is_last and not next_bytes
+            announced = self._announce(flat, next_bytes, update if last else None, deadline)
             update.sent_bytes += flat.bytes_N.nbytes
-        if travelling is not None:
-            self._wait(travelling[0], announced, deadline)
+        if travelling:
+            self._wait_for_broadcast(announced, deadline)
         watch.lap("broadcast")
-        gather(announced)
+        _wait_for_answers(announced, deadline)
         watch.lap("load")
         if update.is_last:
             self._end_session(deadline)
             watch.lap("end")
 
     def _announce(
-        self, flat: FlatBucket, version: PolicyVersion | None, flush_cache: bool, deadline: float
-    ) -> list[Future[dict[str, Any]]]:
+        self, flat: FlatBucket, next_bytes: int, ended: Update | None, deadline: float
+    ) -> Answers:
+        """`ended`: the update of which this is the last bucket."""
         body: dict[str, Any] = {
             "names": flat.names,
             "dtypes": flat.dtypes,
             "shapes": flat.shapes,
             "group_name": self._require_link().name,
-            "load_format": "flattened_bucket",
-            "flush_cache": flush_cache and version is not None,
+            "load_format": load_format(next_bytes),
+            "flush_cache": ended is not None and ended.flush_cache,
         }
-        if version is not None:
-            body["weight_version"] = str(version)
+        if ended is not None:
+            body["weight_version"] = str(ended.version)
         return self.calls.start(
             "update_weights_from_distributed", lambda _: body, time_left(deadline)
         )
 
-    def _wait(self, work: Any, announced: list[Future[dict[str, Any]]], deadline: float) -> None:
-        """Until the broadcast is done. Raises as soon as an engine refuses, or at the deadline."""
+    def _wait_for_broadcast(self, announced: Answers, deadline: float) -> None:
+        """Until it is done. Raises as soon as an engine refuses, or at the deadline."""
+        link = self._require_link()
         pause = _FIRST_POLL_SECONDS
-        while not work.is_completed():
+        while not link.done:
             _raise_first_failure(announced)
             if time.monotonic() > deadline:
                 raise ComponentFailure(
@@ -265,7 +292,7 @@ class DistributedSender(WeightSender):
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_POLL_SECONDS)
         try:
-            work.wait()
+            link.finish()
         except RuntimeError as error:
             _raise_first_failure(announced, wait_seconds=1.0)
             raise ComponentFailure(f"the weight broadcast failed: {error}") from error
@@ -276,9 +303,14 @@ class DistributedSender(WeightSender):
         return self._link
 
 
-def _raise_first_failure(
-    futures: Sequence[Future[dict[str, Any]]], wait_seconds: float = 0.0
-) -> None:
+def _wait_for_answers(announced: Answers, deadline: float) -> None:
+    """Until all engines have loaded what was announced. Raises as soon as one refuses."""
+    wait(announced, time_left(deadline), return_when=FIRST_EXCEPTION)
+    _raise_first_failure(announced)
+    gather(announced)  # bounded: each call has the deadline as its limit
+
+
+def _raise_first_failure(futures: Answers, wait_seconds: float = 0.0) -> None:
     """Raise what the calls that have ended raised; with `wait_seconds`, give them that long."""
     deadline = time.monotonic() + wait_seconds
     while True:

@@ -116,15 +116,20 @@ class Update:
             self._check.add(name for name, _ in bucket)
             self._counts[0] += 1
             self._counts[1] += len(bucket)
-            self._counts[2] += sum(tensor.nbytes for _, tensor in bucket)
+            self._counts[2] += size_of(bucket)
             yield bucket
         if not self._counts[0]:
             raise ValueError("an update without any tensor")
 
     def marked_buckets(self) -> Iterator[tuple[Bucket, bool]]:
         """Each with whether it is the last of the whole update (looks one bucket ahead)."""
-        for bucket, last in with_last(self.buckets()):
-            yield bucket, last and self.is_last
+        for bucket, following in with_next(self.buckets()):
+            yield bucket, following is None and self.is_last
+
+    def sized_buckets(self) -> Iterator[tuple[Bucket, int]]:
+        """Each with the bytes of this stage's next one, 0 after the last (looks one ahead)."""
+        for bucket, following in with_next(self.buckets()):
+            yield bucket, 0 if following is None else size_of(following)
 
     def turn(self) -> Mapping[str, Any]:
         """Wait until the stages before have sent theirs; what they have written."""
@@ -312,15 +317,20 @@ def time_left(deadline: float) -> float:
     return max(deadline - time.monotonic(), 0.05)
 
 
-def with_last(buckets: Iterator[Bucket]) -> Iterator[tuple[Bucket, bool]]:
-    """Each bucket with whether it is the last one (looks one bucket ahead)."""
+def size_of(bucket: Bucket) -> int:
+    """Bytes of all its tensors."""
+    return sum(tensor.nbytes for _, tensor in bucket)
+
+
+def with_next(buckets: Iterator[Bucket]) -> Iterator[tuple[Bucket, Bucket | None]]:
+    """Each bucket with the one after it, None after the last."""
     held: Bucket | None = None
     for bucket in buckets:
         if held is not None:
-            yield held, False
+            yield held, bucket
         held = bucket
     if held is not None:
-        yield held, True
+        yield held, None
 
 
 def combined(reports: Sequence[TransferReport]) -> TransferReport:

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from megatron_async.rollout.sglang_receiver import answer
+from megatron_async.weights.ahead import ReceiveAhead, next_bytes_of
 from megatron_async.weights.http import EngineAddress
 from megatron_async.weights.receiver import WeightReceiver
 
@@ -41,6 +42,7 @@ class FakeEngine:
         self.known = tuple(known)
         self.calls: list[tuple[str, tuple[str, ...]]] = []
         self.groups: dict[str, Any] = {}
+        self.ahead = ReceiveAhead()
         self.received: list[int] = []
         self.session = False
         # A model loads one bucket after the other; so does this.
@@ -90,6 +92,7 @@ class FakeEngine:
 
     def do_destroy_weights_update_group(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         group = self.groups.pop(body["group_name"], None)
+        self.ahead.forget(body["group_name"])
         if group is not None:
             group.abort()
         return 200, {}
@@ -118,14 +121,21 @@ class FakeEngine:
             torch.Size(shape).numel() * getattr(torch, dtype).itemsize
             for shape, dtype in zip(body["shapes"], body["dtypes"], strict=True)
         ]
-        flat = torch.empty(sum(sizes), dtype=torch.uint8)
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
+        group, next_bytes = self.groups[body["group_name"]], next_bytes_of(body["load_format"])
+        assert next_bytes is not None
         with self.lock:
             try:
-                self.groups[body["group_name"]].broadcast([flat], options).wait()
-            except RuntimeError as error:
+                flat = self.ahead.take(
+                    body["group_name"],
+                    sum(sizes),
+                    next_bytes,
+                    lambda tensor: group.broadcast([tensor], options),
+                    "cpu",
+                )
+            except (RuntimeError, ValueError) as error:
                 return 400, {"message": f"Failed to receive weights: {error}"}
         if self.mode == "drops":
             return 200, {}
@@ -133,7 +143,7 @@ class FakeEngine:
         for name, dtype, shape, part in zip(
             body["names"], body["dtypes"], body["shapes"], flat.split(sizes), strict=True
         ):
-            self.loaded[name] = part.view(getattr(torch, dtype)).view(shape)
+            self.loaded[name] = part.clone().view(getattr(torch, dtype)).view(shape)
         self._versioned(body)
         return 200, {}
 

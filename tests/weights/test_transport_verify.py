@@ -18,7 +18,7 @@ from megatron_async.weights.disk import publish
 from megatron_async.weights.distributed import flatten
 from megatron_async.weights.publication import read_manifest, read_shard
 from megatron_async.weights.tensor import serialise
-from megatron_async.weights.transport import with_last
+from megatron_async.weights.transport import with_next
 from megatron_async.weights.verify import (
     NameCheck,
     check_probe,
@@ -123,9 +123,10 @@ def test_a_serialised_view_does_not_carry_the_tensor_it_is_part_of() -> None:
     assert len(payload) < 2000
 
 
-def test_only_the_last_bucket_is_marked() -> None:
+def test_each_bucket_comes_with_the_one_after_it() -> None:
     buckets = [[("a", torch.zeros(1))], [("b", torch.zeros(1))], [("c", torch.zeros(1))]]
-    assert [last for _, last in with_last(iter(buckets))] == [False, False, True]
+    after = [following for _, following in with_next(iter(buckets))]
+    assert after == [buckets[1], buckets[2], None]
 
 
 def test_a_published_version_is_complete_checked_and_atomic(tmp_path: Path) -> None:

@@ -1,0 +1,82 @@
+"""The engine's end of `weights.transport: distributed`: receive one bucket, load another meanwhile.
+
+SGLang receives a bucket, loads it, and only then listens for the next; the link is idle meanwhile.
+Here each announcement also says how large the bucket after it is (in `load_format`, the one field
+that SGLang hands through), so that its receive is posted before this one's load begins.
+
+Invariants
+- Receives of a group are posted in the order in which its sender broadcasts, one ahead at most.
+- Two buffers for each group, from its first bucket until its last: what was handed out is valid
+  until the bucket after the next is asked for. Loaders copy; none may keep it.
+- After any failure the group is forgotten. Its sender throws it away as well, so that a receive
+  that is still posted never meets another update's bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FLATTENED = "flattened_bucket"
+_SEPARATOR = "+next_bytes="
+
+
+def load_format(next_bytes: int) -> str:
+    """What announces a flattened bucket that one of `next_bytes` follows; 0: it is the last."""
+    return f"{FLATTENED}{_SEPARATOR}{next_bytes}"
+
+
+def next_bytes_of(announced: str | None) -> int | None:
+    """The inverse of `load_format`; None for an announcement without a next size."""
+    base, separator, size = (announced or "").partition(_SEPARATOR)
+    return int(size) if base == FLATTENED and separator else None
+
+
+@dataclass(frozen=True, eq=False)
+class _Arrival:
+    """A posted receive into the beginning of `buffer`; `other` is being loaded from."""
+
+    buffer: Tensor
+    size: int
+    work: Any
+    other: Tensor
+
+
+class ReceiveAhead:
+    """Receives of all groups of one process. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._arriving: dict[str, _Arrival] = {}
+
+    def take(
+        self, group: str, size: int, next_bytes: int, start: Callable[[Tensor], Any], device: str
+    ) -> Tensor:
+        """The next bucket of `group`, [size] bytes, on `device`; then listens for one more.
+
+        `start` posts a broadcast's receive into a byte tensor and returns its work handle. Raises
+        ValueError when the bucket is not as large as was announced, and what the handle raises.
+        """
+        arrival = self._arriving.pop(group, None)
+        if arrival is None:
+            buffer = torch.empty(size, dtype=torch.uint8, device=device)
+            arrival = _Arrival(buffer, size, start(buffer), buffer[:0])
+        if arrival.size != size:
+            raise ValueError(
+                f"a bucket of {arrival.size} bytes was announced for {group}, and {size} came"
+            )
+        arrival.work.wait()
+        if next_bytes:
+            free = arrival.other
+            if free.nbytes < next_bytes:
+                free = torch.empty(next_bytes, dtype=torch.uint8, device=device)
+            work = start(free[:next_bytes])
+            self._arriving[group] = _Arrival(free, next_bytes, work, arrival.buffer)
+        return arrival.buffer[:size]
+
+    def forget(self, group: str) -> None:
+        """The group was left."""
+        self._arriving.pop(group, None)
