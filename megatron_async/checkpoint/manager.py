@@ -7,8 +7,8 @@ Invariants
   `checkpoint.timeout_seconds`.
 - A save that failed raises on every rank at the next of these calls, and no earlier checkpoint
   has changed. Pruning happens only after a commit.
-- Finding verifies every file (ranks share the reading); a corrupt checkpoint is reported and the
-  one before it is used.
+- Finding verifies every file (ranks share the reading), and that no pickle in it holds more than
+  values; a corrupt checkpoint is reported and the one before it is used.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from megatron_async.checkpoint.manifest import (
     Checkpoint,
+    CorruptCheckpoint,
     Manifest,
     faults,
     list_checkpoints,
@@ -31,6 +32,7 @@ from megatron_async.checkpoint.manifest import (
     report_corrupt,
     step_directory,
 )
+from megatron_async.checkpoint.metadata import check_objects
 from megatron_async.config.run import CheckpointConfig
 from megatron_async.errors import ComponentFailure, UserError
 
@@ -217,10 +219,15 @@ class CheckpointManager:
 
 
 def shared_faults(checkpoint: Checkpoint, group: dist.ProcessGroup | None = None) -> list[str]:
-    """`faults`, with the files divided over the ranks where there are any; the same on all."""
+    """`faults` and pickles that hold more than values, divided over the ranks; the same on all."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     files = checkpoint.manifest.files
     mine = faults(checkpoint.path, {name: files[name] for name in sorted(files)[rank::size]})
+    if not mine:
+        try:
+            check_objects(checkpoint.path, rank, size)
+        except CorruptCheckpoint as error:
+            mine = [str(error)]
     if size == 1:
         return mine
     found: list[list[str]] = [[] for _ in range(size)]

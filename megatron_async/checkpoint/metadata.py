@@ -1,25 +1,30 @@
-"""The `.metadata` of a distributed checkpoint, unpickled without trust.
+"""What of a distributed checkpoint is pickled, unpickled without trust.
 
-torch writes it as a pickle, and a pickle can run any program. A checkpoint may come from somebody
-else (`model.checkpoint`, `convert --src`), and its checksums only say that it arrived whole.
+torch writes `.metadata`, and every object that is no tensor, as a pickle, and a pickle can run any
+program. A checkpoint may come from somebody else (`model.checkpoint`, `convert --src`, a run
+directory that others can write to), and its checksums only say that it arrived whole.
 
 Invariants
-- Only the classes that torch's own metadata consists of are ever constructed.
-- `check_metadata` passes before torch or Megatron-core read the same file with plain `pickle`.
+- Of `.metadata`, only the classes that torch's own metadata consists of are ever constructed; of
+  the rest, what torch's `weights_only` allows.
+- The checks pass before torch or Megatron-core read the same bytes with plain `pickle`.
 """
 
 from __future__ import annotations
 
+import io
 import pickle
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron_async.checkpoint.manifest import CorruptCheckpoint
 
 METADATA_NAME: Final = ".metadata"
+COMMON_NAME: Final = "common.pt"  # Megatron-core's name for what no rank shares
 
 _DESCRIPTIONS = "torch.distributed.checkpoint.metadata"
 _ALLOWED: Final = frozenset(
@@ -51,7 +56,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
 
 
-def check_metadata(folder: Path) -> None:
+def check_metadata(folder: Path) -> Metadata:
     """Raises CorruptCheckpoint when the metadata is missing, torn, or more than metadata."""
     try:
         with (folder / METADATA_NAME).open("rb") as stream:
@@ -60,3 +65,43 @@ def check_metadata(folder: Path) -> None:
         raise CorruptCheckpoint(f"{METADATA_NAME} cannot be read: {error}") from error
     if not isinstance(content, Metadata):
         raise CorruptCheckpoint(f"{METADATA_NAME} holds a {type(content).__name__}")
+    return content
+
+
+def check_objects(folder: Path, part: int = 0, parts: int = 1) -> None:
+    """`check_metadata`, and a share of the objects that are no tensors: every `parts`-th.
+
+    torch reads tensors with `weights_only` itself, and everything else without. Raises
+    CorruptCheckpoint.
+    """
+    metadata = check_metadata(folder)
+    # Not "those that are called bytes": what is called a tensor and is none must not slip through.
+    stored = [
+        (index.fqn, info)
+        for index, info in (metadata.storage_data or {}).items()
+        if type(metadata.state_dict_metadata.get(index.fqn)) is not TensorStorageMetadata
+    ]
+    stored.sort(key=lambda entry: (entry[0], entry[1].offset))
+    for name, info in stored[part::parts]:
+        _check_object(name, _bytes_of(folder, name, info))
+    if part == 0:
+        _check_object(COMMON_NAME, folder / COMMON_NAME)
+
+
+def _bytes_of(folder: Path, name: str, info: _StorageInfo) -> io.BytesIO:
+    if info.transform_descriptors:
+        raise CorruptCheckpoint(f"object {name} is stored in a form that no save of ours has")
+    try:
+        with (folder / info.relative_path).open("rb") as stream:
+            stream.seek(info.offset)
+            return io.BytesIO(stream.read(info.length))
+    except OSError as error:
+        raise CorruptCheckpoint(f"object {name} cannot be read: {error}") from error
+
+
+def _check_object(name: str, source: io.BytesIO | Path) -> None:
+    try:
+        torch.load(source, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, ValueError, pickle.UnpicklingError, EOFError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CorruptCheckpoint(f"{name} holds more than values: {reason}") from error

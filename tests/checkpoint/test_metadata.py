@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,16 +12,7 @@ from megatron_async.checkpoint.files import ShardFiles, ShardReader
 from megatron_async.checkpoint.manifest import CorruptCheckpoint
 from megatron_async.checkpoint.metadata import METADATA_NAME, check_metadata
 from megatron_async.checkpoint.placement import Piece
-
-
-class Hostile:
-    """A value whose unpickling makes a directory."""
-
-    def __init__(self, marker: Path) -> None:
-        self._marker = marker
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.mkdir, (self._marker,)
+from tests.checkpoint.hostile import Hostile
 
 
 @pytest.fixture
