@@ -247,7 +247,7 @@ class DistributedSender(WeightSender):
             self._require_link().start(flat.bytes_N)
             travelling = True
             _wait_for_answers(announced, deadline)
-            watch.lap("load")
+            watch.lap("wait for load")
             last = update.is_last and not next_bytes
             announced = self._announce(flat, next_bytes, update if last else None, deadline)
             update.sent_bytes += flat.bytes_N.nbytes
