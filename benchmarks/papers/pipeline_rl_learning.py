@@ -12,11 +12,11 @@ from __future__ import annotations
 from benchmarks.papers.report import table, write
 from benchmarks.papers.training import NO_MEASURE, bench, training_parser
 
-UPDATES = (1, 2, 4, 8)
+UPDATES = (1, 8, 16, 32)
 
 
 def main() -> None:
-    parser = training_parser(__doc__, "pipeline_rl_learning", steps=48)
+    parser = training_parser(__doc__, "pipeline_rl_learning", steps=64)
     parser.set_defaults(groups=4)
     options = parser.parse_args()
     algorithm = {"recipe": "pipeline_rl"}
