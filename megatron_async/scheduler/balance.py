@@ -22,11 +22,13 @@ class Fleet:
     def __init__(self) -> None:
         self.engines: dict[str, EngineEntry] = {}
         self.in_flight = 0
+        self._serving: tuple[PolicyVersion, dict[str, EngineEntry]] | None = None
         self._arrivals = 0
 
     def add(self, event: EngineUp) -> None:
         """A new engine, idle."""
         self._arrivals += 1
+        self._serving = None
         self.engines[event.engine_id] = EngineEntry(
             event.engine_id,
             self._arrivals,
@@ -40,6 +42,7 @@ class Fleet:
         engine = self.engines.pop(engine_id, None)
         if engine is None:
             return []
+        self._serving = None
         orphans = list(engine.running.values())
         for entry in orphans:
             self.release(entry)
@@ -47,8 +50,18 @@ class Fleet:
 
     def published(self, version: PolicyVersion) -> None:
         """Every engine that is up holds `version`."""
+        self._serving = None
         for engine in self.engines.values():
             engine.version = version
+
+    def _of_version(self, version: PolicyVersion) -> dict[str, EngineEntry]:
+        """Engines that hold `version` by name; kept until engines or versions change."""
+        if self._serving is None or self._serving[0] != version:
+            holding = {
+                name: engine for name, engine in self.engines.items() if engine.version == version
+            }
+            self._serving = (version, holding)
+        return self._serving[1]
 
     def request_limit(self) -> int | None:
         """Requests that all engines run at once at most; None = no limit known."""
@@ -59,9 +72,7 @@ class Fleet:
     def room(self, version: PolicyVersion) -> int | None:
         """Requests that engines of `version` can still take; None = no limit."""
         total = 0
-        for engine in self.engines.values():
-            if engine.version != version:
-                continue
+        for engine in self._of_version(version).values():
             if engine.max_running is None:
                 return None
             total += max(0, engine.max_running - len(engine.running))
@@ -69,16 +80,16 @@ class Fleet:
 
     def placement(self, version: PolicyVersion, concurrency: int) -> Placement:
         """Where the next submissions go; made anew whenever anything else has happened."""
-        return Placement(self.engines, version, concurrency)
+        return Placement(self._of_version(version), concurrency)
 
     def occupy(self, entry: TrajectoryEntry, engine: EngineEntry) -> None:
         """`entry` runs on `engine` from now on."""
-        group = entry.group
+        group, engine_id = entry.group, engine.engine_id
         engine.running[entry.trajectory_id] = entry
         entry.engine = engine
-        count = group.serving.get(engine.engine_id, 0)
-        group.serving[engine.engine_id] = count + 1
-        engine.kv_tokens += entry.tokens + (0 if count else group.spec.prompt_tokens)
+        count = group.serving.get(engine_id, 0)
+        group.serving[engine_id] = count + 1
+        engine.kv_tokens += entry.tokens if count else entry.tokens + group.spec.prompt_tokens
         self.in_flight += 1
 
     def release(self, entry: TrajectoryEntry) -> None:
@@ -86,12 +97,14 @@ class Fleet:
         engine = entry.engine
         if engine is None:
             return
-        group = entry.group
+        group, engine_id = entry.group, engine.engine_id
         del engine.running[entry.trajectory_id]
-        count = group.serving.pop(engine.engine_id) - 1
+        count = group.serving.pop(engine_id) - 1
         if count:
-            group.serving[engine.engine_id] = count
-        engine.kv_tokens -= entry.tokens + (0 if count else group.spec.prompt_tokens)
+            group.serving[engine_id] = count
+            engine.kv_tokens -= entry.tokens
+        else:
+            engine.kv_tokens -= entry.tokens + group.spec.prompt_tokens
         entry.engine = None
         entry.abort_sent = False
         self.in_flight -= 1
@@ -108,15 +121,14 @@ class Placement:
     for each submission.
     """
 
-    def __init__(
-        self, engines: dict[str, EngineEntry], version: PolicyVersion, concurrency: int
-    ) -> None:
-        self._engines = engines
-        self._version = version
+    def __init__(self, serving: dict[str, EngineEntry], concurrency: int) -> None:
+        self._serving = serving
         self._concurrency = concurrency
-        serving = [engine for engine in engines.values() if engine.version == version]
-        self._serving = len(serving)
-        self._heap = [(_key(engine), engine) for engine in serving if engine.has_room]
+        self._heap = [
+            ((engine.kv_tokens / engine.kv_capacity, len(engine.running), engine.index), engine)
+            for engine in serving.values()
+            if engine.max_running is None or engine.has_room
+        ]
         heapq.heapify(self._heap)
 
     def choose(self, group: GroupEntry) -> EngineEntry | None:
@@ -128,11 +140,11 @@ class Placement:
         best = self._least_loaded()
         if best is None or not group.serving:
             return best
-        shared = self._least_loaded_of(group)
+        shared = self._least_loaded_of(group, best)
         if shared is None or shared is best:
             return best
         surplus = shared.kv_tokens - best.kv_tokens / best.kv_capacity * shared.kv_capacity
-        within_share = len(shared.running) * self._serving < self._concurrency
+        within_share = len(shared.running) * len(self._serving) < self._concurrency
         return shared if within_share and surplus <= group.spec.prompt_tokens else best
 
     def _least_loaded(self) -> EngineEntry | None:
@@ -141,23 +153,24 @@ class Placement:
             (_, running, _), engine = heap[0]
             if len(engine.running) == running:  # nothing was submitted to it since
                 return engine
-            if engine.has_room:
+            if engine.max_running is None or engine.has_room:
                 heapq.heapreplace(heap, (_key(engine), engine))
             else:
                 heapq.heappop(heap)
         return None
 
-    def _least_loaded_of(self, group: GroupEntry) -> EngineEntry | None:
-        usable = [
-            engine
-            for engine_id in group.serving
-            if (engine := self._engines.get(engine_id)) is not None
-            and engine.version == self._version
-            and engine.has_room
-        ]
-        if len(usable) > 1:
-            return min(usable, key=_key)
-        return usable[0] if usable else None
+    def _least_loaded_of(self, group: GroupEntry, best: EngineEntry) -> EngineEntry | None:
+        """Of those that serve the group; `best`, the least loaded of all, is it if it is there."""
+        if best.engine_id in group.serving:
+            return best
+        found: EngineEntry | None = None
+        for engine_id in group.serving:
+            engine = self._serving.get(engine_id)
+            if engine is None or not (engine.max_running is None or engine.has_room):
+                continue
+            if found is None or _key(engine) < _key(found):
+                found = engine
+        return found
 
 
 def _key(engine: EngineEntry) -> _Key:

@@ -29,6 +29,11 @@ from megatron_async.scheduler.work import FreshGroups, WorkQueue
 from megatron_async.trajectory.types import DropReason, TrajectoryState
 
 Actions = list[ev.Action]
+_PENDING, _RUNNING, _PARTIAL = (
+    TrajectoryState.PENDING,
+    TrajectoryState.RUNNING,
+    TrajectoryState.PARTIAL,
+)  # looked up once: a boundary changes thousands of states
 
 
 class Lifecycle:
@@ -114,7 +119,7 @@ class Lifecycle:
 
     def submitted(self, entry: TrajectoryEntry, engine: EngineEntry, version: int) -> None:
         """`entry`, taken from the work queue, runs on `engine`, which serves `version`."""
-        self.tally.move(entry, TrajectoryState.RUNNING)
+        self.tally.move(entry, _RUNNING)
         if entry.oldest is None:
             entry.oldest = version
             oldest = entry.group.oldest
@@ -127,14 +132,15 @@ class Lifecycle:
         if entry is None:
             return
         first = not entry.tokens
-        entry.add_tokens(event.count, event.version)
+        count, version = event.count, event.version
+        entry.add_tokens(count, version)
         if entry.engine is not None:
-            entry.engine.kv_tokens += event.count
-        elif entry.state is TrajectoryState.PARTIAL:
-            self.tally.partial_tokens += event.count
-        if first or entry.oldest is None or event.version < entry.oldest:
-            self._oldest_known(entry, event.version, out)
-        if first and entry.state is TrajectoryState.PENDING:
+            entry.engine.kv_tokens += count
+        elif entry.state is _PARTIAL:
+            self.tally.partial_tokens += count
+        if first or entry.oldest is None or version < entry.oldest:
+            self._oldest_known(entry, version, out)
+        if first and entry.state is _PENDING:
             self._queue(entry)  # a late report after its engine was lost: it is partial now
 
     def _oldest_known(self, entry: TrajectoryEntry, version: int, out: Actions) -> None:
@@ -165,7 +171,7 @@ class Lifecycle:
     def aborted(self, event: ev.Aborted, out: Actions) -> None:
         """A request ended early."""
         entry = self._trajectories.get(event.trajectory_id)
-        if entry is not None and entry.state is TrajectoryState.RUNNING:
+        if entry is not None and entry.state is _RUNNING:
             self._fleet.release(entry)
             self.ended_early(entry, out)
 
@@ -182,15 +188,17 @@ class Lifecycle:
         self._queue(entry)
 
     def _queue(self, entry: TrajectoryEntry) -> None:
-        waiting = TrajectoryState.PARTIAL if entry.tokens else TrajectoryState.PENDING
-        self.tally.move(entry, waiting)
+        self.tally.move(entry, _PARTIAL if entry.tokens else _PENDING)
         self.work.push(entry)
 
     def abort_all(self, out: Actions) -> None:
         """End every running request early."""
         for engine in self._fleet.engines.values():
+            engine_id = engine.engine_id
             for entry in engine.running.values():
-                self._abort(entry, out)
+                if not entry.abort_sent:
+                    entry.abort_sent = True
+                    out.append(ev.Abort(entry.trajectory_id, engine_id))
 
     def _abort(self, entry: TrajectoryEntry, out: Actions) -> None:
         if entry.engine is not None and not entry.abort_sent:

@@ -116,7 +116,8 @@ class Scheduler:
 
     def _aborted(self, event: ev.Aborted, out: Actions) -> None:
         self._life.aborted(event, out)
-        self._advance_unless_waiting(out)
+        if not (self._fleet.in_flight and self._awaits_version):  # as below, thousands of times
+            self._advance(out)
 
     def _reward_ready(self, event: ev.RewardReady, out: Actions) -> None:
         self._life.judged(event, out)
@@ -267,11 +268,11 @@ class Scheduler:
         born_stale = self._version.number < self._life.lag.floor
         if self._awaits_version or born_stale or self._draining or self._gate.closed:
             return
-        limit = self.concurrency
-        fleet, life = self._fleet, self._life
+        limit, number = self.concurrency, self._version.number
+        fleet, life, work = self._fleet, self._life, self._life.work
         placement = None
         while fleet.in_flight < limit:
-            entry = life.work.peek()
+            entry = work.peek()
             if entry is None:
                 if not self._start_group():
                     break
@@ -281,8 +282,8 @@ class Scheduler:
             engine = placement.choose(entry.group)
             if engine is None:
                 return
-            life.work.pop()
-            life.submitted(entry, engine, self._version.number)
+            work.pop()
+            life.submitted(entry, engine, number)
             out.append(ev.Submit(entry.trajectory_id, engine.engine_id, entry.tokens > 0))
         if fleet.in_flight < limit:
             self._request_prompts(limit, out)

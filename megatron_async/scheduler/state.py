@@ -44,7 +44,10 @@ class EngineEntry:
 
 @dataclass(slots=True, eq=False)
 class TrajectoryEntry:
-    """One trajectory that is neither batched nor dropped."""
+    """One trajectory that is neither batched nor dropped.
+
+    `place` is the work queue's: where it waits there, 0 = it does not.
+    """
 
     trajectory_id: int
     group: GroupEntry
@@ -58,6 +61,7 @@ class TrajectoryEntry:
     engine: EngineEntry | None = None
     abort_sent: bool = False
     fate: Fate | None = None
+    place: int = 0
 
     def add_tokens(self, count: int, version: int) -> None:
         """Count tokens of one policy number."""

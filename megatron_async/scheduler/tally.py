@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from megatron_async.scheduler.state import GroupEntry, TrajectoryEntry
 from megatron_async.trajectory.types import DropReason, TrajectoryState
 
+_PARTIAL = TrajectoryState.PARTIAL
+
 
 class Tally:
     """Counts; every change of a trajectory's state passes here."""
@@ -40,9 +42,9 @@ class Tally:
         count[before] -= 1
         count[state] += 1
         entry.state = state
-        if before is TrajectoryState.PARTIAL:
+        if before is _PARTIAL:
             self.partial_tokens -= entry.tokens
-        if state is TrajectoryState.PARTIAL:
+        if state is _PARTIAL:
             self.partial_tokens += entry.tokens
 
     def _leave(self, entry: TrajectoryEntry) -> None:

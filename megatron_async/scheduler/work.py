@@ -27,24 +27,35 @@ class WorkQueue:
     def __init__(self, order: BufferOrder) -> None:
         self._order = order
         self._heap: list[_Item] = []
-        self._place: dict[int, int] = {}
+        self._waiting = 0
         self._arrivals = 0
 
     def push(self, entry: TrajectoryEntry) -> None:
         """Queue `entry` under its present state; an earlier place of it becomes invalid."""
-        self._arrivals += 1
-        self._place[entry.trajectory_id] = self._arrivals
-        heapq.heappush(self._heap, self._item(entry))
-        if len(self._heap) > 2 * len(self._place) + _SWEEP_FROM:
-            self._heap = [item for item in self._heap if self._valid(item)]
+        if not entry.place:
+            self._waiting += 1
+        self._arrivals = entry.place = self._arrivals + 1
+        heap, group = self._heap, entry.group
+        priority, order, place = -group.spec.priority, group.order, entry.place
+        item: _Item
+        if not entry.tokens:
+            item = (1, priority, order, entry.index, place, entry)
+        elif self._order == "oldest_first":
+            item = (0, priority, order, entry.index, place, entry)
+        elif self._order == "newest_first":
+            item = (0, priority, -order, -entry.index, place, entry)
+        else:
+            item = (0, priority, -entry.tokens, order, entry.index, place, entry)
+        heapq.heappush(heap, item)
+        if len(heap) > 2 * self._waiting + _SWEEP_FROM:
+            self._heap = [item for item in heap if item[-1].place == item[-2]]
             heapq.heapify(self._heap)
 
     def remove(self, entry: TrajectoryEntry) -> None:
         """`entry` waits no more, if it did."""
-        self._place.pop(entry.trajectory_id, None)
-
-    def _valid(self, item: _Item) -> bool:
-        return self._place.get(item[-1].trajectory_id) == item[-2]
+        if entry.place:
+            entry.place = 0
+            self._waiting -= 1
 
     def peek(self) -> TrajectoryEntry | None:
         """The next trajectory, still queued; None when there is no work."""
@@ -52,26 +63,15 @@ class WorkQueue:
         while heap:
             item = heap[0]
             entry: TrajectoryEntry = item[-1]
-            if self._place.get(entry.trajectory_id) == item[-2]:
+            if entry.place == item[-2]:
                 return entry
             heapq.heappop(heap)
         return None
 
     def pop(self) -> None:
         """Take what `peek` returned."""
-        entry = heapq.heappop(self._heap)[-1]
-        del self._place[entry.trajectory_id]
-
-    def _item(self, entry: TrajectoryEntry) -> _Item:
-        group = entry.group
-        priority, place = -group.spec.priority, self._arrivals
-        if not entry.tokens:
-            return (1, priority, group.order, entry.index, place, entry)
-        if self._order == "oldest_first":
-            return (0, priority, group.order, entry.index, place, entry)
-        if self._order == "newest_first":
-            return (0, priority, -group.order, -entry.index, place, entry)
-        return (0, priority, -entry.tokens, group.order, entry.index, place, entry)
+        heapq.heappop(self._heap)[-1].place = 0
+        self._waiting -= 1
 
 
 class FreshGroups:

@@ -36,7 +36,10 @@ Tokens = list[tuple[int, int]]
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A trajectory on an engine. `before`: tokens that it came with (or had when preempted)."""
+    """A trajectory on an engine. `before`: tokens that it came with (or had when preempted).
+
+    While it runs: it `joined` at one decode step and is complete at another, `finish_at`.
+    """
 
     trajectory_id: int
     group_id: int
@@ -45,13 +48,9 @@ class Request:
     remaining: int
     was_preempted: bool = False
     joined: float = 0.0
+    finish_at: float = 0.0
     reported: int = 0
     cancelled: bool = False
-
-    @property
-    def finish_at(self) -> float:
-        """Decode step at which it is complete."""
-        return self.joined + self.remaining
 
 
 @dataclass(slots=True)
@@ -192,12 +191,15 @@ class Engine:
 
     def take_tokens(self, request: Request) -> Tokens:
         """Tokens since the last report, by version."""
-        generated = self._tokens_at(request, self.steps)
-        first, request.reported = request.reported, generated
-        if generated == first:
+        joined, first = request.joined, request.reported
+        generated = int(self.steps - joined + _CLOSE)
+        if generated > request.remaining:
+            generated = request.remaining
+        if generated <= first:
             return []
+        request.reported = generated
         began, version = self._switches[-1]
-        if began - request.joined + _CLOSE < first + 1:
+        if began - joined + _CLOSE < first + 1:
             return [(version, generated - first)]  # nearly always: one version since then
         out: Tokens = []
         end = generated
@@ -213,7 +215,9 @@ class Engine:
 
     def _tokens_at(self, request: Request, steps: float) -> int:
         done = int(steps - request.joined + _CLOSE)
-        return 0 if done < 0 else min(done, request.remaining)
+        if done >= request.remaining:
+            return request.remaining
+        return done if done > 0 else 0
 
     # ------------------------------------------------------------ what is done to it
 
@@ -240,51 +244,55 @@ class Engine:
         if self.paused:
             return
         limits, capacity = self.limits, self.costs.kv_capacity_tokens
+        waiting, running, groups = self._waiting, self.running, self._groups
         # No less than a preemption frees, or what was preempted would come straight back.
         reserve = max(limits.reserve_tokens, limits.retract_steps)
-        while self._waiting:
-            request = self._waiting[0]
+        while waiting:
+            request = waiting[0]
             if request.cancelled:
-                self._waiting.popleft()
+                waiting.popleft()
                 continue
-            count = len(self.running) + 1
-            cached = request.group_id in self._groups
+            count = len(running) + 1
+            cached = request.group_id in groups
             needed = request.before + (0 if cached else request.prompt)
             full = self.kv + needed + reserve * count > capacity
             if count > 1 and (full or (limits.max_running or count) < count):
                 return
-            self._waiting.popleft()
+            waiting.popleft()
             self._enter(request, needed)
 
     def _enter(self, request: Request, needed: int) -> None:
         if not self.running:
             self._next_report = max(self._next_report, self.steps + self.limits.chunk_tokens)
-        del self._queued[request.trajectory_id]
-        self.running[request.trajectory_id] = request
-        self._groups[request.group_id] = self._groups.get(request.group_id, 0) + 1
+        trajectory_id, before, groups = request.trajectory_id, request.before, self._groups
+        del self._queued[trajectory_id]
+        self.running[trajectory_id] = request
+        groups[request.group_id] = groups.get(request.group_id, 0) + 1
         self.kv += needed
-        context = request.before + request.prompt
-        pairs = needed * (context - needed / 2)
+        pairs = needed * (before + request.prompt - needed / 2)
         self.stall += self.costs.prefill(needed, pairs)
         counters = self.counters
         counters.prefilled += needed
         if request.was_preempted:
             counters.preempted_prefill += needed
-        elif request.before:
+        elif before:
             counters.resumed_prefill += needed
         request.joined = self.steps
+        request.finish_at = finish_at = self.steps + request.remaining
         request.reported = 0
-        heapq.heappush(self._finishing, (request.finish_at, request.trajectory_id))
+        heapq.heappush(self._finishing, (finish_at, trajectory_id))
 
     def _leave(self, request: Request) -> None:
         """Free its KV, and its prompt's when no other member of its group runs here."""
+        groups = self._groups
         del self.running[request.trajectory_id]
-        left = self._groups[request.group_id] - 1
-        self.kv -= request.before + min(request.remaining, self.steps - request.joined)
+        left = groups[request.group_id] - 1
+        done = self.steps - request.joined
+        self.kv -= request.before + (done if done < request.remaining else request.remaining)
         if left:
-            self._groups[request.group_id] = left
+            groups[request.group_id] = left
         else:
-            del self._groups[request.group_id]
+            del groups[request.group_id]
             self.kv -= request.prompt
         if not self.running:
             self.kv = 0.0  # no rounding error survives an idle moment

@@ -21,6 +21,7 @@ model; Pope et al., arXiv 2211.05102, for the terms). Prefill of tokens with con
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -80,6 +81,13 @@ class RooflineEngine:
             known = self._known[batch] = self._decode(batch)
         return known
 
+    @cached_property
+    def _prefill_flops(self) -> tuple[float, float, float]:
+        """Per token, per pair of tokens, and what the engine does in a second."""
+        rate = self.tensor * self.gpu.flops * self.efficiency.prefill_flops
+        shape = self.shape
+        return 2.0 * shape.active_parameters, shape.attention_flops_per_token_pair, rate
+
     def _decode(self, batch: int) -> tuple[float, float]:
         e, gpu, shape = self.efficiency, self.gpu, self.shape
         bandwidth = self.tensor * gpu.memory_bandwidth * e.memory_bandwidth
@@ -93,10 +101,8 @@ class RooflineEngine:
         return fixed, shape.kv_bytes_per_token / bandwidth
 
     def prefill(self, tokens: int, token_pairs: float) -> float:
-        shape = self.shape
-        work = 2.0 * shape.active_parameters * tokens
-        work += shape.attention_flops_per_token_pair * token_pairs
-        return work / (self.tensor * self.gpu.flops * self.efficiency.prefill_flops)
+        per_token, per_pair, rate = self._prefill_flops
+        return (per_token * tokens + per_pair * token_pairs) / rate
 
 
 @dataclass(frozen=True)
