@@ -113,20 +113,30 @@ def sft(
     out: Annotated[Path, typer.Option(help="Where the Hugging Face checkpoint goes.")],
     overrides: Overrides = None,
     config: ConfigOption = None,
+    session: Annotated[
+        str | None,
+        typer.Option(help="On several nodes: a new name, alike on all of them (launch/slurm)."),
+    ] = None,
+    index: Annotated[int, typer.Option(help="This node's number from 0, with --session.")] = 0,
 ) -> None:
     """Fine-tune on worked answers with the same Megatron trainer; leaves a HF checkpoint."""
     from megatron_async.config import load_config
     from megatron_async.run.directory import RunDirectory
     from megatron_async.run.preflight import check_one_machine, check_run
-    from megatron_async.run.sft import run_sft
+    from megatron_async.run.sft import run_sft, run_sft_on_nodes
 
     settings = load_config(_need(config, "sft"), list(overrides or []))
-    check_one_machine(settings)
+    if session is None:
+        check_one_machine(settings)
     check_run(settings)
     if out.exists() and any(out.iterdir()):
         raise UserError(f"--out {out} exists and is not empty")
-    run_sft(settings, RunDirectory.create(settings), out)
-    typer.echo(f"checkpoint in {out}")
+    if session is None:
+        run_sft(settings, RunDirectory.create(settings), out)
+    else:
+        run_sft_on_nodes(settings, out, session, index)
+    if index == 0:
+        typer.echo(f"checkpoint in {out}")
 
 
 @app.command("eval")

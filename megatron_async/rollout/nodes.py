@@ -65,3 +65,10 @@ def node_address() -> str:
             return str(probe.getsockname()[0])
         except OSError:
             return socket.gethostbyname(socket.gethostname())
+
+
+def free_port(host: str) -> int:
+    """A port that was free on this interface a moment ago."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])

@@ -22,7 +22,6 @@ import http.client
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -33,6 +32,7 @@ import psutil
 
 from megatron_async.config.rollout import EngineConfig
 from megatron_async.errors import ComponentFailure, ProcessKilled
+from megatron_async.rollout.nodes import free_port
 from megatron_async.rollout.sglang_server import (
     CPU_ATTENTION_BACKEND,
     CPU_VARIABLE,
@@ -298,13 +298,6 @@ class SGLangProcess:
                     f"({self._log_path}):\n{self.log_tail()}"
                 )
             time.sleep(_POLL_SECONDS)
-
-
-def free_port(host: str) -> int:
-    """A port that was free on this interface a moment ago."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 def answers_health(host: str, port: int, api_key: str = "", timeout_seconds: float = 2.0) -> bool:

@@ -28,16 +28,22 @@ from types import FrameType
 
 from megatron_async.config import RunConfig
 from megatron_async.errors import ComponentFailure, UserError
-from megatron_async.rollout.nodes import ROLE_LABEL, TRAINER_ROLE, node_address, ray_directory
+from megatron_async.rollout.nodes import (
+    ROLE_LABEL,
+    TRAINER_ROLE,
+    free_port,
+    node_address,
+    ray_directory,
+)
 from megatron_async.run.directory import Outcome, RunDirectory
-from megatron_async.run.processes import Child
+from megatron_async.run.meeting import MEET_SECONDS, TrainerNode
+from megatron_async.run.processes import Child, torchrun_command
 from megatron_async.run.session import Session
 from megatron_async.run.stop import STOP_FILE_VARIABLE
 from megatron_async.run.train_rank import RAY_ADDRESS_VARIABLE
 
 REQUEUE_CODE = os.EX_TEMPFAIL
 _POLL_SECONDS = 0.5
-_MEET_SECONDS = 600.0
 _RAY_STOP_SECONDS = 15.0
 _RAY_ENVIRONMENT = {
     # What ran on the node has been ended already: nothing is left to drain for 30 seconds.
@@ -118,7 +124,7 @@ def run_rollout(node: Node) -> int:
 
 def _join_rollout(node: Node) -> int:
     """A further rollout node: Ray, until the session is closed."""
-    address = node.session.wait_for("ray", _MEET_SECONDS)["address"]
+    address = node.session.wait_for("ray", MEET_SECONDS)["address"]
     node.use_token()
     with node.ray_node(f"--address={address}") as ray_node:
         while not node.session.closed() and node.session.is_current():
@@ -187,8 +193,8 @@ def run_trainer(node: Node) -> int:
 
 
 def _run_trainer(node: Node) -> int:
-    address = node.session.wait_for("ray", _MEET_SECONDS)["address"]
-    node.session.wait_for("rollout", _MEET_SECONDS)
+    address = node.session.wait_for("ray", MEET_SECONDS)["address"]
+    node.session.wait_for("rollout", MEET_SECONDS)
     if node.index == 0:
         node.directory.take_failure()  # of an earlier session
     node.use_token()
@@ -218,35 +224,21 @@ def _run_trainer(node: Node) -> int:
 
 
 def _torchrun(node: Node) -> list[str]:
-    """`torchrun` for this node's ranks; the nodes meet at node 0, on a port that it chooses."""
+    """`torchrun` for this node's ranks."""
     config = node.config
     if config.parallel.ranks % node.count:
         raise UserError(
             f"parallel.ranks is {config.parallel.ranks}, which {node.count} trainer nodes do not "
             "divide"
         )
-    if node.count == 1:
-        meeting = ["--standalone"]
-    else:
-        if node.index == 0:
-            port = free_port(node.address)
-            node.session.publish("trainers", {"endpoint": f"{node.address}:{port}"})
-        endpoint = node.session.wait_for("trainers", _MEET_SECONDS)["endpoint"]
-        meeting = [
-            f"--nnodes={node.count}",
-            # c10d, not static: only with it can torchrun restart all ranks after one has died.
-            "--rdzv-backend=c10d",
-            f"--rdzv-id={node.session.path.name}",
-            f"--rdzv-endpoint={endpoint}",
-            f"--rdzv-conf=is_host={int(node.index == 0)},join_timeout={_MEET_SECONDS:.0f}",
-            f"--local-addr={node.address}",
-        ]
-    return [
-        *(sys.executable, "-m", "torch.distributed.run", *meeting),
-        f"--nproc-per-node={config.parallel.ranks // node.count}",
-        f"--max-restarts={config.trainer.max_restarts}",
-        *("-m", "megatron_async.run.train_rank", str(node.directory.path)),
-    ]
+    place = TrainerNode(node.session, node.index, node.count, node.address)
+    return torchrun_command(
+        config.parallel.ranks // node.count,
+        "megatron_async.run.train_rank",
+        str(node.directory.path),
+        max_restarts=config.trainer.max_restarts,
+        meeting=place.meeting(),
+    )
 
 
 def _trainer_code(node: Node, code: int, torchrun: Child) -> int:
@@ -261,15 +253,8 @@ def _trainer_code(node: Node, code: int, torchrun: Child) -> int:
     )
 
 
-def free_port(host: str) -> int:
-    """A port that was free on this interface a moment ago."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
-
-
 def _wait_for_port(host: str, port: int, child: Child) -> None:
-    deadline = time.monotonic() + _MEET_SECONDS
+    deadline = time.monotonic() + MEET_SECONDS
     while time.monotonic() < deadline:
         if child.exit_code() is not None:
             raise ComponentFailure(f"Ray's head did not start:\n{child.log_tail()}")
@@ -278,7 +263,7 @@ def _wait_for_port(host: str, port: int, child: Child) -> None:
             if probe.connect_ex((host, port)) == 0:
                 return
         time.sleep(_POLL_SECONDS)
-    raise ComponentFailure(f"Ray's head did not listen on {host}:{port} in {_MEET_SECONDS:.0f} s")
+    raise ComponentFailure(f"Ray's head did not listen on {host}:{port} in {MEET_SECONDS:.0f} s")
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:

@@ -46,7 +46,7 @@ def check_one_machine(config: RunConfig) -> None:
     if config.parallel.nodes > 1:
         raise UserError(
             f"parallel.nodes is {config.parallel.nodes}, and this command uses one machine; "
-            "`megatron-async launch` starts a run on several"
+            "`megatron-async launch` (sft: launch/slurm/sft.sbatch) starts it on several"
         )
 
 

@@ -91,16 +91,20 @@ class Child:
         return "\n".join(self.log_file.read_text(errors="replace").splitlines()[-lines:])
 
 
-def torchrun_command(ranks: int, module: str, *arguments: str, max_restarts: int = 0) -> list[str]:
-    """`torchrun` of this interpreter for all ranks on this machine."""
+def torchrun_command(
+    ranks: int,
+    module: str,
+    *arguments: str,
+    max_restarts: int = 0,
+    meeting: Sequence[str] = ("--standalone",),
+) -> list[str]:
+    """`torchrun` of this interpreter for this machine's ranks.
+
+    `meeting`: how it finds those of other machines (`run/meeting.py`).
+    """
     return [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
+        *(sys.executable, "-m", "torch.distributed.run", *meeting),
         f"--nproc-per-node={ranks}",
         f"--max-restarts={max_restarts}",
-        "-m",
-        module,
-        *arguments,
+        *("-m", module, *arguments),
     ]

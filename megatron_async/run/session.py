@@ -26,6 +26,12 @@ from megatron_async.run.directory import RunDirectory, write_atomically
 _POLL_SECONDS = 0.2
 
 
+def check_name(name: str) -> None:
+    """Raises UserError for a session's name that is no file name."""
+    if not name or "/" in name or name.startswith("."):
+        raise UserError(f"--session is {name!r}; it must be a plain name, e.g. a job's id")
+
+
 @dataclass(frozen=True)
 class Session:
     """Paths and notes of one session."""
@@ -35,8 +41,7 @@ class Session:
     @classmethod
     def join(cls, directory: RunDirectory, name: str) -> Session:
         """Make or find the session. Raises UserError for a name that is no file name."""
-        if not name or "/" in name or name.startswith("."):
-            raise UserError(f"--session is {name!r}; it must be a plain name, e.g. a job's id")
+        check_name(name)
         path = directory.path / "launch" / name
         path.mkdir(parents=True, exist_ok=True)
         return cls(path)

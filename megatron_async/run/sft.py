@@ -1,8 +1,8 @@
 """Supervised fine-tuning: the same Megatron trainer on worked answers.
 
-`run_sft` is the supervisor's side, `main` one rank under torchrun
-(`-m megatron_async.run.sft RUN_DIR DESTINATION`). Every rank makes the same batches from the same
-seed; nothing is sent between them but gradients.
+`run_sft` is the supervisor's side on one machine, `run_sft_on_nodes` on each of several, `main` one
+rank under torchrun (`-m megatron_async.run.sft RUN_DIR DESTINATION`). Every rank makes the same
+batches from the same seed; nothing is sent between them but gradients.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ import numpy as np
 
 from megatron_async.config import RunConfig
 from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.rollout.nodes import node_address
 from megatron_async.run.directory import RunDirectory
+from megatron_async.run.meeting import TrainerNode
 from megatron_async.run.processes import Child, torchrun_command
+from megatron_async.run.session import Session, check_name
 from megatron_async.tasks.base import WorkedExample
 from megatron_async.telemetry.progress import Progress
 from megatron_async.trainer.report import StepReport
@@ -28,20 +31,31 @@ from megatron_async.trajectory.batch import TokenBatch
 _POLL_SECONDS = 0.5
 
 
-def run_sft(config: RunConfig, directory: RunDirectory, destination: Path) -> None:
+def run_sft(
+    config: RunConfig, directory: RunDirectory, destination: Path, node: TrainerNode | None = None
+) -> None:
     """Train in torchrun ranks, show progress, leave a Hugging Face directory at `destination`.
 
-    Raises UserError or ComponentFailure with the sentence of the rank that failed.
+    `node`: this one of several, of which the first shows the progress. Raises UserError or
+    ComponentFailure with the sentence of the rank that failed.
     """
-    directory.take_failure()
+    first = node is None or node.index == 0
+    if first:
+        directory.take_failure()
     command = torchrun_command(
-        config.parallel.ranks, "megatron_async.run.sft", str(directory.path), str(destination)
+        config.parallel.ranks // (1 if node is None else node.count),
+        "megatron_async.run.sft",
+        *(str(directory.path), str(destination)),
+        meeting=("--standalone",) if node is None else node.meeting(),
     )
     environment = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": "1"}
-    child = Child(command, directory.logs / "sft.log", environment)
+    log = directory.logs / ("sft.log" if node is None else f"sft-{node.index}.log")
+    child = Child(command, log, environment)
     try:
         with Progress(
-            directory.metrics_file, config.sft.steps, config.telemetry.progress
+            directory.metrics_file,
+            config.sft.steps,
+            config.telemetry.progress if first else "off",
         ) as progress:
             while child.exit_code() is None:
                 progress.update({})
@@ -49,7 +63,7 @@ def run_sft(config: RunConfig, directory: RunDirectory, destination: Path) -> No
             progress.update({})
     finally:
         child.stop()
-    left = directory.take_failure()
+    left = directory.take_failure() if first else None
     if left is not None:
         raise (UserError if left["exit_code"] == 2 else ComponentFailure)(left["sentence"])
     if child.exit_code() != 0:
@@ -57,6 +71,28 @@ def run_sft(config: RunConfig, directory: RunDirectory, destination: Path) -> No
             f"sft ended with exit code {child.exit_code()}; the end of {child.log_file}:\n"
             f"{child.log_tail()}"
         )
+
+
+def run_sft_on_nodes(config: RunConfig, destination: Path, session_name: str, index: int) -> None:
+    """`run_sft` on one of `parallel.nodes` nodes, each of which calls this with its `index`.
+
+    Node 0 makes the run directory, which all see. Raises UserError or ComponentFailure.
+    """
+    count = config.parallel.nodes
+    if not 0 <= index < count:
+        raise UserError(f"--index is {index}; parallel.nodes is {count}, so it is 0 to {count - 1}")
+    check_name(session_name)
+    directory = RunDirectory((Path(config.root) / config.name).absolute())
+    if index == 0:
+        RunDirectory.create(config)
+    session = Session.join(directory, session_name)
+    if index == 0:
+        session.begin()
+    try:
+        run_sft(config, directory, destination, TrainerNode(session, index, count, node_address()))
+    finally:
+        if index == 0:
+            session.close()
 
 
 def example_batch(examples: Sequence[WorkedExample], step: int) -> TokenBatch:

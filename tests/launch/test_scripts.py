@@ -100,6 +100,22 @@ def test_a_job_of_one_node_runs_its_command_unbound_and_ends_with_its_code(
     assert python.arguments == wanted
 
 
+def test_fine_tuning_on_several_nodes_tells_each_its_number_and_the_session(
+    machine: Machine,
+) -> None:
+    variables = {"SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_ID": "71", "SLURM_PROCID": "2"}
+    done = machine.run("slurm/sft.sbatch", "--out", "a b", "parallel.nodes=4", **variables)
+    assert done.returncode == 7, done.stderr
+    (srun,) = machine.calls("srun")
+    assert {"--nodes=4", "--ntasks=4", "--ntasks-per-node=1"} <= set(srun.arguments)
+    (python,) = machine.calls("python")
+    assert python.arguments[2:] == [
+        *("sft", "--out", "a b", "parallel.nodes=4"),
+        *("--session", "71.0", "--index", "2"),
+    ]
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" in python.environment
+
+
 def test_hooks_for_modules_and_containers(machine: Machine) -> None:
     setup = machine.root / "site.sh"
     setup.write_text('module() { export LOADED="$1 ${UNSET_HERE:-}$UNSET_HERE"; }\nmodule cuda\n')
