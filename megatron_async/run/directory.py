@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_async.config import RunConfig, dump, load_config
-from megatron_async.errors import UserError
+from megatron_async.errors import ComponentFailure, UserError
 
 
 class Outcome(Enum):
@@ -152,6 +152,12 @@ class RunDirectory:
         self.failure_file.unlink()
         del found["attempt"]
         return found
+
+    def raise_failure(self) -> None:
+        """Raise what a process left as it would have: UserError or ComponentFailure."""
+        left = self.take_failure()
+        if left is not None:
+            raise (UserError if left["exit_code"] == 2 else ComponentFailure)(left["sentence"])
 
     @property
     def outcome_file(self) -> Path:

@@ -244,13 +244,9 @@ def _torchrun(node: Node) -> list[str]:
 def _trainer_code(node: Node, code: int, torchrun: Child) -> int:
     if code == 0:
         return REQUEUE_CODE if node.directory.outcome() is Outcome.STOPPED else 0
-    left = node.directory.take_failure() if node.index == 0 else None
-    if left is not None:
-        raise (UserError if left["exit_code"] == 2 else ComponentFailure)(left["sentence"])
-    raise ComponentFailure(
-        f"the trainer ranks of {node.name} ended with exit code {code}; the end of "
-        f"{torchrun.log_file}:\n{torchrun.log_tail()}"
-    )
+    if node.index == 0:
+        node.directory.raise_failure()
+    raise torchrun.failure(f"the trainer ranks of {node.name}")
 
 
 def _wait_for_port(host: str, port: int, child: Child) -> None:

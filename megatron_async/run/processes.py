@@ -15,6 +15,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from megatron_async.errors import ComponentFailure
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -89,6 +91,13 @@ class Child:
         if not self.log_file.exists():
             return ""
         return "\n".join(self.log_file.read_text(errors="replace").splitlines()[-lines:])
+
+    def failure(self, what: str) -> ComponentFailure:
+        """Of one that has ended badly without a sentence: its exit code and its last lines."""
+        return ComponentFailure(
+            f"{what} ended with exit code {self.exit_code()}; the end of {self.log_file}:\n"
+            f"{self.log_tail()}"
+        )
 
 
 def torchrun_command(

@@ -63,14 +63,10 @@ def run_sft(
             progress.update({})
     finally:
         child.stop()
-    left = directory.take_failure() if first else None
-    if left is not None:
-        raise (UserError if left["exit_code"] == 2 else ComponentFailure)(left["sentence"])
+    if first:
+        directory.raise_failure()
     if child.exit_code() != 0:
-        raise ComponentFailure(
-            f"sft ended with exit code {child.exit_code()}; the end of {child.log_file}:\n"
-            f"{child.log_tail()}"
-        )
+        raise child.failure("sft")
 
 
 def run_sft_on_nodes(config: RunConfig, destination: Path, session_name: str, index: int) -> None:

@@ -15,7 +15,6 @@ import time
 from typing import TYPE_CHECKING
 
 from megatron_async.config import RunConfig
-from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.run.directory import RunDirectory
 from megatron_async.run.processes import Child, torchrun_command
 from megatron_async.run.train_rank import RAY_ADDRESS_VARIABLE
@@ -75,19 +74,11 @@ class Supervisor:
                 progress.update(rollout.status())
                 time.sleep(_POLL_SECONDS)
             progress.update({})
-        self._raise_trainer_failure(code)
-
-    def _raise_trainer_failure(self, code: int) -> None:
-        left = self._directory.take_failure()
-        if left is not None and code != 0:  # else torchrun's next attempt has mended it
-            kind = UserError if left["exit_code"] == 2 else ComponentFailure
-            raise kind(left["sentence"])
-        if code != 0:
-            assert self._trainers is not None
-            raise ComponentFailure(
-                f"the trainer ended with exit code {code}; the end of "
-                f"{self._trainers.log_file}:\n{self._trainers.log_tail()}"
-            )
+        if code == 0:
+            self._directory.take_failure()  # torchrun's next attempt has mended what it tells of
+            return
+        self._directory.raise_failure()
+        raise self._trainers.failure("the trainer")
 
     def _stop(self) -> None:
         """Trainers first (they would only complain), then engines and the store."""

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_async.config import build_config
-from megatron_async.errors import UserError
+from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.run.directory import RunDirectory
 
 
@@ -61,3 +61,12 @@ def test_lineages_count_up_and_the_first_failure_stays(tmp_path: Path) -> None:
     directory.report_failure("a consequence", 2)
     assert directory.take_failure() == {"sentence": "the cause", "exit_code": 1}
     assert directory.take_failure() is None
+
+
+def test_the_sentence_that_a_process_left_is_raised_as_what_it_was(tmp_path: Path) -> None:
+    directory = RunDirectory.create(build_config({"name": "a", "root": str(tmp_path)}))
+    for code, kind in ((2, UserError), (1, ComponentFailure)):
+        directory.report_failure("the cause", code)
+        with pytest.raises(kind, match=r"^the cause$"):
+            directory.raise_failure()
+    directory.raise_failure()  # nothing is left
