@@ -1,6 +1,6 @@
 """Every recipe on the quickstart task for equal samples, and importance sampling on and off.
 
-    python benchmarks/recipes.py --model runs/quickstart/sft --out benchmarks/results/recipes.md
+    python -m benchmarks.recipes --model runs/quickstart/sft --out benchmarks/results/recipes.md
 
 All runs start from the same fine-tuned model (the quickstart leaves one in runs/NAME/sft), share
 a warm SGLang engine and one trainer rank, and train on the same number of trajectories. Accuracy is
@@ -14,25 +14,15 @@ from __future__ import annotations
 import argparse
 import datetime
 import sys
-import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron_async.config import RunConfig, build_config
-from megatron_async.config.load import merge, read_yaml
+from benchmarks.papers.training import Training, bench
+from megatron_async.config.load import merge
 from megatron_async.config.recipes import RECIPES
-from megatron_async.rollout.sglang_process import SGLangProcess
-from megatron_async.run.directory import RunDirectory
-from megatron_async.run.local import train_locally
-from megatron_async.tasks.verifier import LocalVerifierPool
-from megatron_async.telemetry.metrics import read_metrics
-
-ROOT = Path(__file__).parents[1]
-GROUP = 8
 
 
 @dataclass(frozen=True)
@@ -50,47 +40,19 @@ class Row:
     lag_max: float
 
 
-def configure(
-    name: str, overrides: dict[str, Any], root: Path, options: argparse.Namespace
-) -> RunConfig:
-    """The quickstart's settings, without its own schedule and recipe."""
-    base = {**read_yaml(ROOT / "configs" / "quickstart.yaml"), "schedule": {}, "algorithm": {}}
-    common = {
-        "name": name,
-        "root": str(root),
-        "steps": options.steps,
-        "seed": options.seed,
-        "model": {"path": str(options.model)},
-        "parallel": {"ranks": 1, "tensor": 1},
-        "schedule": {"groups_per_batch": options.groups, "group_size": GROUP, "concurrency": 96},
-        "checkpoint": {"every_steps": 10_000, "export_hf": False},
-        "telemetry": {"record_events": False},
-    }
-    return build_config(merge(merge(base, common), overrides))
-
-
-def measure(config: RunConfig, url: str) -> Row:
-    """Train to the end on the warm engine and read what the run wrote."""
-    directory = RunDirectory.create(config)
-    verifier = LocalVerifierPool(config.task, config.model.path)
-    began = time.monotonic()
-    try:
-        train_locally(config, directory, [url], verifier)
-    finally:
-        verifier.close()
-    lines = read_metrics(directory.metrics_file)
-    evaluations = read_metrics(directory.metrics_file, kind="eval")
-    rewards = np.array([line["rollout/reward_mean"] for line in lines])
+def row_of(run: Training) -> Row:
+    """What the table shows of a training."""
+    rewards = np.array(run.series("rollout/reward_mean"))
     return Row(
-        config.name,
-        100 * evaluations[0]["eval/accuracy"],
-        100 * evaluations[-1]["eval/accuracy"],
-        float(rewards[-max(1, len(rewards) // 4) :].mean()),
+        run.name,
+        run.before,
+        run.after,
+        run.final_reward,
         float((np.maximum.accumulate(rewards) - rewards).max()),
-        time.monotonic() - began,
-        float(np.mean([line["off_policy/ess"] for line in lines])),
-        float(np.mean([line["rollout/lag_mean"] for line in lines])),
-        max(line["rollout/lag_max"] for line in lines),
+        run.seconds,
+        run.mean("off_policy/ess"),
+        run.mean("rollout/lag_mean"),
+        run.largest("rollout/lag_max"),
     )
 
 
@@ -142,21 +104,14 @@ def main() -> None:
     if not options.no_ablation:
         runs |= ablation(options)
     rows = []
-    with tempfile.TemporaryDirectory(prefix="recipes-") as scratch:
-        root = Path(scratch)
-        engines = configure("engine", {}, root, options).engines
-        process = SGLangProcess(options.model, engines, root / "engine.log")
-        process.start()
-        try:
-            for name, overrides in runs.items():
-                rows.append(measure(configure(name, overrides, root, options), process.url))
-                print(rows[-1], file=sys.stderr, flush=True)
-        finally:
-            process.stop()
+    with bench(options.model, options) as engine:
+        for name, overrides in runs.items():
+            rows.append(row_of(engine.train(name, overrides)))
+            print(rows[-1], file=sys.stderr, flush=True)
     text = table(rows)
     print(text)
     if options.out is not None:
-        command = "python benchmarks/recipes.py " + " ".join(sys.argv[1:])
+        command = "python -m benchmarks.recipes " + " ".join(sys.argv[1:])
         options.out.write_text(f"`{command}`, {datetime.date.today()}\n\n{text}\n")
 
 

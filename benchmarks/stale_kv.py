@@ -28,7 +28,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.recipes import GROUP, configure, measure, table
+from benchmarks.papers.training import GROUP, configure, train
+from benchmarks.recipes import row_of, table
 from megatron_async.checkpoint.convert import megatron_to_hf
 from megatron_async.config import RunConfig
 from megatron_async.rollout.interfaces import GenerationRequest, PauseMode
@@ -189,10 +190,11 @@ def versions_of_a_training(
             "optimizer": {"lr": options.lr},
             "checkpoint": {"every_steps": 1, "keep": count + 1, "asynchronous": False},
         },
+        options.model,
         root,
         options,
     )
-    measure(config, url)
+    train(config, url)
     folder = root / "weights"
     folder.mkdir()
     paths = [folder / "0"]
@@ -236,7 +238,7 @@ async def sample_arms(
 def measure_drift(options: argparse.Namespace, root: Path, url: str) -> list[Drift]:
     """The first half: KL by arm and lag."""
     paths = versions_of_a_training(options, root, url, max(options.lags))
-    config = with_model(configure("drift", {}, root, options), paths[-1])
+    config = with_model(configure("drift", {}, options.model, root, options), paths[-1])
     sampled = asyncio.run(sample_arms(options, config, url, paths))
     rows = []
     with parallel_session(config.parallel, config.trainer, config.seed):
@@ -300,7 +302,7 @@ def main() -> None:
         root = Path(scratch)
         # Tokens are reported soon, so that an update meets the place that is meant for it.
         fine = {"engines": {"stream_interval": 4}}
-        engines = configure("engine", fine, root, options).engines
+        engines = configure("engine", fine, options.model, root, options).engines
         process = SGLangProcess(options.model, engines, root / "engine.log")
         process.start()
         try:
@@ -309,7 +311,8 @@ def main() -> None:
             if not options.no_learning:
                 rows = []
                 for name, overrides in learning_runs(options).items():
-                    rows.append(measure(configure(name, overrides, root, options), process.url))
+                    config = configure(name, overrides, options.model, root, options)
+                    rows.append(row_of(train(config, process.url)))
                     print(rows[-1], file=sys.stderr, flush=True)
                 parts.append(table(rows))
                 print(parts[-1])

@@ -1,4 +1,4 @@
-"""Real trainings of the quickstart model for the scripts beside this one, on one warm engine.
+"""Real trainings of the quickstart model on one warm engine, for benchmarks of what is learned.
 
 Each run is a whole training in this process (`megatron_async.run.local`): one trainer rank, the
 scheduler, the store, reasoning-gym's verifier. All runs of a script start from the same fine-tuned
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,12 +34,13 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True)
 class Training:
-    """One finished run: its metrics by step, greedy accuracy before and after in percent."""
+    """One finished run: metrics by step, greedy accuracy before and after in percent, wall time."""
 
     name: str
     lines: list[Line]
     before: float
     after: float
+    seconds: float
 
     def mean(self, metric: str) -> float:
         """Over the steps that have it; nan when none has."""
@@ -79,19 +81,26 @@ class Bench:
         """Train to the end. Raises what a large run would raise."""
         print(name, file=sys.stderr, flush=True)
         config = configure(name, overrides, self._model, self._root, self._options)
-        directory = RunDirectory.create(config)
-        verifier = LocalVerifierPool(config.task, config.model.path)
-        try:
-            train_locally(config, directory, [self._url], verifier)
-        finally:
-            verifier.close()
-        evaluations = read_metrics(directory.metrics_file, kind="eval")
-        return Training(
-            name,
-            read_metrics(directory.metrics_file),
-            100 * evaluations[0]["eval/accuracy"],
-            100 * evaluations[-1]["eval/accuracy"],
-        )
+        return train(config, self._url)
+
+
+def train(config: RunConfig, url: str) -> Training:
+    """Train to the end on the engine at `url`. Raises what a large run would raise."""
+    directory = RunDirectory.create(config)
+    verifier = LocalVerifierPool(config.task, config.model.path)
+    began = time.monotonic()
+    try:
+        train_locally(config, directory, [url], verifier)
+    finally:
+        verifier.close()
+    evaluations = read_metrics(directory.metrics_file, kind="eval")
+    return Training(
+        config.name,
+        read_metrics(directory.metrics_file),
+        100 * evaluations[0]["eval/accuracy"],
+        100 * evaluations[-1]["eval/accuracy"],
+        time.monotonic() - began,
+    )
 
 
 def configure(
