@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 VOCAB = 97
@@ -118,3 +119,11 @@ def reference_logprobs(
         logprobs_LV = (model(ids[None]).logits[0].float() / temperature).log_softmax(-1)
         out_T[start + 1 : stop] = logprobs_LV[:-1].gather(1, ids[1:, None])[:, 0]
     return out_T
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a Hugging Face directory, from however many files."""
+    found: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found |= load_file(path)
+    return found

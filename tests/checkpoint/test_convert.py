@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_async.checkpoint import CheckpointManager
@@ -25,7 +25,7 @@ from megatron_async.run.launch import ROOT
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import FloatArray
 from tests.distributed import run_ranks
-from tests.hf_models import CASES, EXPERT_CASES, save_hf_model
+from tests.hf_models import CASES, EXPERT_CASES, reference_logprobs, save_hf_model, tensors_of
 from tests.trainer.cases import ragged_batch, settings, trainer_session
 
 FAMILIES = (*CASES, *EXPERT_CASES)
@@ -43,13 +43,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         save_hf_model(case, root / case)
         (root / case / "tokenizer.json").write_text('{"version": "1.0"}')
     return root
-
-
-def tensors_of(folder: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for path in folder.glob("*.safetensors"):
-        found |= load_file(path)
-    return found
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -118,8 +111,6 @@ class TrainedRun:
     def assert_said_by(self, hf: Path) -> None:
         """transformers, with the model in `hf`, gives the trainer's log-probs."""
         from transformers import AutoModelForCausalLM
-
-        from tests.hf_models import reference_logprobs
 
         model = AutoModelForCausalLM.from_pretrained(hf).eval()
         ids = torch.from_numpy(self.batch.token_ids_T).long()

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from megatron_async.cli import app
 from megatron_async.errors import UserError
 from megatron_async.trajectory.types import PolicyVersion
-from tests.hf_models import save_hf_model
+from tests.hf_models import save_hf_model, tensors_of
 
 if TYPE_CHECKING:
     from tests.engine import EngineUnderTest
@@ -28,13 +27,6 @@ def call(*arguments: object) -> str:
         raise result.exception
     assert result.exit_code == 0, result.output
     return result.output
-
-
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for path in folder.glob("*.safetensors"):
-        found |= load_file(path)
-    return found
 
 
 @pytest.mark.slow

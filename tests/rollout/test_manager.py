@@ -6,40 +6,19 @@ Simulated engines in this process, a trainer that only says what a real one woul
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
-from megatron_async.config import RunConfig, build_config
+from megatron_async.config import RunConfig
 from megatron_async.errors import ComponentFailure, ProcessKilled
-from megatron_async.rollout.manager import NotAttached, ResumePoint, RolloutManager, UpdateReport
-from megatron_async.rollout.simulated_engine import SimulatedEngine, SimulatedEngineModel
+from megatron_async.rollout.manager import NotAttached, ResumePoint, UpdateReport
+from megatron_async.rollout.simulated_engine import SimulatedEngine
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.store_reader import StoreReader
 from megatron_async.trajectory.types import PolicyVersion, Prompt
-
-MODEL = SimulatedEngineModel(mean_length=12, step_seconds=0.001, stream_interval=4)
-
-
-class Fixed:
-    """A task of numbered prompts that every answer solves; also the verifier."""
-
-    stop_token_ids = (2,)
-
-    def train_prompts(self, position: int, count: int) -> list[Prompt]:
-        return [Prompt(np.array([5, position + i], np.int32), "fixed") for i in range(count)]
-
-    def eval_prompts(self, count: int) -> list[Prompt]:
-        return self.train_prompts(100, count)
-
-    async def score(
-        self, prompt: Prompt, response_ids: Sequence[int]
-    ) -> tuple[float | None, dict[str, float]]:
-        return 1.0, {}
+from tests.rollout.stand_ins import Engines, Fixed, manager_of, run, settings
 
 
 class Noting(Fixed):
@@ -56,61 +35,12 @@ class Noting(Fixed):
         return super().train_prompts(100, count)
 
 
-class Engines:
-    """Launches simulated engines. The first starts may fail with `failures`."""
-
-    def __init__(self) -> None:
-        self.all: list[SimulatedEngine] = []
-        self.failures: list[ComponentFailure] = []
-
-    async def launch(self, index: int) -> SimulatedEngine:
-        if self.failures:
-            raise self.failures.pop(0)
-        self.all.append(SimulatedEngine(f"engine{index}", MODEL))
-        return self.all[-1]
-
-    async def alive(self, index: int) -> bool:
-        return await self.all[index].healthy()
-
-    async def stop(self, index: int) -> None:
-        return None
-
-
-def settings(preset: str, engines: int = 1, max_restarts: int = 0) -> RunConfig:
-    return build_config(
-        {
-            "schedule": {
-                "preset": preset,
-                "groups_per_batch": 1,
-                "group_size": 2,
-                "concurrency": 4,
-            },
-            "steps": 100,
-            "trainer": {"wait_for_batch_seconds": 5},
-            "engines": {
-                "count": engines,
-                "max_restarts": max_restarts,
-                "health_interval_seconds": 0.1,
-            },
-            "eval": {"prompts": 2},
-            "weights": {"timeout_seconds": 5},
-        }
-    )
-
-
 class Trainer:
     """Calls a manager as `run/loop.py` does."""
 
     def __init__(self, folder: Path, config: RunConfig, task: Fixed | None = None) -> None:
         self.engines = Engines()
-        self.manager = RolloutManager(
-            config,
-            task=task or Fixed(),  # type: ignore[arg-type]
-            verifier=Fixed(),
-            launcher=self.engines,
-            store_file=folder / "store.sqlite",
-            events_directory=folder / "events",
-        )
+        self.manager = manager_of(folder, config, self.engines, task)
 
     async def publish(self, lineage: int, number: int) -> UpdateReport:
         addresses = await self.manager.begin_update(number)
@@ -128,10 +58,6 @@ class Trainer:
         batch = await self.manager.next_batch()
         assert batch is not None
         return batch
-
-
-def run(body: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(body, 30))
 
 
 def prompts_of(batch: TokenBatch) -> dict[int, int]:

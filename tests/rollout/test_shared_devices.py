@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,11 @@ from megatron_async.config import RunConfig, build_config
 from megatron_async.config.rollout import EngineConfig
 from megatron_async.errors import UserError
 from megatron_async.rollout.interfaces import PauseMode
-from megatron_async.rollout.manager import ResumePoint, RolloutManager
+from megatron_async.rollout.manager import ResumePoint
 from megatron_async.rollout.sglang_process import server_command
 from megatron_async.rollout.simulated_engine import SimulatedEngine
 from megatron_async.trajectory.types import PolicyVersion
-from tests.rollout.test_manager import MODEL, Engines, Fixed
+from tests.rollout.stand_ins import MODEL, Engines, manager_of, run
 
 ALL = frozenset({"weights", "rest"})
 
@@ -80,14 +79,7 @@ class Run:
 
     def __init__(self, folder: Path, config: RunConfig) -> None:
         self.launcher = MemoryEngines()
-        self.manager = RolloutManager(
-            config,
-            task=Fixed(),  # type: ignore[arg-type]
-            verifier=Fixed(),
-            launcher=self.launcher,
-            store_file=folder / "store.sqlite",
-            events_directory=None,
-        )
+        self.manager = manager_of(folder, config, self.launcher)
 
     @property
     def engines(self) -> list[MemoryEngine]:
@@ -107,10 +99,6 @@ class Run:
         for engine in self.engines:
             engine.set_weights(PolicyVersion(0, number))
         await self.manager.end_update(number, [a.engine_id for a in addresses], None, None)
-
-
-def run(body: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(body, 30))
 
 
 @pytest.mark.parametrize("preset", ["rapid", "sync", "copris"])

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from megatron_async.config import RunConfig
 from megatron_async.errors import ComponentFailure
-from megatron_async.rollout.manager import ResumePoint, RolloutManager, UpdateReport
+from megatron_async.rollout.manager import ResumePoint, UpdateReport
 from megatron_async.rollout.simulated_engine import SimulatedEngine
 from megatron_async.trajectory.types import FloatArray, IntArray, PolicyVersion
-from tests.rollout.test_manager import MODEL, Engines, Fixed, settings
+from tests.rollout.stand_ins import MODEL, Engines, manager_of, run, settings
 
 PROBE = np.array([5, 6, 7, 8], np.int32)
 
@@ -68,14 +65,7 @@ class WrongEngines(Engines):
 class Run:
     def __init__(self, folder: Path, config: RunConfig, engines: WrongEngines) -> None:
         self.engines = engines
-        self.manager = RolloutManager(
-            config,
-            task=Fixed(),  # type: ignore[arg-type]
-            verifier=Fixed(),
-            launcher=engines,
-            store_file=folder / "store.sqlite",
-            events_directory=None,
-        )
+        self.manager = manager_of(folder, config, engines)
 
     async def publish(self, number: int) -> UpdateReport:
         addresses = await self.manager.begin_update(number)
@@ -109,10 +99,6 @@ def restarting(engines: int) -> RunConfig:
     return config.model_copy(
         update={"engines": config.engines.model_copy(update={"max_restarts": 1})}
     )
-
-
-def run(body: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(body, 30))
 
 
 @pytest.mark.parametrize("lie", ["probe", "version"])

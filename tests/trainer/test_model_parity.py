@@ -8,11 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from megatron_async.config.model import ModelConfig, ParallelConfig, TrainerConfig
 from tests.distributed import run_ranks
-from tests.hf_models import CASES, EXPERT_CASES, random_stream, reference_logprobs, save_hf_model
+from tests.hf_models import (
+    CASES,
+    EXPERT_CASES,
+    random_stream,
+    reference_logprobs,
+    save_hf_model,
+    tensors_of,
+)
 
 RANKS = 4
 MODELS = {**CASES, **EXPERT_CASES}
@@ -175,16 +181,9 @@ def test_round_trip_is_bit_exact(
     export_root: Path,
     results: list[dict[tuple[str, str], Checked]],
 ) -> None:
-    exported = _tensors(export_root / f"{case}-{layout}")
-    original = _tensors(models[case][0])
+    exported = tensors_of(export_root / f"{case}-{layout}")
+    original = tensors_of(models[case][0])
     assert exported.keys() == original.keys()
     for name, tensor in original.items():
         assert tensor.dtype == exported[name].dtype
         assert torch.equal(tensor, exported[name]), name
-
-
-def _tensors(folder: Path) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        tensors.update(load_file(path))
-    return tensors

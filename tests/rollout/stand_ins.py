@@ -1,0 +1,96 @@
+"""Stand-ins that the tests of the rollout manager share: a task, engines, a manager over both."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_async.config import RunConfig, build_config
+from megatron_async.errors import ComponentFailure
+from megatron_async.rollout.manager import RolloutManager
+from megatron_async.rollout.simulated_engine import SimulatedEngine, SimulatedEngineModel
+from megatron_async.trajectory.types import Prompt
+
+MODEL = SimulatedEngineModel(mean_length=12, step_seconds=0.001, stream_interval=4)
+
+
+class Fixed:
+    """A task of numbered prompts that every answer solves; also the verifier."""
+
+    stop_token_ids = (2,)
+
+    def train_prompts(self, position: int, count: int) -> list[Prompt]:
+        return [Prompt(np.array([5, position + i], np.int32), "fixed") for i in range(count)]
+
+    def eval_prompts(self, count: int) -> list[Prompt]:
+        return self.train_prompts(100, count)
+
+    async def score(
+        self, prompt: Prompt, response_ids: Sequence[int]
+    ) -> tuple[float | None, dict[str, float]]:
+        return 1.0, {}
+
+
+class Engines:
+    """Launches simulated engines. The first starts may fail with `failures`."""
+
+    def __init__(self) -> None:
+        self.all: list[SimulatedEngine] = []
+        self.failures: list[ComponentFailure] = []
+
+    async def launch(self, index: int) -> SimulatedEngine:
+        if self.failures:
+            raise self.failures.pop(0)
+        self.all.append(SimulatedEngine(f"engine{index}", MODEL))
+        return self.all[-1]
+
+    async def alive(self, index: int) -> bool:
+        return await self.all[index].healthy()
+
+    async def stop(self, index: int) -> None:
+        return None
+
+
+def settings(preset: str, engines: int = 1, max_restarts: int = 0) -> RunConfig:
+    return build_config(
+        {
+            "schedule": {
+                "preset": preset,
+                "groups_per_batch": 1,
+                "group_size": 2,
+                "concurrency": 4,
+            },
+            "steps": 100,
+            "trainer": {"wait_for_batch_seconds": 5},
+            "engines": {
+                "count": engines,
+                "max_restarts": max_restarts,
+                "health_interval_seconds": 0.1,
+            },
+            "eval": {"prompts": 2},
+            "weights": {"timeout_seconds": 5},
+        }
+    )
+
+
+def manager_of(
+    folder: Path, config: RunConfig, engines: Engines, task: Fixed | None = None
+) -> RolloutManager:
+    """Its store and its recorded events are in `folder`."""
+    task = task or Fixed()
+    return RolloutManager(
+        config,
+        task=task,  # type: ignore[arg-type]
+        verifier=task,
+        launcher=engines,
+        store_file=folder / "store.sqlite",
+        events_directory=folder / "events",
+    )
+
+
+def run(body: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(body, 30))
