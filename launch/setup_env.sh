@@ -4,6 +4,8 @@
 #
 #   MEGATRON_ASYNC_VENV    where the environment lives       (default: .venv in the repository)
 #   MEGATRON_ASYNC_PYTHON  interpreter, 3.11 or newer 3.11.x (default: python3.11, then python3)
+#   MEGATRON_ASYNC_FLAVOUR cpu or gpu; default: gpu where nvidia-smi finds one. Set it to set up for
+#                          GPU nodes on a login node that has none.
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -25,8 +27,12 @@ find_python() {
 
 has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; }
 
-flavour=cpu
-if has_gpu; then flavour=gpu; fi
+flavour="${MEGATRON_ASYNC_FLAVOUR:-}"
+if [ -z "$flavour" ]; then
+  flavour=cpu
+  if has_gpu; then flavour=gpu; fi
+fi
+case "$flavour" in cpu | gpu) ;; *) fail "MEGATRON_ASYNC_FLAVOUR is '$flavour'; it must be cpu or gpu" ;; esac
 wanted="$flavour $(cat "$ROOT"/launch/requirements-*.txt "$ROOT"/setup.py | sha256sum | cut -c1-16)"
 
 if [ "$(cat "$VENV/.megatron_async" 2>/dev/null)" != "$wanted" ]; then

@@ -87,6 +87,32 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
+@pytest.mark.parametrize("flavour", ["cpu", "gpu"])
+def test_a_login_node_sets_up_for_the_nodes_that_are_named(machine: Machine, flavour: str) -> None:
+    machine.run(
+        "setup_env.sh",
+        MEGATRON_ASYNC_FLAVOUR=flavour,
+        MEGATRON_ASYNC_PYTHON=sys.executable,
+        **{"CODE_--quiet": "0"},  # the stand-in's answer to every `pip --quiet ...`
+    )
+    installed = {word for call in machine.calls("python") for word in call.arguments}
+    files = {Path(word).name for word in installed if "requirements" in word}
+    assert files == {f"requirements-{flavour}.txt"} | (
+        {"requirements-nodeps.txt"} if flavour == "cpu" else set()
+    )
+    note = machine.root / "venv" / ".megatron_async"
+    assert note.read_text().split()[0] == flavour
+    before = len(machine.calls("python"))
+    assert machine.run("setup_env.sh", MEGATRON_ASYNC_FLAVOUR=flavour).returncode == 0
+    assert len(machine.calls("python")) == before, "what is set up is left alone"
+
+
+def test_a_flavour_that_does_not_exist_is_refused(machine: Machine) -> None:
+    done = machine.run("setup_env.sh", MEGATRON_ASYNC_FLAVOUR="tpu")
+    assert done.returncode == 2
+    assert "MEGATRON_ASYNC_FLAVOUR is 'tpu'; it must be cpu or gpu" in done.stderr
+
+
 @pytest.mark.parametrize("command", ["sft", "eval", "convert"])
 def test_a_job_of_one_node_runs_its_command_unbound_and_ends_with_its_code(
     machine: Machine, command: str
