@@ -47,8 +47,8 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=2e-4)
     options = parser.parse_args()
     parts = [
-        "Source: an ablation at two model sizes, in which the correction keeps training stable "
-        "(its figures are not at hand)."
+        "Source (as the issue states it, not checked against the text of arXiv 2511.05589): an "
+        "ablation at two model sizes, in which the correction keeps training stable."
     ]
     for model in [options.model, *([options.second_model] if options.second_model else [])]:
         with bench(model, options) as engine:

@@ -17,7 +17,7 @@ from megatron_async.simulate.build import trainer_costs
 from megatron_async.simulate.lengths import GroupSource
 from megatron_async.simulate.statistics import Summary
 
-CONFIG = "pipeline-7b-128gpu"
+CONFIG = "pipeline-split-7b-128gpu"
 GPUS = 128
 TRAINERS = (32, 48, 64, 80, 96)
 BOUNDS = (8, 12, 16)
@@ -108,8 +108,9 @@ def main() -> None:
         "pipeline_rl_split",
         "PipelineRL: T training GPUs of 128 under a lag bound (simulated, tokens/s)",
         [
-            "Source: throughput = min(generation, training); T and the requests in flight are "
-            "searched for the largest one within g_max.",
+            "Source (arXiv 2509.19128v1, section 4 and appendix A.3): throughput = min(generation, "
+            "training); T and the requests in flight are searched for the largest one within "
+            "g_max.",
             table(header, rows),
             "Best T: " + ", ".join(f"{t} for g_max {b}" for b, t in best.items()) + ".",
             f"Negative control, a trainer that takes no time (N' = 3072): the best T is {fastest}, "

@@ -59,8 +59,8 @@ def main() -> None:
         "prime_rl_level",
         "PRIME-RL: how far inference may run ahead, 7B, 32 GPUs (simulated)",
         [
-            "Source: k = 1 hides equal stages behind each other, k = 2 a slow broadcast as well; "
-            "the bound is never passed.",
+            "Source (as the issue states it, not checked against a text): k = 1 hides equal stages "
+            "behind each other, k = 2 a slow broadcast as well; the bound is never passed.",
             "Stale groups are dropped (`on_stale: drop`, the preset's default):",
             table(header, rows()),
             "The update waits for stragglers instead (`on_stale: wait`):",

@@ -64,12 +64,14 @@ class EfficiencyConfig(Settings):
 class LengthConfig(Settings):
     """Response lengths in tokens, before the cut at `sampling.max_new_tokens`."""
 
-    distribution: Literal["lognormal", "weibull", "constant", "file"] = Field(
+    distribution: Literal["lognormal", "weibull", "uniform", "constant", "file"] = Field(
         "lognormal", description="`file`: the empirical distribution of recorded lengths."
     )
     median: float = Field(2500.0, gt=0, description="Of the log-normal; the constant's value.")
     sigma: float = Field(0.9, gt=0, description="Standard deviation of the log length.")
-    scale: float = Field(3500.0, gt=0, description="Weibull's scale (lambda).")
+    scale: float = Field(
+        3500.0, gt=0, description="Weibull's scale (lambda); uniform: the largest length."
+    )
     shape: float = Field(1.0, gt=0, description="Weibull's shape (k); below 1 = heavy tail.")
     path: str = Field("", description="One length per line, a JSON list, or JSONL (see docs).")
     prompt_correlation: float = Field(

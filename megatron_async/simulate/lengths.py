@@ -73,6 +73,8 @@ def length_at_score(config: LengthConfig) -> Callable[[Array], Array]:
         return lambda z: np.full_like(z, config.median)
     if config.distribution == "weibull":
         return lambda z: config.scale * (-np.log(_normal_cdf(-z))) ** (1 / config.shape)
+    if config.distribution == "uniform":
+        return lambda z: 0.5 + config.scale * _normal_cdf(z)
     if config.distribution == "file":
         recorded = np.sort(read_lengths(Path(config.path)))
         return lambda z: recorded[(_normal_cdf(z) * (len(recorded) - 1e-9)).astype(int)]

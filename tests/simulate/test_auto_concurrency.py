@@ -31,7 +31,7 @@ WORKLOADS = {
     # the cache is large enough; what bounds N' is the prefill of resumed requests
     "copris, not KV-bound": ("copris-7b-16gpu", (), (256, 1024, 2048)),
     # the trainer bounds the throughput once N' is large enough
-    "pipeline": ("pipeline-7b-128gpu", (), (1024, 3072, 6144)),
+    "pipeline": ("pipeline-split-7b-128gpu", (), (1024, 3072, 6144)),
 }
 
 

@@ -31,6 +31,12 @@ def test_weibull_has_its_mean() -> None:
     assert lengths.std() == pytest.approx(2000, rel=0.1)
 
 
+def test_uniform_lengths_reach_from_one_to_the_scale() -> None:
+    lengths = draw(LengthConfig(distribution="uniform", scale=1000), longest=8192)
+    assert lengths.min() <= 3 and 998 <= lengths.max() <= 1000
+    assert lengths.mean() == pytest.approx(500, rel=0.05)
+
+
 def test_constant_lengths_are_constant() -> None:
     assert set(draw(LengthConfig(distribution="constant", median=77), 10).ravel()) == {77}
 

@@ -77,29 +77,49 @@ def conventional(updates: int) -> float:
 
 
 def test_pipeline_is_about_twice_as_fast_as_the_conventional_loop_at_128_gpus() -> None:
-    """PipelineRL: about 2 times. Here it depends on G: far more at G = 1, 2 near G = 4."""
+    """PipelineRL: about 2 times, there against G = 32. Here that much comes out at G = 8."""
+    pipeline = figures("pipeline-7b-128gpu").tokens_per_second
+    assert pipeline / conventional(8) == pytest.approx(2.0, rel=0.15)
+    assert 1.0 < pipeline / conventional(32) < 1.5  # not the published size
+
+
+def test_pipeline_is_faster_at_equal_largest_lag() -> None:
+    """PipelineRL: up to 1.57 times, by its authors' analysis. G updates have a lag of G - 1."""
     pipeline = figures("pipeline-7b-128gpu")
-    ratios = [pipeline.tokens_per_second / conventional(g) for g in (1, 4)]
-    assert ratios[0] > 3
-    assert ratios[1] == pytest.approx(2.0, rel=0.15)
-    assert pipeline.gpu_idle < 0.2
+    ratio = pipeline.tokens_per_second / conventional(pipeline.lag_max + 1)
+    assert 1.2 < ratio <= 1.57 * (1 + TOLERANCE)
 
 
-def test_pipeline_at_equal_lag() -> None:
-    """PipelineRL: up to 1.57 times at equal maximum lag. G = 8 has a lag of 7 within a batch."""
-    limited = figures("pipeline-7b-128gpu", "schedule.concurrency=2048")
-    assert limited.lag_max <= 9
-    assert 1.0 < limited.tokens_per_second / conventional(8) <= 1.57 * (1 + TOLERANCE)
+def test_the_published_case_study_at_equal_lag() -> None:
+    """PipelineRL, appendix A.4: 16.9 against 10.7 tokens a flash, 1.57 times, at a lag of 133.
+
+    With the source's own hardware model. It takes the smaller of both stages' throughputs; here a
+    batch of 128 fluctuates, so that either stage waits for the other at times.
+    """
+    engine = f"simulate.cost_model={CONFIGS / 'matmul-h100-7b.yaml'}"
+    flash = 2 * 7.07e9 / 989e12
+    loop = figures("conventional-case-study-128gpu", engine).tokens_per_second
+    pipeline = figures("pipeline-case-study-128gpu", engine).tokens_per_second
+    assert loop * flash == pytest.approx(10.7, rel=0.05)
+    assert pipeline * flash == pytest.approx(16.9, rel=0.15)
+    assert pipeline / loop == pytest.approx(1.57, rel=0.15)
 
 
-def rapid_saving(updates: int, *overrides: str) -> float:
-    """Share of the time per optimizer step that H = `updates` saves against H = 1."""
+def rapid_saving(updates: int, *overrides: str, baseline_passes: int = 1) -> float:
+    """Share of the time per optimizer step that H = `updates` saves against H = 1.
 
-    def seconds(h: int) -> float:
-        size = (f"schedule.updates_per_batch={h}", f"schedule.groups_per_batch={8 * h}")
-        return figures("rapid-1.5b-4gpu", *size, *overrides).step_seconds / h
+    `baseline_passes`: without gradient; 1 for GRPO (its reference model), 0 for policy gradient.
+    """
 
-    return 1 - seconds(updates) / seconds(1)
+    def seconds(h: int, passes: int) -> float:
+        size = (
+            f"schedule.updates_per_batch={h}",
+            f"schedule.groups_per_batch={64 * h}",
+            f"simulate.extra_forward_passes={passes}",
+        )
+        return figures("rapid-0.5b-4gpu", *size, *overrides).step_seconds / h
+
+    return 1 - seconds(updates, 1) / seconds(1, baseline_passes)
 
 
 def test_rapid_saves_more_with_larger_h_and_less_and_less_so() -> None:
@@ -110,10 +130,12 @@ def test_rapid_saves_more_with_larger_h_and_less_and_less_so() -> None:
 
 
 def test_rapid_saves_the_published_share_only_with_a_slow_trainer() -> None:
-    """RAPID: 11-34 %. The default trainer is too fast for that; one at 2 % of the peak is not.
+    """RAPID: 11-34 %. The default trainer is too fast for that; one at 10 % of the peak is not.
 
     This is no reproduction: it says which assumed constant decides.
     """
+    slow = "simulate.efficiency.training_flops=0.1"
     assert rapid_saving(8) > 0.34 * 1.5
-    slow = rapid_saving(8, "simulate.efficiency.training_flops=0.02")
-    assert 0.11 * (1 - TOLERANCE) <= slow <= 0.34 * (1 + TOLERANCE)
+    for h in (4, 8):
+        saving = rapid_saving(h, slow, baseline_passes=0)
+        assert 0.11 * (1 - TOLERANCE) <= saving <= 0.34 * (1 + TOLERANCE)
