@@ -12,6 +12,8 @@ Invariants
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import ray
@@ -27,21 +29,23 @@ from megatron_async.config import RunConfig, dump
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.rollout.actors import MANAGER_NAME, NAMESPACE, ManagerActor
 from megatron_async.rollout.nodes import NOT_ON_TRAINER_NODES, ray_directory
+from megatron_async.run.devices import VISIBLE_VARIABLE
 from megatron_async.run.directory import RunDirectory
 
 _CALL_SECONDS = 20.0
 
 
-def connect_ray(address: str | None, *, private: bool = True) -> str:
+def connect_ray(address: str | None, *, private: bool = True, gpus: str | None = None) -> str:
     """Join the Ray cluster at `address` (None: start one on this machine); returns its address.
 
-    `private`: a cluster for this user on the loopback needs no token.
+    `private`: a cluster for this user on the loopback needs no token. `gpus`: what a cluster that
+    is started here may hand out, as in CUDA_VISIBLE_DEVICES; None: all that there are.
     """
     if private:
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # Not None: Ray would join whatever cluster `ray start` left a note of on this machine.
-    own = {
+    own: dict[str, Any] = {
         "address": "local",
         "include_dashboard": False,
         "_node_ip_address": "127.0.0.1",
@@ -49,14 +53,32 @@ def connect_ray(address: str | None, *, private: bool = True) -> str:
         # By default Ray's workers, and so the engines, give way to every other process.
         "_system_config": {"worker_niceness": 0},
     }
-    context = ray.init(
-        **({"address": address} if address else own),
-        namespace=NAMESPACE,
-        log_to_driver=False,
-        logging_level="error",
-        configure_logging=True,
-    )
+    if gpus is not None:
+        own["num_gpus"] = len(gpus.split(","))
+    with _visible(None if address else gpus):
+        context = ray.init(
+            **({"address": address} if address else own),
+            namespace=NAMESPACE,
+            log_to_driver=False,
+            logging_level="error",
+            configure_logging=True,
+        )
     return str(context.address_info["gcs_address"])
+
+
+@contextmanager
+def _visible(gpus: str | None) -> Iterator[None]:
+    """Ray's processes inherit it when they start; this process keeps what it had."""
+    before = os.environ.get(VISIBLE_VARIABLE)
+    if gpus is not None:
+        os.environ[VISIBLE_VARIABLE] = gpus
+    try:
+        yield
+    finally:
+        if gpus is not None:
+            del os.environ[VISIBLE_VARIABLE]
+            if before is not None:
+                os.environ[VISIBLE_VARIABLE] = before
 
 
 class RolloutSide:

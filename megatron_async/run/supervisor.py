@@ -15,6 +15,7 @@ import time
 from typing import TYPE_CHECKING
 
 from megatron_async.config import RunConfig
+from megatron_async.run.devices import VISIBLE_VARIABLE, split_of_this_machine
 from megatron_async.run.directory import RunDirectory
 from megatron_async.run.processes import Child, torchrun_command
 from megatron_async.run.train_rank import RAY_ADDRESS_VARIABLE
@@ -42,17 +43,18 @@ class Supervisor:
         from megatron_async.run.rollout_side import RolloutSide, connect_ray
 
         self._directory.take_failure()
-        address = connect_ray(os.environ.get("RAY_ADDRESS"))
+        devices = split_of_this_machine(self._config)
+        address = connect_ray(os.environ.get("RAY_ADDRESS"), gpus=devices.engines)
         try:
             self._rollout = RolloutSide(self._config, self._directory)
             self._rollout.start()
-            self._trainers = self._start_trainers(address)
+            self._trainers = self._start_trainers(address, devices.trainers)
             self._watch(self._rollout)
         finally:
             self._stop()
             ray.shutdown()
 
-    def _start_trainers(self, ray_address: str) -> Child:
+    def _start_trainers(self, ray_address: str, gpus: str | None) -> Child:
         command = torchrun_command(
             self._config.parallel.ranks,
             "megatron_async.run.train_rank",
@@ -60,6 +62,8 @@ class Supervisor:
             max_restarts=self._config.trainer.max_restarts,
         )
         environment = {RAY_ADDRESS_VARIABLE: ray_address}
+        if gpus is not None:
+            environment[VISIBLE_VARIABLE] = gpus
         if "OMP_NUM_THREADS" not in os.environ:
             environment["OMP_NUM_THREADS"] = "1"
         return Child(command, self._directory.logs / "trainer.log", environment)
