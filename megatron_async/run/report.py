@@ -110,14 +110,15 @@ def _phases(summary: RunSummary) -> list[tuple[str, float]]:
 
 
 def where_things_are(directory: RunDirectory, base: Path | None = None) -> str:
-    """Where TensorBoard logs, metrics and the exported checkpoint lie."""
+    """Where TensorBoard logs, metrics and the exported checkpoint lie, as far as they exist."""
     base = base or Path.cwd()
-
-    def shown(path: Path) -> str:
-        return str(path.relative_to(base)) if path.is_relative_to(base) else str(path)
-
-    return (
-        f"TensorBoard  tensorboard --logdir {shown(directory.tensorboard)}\n"
-        f"metrics      {shown(directory.metrics_file)}\n"
-        f"checkpoint   {shown(directory.hf_export)} (Hugging Face format)"
+    places = (
+        ("TensorBoard  tensorboard --logdir {}", directory.tensorboard),
+        ("metrics      {}", directory.metrics_file),
+        ("checkpoint   {} (Hugging Face format)", directory.hf_export),
+    )
+    return "\n".join(
+        line.format(path.relative_to(base) if path.is_relative_to(base) else path)
+        for line, path in places
+        if path.exists()
     )

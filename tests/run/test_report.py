@@ -45,7 +45,9 @@ def test_totals_and_token_weighted_means(tmp_path: Path) -> None:
     text = console.export_text()
     for expected in ("0.0 %", "25.0 %", "75.0 %", "1.75 / 6", "0.900", "9.0 s"):
         assert expected in text
-    assert "metrics.jsonl" in where_things_are(directory)
+    assert where_things_are(directory, directory.path) == "metrics      metrics.jsonl"
+    directory.hf_export.mkdir()
+    assert "checkpoint   hf (Hugging Face format)" in where_things_are(directory, directory.path)
 
 
 def test_a_run_without_a_step_has_a_table_too(tmp_path: Path) -> None:
