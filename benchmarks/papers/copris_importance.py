@@ -1,7 +1,14 @@
 """CoPRIS (arXiv 2511.05589): cross-stage importance sampling on and off, at two model sizes.
 
     python -m benchmarks.papers.copris_importance --model runs/quickstart/sft \
-        --second-model runs/larger/sft
+        --second-model runs/small/sft
+
+A second model of the same family is made like this:
+
+    python -c "from pathlib import Path; from megatron_async.tasks.tiny_model import *; \
+        build_tiny_model(Path('runs/small/model'), 1, TinyModel(112, layers=3, ffn_size=320))"
+    megatron-async sft --config configs/quickstart.yaml --out runs/small/sft name=small-sft \
+        model.path=runs/small/model parallel.ranks=1 parallel.tensor=1
 
 The source: an ablation with and without the correction at two model sizes; stability is what it is
 for (the source's figures are not at hand). To make the correction matter at this scale, data are
