@@ -171,6 +171,10 @@ def main(arguments: list[str]) -> int:
 def report(parsed: argparse.Namespace, accounts: dict[str, Account], seconds: float) -> str:
     """The table with the command, and every broken promise."""
     command = f"python -m benchmarks.crash --engine {parsed.engine} --kills {parsed.kills}"
+    if parsed.kills_of_a_run != _KILLS_OF_A_RUN:
+        command += f" --kills-of-a-run {parsed.kills_of_a_run}"
+    if parsed.preset is not None:
+        command += f" --preset {parsed.preset}"
     broken = [line for account in accounts.values() for line in account.broken]
     text = f"`{command} --seed {parsed.seed}`, {seconds:.0f} s\n\n{table(accounts)}\n"
     if broken:
