@@ -334,12 +334,11 @@ def share_lines(bench: Bench) -> list[str]:
         f"{statistics.median(raws) / 1e9:.2f} GB/s (median of {len(raws)} pairs, "
         f"{min(raws) / 1e9:.2f} to {max(raws) / 1e9:.2f}).",
         "",
-        f"- `distributed`, gather and transfer until the last byte has arrived: {before_load:.0%} "
-        "of the raw bandwidth.",
+        f"- `distributed`, gather and transfer from the end of the engine's running step (`begin`) "
+        f"until the last byte has arrived: {before_load:.0%} of the raw bandwidth.",
         f"- the same to a process that joins the same kind of group, receives in the same way and "
         f"drops what it received, instead of SGLang: {to_receiver:.0%}.",
-        "- the whole update, with the engine's running step that it waits for (`begin`) and the "
-        f"load of the last bucket: {whole:.0%}.",
+        f"- the whole update, with that wait and the load of the last bucket: {whole:.0%}.",
     ]
 
 

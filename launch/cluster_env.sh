@@ -21,6 +21,8 @@ if [ -n "${MEGATRON_ASYNC_INTERFACE:-}" ]; then
   export NCCL_SOCKET_IFNAME="${NCCL_SOCKET_IFNAME:-$MEGATRON_ASYNC_INTERFACE}"
   export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-$MEGATRON_ASYNC_INTERFACE}"
 fi
+# A core file of a rank is as large as its memory.
+ulimit -c 0
 # A dead rank must end the others' collectives as an error instead of leaving them to wait.
 export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}"
 # Which InfiniBand adapters NCCL may use. Only for clusters where its own choice is wrong.

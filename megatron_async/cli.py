@@ -127,6 +127,8 @@ def sft(
 
     settings = load_config(_need(config, "sft"), list(overrides or []))
     if session is None:
+        if index:
+            raise UserError(f"--index is {index}, and there is no --session for it to be part of")
         check_one_machine(settings)
     check_run(settings)
     if out.exists() and any(out.iterdir()):

@@ -18,7 +18,7 @@ from benchmarks.papers.report import CONFIGS, UNIFORM, parser, point, table, wri
 UPDATES = (1, 8, 16, 32)
 CONCURRENCIES = (1024, 2048, 3072)
 BATCH_GROUPS = 128
-CASE_ENGINE = f"simulate.cost_model={CONFIGS / 'matmul-h100-7b.yaml'}"
+CASE_ENGINE = f"simulate.cost_model={CONFIGS / 'engines' / 'matmul-h100-7b.yaml'}"
 FLASH = 2 * 7.07e9 / 989e12
 """Seconds of the source's unit: one token's forward pass at the peak."""
 

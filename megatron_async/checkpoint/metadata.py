@@ -81,9 +81,12 @@ def check_objects(folder: Path, part: int = 0, parts: int = 1) -> None:
         for index, info in (metadata.storage_data or {}).items()
         if type(metadata.state_dict_metadata.get(index.fqn)) is not TensorStorageMetadata
     ]
-    stored.sort(key=lambda entry: (entry[0], entry[1].offset))
-    for name, info in stored[part::parts]:
-        _check_object(name, _bytes_of(folder, name, info))
+    try:
+        stored.sort(key=lambda entry: (entry[0], entry[1].offset))
+        for name, info in stored[part::parts]:
+            _check_object(name, _bytes_of(folder, name, info))
+    except (AttributeError, TypeError) as error:  # a pickle may leave out or replace any field
+        raise CorruptCheckpoint(f"{METADATA_NAME} describes no object: {error}") from error
     if part == 0:
         _check_object(COMMON_NAME, folder / COMMON_NAME)
 

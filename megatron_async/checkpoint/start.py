@@ -17,10 +17,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_async.checkpoint.manager import shared_faults
 from megatron_async.checkpoint.manifest import CorruptCheckpoint, read_checkpoint
-from megatron_async.checkpoint.state import sharded_weights
+from megatron_async.checkpoint.state import load_weights, sharded_weights
 from megatron_async.errors import UserError
-
-_EXTRA_STATE = "_extra_state"  # Transformer Engine's; it belongs to fp8 and is not converted.
 
 
 def load_checkpoint_weights(model: Any, path: Path) -> None:
@@ -32,19 +30,15 @@ def load_checkpoint_weights(model: Any, path: Path) -> None:
     problems = shared_faults(checkpoint)
     if problems:
         raise UserError(f"model.checkpoint {path} is corrupt: {problems[0]}")
-    wanted = {
-        name: part for name, part in sharded_weights(model).items() if _EXTRA_STATE not in name
-    }
     try:
-        loaded = dist_checkpointing.load({"model": wanted}, str(path))
+        loaded = dist_checkpointing.load({"model": sharded_weights(model)}, str(path))
     except (CheckpointException, CheckpointingException, KeyError, ValueError) as error:
         raise UserError(
             f"model.checkpoint {path} does not fit the model of model.path: {error}"
         ) from error
-    missing, unexpected = model.load_state_dict(loaded["model"], strict=False)
-    lost = [name for name in missing if _EXTRA_STATE not in name]
-    if lost or unexpected:
+    missing, unexpected = load_weights(model, loaded["model"])
+    if missing or unexpected:
         raise UserError(
             f"model.checkpoint {path} does not fit the model of model.path: "
-            f"missing {lost[:3]}, unexpected {unexpected[:3]}"
+            f"missing {missing[:3]}, unexpected {unexpected[:3]}"
         )

@@ -26,6 +26,8 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron_async.checkpoint.manifest import Layout
 from megatron_async.trajectory.types import PolicyVersion
 
+_EXTRA_STATE = "_extra_state"
+
 ShardedState = dict[str, Any]
 _NumpyState = tuple[str, npt.NDArray[np.uint32], int, int, float]
 
@@ -66,9 +68,19 @@ def current_layout() -> Layout:
 
 
 def sharded_weights(model: Any) -> ShardedState:
-    """The description of a model chunk's parameters; tensors are the live ones."""
+    """The description of a model chunk's parameters; tensors are the live ones.
+
+    Without the `_extra_state` of Transformer Engine's layers: it belongs to fp8 training, which
+    there is none of, and it is a pickle that loading would run.
+    """
     described: ShardedState = model.sharded_state_dict(metadata=dict(_METADATA))
-    return described
+    return {name: part for name, part in described.items() if _EXTRA_STATE not in name}
+
+
+def load_weights(model: Any, loaded: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Into `model`, what `sharded_weights` described; returns the names missing and unexpected."""
+    missing, unexpected = model.load_state_dict(loaded, strict=False)
+    return [name for name in missing if _EXTRA_STATE not in name], list(unexpected)
 
 
 def sharded_state(trainer: Checkpointable, *, loading: bool, with_random: bool) -> ShardedState:
@@ -90,7 +102,9 @@ def load_state(trainer: Checkpointable, path: Path, *, with_random: bool) -> Non
     """Collective. Put the weights, the optimizer state and, if asked, the random states back."""
     state = sharded_state(trainer, loading=True, with_random=with_random)
     loaded = dist_checkpointing.load(state, str(path))
-    trainer.wrapped.module.load_state_dict(loaded["model"])
+    missing, unexpected = load_weights(trainer.wrapped.module, loaded["model"])
+    if missing or unexpected:
+        raise RuntimeError(f"weights missing {missing[:3]}, unexpected {unexpected[:3]}")
     parts = trainer.optimizer.chained_optimizers
     states = loaded["optimizer"]
     for number, part in enumerate(parts):

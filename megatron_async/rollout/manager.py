@@ -233,7 +233,9 @@ class RolloutManager:
         elif self._config.schedule.weight_update == "boundary":
             # Nothing is paused then, and SGLang refuses an update that flushes its cache while a
             # request that has just ended is still on its way out. This waits for that.
-            await self._tell(engines, lambda engine: engine.flush_cache())
+            await asyncio.gather(
+                *(self._tell([engine], lambda e: e.flush_cache()) for engine in engines)
+            )
             left = self._driver.engines()
             engines = [engine for engine in engines if engine in left]
         self._addressed = {engine.engine_id for engine in engines}

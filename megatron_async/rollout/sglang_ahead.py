@@ -1,6 +1,6 @@
 """SGLang's weight updater, made to receive one bucket ahead (weights/ahead.py says why and how).
 
-Both functions are hooks of SGLang's plugin registry; announcements without the size of a next
+The functions are hooks of SGLang's plugin registry; announcements without the size of a next
 bucket are left to SGLang.
 """
 
@@ -14,6 +14,7 @@ from megatron_async.weights.ahead import ReceiveAhead, next_bytes_of
 UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 RECEIVE = f"{UPDATER}.receive_weights_from_distributed"
 LEAVE = f"{UPDATER}.destroy_weights_update_group"
+BEGIN = f"{UPDATER}.begin_weight_update"
 
 
 class AheadHooks:
@@ -43,6 +44,15 @@ class AheadHooks:
         bucket = FlattenedTensorBucket(flattened_tensor=flat_N, metadata=plan.get_metadata())
         return bucket.reconstruct_tensors()
 
-    def leave(self, result: Any, updater: Any, group_name: str) -> None:
-        """After `LEAVE`."""
-        self._ahead.forget(group_name)
+    def leave(
+        self, original: Callable[..., Any], updater: Any, group_name: str
+    ) -> tuple[bool, str]:
+        """Around `LEAVE`: leaving waits for what is posted, which nobody may send any more."""
+        if self._ahead.forget(group_name):
+            updater._model_update_group[group_name].abort()
+        left: tuple[bool, str] = original(updater, group_name)
+        return left
+
+    def begin(self, updater: Any) -> None:
+        """Before `BEGIN`, the first call of an update."""
+        self._ahead.clear()

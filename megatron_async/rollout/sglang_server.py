@@ -68,12 +68,14 @@ def install() -> None:
     ahead = sglang_ahead.AheadHooks()
     HookRegistry.register(_ACCEPT, _report_versions_of_unfinished, HookType.AFTER)
     HookRegistry.register(sglang_ahead.RECEIVE, ahead.receive, HookType.AROUND)
-    HookRegistry.register(sglang_ahead.LEAVE, ahead.leave, HookType.AFTER)
+    HookRegistry.register(sglang_ahead.LEAVE, ahead.leave, HookType.AROUND)
+    HookRegistry.register(sglang_ahead.BEGIN, ahead.begin, HookType.BEFORE)
     HookRegistry.apply_hooks()
     for target, without in (
         (_ACCEPT, "streamed tokens cannot be attributed to policy versions"),
         (sglang_ahead.RECEIVE, "weights cannot be received"),
         (sglang_ahead.LEAVE, "weight-update groups cannot be left"),
+        (sglang_ahead.BEGIN, "weight updates cannot be begun"),
     ):
         if target not in HookRegistry._patched:
             raise RuntimeError(f"SGLang has no {target}: {without}")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from megatron_async.config import RunConfig
+from megatron_async.errors import UserError
 from megatron_async.rollout.sglang_process import resolve_device
 
 VISIBLE_VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
@@ -28,18 +29,39 @@ class DeviceSplit:
 def split_devices(gpus: Sequence[str], config: RunConfig) -> DeviceSplit:
     """The trainer's ranks take the first GPUs, the engines the next.
 
-    No split where they are meant to share (`engines.placement: colocated`), and where there are too
-    few for both: the two then meet on the first ones, as on a machine with a single GPU.
+    No split where they are meant to share (`engines.placement: colocated`), and where weights go
+    over files and there are too few for both: the two then meet on the first ones. Raises UserError
+    for a transport that cannot work on these GPUs.
     """
     ranks, wanted = config.parallel.ranks, config.engines.count * config.engines.tensor
-    if config.engines.placement == "colocated" or ranks + wanted > len(gpus):
+    transport = config.weights.transport
+    if config.engines.placement == "colocated":
+        if wanted > 1:
+            raise UserError(
+                "engines.placement colocated works with one engine on one GPU, which the weights "
+                f"are handed over on; engines.count x engines.tensor is {wanted}"
+            )
         return DeviceSplit()
-    return DeviceSplit(",".join(gpus[:ranks]), ",".join(gpus[ranks : ranks + wanted]))
+    if transport == "tensor":
+        raise UserError(
+            "weights.transport tensor hands weights over on one GPU, and with engines.placement "
+            "disaggregated engines have GPUs of their own: set weights.transport distributed, or "
+            "engines.placement colocated"
+        )
+    if ranks + wanted <= len(gpus):
+        return DeviceSplit(",".join(gpus[:ranks]), ",".join(gpus[ranks : ranks + wanted]))
+    if transport == "distributed":
+        raise UserError(
+            f"parallel.ranks {ranks} and engines.count x engines.tensor {wanted} need "
+            f"{ranks + wanted} GPUs with weights.transport distributed, and there are {len(gpus)}: "
+            "set fewer, or engines.placement colocated with weights.transport tensor"
+        )
+    return DeviceSplit()
 
 
 def split_of_this_machine(config: RunConfig) -> DeviceSplit:
-    """Of the GPUs that this process may use."""
-    if resolve_device(config.engines) == "cpu":
+    """Of the GPUs that this process may use. Raises UserError."""
+    if config.engines.kind == "simulated" or resolve_device(config.engines) == "cpu":
         return DeviceSplit()
     return split_devices(visible_gpus(), config)
 

@@ -46,6 +46,24 @@ class Session:
         path.mkdir(parents=True, exist_ok=True)
         return cls(path)
 
+    @classmethod
+    def begun(cls, directory: RunDirectory, name: str, seconds: float) -> Session:
+        """The session once another node has begun it; nothing is written before.
+
+        Raises UserError for a name that is no file name, ComponentFailure after the limit.
+        """
+        check_name(name)
+        session = cls(directory.path / "launch" / name)
+        deadline = time.monotonic() + seconds
+        while not session.token_file.exists():
+            if time.monotonic() > deadline:
+                raise ComponentFailure(
+                    f"waited {seconds:.0f} s for session {name} of {directory.path}: the first "
+                    "node has not begun it, or its log says why not"
+                )
+            time.sleep(_POLL_SECONDS)
+        return session
+
     def begin(self) -> None:
         """By the first rollout node: from now on this session owns the run. Raises UserError."""
         if self.closed():

@@ -20,7 +20,7 @@ from megatron_async.config import RunConfig
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.rollout.nodes import node_address
 from megatron_async.run.directory import RunDirectory
-from megatron_async.run.meeting import TrainerNode
+from megatron_async.run.meeting import MEET_SECONDS, TrainerNode
 from megatron_async.run.processes import Child, torchrun_command
 from megatron_async.run.session import Session, check_name
 from megatron_async.tasks.base import WorkedExample
@@ -81,9 +81,10 @@ def run_sft_on_nodes(config: RunConfig, destination: Path, session_name: str, in
     directory = RunDirectory((Path(config.root) / config.name).absolute())
     if index == 0:
         RunDirectory.create(config)
-    session = Session.join(directory, session_name)
-    if index == 0:
+        session = Session.join(directory, session_name)
         session.begin()
+    else:  # the directory may be another run's, and only the first node finds out
+        session = Session.begun(directory, session_name, MEET_SECONDS)
     try:
         run_sft(config, directory, destination, TrainerNode(session, index, count, node_address()))
     finally:

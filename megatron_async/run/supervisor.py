@@ -15,7 +15,7 @@ import time
 from typing import TYPE_CHECKING
 
 from megatron_async.config import RunConfig
-from megatron_async.run.devices import VISIBLE_VARIABLE, split_of_this_machine
+from megatron_async.run.devices import VISIBLE_VARIABLE, DeviceSplit, split_of_this_machine
 from megatron_async.run.directory import RunDirectory
 from megatron_async.run.processes import Child, torchrun_command
 from megatron_async.run.train_rank import RAY_ADDRESS_VARIABLE
@@ -43,8 +43,10 @@ class Supervisor:
         from megatron_async.run.rollout_side import RolloutSide, connect_ray
 
         self._directory.take_failure()
-        devices = split_of_this_machine(self._config)
-        address = connect_ray(os.environ.get("RAY_ADDRESS"), gpus=devices.engines)
+        running = os.environ.get("RAY_ADDRESS")
+        # A Ray cluster that runs already has GPUs of its own to hand out.
+        devices = DeviceSplit() if running else split_of_this_machine(self._config)
+        address = connect_ray(running, gpus=devices.engines)
         try:
             self._rollout = RolloutSide(self._config, self._directory)
             self._rollout.start()

@@ -8,8 +8,9 @@ Invariants
 - Receives of a group are posted in the order in which its sender broadcasts, one ahead at most.
 - Two buffers for each group, from its first bucket until its last: what was handed out is valid
   until the bucket after the next is asked for. Loaders copy; none may keep it.
-- After any failure the group is forgotten. Its sender throws it away as well, so that a receive
-  that is still posted never meets another update's bytes.
+- After a failure the group is forgotten. Its sender throws it away as well, so that a receive that
+  is still posted never meets another update's bytes. Of a sender that was killed everything is
+  forgotten when the next update begins (`clear`).
 """
 
 from __future__ import annotations
@@ -77,6 +78,10 @@ class ReceiveAhead:
             self._arriving[group] = _Arrival(free, next_bytes, work, arrival.buffer)
         return arrival.buffer[:size]
 
-    def forget(self, group: str) -> None:
-        """The group was left."""
-        self._arriving.pop(group, None)
+    def forget(self, group: str) -> bool:
+        """The group is being left; whether a receive of it is still posted."""
+        return self._arriving.pop(group, None) is not None
+
+    def clear(self) -> None:
+        """An update begins: what is still posted belongs to one that nobody ended."""
+        self._arriving.clear()

@@ -231,25 +231,29 @@ class DistributedSender(WeightSender):
         travelling = False
         deadline, watch = update.deadline, update.watch
         buffers = _Buffers(self._device)
-        for bucket, next_bytes in update.sized_buckets():
+        for bucket, following in update.buckets_with_next():
             flat = flatten(bucket, buffers.next(size_of(bucket)))
             watch.lap("gather")
+            announcement = self._announcement(flat, following, update)
             if travelling:
                 self._wait_for_broadcast(announced, deadline)
                 watch.lap("broadcast")
+                # Engines listen for it already; but announced it is only when they have loaded the
+                # one before: two calls under way could overtake each other.
+                self._require_link().start(flat.bytes_N)
+                _wait_for_answers(announced, deadline)
+                watch.lap("wait for load")
+                announced = self._announce(announcement, deadline)
             else:
                 update.turn()
                 if update.is_first:
                     self._begin_session(deadline)
                     watch.lap("begin")
-            # Engines listen for it already; but announced it is only when they have loaded the one
-            # before: two calls under way could overtake each other.
-            self._require_link().start(flat.bytes_N)
-            travelling = True
-            _wait_for_answers(announced, deadline)
-            watch.lap("wait for load")
-            last = update.is_last and not next_bytes
-            announced = self._announce(flat, next_bytes, update if last else None, deadline)
+                # The other way round: nobody listens yet, and NCCL's first broadcast of a group
+                # does not return before all ranks have called it.
+                announced = self._announce(announcement, deadline)
+                self._require_link().start(flat.bytes_N)
+                travelling = True
             update.sent_bytes += flat.bytes_N.nbytes
         if travelling:
             self._wait_for_broadcast(announced, deadline)
@@ -260,20 +264,24 @@ class DistributedSender(WeightSender):
             self._end_session(deadline)
             watch.lap("end")
 
-    def _announce(
-        self, flat: FlatBucket, next_bytes: int, ended: Update | None, deadline: float
-    ) -> Answers:
-        """`ended`: the update of which this is the last bucket."""
+    def _announcement(
+        self, flat: FlatBucket, following: Bucket | None, update: Update
+    ) -> dict[str, Any]:
+        """What engines are told of a bucket; of the last one of all, also the version."""
         body: dict[str, Any] = {
             "names": flat.names,
             "dtypes": flat.dtypes,
             "shapes": flat.shapes,
             "group_name": self._require_link().name,
-            "load_format": load_format(next_bytes),
-            "flush_cache": ended is not None and ended.flush_cache,
+            "load_format": load_format(0 if following is None else size_of(following)),
+            "flush_cache": False,
         }
-        if ended is not None:
-            body["weight_version"] = str(ended.version)
+        if following is None and update.is_last:
+            body["flush_cache"] = update.flush_cache
+            body["weight_version"] = str(update.version)
+        return body
+
+    def _announce(self, body: dict[str, Any], deadline: float) -> Answers:
         return self.calls.start(
             "update_weights_from_distributed", lambda _: body, time_left(deadline)
         )

@@ -91,7 +91,7 @@ class EngineCalls:
     def __init__(self, engines: Sequence[EngineAddress], api_key: str = "") -> None:
         self.engines = tuple(engines)
         self._api_key = api_key
-        # Two calls per engine can be under way: one bucket loads while the next is announced.
+        # Two calls per engine can be under way: one that is stuck, and the one that ends it.
         self._pool = ThreadPoolExecutor(
             max_workers=max(2 * len(self.engines), 1), thread_name_prefix="engine-calls"
         )

@@ -123,13 +123,12 @@ class Update:
 
     def marked_buckets(self) -> Iterator[tuple[Bucket, bool]]:
         """Each with whether it is the last of the whole update (looks one bucket ahead)."""
-        for bucket, following in with_next(self.buckets()):
+        for bucket, following in self.buckets_with_next():
             yield bucket, following is None and self.is_last
 
-    def sized_buckets(self) -> Iterator[tuple[Bucket, int]]:
-        """Each with the bytes of this stage's next one, 0 after the last (looks one ahead)."""
-        for bucket, following in with_next(self.buckets()):
-            yield bucket, 0 if following is None else size_of(following)
+    def buckets_with_next(self) -> Iterator[tuple[Bucket, Bucket | None]]:
+        """Each with this stage's next one, None after the last (looks one bucket ahead)."""
+        return with_next(self.buckets())
 
     def turn(self) -> Mapping[str, Any]:
         """Wait until the stages before have sent theirs; what they have written."""

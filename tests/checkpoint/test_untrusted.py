@@ -9,6 +9,7 @@ import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from megatron_async.checkpoint import CheckpointManager
 from megatron_async.checkpoint.manifest import MANIFEST_NAME, hash_file, read_checkpoint
 from megatron_async.checkpoint.metadata import COMMON_NAME, METADATA_NAME
 from megatron_async.checkpoint.start import load_checkpoint_weights
+from megatron_async.checkpoint.state import load_weights, sharded_weights
 from megatron_async.config.run import CheckpointConfig
 from megatron_async.errors import UserError
 from tests.checkpoint.hostile import Hostile
@@ -131,3 +133,16 @@ def test_a_resume_passes_over_a_checkpoint_that_holds_a_program(
             with contextlib.suppress(Exception):  # whether the load gets through does not matter
                 checkpoints.load(trainer, newest)
             assert marker.exists(), "the program is one that a load without the check runs"
+
+
+def test_what_transformer_engine_keeps_as_a_pickle_is_neither_saved_nor_loaded() -> None:
+    class Model:
+        def sharded_state_dict(self, metadata: dict[str, Any]) -> dict[str, Any]:
+            return {"layer.weight": 1, "layer._extra_state": 2}
+
+        def load_state_dict(self, given: Any, strict: bool) -> tuple[list[str], list[str]]:
+            assert not strict
+            return ["layer._extra_state", "lost"], ["odd"]
+
+    assert sharded_weights(Model()) == {"layer.weight": 1}
+    assert load_weights(Model(), {}) == (["lost"], ["odd"])

@@ -12,7 +12,9 @@ from megatron_async.config.recipes import RECIPES
 from megatron_async.config.run import RunConfig
 from megatron_async.errors import UserError
 
-CONFIGS = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
+FILES = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
+# Beside the runs: the simulator's engines (tests/simulate).
+CONFIGS = [path for path in FILES if path.parent.name != "engines"]
 
 
 def write(path: Path, text: str) -> Path:

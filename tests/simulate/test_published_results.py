@@ -96,7 +96,7 @@ def test_the_published_case_study_at_equal_lag() -> None:
     With the source's own hardware model. It takes the smaller of both stages' throughputs; here a
     batch of 128 fluctuates, so that either stage waits for the other at times.
     """
-    engine = f"simulate.cost_model={CONFIGS / 'matmul-h100-7b.yaml'}"
+    engine = f"simulate.cost_model={CONFIGS / 'engines' / 'matmul-h100-7b.yaml'}"
     flash = 2 * 7.07e9 / 989e12
     loop = figures("conventional-case-study-128gpu", engine).tokens_per_second
     pipeline = figures("pipeline-case-study-128gpu", engine).tokens_per_second

@@ -92,8 +92,7 @@ class FakeEngine:
 
     def do_destroy_weights_update_group(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         group = self.groups.pop(body["group_name"], None)
-        self.ahead.forget(body["group_name"])
-        if group is not None:
+        if group is not None and self.ahead.forget(body["group_name"]):
             group.abort()
         return 200, {}
 
@@ -101,6 +100,7 @@ class FakeEngine:
         if self.session:
             return 400, {"message": "a weight-update session is already open"}
         self.session = True
+        self.ahead.clear()
         return 200, {}
 
     def do_end_weight_update(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:

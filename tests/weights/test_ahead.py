@@ -99,3 +99,12 @@ def test_after_a_failure_nothing_of_the_group_is_left() -> None:
         take(ahead, link, 1)
     fresh = Link(buckets_of([3]))
     assert torch.equal(take(ahead, fresh, 0), fresh.buckets[0])
+
+
+def test_what_a_dead_sender_left_is_forgotten_when_an_update_begins() -> None:
+    ahead, link = ReceiveAhead(), Link(buckets_of([4, 4]))
+    take(ahead, link, 0)
+    assert ahead.forget("g") and not ahead.forget("g")
+    take(ahead, Link(buckets_of([4, 4])), 0, "another")
+    ahead.clear()
+    assert not ahead.forget("another")

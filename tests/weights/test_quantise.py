@@ -87,7 +87,8 @@ def test_every_number_is_the_nearest_one(
     got = quantised.double().numpy()
     assert (got[clear] == expected[clear]).all()
     # bfloat16 has so few numbers that several per cent lie half-way between two.
-    assert weight.numel() < 1000 or clear.mean() > 0.8
+    most = 0.95 if dtype is torch.float32 else 0.8
+    assert weight.numel() < 1000 or clear.mean() > most
     error = np.abs(dequantise(quantised, scale).double().numpy() - weight.double().numpy())
     per_weight = np.repeat(np.repeat(expected_scale, BLOCK, 0), BLOCK, 1)[:rows, :columns]
     bound = np.maximum(np.abs(weight.double().numpy()) / 16, per_weight / 1024)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import gettempdir
@@ -179,6 +180,32 @@ def _rounded_on_disk(engine: EngineUnderTest, model: str, folder: Path, noise: f
 def _changed(bucket: list[tuple[str, torch.Tensor]], noise: float) -> Any:
     generator = torch.Generator().manual_seed(7)
     return [(n, t + noise * torch.randn(t.shape, generator=generator)) for n, t in bucket]
+
+
+def test_an_update_that_breaks_off_leaves_the_engine_usable(
+    engine: EngineUnderTest, tmp_path: Path
+) -> None:
+    """The engine has been told of a bucket that never comes, and listens for it already."""
+    sender = _sender("distributed", tmp_path)
+    sender.connect([engine.address])
+    buckets = _buckets(engine, "b")
+
+    def breaks_off() -> Iterator[Any]:
+        yield from buckets[:3]
+        raise ValueError("a rank died")
+
+    engine.post("pause_generation", {"mode": "retract"})
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="a rank died"):
+        sender.send(breaks_off(), NEW)
+    engine.post("continue_generation", {"torch_empty_cache": False})
+    sender.connect([engine.address])
+    _send(engine, sender, "b", NEW)
+    assert time.monotonic() - began < 10
+    given = sender.checksums()["engine"]
+    sender.close()
+    engine.load("b", NEW)
+    assert engine.checksum() == given
 
 
 def test_differences_bring_the_rounded_weights_and_are_small(

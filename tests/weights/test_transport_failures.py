@@ -14,8 +14,9 @@ import torch
 from megatron_async.config.rollout import EngineConfig, WeightsConfig
 from megatron_async.errors import ComponentFailure
 from megatron_async.trajectory.types import PolicyVersion
-from megatron_async.weights.distributed import DistributedSender
+from megatron_async.weights.distributed import DistributedSender, _Link
 from megatron_async.weights.http import EngineAddress, EngineCallError, call
+from tests.weights.fake_engine import FakeEngine, serving
 
 VERSION = PolicyVersion(0, 1)
 Start = Callable[[str], EngineAddress]
@@ -60,6 +61,31 @@ def _buckets(fill: float = 1.0) -> list[list[tuple[str, torch.Tensor]]]:
         [("x.weight", torch.full((256, 64), fill))],
         [("y.weight", torch.full((128,), fill, dtype=torch.bfloat16))],
     ]
+
+
+def test_the_first_broadcast_of_a_group_comes_after_its_announcement(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NCCL's does not return before all ranks have called it, and engines wait to be told."""
+    engine = FakeEngine("works")
+    start_broadcast = _Link.start
+    sent = []
+
+    def blocks(link: _Link, tensor: torch.Tensor) -> None:
+        deadline = time.monotonic() + 5
+        while not sent and not engine.calls:
+            assert time.monotonic() < deadline, "no engine has been told"
+            time.sleep(0.01)
+        sent.append(tensor.nbytes)
+        start_broadcast(link, tensor)
+
+    monkeypatch.setattr(_Link, "start", blocks)
+    sender = _sender()
+    with serving(engine, "engine") as address:
+        sender.connect([address])
+        sender.send(_buckets(), VERSION)
+        sender.close()
+    assert sent == [256 * 64 * 4, 128 * 2]
 
 
 @pytest.mark.parametrize("mode", ["dies", "refuses"])
