@@ -8,6 +8,8 @@ Invariants
 - Receives of a group are posted in the order in which its sender broadcasts, one ahead at most.
 - Two buffers for each group, from its first bucket until its last: what was handed out is valid
   until the bucket after the next is asked for. Loaders copy; none may keep it.
+- Between updates a device's memory is free for other things. A host's two newest buffers are kept:
+  there, the first touch of new memory takes as long as receiving into it.
 - After a failure the group is forgotten. Its sender throws it away as well, so that a receive that
   is still posted never meets another update's bytes. Of a sender that was killed everything is
   forgotten when the next update begins (`clear`).
@@ -52,6 +54,7 @@ class ReceiveAhead:
 
     def __init__(self) -> None:
         self._arriving: dict[str, _Arrival] = {}
+        self._spare: list[Tensor] = []
 
     def take(
         self, group: str, size: int, next_bytes: int, start: Callable[[Tensor], Any], device: str
@@ -63,19 +66,21 @@ class ReceiveAhead:
         """
         arrival = self._arriving.pop(group, None)
         if arrival is None:
-            buffer = torch.empty(size, dtype=torch.uint8, device=device)
-            arrival = _Arrival(buffer, size, start(buffer), buffer[:0])
+            spare, self._spare = self._spare, []
+            buffer = _room(spare, size, device)
+            other = spare[-1] if spare else buffer[:0]
+            arrival = _Arrival(buffer, size, start(buffer[:size]), other)
         if arrival.size != size:
             raise ValueError(
                 f"a bucket of {arrival.size} bytes was announced for {group}, and {size} came"
             )
         arrival.work.wait()
         if next_bytes:
-            free = arrival.other
-            if free.nbytes < next_bytes:
-                free = torch.empty(next_bytes, dtype=torch.uint8, device=device)
+            free = _room([arrival.other], next_bytes, device)
             work = start(free[:next_bytes])
             self._arriving[group] = _Arrival(free, next_bytes, work, arrival.buffer)
+        elif device == "cpu":
+            self._spare = [arrival.buffer, arrival.other]
         return arrival.buffer[:size]
 
     def forget(self, group: str) -> bool:
@@ -85,3 +90,11 @@ class ReceiveAhead:
     def clear(self) -> None:
         """An update begins: what is still posted belongs to one that nobody ended."""
         self._arriving.clear()
+
+
+def _room(free: list[Tensor], size: int, device: str) -> Tensor:
+    """One of `free` (taken out of it) or a new one that holds `size` bytes."""
+    for place, buffer in enumerate(free):
+        if buffer.nbytes >= size:
+            return free.pop(place)
+    return torch.empty(size, dtype=torch.uint8, device=device)

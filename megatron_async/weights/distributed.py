@@ -176,6 +176,7 @@ class DistributedSender(WeightSender):
     ) -> None:
         super().__init__(settings, engines)
         self._device = device
+        self._buffers = _Buffers(device)
         self._link: _Link | None = None
 
     def _open_link(self) -> None:
@@ -230,7 +231,11 @@ class DistributedSender(WeightSender):
         announced: Answers = []
         travelling = False
         deadline, watch = update.deadline, update.watch
-        buffers = _Buffers(self._device)
+        if self._device.type != "cpu":
+            self._buffers = _Buffers(
+                self._device
+            )  # between updates that memory is for other things
+        buffers = self._buffers
         for bucket, following in update.buckets_with_next():
             flat = flatten(bucket, buffers.next(size_of(bucket)))
             watch.lap("gather")

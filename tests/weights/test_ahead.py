@@ -76,6 +76,16 @@ def test_two_buffers_are_enough_for_buckets_of_one_size() -> None:
     assert len({into_N.data_ptr() for _, into_N in link.posted}) == 2
 
 
+def test_the_next_update_finds_the_buffers_of_the_last_and_grows_them_if_need_be() -> None:
+    ahead = ReceiveAhead()
+    links = [Link(buckets_of(sizes)) for sizes in ([8, 8, 3], [5, 8], [8, 20, 6])]
+    for link in links:
+        for number, bucket in enumerate(link.buckets):
+            assert torch.equal(take(ahead, link, number), bucket)
+    first, second, third = ({into_N.data_ptr() for _, into_N in link.posted} for link in links)
+    assert second == first and len(third - first) == 1
+
+
 def test_groups_do_not_see_each_other() -> None:
     ahead, one, two = ReceiveAhead(), Link(buckets_of([4, 4])), Link(buckets_of([6, 6]))
     first = take(ahead, one, 0, "one").clone()
