@@ -91,6 +91,9 @@ class Fleet:
 
     async def _watch(self, driver: RolloutDriver) -> None:
         """Wait for lost engines (the driver's finding or a dead process), and mend."""
+        for member in self._members:
+            if member.client is None:  # the trainer before was lost while this was being mended
+                await self._mend(driver, member, f"engine {member.index} was being restarted")
         while True:
             try:
                 engine_id, why = await asyncio.wait_for(

@@ -62,8 +62,10 @@ def test_a_run_on_real_engines_survives_the_failure_table(
     run.kill("engine")
     run.kill("trainer")
     run.kill("manager")
-    run.last_life(10, "engines.count=1")
+    run.last_life(14, "engines.count=1")
     run.kill("engine")
+    # What had been generated before is good for two batches; then the engine must be back.
+    run.wait_for_step(run.step() + 4)
     run.hang("engine")
     run.wait_for_end()
     evidence = gather(run.directory, run.looks)
