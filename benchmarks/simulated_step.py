@@ -58,6 +58,9 @@ def settings(model: Path, root: Path, options: argparse.Namespace) -> dict[str, 
             "parallel": {"ranks": 1, "tensor": 1},
             "eval": {"prompts": 8},
             "checkpoint": {"every_steps": 10_000, "export_hf": False},
+            # Nothing is learned: responses that get longer from the first half to the second would
+            # be compared with what they were before.
+            "optimizer": {"lr": 1e-12, "warmup_steps": 0},
         },
     )
 
