@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -104,22 +105,25 @@ OPERATIONS = st.one_of(
 
 
 def damage_once(w: World, where: str, position: int, mask: int) -> None:
-    """Before a receiver next reads anything, one byte somewhere changes."""
-    roots = {
-        "delta": lambda: sorted(w.published.glob("*.delta/*")),
-        "whole": lambda: sorted(p for p in w.published.glob("*/*") if ".delta" not in str(p)),
-        "held": lambda: sorted(w.folder.glob("engine?/*/*.safetensors")),
+    """Before a receiver next reads anything, one byte changes: of what it holds, or is sent.
+
+    Not of what the other one holds: that may have been read, and be about to be loaded.
+    """
+    roots: dict[str, Callable[[int], list[Path]]] = {
+        "delta": lambda _: sorted(w.published.glob("*.delta/*")),
+        "whole": lambda _: sorted(p for p in w.published.glob("*/*") if ".delta" not in str(p)),
+        "held": lambda index: sorted(w.folder.glob(f"engine{index}/*/*.safetensors")),
     }
 
-    def damage() -> None:
+    def damage(index: int) -> None:
         for engine in w.engines:
             engine.before_receive = lambda: None
-        files = roots[where]()
+        files = roots[where](index)
         if files:
             flip(files[position % len(files)], position // len(files), mask)
 
-    for engine in w.engines:
-        engine.before_receive = damage
+    for number, engine in enumerate(w.engines):
+        engine.before_receive = partial(damage, number)
 
 
 @settings(deadline=None, max_examples=40)
