@@ -19,6 +19,7 @@ import mmap
 import shutil
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor
 
 from megatron_async.config.rollout import EngineConfig, WeightsConfig
+from megatron_async.errors import ComponentFailure
 from megatron_async.weights.blocks import encode
 from megatron_async.weights.disk import KEEP, keep
 from megatron_async.weights.http import EngineCallError, gather, raise_together
@@ -157,8 +159,11 @@ class DeltaSender(WeightSender):
         written = update.written
         manifest = Manifest(str(update.version), written["shards"], written["owners"])
         keep(self._published, whole.finish(manifest))
+        against = None
         if base is not None and written["files"] is not None:
-            against = read_manifest(base).digest
+            with suppress(ComponentFailure):  # damaged since: then there are no differences to it
+                against = read_manifest(base).digest
+        if against is not None:
             manifest = replace(manifest, base=against, files=written["files"])
             keep(self._deltas, delta.finish(manifest, index=False))
         else:
