@@ -4,6 +4,7 @@ Invariants
 - An engine that was (re)started is handed to the driver as stale: it serves nothing before it
   holds the current weights.
 - One engine is restarted at most `engines.max_restarts` times; the run goes on while one is left.
+  A restart that was cut short because the trainer was lost is begun again and counts once.
 - When none is left and none can be restarted, the driver fails with a sentence that says why; so
   it does when an engine cannot be mended for another reason.
 """
@@ -35,7 +36,7 @@ class _Member:
     index: int
     client: EngineClient | None = None
     restarts: int = 0
-    gone: bool = False
+    lost_because: str = ""
 
 
 class Fleet:
@@ -93,7 +94,7 @@ class Fleet:
         """Wait for lost engines (the driver's finding or a dead process), and mend."""
         for member in self._members:
             if member.client is None:  # the trainer before was lost while this was being mended
-                await self._mend(driver, member, f"engine {member.index} was being restarted")
+                await self._restart(driver, member)
         while True:
             try:
                 engine_id, why = await asyncio.wait_for(
@@ -113,27 +114,36 @@ class Fleet:
                 driver.engine_failed(engine_id, f"the process of engine {engine_id} has ended")
 
     async def _mend(self, driver: RolloutDriver, member: _Member, why: str) -> None:
-        """Restart one engine, or take it out for good."""
-        if member.client is not None:
-            await member.client.close()
-            member.client = None
+        """Restart an engine that was lost, or take it out for good."""
+        # Forgotten first: a half-closed one must not be handed to the driver of the next trainer.
+        client, member.client, member.lost_because = member.client, None, why
+        if client is not None:
+            await client.close()
+        await self._restart(driver, member)
+
+    async def _restart(self, driver: RolloutDriver, member: _Member) -> None:
         await self._launcher.stop(member.index)
-        while member.restarts < self._settings.max_restarts:
-            member.restarts += 1
+        while self._may_restart(member):
             try:
                 member.client = await self._launcher.launch(member.index)
             except ComponentFailure as error:
-                why = str(error)
-                continue
-            driver.add_engine(member.client)
-            return
-        if all(other.client is None for other in self._members):
+                member.lost_because = str(error)
+            # Only now: a restart that a lost trainer has cut short is not the engine's failure.
+            member.restarts += 1
+            if member.client is not None:
+                driver.add_engine(member.client)
+                return
+        if not any(o.client is not None or self._may_restart(o) for o in self._members):
             driver.fail(
                 ComponentFailure(
-                    f"no inference engine is left: {why} (restarted {member.restarts} times, "
-                    f"engines.max_restarts is {self._settings.max_restarts})"
+                    f"no inference engine is left: {member.lost_because} (restarted "
+                    f"{member.restarts} times, engines.max_restarts is "
+                    f"{self._settings.max_restarts})"
                 )
             )
+
+    def _may_restart(self, member: _Member) -> bool:
+        return member.restarts < self._settings.max_restarts
 
 
 def _report_crash(driver: RolloutDriver, watcher: asyncio.Task[None]) -> None:
