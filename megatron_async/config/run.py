@@ -53,6 +53,9 @@ class EvalConfig(Settings):
     temperature: float = Field(0.0, ge=0, description="0 = greedy.")
     samples: int = Field(1, ge=1, description="Answers per problem; accuracy is their mean.")
     every_steps: int = Field(0, ge=0, description="Also during training; 0 = only at its ends.")
+    timeout_seconds: float = Field(
+        3600.0, gt=0, description="Limit of one evaluation; the trainer waits for it."
+    )
 
 
 class TelemetryConfig(Settings):

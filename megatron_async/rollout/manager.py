@@ -2,7 +2,8 @@
 
 It is a plain class that a Ray actor (`rollout/actors.py`) or a test holds. The trainer's calls come
 in a fixed order: `attach`, then again and again `next_batch` (a batch, or the news that stale
-engines want weights), `begin_update`, the transfer itself (which the trainer does), `end_update`.
+engines want weights), `begin_update`, the transfer itself (which the trainer does), `end_update`,
+and `evaluate` when that says so.
 
 Invariants
 - An update counts only for engines that agree on their checksum and whose log-probs of the probe
@@ -45,11 +46,11 @@ class NotAttached(ComponentFailure):
 
 @dataclass(frozen=True, eq=False)
 class UpdateReport:
-    """A verified update: how far the probe was off, and an evaluation when one was due."""
+    """A verified update: how far the probe was off, and whether it is to be evaluated."""
 
     probe_mean_error: float | None
     probe_max_error: float | None
-    evaluation: EvalResult | None
+    evaluation_due: bool
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,7 @@ class RolloutManager:
         self._session: _Session | None = None
         self._attaching = asyncio.Lock()
         self._addressed: set[str] = set()
+        self._holders: list[EngineClient] = []
         self._doubted: set[str] = set()
         self._why = "none is there"
         self._agreed: tuple[PolicyVersion, str] | None = None
@@ -248,7 +250,7 @@ class RolloutManager:
         probe_ids: IntArray | None,
         probe_logprobs: FloatArray | None,
     ) -> UpdateReport:
-        """Verify what the engines hold, publish it, evaluate when that is due.
+        """Verify what the engines hold, and publish it.
 
         `probe_ids` [n] and the trainer's raw log-probs of its tokens 1..n-1, [n - 1]; None skips
         the check (`weights.verify`). An engine that fails it is stale again. Raises
@@ -278,12 +280,11 @@ class RolloutManager:
             self._doubted -= {engine.engine_id for engine in holders}
         if last and not holders:
             raise ComponentFailure(f"no engine holds the last version, {version}: {self._why}")
-        evaluation = None
-        if holders and self._evaluation_due(number):
-            evaluation = await self._evaluate_on_living(holders, version)
-        if last:
+        self._holders = holders
+        due = bool(holders) and self._evaluation_due(number)
+        if last and not due:
             await self._devices.rest(self._driver.engines())
-        return UpdateReport(mean, worst, evaluation)
+        return UpdateReport(mean, worst, due)
 
     async def _tell(
         self, engines: Iterable[EngineClient], what: Callable[[EngineClient], Awaitable[None]]
@@ -300,14 +301,32 @@ class RolloutManager:
         at_an_end = number in (0, self._config.steps)
         return at_an_end or (every > 0 and number % every == 0)
 
-    async def _evaluate_on_living(
-        self, engines: Sequence[EngineClient], version: PolicyVersion
-    ) -> EvalResult:
-        """Begun anew on those that are left when one dies. Raises ComponentFailure if none is."""
-        left = list(engines)
+    async def evaluate(self, number: int) -> EvalResult:
+        """Held-out accuracy of version `number`, after the `end_update` that says that it is due.
+
+        Raises ComponentFailure when no engine that holds it is left, or past the limit.
+        """
+        version = PolicyVersion(self._attached.resume.lineage, number)
+        limit = self._config.eval.timeout_seconds
+        try:
+            async with asyncio.timeout(limit):
+                result = await self._evaluate_on_living(version)
+        except TimeoutError as error:
+            raise ComponentFailure(
+                f"the evaluation of {version} did not end within {limit:g} s, eval.timeout_seconds"
+            ) from error
+        if number >= self._config.steps:
+            await self._devices.rest(self._driver.engines())
+        return result
+
+    async def _evaluate_on_living(self, version: PolicyVersion) -> EvalResult:
+        """Begun anew on those that are left when one dies."""
+        left = [engine for engine in self._driver.engines() if engine in self._holders]
+        if not left:
+            raise ComponentFailure(f"no engine that holds {version} is left to evaluate it")
         while True:
             try:
-                return await self.evaluate(left, tag=f"eval-{version}-on{len(left)}")
+                return await self._evaluate(left, tag=f"eval-{version}-on{len(left)}")
             except EngineError as error:
                 dead = [engine for engine in left if not await engine.healthy()]
                 left = [engine for engine in left if engine not in dead]
@@ -318,8 +337,7 @@ class RolloutManager:
                         f"the evaluation of {version} failed: {error}"
                     ) from error
 
-    async def evaluate(self, engines: Sequence[EngineClient], tag: str) -> EvalResult:
-        """Held-out accuracy under the weights that `engines` hold."""
+    async def _evaluate(self, engines: Sequence[EngineClient], tag: str) -> EvalResult:
         prompts = self._task.eval_prompts(self._config.eval.prompts)
         return await evaluate(
             engines,

@@ -17,6 +17,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayTa
 from megatron_async.config import RunConfig
 from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.actors import MANAGER_NAME, NAMESPACE
+from megatron_async.rollout.evaluate import EvalResult
 from megatron_async.rollout.interfaces import EngineError
 from megatron_async.rollout.manager import NotAttached, ResumePoint, UpdateReport
 from megatron_async.run.stop import StopAsked
@@ -66,6 +67,10 @@ class RolloutLink(Protocol):
         probe_logprobs: FloatArray | None,
     ) -> UpdateReport:
         """These engines were sent version `number`: verify and publish it."""
+        ...
+
+    def evaluate(self, number: int) -> EvalResult:
+        """Held-out accuracy of the version that has just been published."""
         ...
 
     def position(self) -> dict[str, Any]:
@@ -138,6 +143,10 @@ class RayLink:
             "end_update", limit, number, list(engine_ids), probe_ids, probe_logprobs
         )
         return cast("UpdateReport", answer)
+
+    def evaluate(self, number: int) -> EvalResult:
+        limit = self._config.eval.timeout_seconds + _SLACK_SECONDS
+        return cast("EvalResult", self._call("evaluate", limit, number))
 
     def position(self) -> dict[str, Any]:
         return cast("dict[str, Any]", self._call("position", _CALL_SECONDS))

@@ -22,6 +22,7 @@ from megatron_async.checkpoint.manager import CheckpointManager
 from megatron_async.config import RunConfig
 from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.driver import Verifier
+from megatron_async.rollout.evaluate import EvalResult
 from megatron_async.rollout.interfaces import EngineClient
 from megatron_async.rollout.manager import ResumePoint, RolloutManager, UpdateReport
 from megatron_async.rollout.sglang_client import SGLangClient
@@ -60,7 +61,8 @@ class BorrowedEngines:
 class LocalLink:
     """`RolloutLink` to a manager on another thread of this process."""
 
-    def __init__(self, manager: RolloutManager) -> None:
+    def __init__(self, config: RunConfig, manager: RolloutManager) -> None:
+        self._config = config
         self._manager = manager
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout", daemon=True)
@@ -108,19 +110,21 @@ class LocalLink:
         work = self._manager.end_update(number, engine_ids, probe_ids, probe_logprobs)
         return self._call(work)  # type: ignore[no-any-return]
 
+    def evaluate(self, number: int) -> EvalResult:
+        limit = self._config.eval.timeout_seconds + _CALL_SECONDS
+        return self._call(self._manager.evaluate(number), limit)  # type: ignore[no-any-return]
+
     def position(self) -> dict[str, Any]:
         return self._call(self._manager.position())  # type: ignore[no-any-return]
 
     def checkpoint_finalised(self, step: int, kept_steps: Sequence[int]) -> None:
         self._call(self._manager.checkpoint_finalised(step, kept_steps))
 
-    def _call(self, work: Coroutine[Any, Any, Any]) -> Any:
+    def _call(self, work: Coroutine[Any, Any, Any], limit: float = _CALL_SECONDS) -> Any:
         try:
-            return asyncio.run_coroutine_threadsafe(work, self._loop).result(_CALL_SECONDS)
+            return asyncio.run_coroutine_threadsafe(work, self._loop).result(limit)
         except TimeoutError as error:
-            raise ComponentFailure(
-                f"the rollout side did not answer within {_CALL_SECONDS:g} s"
-            ) from error
+            raise ComponentFailure(f"the rollout side did not answer within {limit:g} s") from error
 
 
 def train_locally(
@@ -142,7 +146,7 @@ def train_locally(
         stack.enter_context(parallel_session(config.parallel, config.trainer, config.seed))
         lineage = directory.next_lineage()
         trainer = PolicyTrainer(config, lineage=lineage)
-        link = stack.enter_context(LocalLink(manager))
+        link = stack.enter_context(LocalLink(config, manager))
         link.attach(ResumePoint(lineage, trainer.step))
         publisher = WeightPublisher(config, trainer.model, Path(directory.path) / "weights")
         stack.callback(publisher.close)

@@ -178,8 +178,10 @@ class TrainLoop:
         update = self._parts.rank_zero.does(
             lambda: self._link.end_update(number, reached, ids, expected)
         )
-        if self._parts.metrics is not None and update.evaluation is not None:
-            self._parts.metrics.write(number, update.evaluation.metrics(), kind="eval")
+        if update.evaluation_due:
+            result = self._parts.rank_zero.does(lambda: self._link.evaluate(number))
+            if self._parts.metrics is not None:
+                self._parts.metrics.write(number, result.metrics(), kind="eval")
         return update
 
     # ------------------------------------------------------------ checkpoints and records

@@ -31,6 +31,7 @@ def patience_seconds(config: RunConfig) -> float:
         config.engines.start_timeout_seconds,
         config.weights.timeout_seconds,
         config.checkpoint.timeout_seconds,
+        config.eval.timeout_seconds,
     )
 
 

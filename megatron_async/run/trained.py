@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_async.rollout.evaluate import EvalResult
 from megatron_async.rollout.manager import ResumePoint, UpdateReport
 from megatron_async.run.link import RolloutLink
 from megatron_async.trajectory.batch import TokenBatch
@@ -70,6 +71,9 @@ class NotingLink:
         probe_logprobs: FloatArray | None,
     ) -> UpdateReport:
         return self._link.end_update(number, engine_ids, probe_ids, probe_logprobs)
+
+    def evaluate(self, number: int) -> EvalResult:
+        return self._link.evaluate(number)
 
     def position(self) -> dict[str, Any]:
         return self._link.position()

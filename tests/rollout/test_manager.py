@@ -6,6 +6,7 @@ Simulated engines in this process, a trainer that only says what a real one woul
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextlib import closing
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 
 from megatron_async.config import RunConfig
 from megatron_async.errors import ComponentFailure, ProcessKilled
+from megatron_async.rollout.interfaces import GenerationRequest, TokenChunk
 from megatron_async.rollout.manager import NotAttached, ResumePoint, UpdateReport
 from megatron_async.rollout.simulated_engine import SimulatedEngine
 from megatron_async.trajectory.batch import TokenBatch
@@ -176,8 +178,32 @@ def test_an_engine_that_dies_in_an_evaluation_is_left_out_of_it(tmp_path: Path) 
         await trainer.manager.start()
         await trainer.manager.attach(ResumePoint(0))
         trainer.engines.all[1].crash_after(3)
-        report = await trainer.publish(0, 0)
-        assert report.evaluation is not None and report.evaluation.answers == 2
+        assert (await trainer.publish(0, 0)).evaluation_due
+        assert (await trainer.manager.evaluate(0)).answers == 2
+        assert (await trainer.batch()).step == 0
+        await trainer.manager.stop()
+
+    run(body())
+
+
+def test_an_evaluation_is_no_part_of_the_update_and_has_a_limit_of_its_own(tmp_path: Path) -> None:
+    class NeverDone(SimulatedEngine):
+        async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
+            if request.request_id.startswith("eval"):
+                await asyncio.Event().wait()
+            async for chunk in super().generate(request):
+                yield chunk
+
+    async def body() -> None:
+        config = settings("async")
+        limited = config.eval.model_copy(update={"timeout_seconds": 0.2})
+        trainer = Trainer(tmp_path, config.model_copy(update={"eval": limited}))
+        await trainer.manager.start()
+        trainer.engines.all[0].__class__ = NeverDone
+        await trainer.manager.attach(ResumePoint(0))
+        assert (await trainer.publish(0, 0)).evaluation_due
+        with pytest.raises(ComponentFailure, match=r"within 0\.2 s, eval\.timeout_seconds"):
+            await trainer.manager.evaluate(0)
         assert (await trainer.batch()).step == 0
         await trainer.manager.stop()
 

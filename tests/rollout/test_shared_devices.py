@@ -98,7 +98,9 @@ class Run:
         assert len(addresses) == len(self.engines), "memory that is given back loses its weights"
         for engine in self.engines:
             engine.set_weights(PolicyVersion(0, number))
-        await self.manager.end_update(number, [a.engine_id for a in addresses], None, None)
+        ids = [address.engine_id for address in addresses]
+        if (await self.manager.end_update(number, ids, None, None)).evaluation_due:
+            await self.manager.evaluate(number)
 
 
 @pytest.mark.parametrize("preset", ["rapid", "sync", "copris"])

@@ -41,7 +41,7 @@ def said_by_a_loop() -> list[str]:
     link = SimpleNamespace(
         next_batch=note("generate", SimpleNamespace(step=0)),
         begin_update=note("engines take weights", []),
-        end_update=note("engines wake", SimpleNamespace(evaluation=None)),
+        end_update=note("engines wake", SimpleNamespace(evaluation_due=False)),
         position=note("engines rest", {}),
         checkpoint_finalised=note("finalised"),
     )

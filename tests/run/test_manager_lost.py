@@ -51,7 +51,10 @@ class ForgetfulLink:
     def end_update(self, number: int, *rest: Any) -> Any:
         self._call("end_update", number)
         self._fresh = False
-        return SimpleNamespace(evaluation=None)
+        return SimpleNamespace(evaluation_due=number == 0)
+
+    def evaluate(self, number: int) -> Any:
+        self._call("evaluate", number)
 
     def position(self) -> dict[str, Any]:
         self._call("position")
@@ -105,7 +108,7 @@ def lose_everywhere() -> dict[int, tuple[list[Any], list[int]]]:
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
-    found = {call: train({call}) for call in range(13)}
+    found = {call: train({call}) for call in range(14)}
     dist.destroy_process_group()
     return found
 
@@ -132,3 +135,7 @@ def test_at_whichever_call_it_is_lost_every_step_is_trained_once(tmp_path: Path)
         ("begin_update", 1),
         ("end_update", 1),
     ]
+    # so do those that were to be evaluated
+    said = found[undisturbed.index(("evaluate", 0)) + 1][0]
+    lost = said.index(("evaluate", 0, "lost"))
+    assert said[lost + 2 : lost + 5] == [("begin_update", 0), ("end_update", 0), ("evaluate", 0)]

@@ -62,6 +62,7 @@ def test_the_patience_is_longer_than_each_limit_of_rank_zero() -> None:
         ("engines", "start_timeout_seconds"),
         ("weights", "timeout_seconds"),
         ("checkpoint", "timeout_seconds"),
+        ("eval", "timeout_seconds"),
     ):
         assert patience_seconds(build_config({section: {name: 5000}})) > 5000 + 60
 
