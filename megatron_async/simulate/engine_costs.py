@@ -50,7 +50,10 @@ class EngineCosts(Protocol):
         ...
 
     def prefill(self, tokens: int, token_pairs: float) -> float:
-        """Seconds to prefill `tokens`; `token_pairs` = sum over them of the keys they attend to."""
+        """Seconds to prefill `tokens`; `token_pairs` = sum over them of the keys they attend to.
+
+        0 tokens: all of the prompt is cached, and what a request costs anyway is left.
+        """
         ...
 
 
@@ -139,7 +142,7 @@ class MeasuredEngine:
 
     def prefill(self, tokens: int, token_pairs: float) -> float:
         del token_pairs  # contained in what was measured
-        return self.prefill_fixed + self.prefill_per_token * tokens if tokens else 0.0
+        return self.prefill_fixed + self.prefill_per_token * tokens
 
 
 def read_engine_costs(path: Path) -> MeasuredEngine:

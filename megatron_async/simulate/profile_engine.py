@@ -11,11 +11,15 @@ The file (read by `simulate.cost_model`):
     prefill:                      # what a request costs beside its decode steps
       - {tokens: 128, seconds: 0.004}
 
+Everything is measured twice. At rest (requests of one length that start together; a prefill alone)
+it gives slopes: over KV tokens, over prompt tokens. Under load, where requests of all lengths start
+and end all the time, it gives levels, with all that comes on top in a run: batches of unequal
+lengths, prefills between decode steps, HTTP, slots that are empty for a round trip. `seconds` is
+the former, moved to the latter.
+
 Invariants
-- A decode measurement uses only the time in which all its requests run.
-- Prefill is measured twice: alone, at several lengths, which gives its slope; and under load, where
-  requests start and end all the time, which gives its level (HTTP, tokenless bookkeeping and the
-  batching of prefills included). `seconds` is the former, moved to the latter.
+- A decode measurement at rest uses only the time in which all its requests run; one under load
+  only the time in which no slot is without a request.
 - Prompts are random tokens, new ones for each request, and the server's prefix cache is flushed
   before each measurement, so that nothing is prefilled for free.
 - The server must be idle otherwise; its weights and settings are not touched.
@@ -43,9 +47,10 @@ from megatron_async.simulate.engine_costs import FORMAT, FORMAT_VERSION, fit_eng
 _TOKEN_IDS = 32
 """Prompts use ids 1..31, which every tokenizer has."""
 _PREFILL_REPEATS = 3
-_LOAD_ROUNDS = 4
 _LOAD_TOKENS = (16, 48)
 """Mean response lengths of the two measurements under load."""
+_LOAD_STEPS = 192
+"""Decode steps that a measurement under load takes, about."""
 _MEASUREMENT_SECONDS = 600.0
 
 
@@ -81,13 +86,38 @@ def decode_seconds(arrivals: list[list[Arrival]]) -> tuple[float, float]:
     return statistics.median(rates), statistics.fmean(middles)
 
 
-def seconds_per_request(short: tuple[float, int], long: tuple[float, int], requests: int) -> float:
+@dataclass(frozen=True)
+class Load:
+    """What `batch` clients, each sending one request after the other, got in a window of time.
+
+    `kv_tokens`: what the batch held on average.
+    """
+
+    batch: int
+    seconds: float
+    requests: int
+    tokens: int
+    kv_tokens: float
+
+    def seconds_without_kv(self, per_kv_token: float) -> float:
+        """The window without the time for reading KV."""
+        return self.seconds - self.tokens / self.batch * per_kv_token * self.kv_tokens
+
+    def step_seconds(self, request_seconds: float, per_kv_token: float) -> float:
+        """A decode step's seconds beside its KV, when each request costs `request_seconds`."""
+        left = self.seconds_without_kv(per_kv_token) - self.requests * request_seconds
+        return max(0.0, left * self.batch / self.tokens)
+
+
+def request_seconds(short: Load, long: Load, per_kv_token: float) -> float:
     """The part of the time that goes with requests, not with tokens; never below 0.
 
-    (seconds, tokens) of two runs with equally many requests: seconds = requests q + tokens k.
+    Both loads have the same batch: window = requests q + tokens / batch (step + KV), two equations
+    for q and step.
     """
-    (first, few), (second, many) = short, long
-    return max(0.0, (first * many - second * few) / (requests * (many - few)))
+    first, second = (load.seconds_without_kv(per_kv_token) for load in (short, long))
+    determinant = short.requests * long.tokens - long.requests * short.tokens
+    return max(0.0, (first * long.tokens - second * short.tokens) / determinant)
 
 
 class EngineProfiler:
@@ -120,27 +150,38 @@ class EngineProfiler:
         seconds = max(0.0, statistics.median(times) - step_seconds)
         return {"tokens": tokens, "seconds": round(seconds, 7)}
 
-    async def request_seconds(self, batch: int, context: int) -> float:
-        """What one request costs beside its decode steps, with `batch` in flight all the time."""
-        short, long = [await self._load(batch, context, tokens) for tokens in _LOAD_TOKENS]
-        return seconds_per_request(short, long, batch * _LOAD_ROUNDS)
+    async def load(self, batch: int, context: int, mean_tokens: int) -> Load:
+        """`batch` clients at work: prompts of `context` tokens, responses of geometric length.
 
-    async def _load(self, batch: int, context: int, mean_tokens: int) -> tuple[float, int]:
-        """(seconds, tokens) of `batch` clients that send their requests one after the other."""
+        A geometric length has no memory: ends are spread evenly from the beginning, and a running
+        request has `mean_tokens` on average.
+        """
         await self._client.flush_cache()
-        lengths = self._rng.integers(
-            mean_tokens // 2, mean_tokens * 3 // 2 + 1, (batch, _LOAD_ROUNDS)
+        arrivals: list[Arrival] = []
+        ends: list[float] = []
+        wanted = batch * (1 + max(1, _LOAD_STEPS // mean_tokens))
+
+        async def client() -> None:
+            while len(ends) < wanted:
+                length = int(self._rng.geometric(1 / mean_tokens))
+                before = 0
+                for arrival in await self._generate(context, length):
+                    arrivals.append(Arrival(arrival.at, arrival.tokens - before))
+                    before = arrival.tokens
+                ends.append(arrivals[-1].at)
+
+        await asyncio.gather(*(client() for _ in range(batch)))
+        began, ended = sorted(ends)[batch - 1], sorted(ends)[wanted - 1]
+        return Load(
+            batch,
+            ended - began,
+            wanted - batch,
+            sum(arrival.tokens for arrival in arrivals if began < arrival.at <= ended),
+            batch * (context + mean_tokens),
         )
 
-        async def client(own: list[int]) -> None:
-            for tokens in own:
-                await self._generate(context, tokens)
-
-        began = time.monotonic()
-        await asyncio.gather(*(client(row) for row in lengths.tolist()))
-        return time.monotonic() - began, int(lengths.sum())
-
     async def _generate(self, context: int, new_tokens: int) -> list[Arrival]:
+        """One request, to its end; its chunks with the tokens so far."""
         self._serial += 1
         request = GenerationRequest(
             request_id=f"profile-{self._serial}",
@@ -166,12 +207,7 @@ async def profile(
     decode = [await profiler.decode(batch, c) for batch in batches for c in contexts]
     lengths = sorted({*contexts, 4 * max(contexts)})
     prefill = [await profiler.prefill(tokens, decode[0]["seconds"]) for tokens in lengths]
-    if max(batches) > 1:
-        under_load = await profiler.request_seconds(max(batches), lengths[0])
-        moved = under_load - prefill[0]["seconds"]
-        for row in prefill:
-            row["seconds"] = round(max(0.0, row["seconds"] + moved), 7)
-    return {
+    data = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
         "measured": {
@@ -183,6 +219,35 @@ async def profile(
         "decode": decode,
         "prefill": prefill,
     }
+    if max(batches) > 1:
+        await _move_to_load(data, profiler, sorted(set(batches) - {1}), min(contexts))
+    return data
+
+
+async def _move_to_load(
+    data: dict[str, Any], profiler: EngineProfiler, batches: list[int], context: int
+) -> None:
+    """Move the rows of a cost model that was measured at rest to what they are under load.
+
+    What a request costs is taken from the largest batch, where it matters. A batch of one has no
+    neighbours: it stays.
+    """
+    at_rest = fit_engine_costs(data)
+    slopes = dict(zip(at_rest.batches, at_rest.per_kv_token, strict=True))
+    levels = dict(zip(at_rest.batches, at_rest.fixed, strict=True))
+    few, many = _LOAD_TOKENS
+    loads = {batch: await profiler.load(batch, context, many) for batch in batches}
+    largest = batches[-1]
+    short = await profiler.load(largest, context, few)
+    per_request = request_seconds(short, loads[largest], slopes[largest])
+    for row in data["decode"]:
+        batch = row["batch"]
+        if batch in loads:
+            level = loads[batch].step_seconds(per_request, slopes[batch])
+            row["seconds"] = round(max(0.0, row["seconds"] + level - levels[batch]), 7)
+    moved = per_request - at_rest.prefill(context, 0.0)
+    for row in data["prefill"]:
+        row["seconds"] = round(max(0.0, row["seconds"] + moved), 7)
 
 
 def _numbers(option: str, text: str) -> list[int]:

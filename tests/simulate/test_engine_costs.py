@@ -130,7 +130,11 @@ def test_a_measured_table_is_interpolated_and_continued() -> None:
     for batch in (1, 8, 16, 40, 64, 128):
         assert costs.decode(batch) == pytest.approx((0.001 * batch, 1e-6), rel=1e-6)
     assert costs.prefill(300, 0.0) == pytest.approx(0.005)
-    assert costs.prefill(0, 0.0) == 0
+
+
+def test_a_request_whose_prompt_is_cached_still_costs_something() -> None:
+    costs = fit_engine_costs(table())
+    assert costs.prefill(0, 0.0) == pytest.approx(0.002)
 
 
 def test_one_context_a_batch_is_enough() -> None:
