@@ -60,15 +60,39 @@ class FlatBucket:
     shapes: list[list[int]]
 
 
-def flatten(bucket: Bucket, into_N: Tensor) -> FlatBucket:
-    """Copy a bucket into the beginning of a byte tensor that is long enough for it.
+class Buffers:
+    """Two byte tensors in turn: one travels, one is filled. New memory is slow at first touch."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._turn = 0
+        self._held = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
+        self.device = self._held[0].device  # with its number
+
+    def next(self, size: int) -> Tensor:
+        """At least `size` bytes; those that were returned before the last call are free by now."""
+        self._turn ^= 1
+        if self._held[self._turn].nbytes < size:
+            self._held[self._turn] = torch.empty(size, dtype=torch.uint8, device=self.device)
+        return self._held[self._turn]
+
+    @property
+    def held_bytes(self) -> int:
+        """The room that both take."""
+        return sum(buffer.nbytes for buffer in self._held)
+
+
+def flatten(bucket: Bucket, buffers: Buffers) -> FlatBucket:
+    """Copy a bucket into the beginning of the next buffer.
 
     Wider types come first, so that every tensor starts at a multiple of its element size. A bucket
-    of one large tensor that is in one piece already is not copied.
+    of one tensor that is in one piece already (an embedding, mostly) is not copied, and needs no
+    buffer: it would be the largest.
     """
     alone = bucket[0][1].detach() if len(bucket) == 1 else None
-    if alone is not None and alone.is_contiguous() and alone.device == into_N.device:
+    if alone is not None and alone.is_contiguous() and alone.device == buffers.device:
         into_N = alone.reshape(-1).view(torch.uint8)
+    else:
+        into_N = buffers.next(size_of(bucket))
     ordered: Sequence[NamedTensor] = sorted(bucket, key=lambda item: -item[1].element_size())
     flat_N = into_N[: size_of(bucket)]
     start = 0
@@ -83,22 +107,6 @@ def flatten(bucket: Bucket, into_N: Tensor) -> FlatBucket:
         [str(tensor.dtype).removeprefix("torch.") for _, tensor in ordered],
         [list(tensor.shape) for _, tensor in ordered],
     )
-
-
-class _Buffers:
-    """Two byte tensors in turn: one travels, one is filled. New memory is slow at first touch."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._turn = 0
-        self._held = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
-
-    def next(self, size: int) -> Tensor:
-        """At least `size` bytes; those that were returned before the last call are free by now."""
-        self._turn ^= 1
-        if self._held[self._turn].nbytes < size:
-            self._held[self._turn] = torch.empty(size, dtype=torch.uint8, device=self._device)
-        return self._held[self._turn]
 
 
 class _Link:
@@ -155,6 +163,7 @@ class _Link:
     def finish(self) -> None:
         """After `done`. Raises RuntimeError if the broadcast failed."""
         self._work.wait()
+        self._work = None  # it holds what was sent
 
     def drop(self) -> None:
         """Close all connections, whatever is under way.
@@ -176,7 +185,7 @@ class DistributedSender(WeightSender):
     ) -> None:
         super().__init__(settings, engines)
         self._device = device
-        self._buffers = _Buffers(device)
+        self._host_buffers = Buffers(torch.device("cpu"))
         self._link: _Link | None = None
 
     def _open_link(self) -> None:
@@ -231,13 +240,11 @@ class DistributedSender(WeightSender):
         announced: Answers = []
         travelling = False
         deadline, watch = update.deadline, update.watch
-        if self._device.type != "cpu":
-            self._buffers = _Buffers(
-                self._device
-            )  # between updates that memory is for other things
-        buffers = self._buffers
+        # Between updates a device's memory is for other things.
+        on_host = self._device.type == "cpu"
+        buffers = self._host_buffers if on_host else Buffers(self._device)
         for bucket, following in update.buckets_with_next():
-            flat = flatten(bucket, buffers.next(size_of(bucket)))
+            flat = flatten(bucket, buffers)
             watch.lap("gather")
             announcement = self._announcement(flat, following, update)
             if travelling:

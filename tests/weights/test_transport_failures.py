@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import time
@@ -86,6 +87,36 @@ def test_the_first_broadcast_of_a_group_comes_after_its_announcement(
         sender.send(_buckets(), VERSION)
         sender.close()
     assert sent == [256 * 64 * 4, 128 * 2]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_between_updates_buffers_are_kept_on_a_host_only(
+    monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """`meta` stands for a GPU, whose memory is for training then; zeros travel in its place."""
+    start_broadcast = _Link.start
+    places = []
+
+    def start(link: _Link, tensor: torch.Tensor) -> None:
+        places.append(tensor.data_ptr())
+        start_broadcast(link, tensor if device == "cpu" else torch.zeros_like(tensor, device="cpu"))
+
+    monkeypatch.setattr(_Link, "start", start)
+    settings = WeightsConfig(timeout_seconds=20.0)
+    sender = DistributedSender(settings, EngineConfig(), torch.device(device))
+    bucket = [item for single in _buckets() for item in single]
+    with serving(FakeEngine("works"), "engine") as address:
+        sender.connect([address])
+        for _ in range(3):
+            sender.send([bucket], VERSION)
+        left = [
+            item
+            for item in gc.get_objects()
+            if type(item) is torch.Tensor and item.device.type == device == "meta" and item.nbytes
+        ]
+        assert not left
+        sender.close()
+    assert device == "meta" or places[2] == places[0] != places[1]
 
 
 @pytest.mark.parametrize("mode", ["dies", "refuses"])

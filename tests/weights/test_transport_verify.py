@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from megatron_async.errors import ComponentFailure
 from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weights.disk import publish
-from megatron_async.weights.distributed import flatten
+from megatron_async.weights.distributed import Buffers, flatten
 from megatron_async.weights.publication import read_manifest, read_shard
 from megatron_async.weights.tensor import serialise
 from megatron_async.weights.transport import with_next
@@ -92,7 +92,7 @@ def test_flattening_keeps_every_tensor_aligned_and_bit_for_bit() -> None:
         ("single", torch.randn(2, 3, generator=generator).T),
         ("scalar", torch.tensor(4.0)),
     ]
-    flat = flatten(bucket, torch.empty(100, dtype=torch.uint8))
+    flat = flatten(bucket, Buffers(torch.device("cpu")))
     originals, start = dict(bucket), 0
     for name, dtype, shape in zip(flat.names, flat.dtypes, flat.shapes, strict=True):
         kind = getattr(torch, dtype)
@@ -105,13 +105,14 @@ def test_flattening_keeps_every_tensor_aligned_and_bit_for_bit() -> None:
 
 
 def test_a_bucket_of_one_tensor_in_one_piece_is_sent_from_where_it_is() -> None:
-    space = torch.empty(100, dtype=torch.uint8)
+    buffers = Buffers(torch.device("cpu"))
     tensor = torch.arange(6.0).view(2, 3)
-    flat = flatten([("a", tensor)], space)
+    flat = flatten([("a", tensor)], buffers)
     assert flat.bytes_N.data_ptr() == tensor.data_ptr() and flat.shapes == [[2, 3]]
     assert torch.equal(flat.bytes_N.view(torch.float32), torch.arange(6.0))
-    turned = flatten([("a", tensor.T)], space)
-    assert turned.bytes_N.data_ptr() == space.data_ptr()
+    assert not buffers.held_bytes, "a whole embedding's room for nothing"
+    turned = flatten([("a", tensor.T)], buffers)
+    assert buffers.held_bytes == tensor.nbytes
     assert torch.equal(turned.bytes_N.view(torch.float32).view(3, 2), tensor.T)
 
 
