@@ -43,6 +43,7 @@ from megatron_async.weights.transport import (
 
 _JOIN_SECONDS = 60.0
 _LEAVE_SECONDS = 20.0
+_LAST_ANSWERS_SECONDS = 1.0
 _FIRST_POLL_SECONDS = 5e-5
 _LONGEST_POLL_SECONDS = 5e-4
 _group_serial = itertools.count()
@@ -214,7 +215,7 @@ class DistributedSender(WeightSender):
         try:
             link.join()
         except RuntimeError as error:
-            _raise_first_failure(joins, wait_seconds=1.0)
+            _raise_first_failure(joins, _LAST_ANSWERS_SECONDS)
             raise ComponentFailure(
                 f"the engines did not join the weight-update group within {_JOIN_SECONDS:g} s: "
                 f"{error}"
@@ -305,6 +306,9 @@ class DistributedSender(WeightSender):
         while not link.done:
             _raise_first_failure(announced)
             if time.monotonic() > deadline:
+                # The announcements have the same limit, and say which engines it was.
+                wait(announced, _LAST_ANSWERS_SECONDS)
+                _raise_first_failure(announced)
                 raise ComponentFailure(
                     "the weight broadcast did not end within weights.timeout_seconds = "
                     f"{self.settings.timeout_seconds:g}"
@@ -314,7 +318,7 @@ class DistributedSender(WeightSender):
         try:
             link.finish()
         except RuntimeError as error:
-            _raise_first_failure(announced, wait_seconds=1.0)
+            _raise_first_failure(announced, _LAST_ANSWERS_SECONDS)
             raise ComponentFailure(f"the weight broadcast failed: {error}") from error
 
     def _require_link(self) -> _Link:
