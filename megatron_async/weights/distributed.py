@@ -5,7 +5,8 @@ Invariants
   on the store path that SGLang's `init_custom_process_group` uses, but as a bare backend: the
   trainer's default group and `torch.distributed`'s global tables are never touched, and it can be
   thrown away at any time.
-- Each group has a new name and a new port, so a dead one never disturbs the next.
+- Each group has a new port and a name that no trainer, on whatever host, has used before: an engine
+  refuses one that it knows.
 - A dead engine does not hang the sender: broadcasts are polled together with the HTTP calls that
   announce them, up to the deadline; the first failure of either ends the update.
 - While one bucket travels, the next is gathered; while an engine loads one, the next travels
@@ -14,10 +15,9 @@ Invariants
 
 from __future__ import annotations
 
-import itertools
-import os
 import socket
 import time
+import uuid
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
@@ -46,7 +46,6 @@ _LEAVE_SECONDS = 20.0
 _LAST_ANSWERS_SECONDS = 1.0
 _FIRST_POLL_SECONDS = 5e-5
 _LONGEST_POLL_SECONDS = 5e-4
-_group_serial = itertools.count()
 
 Answers = Sequence[Future[dict[str, Any]]]
 
@@ -195,7 +194,7 @@ class DistributedSender(WeightSender):
         ranks = self.engine_settings.tensor
         listener = socket.create_server((address, 0), backlog=len(self.engines) * ranks + 8)
         link = _Link(
-            f"megatron-async-{os.getpid()}-{next(_group_serial)}",
+            f"megatron-async-{uuid.uuid4().hex}",
             backend,
             listener,
             1 + ranks * len(self.engines),

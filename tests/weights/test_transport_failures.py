@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import subprocess
 import sys
 import time
@@ -87,6 +88,19 @@ def test_the_first_broadcast_of_a_group_comes_after_its_announcement(
         sender.send(_buckets(), VERSION)
         sender.close()
     assert sent == [256 * 64 * 4, 128 * 2]
+
+
+def test_each_group_has_a_name_that_no_other_trainer_has_used() -> None:
+    """Process ids and counts come again, on another host or in the next container."""
+    engine, names = FakeEngine("works"), []
+    sender = _sender()
+    with serving(engine, "engine") as address:
+        for _ in range(2):
+            sender.connect([address])
+            names += engine.groups
+            sender.disconnect()
+    assert len(set(names)) == 2
+    assert all(re.fullmatch(r"megatron-async-[0-9a-f]{32}", name) for name in names)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
