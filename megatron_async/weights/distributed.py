@@ -8,17 +8,21 @@ Invariants
 - Each group has a new port and a name that no trainer, on whatever host, has used before: an engine
   refuses one that it knows.
 - A dead engine does not hang the sender: broadcasts are polled together with the HTTP calls that
-  announce them, up to the deadline; the first failure of either ends the update.
+  announce them, up to the deadline; the first failure of either ends the update. What may block
+  inside NCCL (a group's first broadcast, its end) runs on a thread that is left behind if need be.
 - While one bucket travels, the next is gathered; while an engine loads one, the next travels
   (`ahead.py` is the engine's end). An engine has one announcement at a time.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import socket
+import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
@@ -44,9 +48,11 @@ from megatron_async.weights.transport import (
 _JOIN_SECONDS = 60.0
 _LEAVE_SECONDS = 20.0
 _LAST_ANSWERS_SECONDS = 1.0
+_ABORT_SECONDS = 20.0
 _FIRST_POLL_SECONDS = 5e-5
 _LONGEST_POLL_SECONDS = 5e-4
 
+_logger = logging.getLogger(__name__)
 Answers = Sequence[Future[dict[str, Any]]]
 
 
@@ -148,6 +154,17 @@ class _Link:
         """The limit of each broadcast from now on."""
         self._group._set_default_timeout(timedelta(seconds=seconds))
 
+    def start_first(self, tensor: Tensor) -> Future[None]:
+        """`start`; with NCCL it is done when all ranks have called theirs, or never."""
+        # A thread has a current stream of its own; the tensor is written on the caller's.
+        stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+
+        def start() -> None:
+            with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+                self.start(tensor)
+
+        return _aside(start)
+
     def start(self, tensor: Tensor) -> None:
         """Begin to broadcast; `finish` before the next one."""
         options = dist.BroadcastOptions()
@@ -173,8 +190,14 @@ class _Link:
         """
         self._work = None
         if self._group is not None:
-            self._group.abort()
+            ended = _aside(self._group.abort)
             self._group = None
+            try:
+                ended.result(_ABORT_SECONDS)
+            except TimeoutError:
+                _logger.warning(
+                    "weight-update group %s did not end within %g s", self.name, _ABORT_SECONDS
+                )
 
 
 class DistributedSender(WeightSender):
@@ -248,7 +271,7 @@ class DistributedSender(WeightSender):
             watch.lap("gather")
             announcement = self._announcement(flat, following, update)
             if travelling:
-                self._wait_for_broadcast(announced, deadline)
+                self._wait_for_broadcast(announced, update)
                 watch.lap("broadcast")
                 # Engines listen for it already; but announced it is only when they have loaded the
                 # one before: two calls under way could overtake each other.
@@ -264,11 +287,11 @@ class DistributedSender(WeightSender):
                 # The other way round: nobody listens yet, and NCCL's first broadcast of a group
                 # does not return before all ranks have called it.
                 announced = self._announce(announcement, deadline)
-                self._require_link().start(flat.bytes_N)
+                self._start_first(flat.bytes_N, announced, update)
                 travelling = True
             update.sent_bytes += flat.bytes_N.nbytes
         if travelling:
-            self._wait_for_broadcast(announced, deadline)
+            self._wait_for_broadcast(announced, update)
         watch.lap("broadcast")
         _wait_for_answers(announced, deadline)
         watch.lap("load")
@@ -298,32 +321,66 @@ class DistributedSender(WeightSender):
             "update_weights_from_distributed", lambda _: body, time_left(deadline)
         )
 
-    def _wait_for_broadcast(self, announced: Answers, deadline: float) -> None:
-        """Until it is done. Raises as soon as an engine refuses, or at the deadline."""
+    def _start_first(self, tensor: Tensor, announced: Answers, update: Update) -> None:
+        """Raises, as the waits below, also if the call does not return."""
+        started = self._require_link().start_first(tensor)
+        self._wait_until(
+            started.done, "the engines did not enter the first broadcast", announced, update
+        )
+        _settle(started.result, announced)
+
+    def _wait_for_broadcast(self, announced: Answers, update: Update) -> None:
         link = self._require_link()
+        self._wait_until(lambda: link.done, "the weight broadcast did not end", announced, update)
+        _settle(link.finish, announced)
+
+    def _wait_until(
+        self, reached: Callable[[], bool], otherwise: str, announced: Answers, update: Update
+    ) -> None:
+        """Raises as soon as an engine refuses what was announced, or at the deadline."""
         pause = _FIRST_POLL_SECONDS
-        while not link.done:
+        while not reached():
             _raise_first_failure(announced)
-            if time.monotonic() > deadline:
+            if time.monotonic() > update.deadline:
                 # The announcements have the same limit, and say which engines it was.
                 wait(announced, _LAST_ANSWERS_SECONDS)
                 _raise_first_failure(announced)
                 raise ComponentFailure(
-                    "the weight broadcast did not end within weights.timeout_seconds = "
+                    f"{otherwise} within weights.timeout_seconds = "
                     f"{self.settings.timeout_seconds:g}"
                 )
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_POLL_SECONDS)
-        try:
-            link.finish()
-        except RuntimeError as error:
-            _raise_first_failure(announced, _LAST_ANSWERS_SECONDS)
-            raise ComponentFailure(f"the weight broadcast failed: {error}") from error
 
     def _require_link(self) -> _Link:
         if self._link is None:
             raise ComponentFailure("weights were to be sent before the engines were connected")
         return self._link
+
+
+def _aside(work: Callable[[], None]) -> Future[None]:
+    """Run it on a thread that nobody has to wait for, not even the end of the process."""
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+    threading.Thread(target=run, name="weight-group", daemon=True).start()
+    return future
+
+
+def _settle(result: Callable[[], None], announced: Answers) -> None:
+    """Raises if a broadcast failed; rather what an engine says of it."""
+    try:
+        result()
+    except RuntimeError as error:
+        _raise_first_failure(announced, _LAST_ANSWERS_SECONDS)
+        raise ComponentFailure(f"the weight broadcast failed: {error}") from error
 
 
 def _wait_for_answers(announced: Answers, deadline: float) -> None:

@@ -6,9 +6,11 @@ import gc
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 import torch
@@ -163,6 +165,42 @@ def test_an_engine_that_hangs_is_left_out_at_the_limit(start: Start) -> None:
     sender.connect([works])
     sender.send(_buckets(), VERSION)
     sender.close()
+
+
+class Heedless(FakeEngine):
+    """Answers what it is told of at once, and never receives it."""
+
+    def do_update_weights_from_distributed(
+        self, body: dict[str, Any]
+    ) -> tuple[int, dict[str, Any]]:
+        return (400, {}) if self.mode == "refuses" else (200, {})
+
+
+@pytest.mark.parametrize(
+    ("engine", "limit_seconds", "message"),
+    [
+        (FakeEngine("works"), 1.0, r"engine engine .*failed within 1\.0 s"),
+        (Heedless("works"), 1.0, r"did not enter the first broadcast within weights\.timeout_sec"),
+        (Heedless("refuses"), 20.0, r"engine engine .*answered 400"),
+    ],
+    ids=["waits in vain", "has answered", "refuses"],
+)
+def test_a_first_broadcast_that_blocks_has_the_same_limit(
+    monkeypatch: pytest.MonkeyPatch, engine: FakeEngine, limit_seconds: float, message: str
+) -> None:
+    """NCCL's may never return."""
+    let_go = threading.Event()
+    monkeypatch.setattr(_Link, "start", lambda link, tensor: let_go.wait(60))
+    sender = _sender(limit_seconds)
+    with serving(engine, "engine") as address:
+        sender.connect([address])
+        started = time.monotonic()
+        try:
+            with pytest.raises(ComponentFailure, match=message):
+                sender.send(_buckets(), VERSION)
+        finally:
+            let_go.set()
+        assert time.monotonic() - started < 1.0 + 1.0 + 3.0
 
 
 def test_an_engine_that_is_not_there_is_named_when_connecting(start: Start) -> None:
