@@ -36,6 +36,7 @@ import numpy as np
 
 from megatron_async.config import RunConfig, build_config
 from megatron_async.config.load import merge, read_yaml
+from megatron_async.run.devices import split_of_this_machine
 from megatron_async.run.directory import RunDirectory
 from megatron_async.run.supervisor import Supervisor
 from megatron_async.tasks.tiny_model import build_tiny_model
@@ -117,7 +118,7 @@ def settings_of(
 def measure(config: RunConfig, kind: str) -> Row:
     """One whole run."""
     directory = RunDirectory.create(config)
-    Supervisor(config, directory).run()
+    Supervisor(config, directory, split_of_this_machine(config)).run()
     updates = config.schedule.updates_per_batch
     lines = read_metrics(directory.metrics_file)
     evaluations = read_metrics(directory.metrics_file, kind="eval")

@@ -79,6 +79,7 @@ def train(
     Ctrl-C ends it cleanly; `--resume runs/NAME` goes on, with unfinished trajectories still there.
     """
     from megatron_async.config import load_config
+    from megatron_async.run.devices import split_of_this_machine
     from megatron_async.run.directory import RunDirectory
     from megatron_async.run.preflight import check_one_machine, check_run
     from megatron_async.run.report import closing_table, summarise, where_things_are
@@ -92,12 +93,13 @@ def train(
         settings = load_config(_need(config, "train"), list(overrides or []))
     check_one_machine(settings)
     check_run(settings)
+    devices = split_of_this_machine(settings)
     if resume is not None:
         directory, settings = RunDirectory.open(resume, list(overrides or []))
     else:
         directory = RunDirectory.create(settings)
     try:
-        Supervisor(settings, directory).run()
+        Supervisor(settings, directory, devices).run()
     except KeyboardInterrupt:
         typer.echo(f"go on with: megatron-async train --resume {directory.path}", err=True)
         raise
@@ -121,6 +123,7 @@ def sft(
 ) -> None:
     """Fine-tune on worked answers with the same Megatron trainer; leaves a HF checkpoint."""
     from megatron_async.config import load_config
+    from megatron_async.run.devices import check_trainer_here
     from megatron_async.run.directory import RunDirectory
     from megatron_async.run.preflight import check_one_machine, check_run
     from megatron_async.run.sft import run_sft, run_sft_on_nodes
@@ -131,6 +134,7 @@ def sft(
             raise UserError(f"--index is {index}, and there is no --session for it to be part of")
         check_one_machine(settings)
     check_run(settings)
+    check_trainer_here(settings)
     if out.exists() and any(out.iterdir()):
         raise UserError(f"--out {out} exists and is not empty")
     if session is None:

@@ -2,6 +2,8 @@
 
 Ray hands out the GPUs that it was started with, and torchrun's ranks count from the first that they
 see: without a split both would begin with the same one.
+
+Nothing here starts or writes anything: commands ask before they make a run directory.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from megatron_async.config import RunConfig
 from megatron_async.errors import UserError
 from megatron_async.rollout.sglang_process import resolve_device
 
+RUNNING_RAY_VARIABLE: Final = "RAY_ADDRESS"  # of a cluster that runs already
 VISIBLE_VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
 
 
@@ -31,37 +34,73 @@ def split_devices(gpus: Sequence[str], config: RunConfig) -> DeviceSplit:
 
     No split where they are meant to share (`engines.placement: colocated`), and where weights go
     over files and there are too few for both: the two then meet on the first ones. Raises UserError
-    for a transport that cannot work on these GPUs.
+    for what cannot work on these GPUs.
     """
+    check_sharing(config)
     ranks, wanted = config.parallel.ranks, config.engines.count * config.engines.tensor
-    transport = config.weights.transport
-    if config.engines.placement == "colocated":
-        if wanted > 1:
+    if config.engines.placement == "disaggregated":
+        if ranks + wanted <= len(gpus):
+            return DeviceSplit(",".join(gpus[:ranks]), ",".join(gpus[ranks : ranks + wanted]))
+        if config.weights.transport == "distributed":
             raise UserError(
-                "engines.placement colocated works with one engine on one GPU, which the weights "
-                f"are handed over on; engines.count x engines.tensor is {wanted}"
+                f"parallel.ranks {ranks} and engines.count x engines.tensor {wanted} need "
+                f"{ranks + wanted} GPUs with weights.transport distributed, and there are "
+                f"{len(gpus)}: set fewer, or engines.placement colocated with weights.transport "
+                "tensor"
             )
-        return DeviceSplit()
-    if transport == "tensor":
+    check_ranks(len(gpus), config)
+    return DeviceSplit()
+
+
+def check_ranks(gpus: int, config: RunConfig) -> None:
+    """Each trainer rank of a node has a GPU of its own. Raises UserError."""
+    needed = config.parallel.ranks // config.parallel.nodes
+    if needed > gpus:
+        raise UserError(
+            f"parallel.ranks {config.parallel.ranks} on parallel.nodes {config.parallel.nodes} "
+            f"needs {needed} GPUs on this machine, one for each rank, and there are {gpus}"
+        )
+
+
+def check_sharing(config: RunConfig) -> None:
+    """Whether engines on GPUs can take weights as the settings say. Raises UserError."""
+    if config.engines.placement == "colocated":
+        needed = {
+            "engines.count x engines.tensor": config.engines.count * config.engines.tensor,
+            "parallel.pipeline": config.parallel.pipeline,
+        }
+        for name, value in needed.items():
+            if value > 1:
+                raise UserError(
+                    "engines.placement colocated works with one engine on the GPU of the trainer's "
+                    f"rank 0, which all weights are handed over on; {name} is {value}"
+                )
+    elif config.weights.transport == "tensor":
         raise UserError(
             "weights.transport tensor hands weights over on one GPU, and with engines.placement "
             "disaggregated engines have GPUs of their own: set weights.transport distributed, or "
             "engines.placement colocated"
         )
-    if ranks + wanted <= len(gpus):
-        return DeviceSplit(",".join(gpus[:ranks]), ",".join(gpus[ranks : ranks + wanted]))
-    if transport == "distributed":
-        raise UserError(
-            f"parallel.ranks {ranks} and engines.count x engines.tensor {wanted} need "
-            f"{ranks + wanted} GPUs with weights.transport distributed, and there are {len(gpus)}: "
-            "set fewer, or engines.placement colocated with weights.transport tensor"
-        )
-    return DeviceSplit()
+
+
+def check_trainer_here(config: RunConfig) -> None:
+    """The trainer runs on CUDA wherever it is, whatever the engines do. Raises UserError."""
+    import torch
+
+    if torch.cuda.is_available():
+        check_ranks(len(visible_gpus()), config)
 
 
 def split_of_this_machine(config: RunConfig) -> DeviceSplit:
-    """Of the GPUs that this process may use. Raises UserError."""
-    if config.engines.kind == "simulated" or resolve_device(config.engines) == "cpu":
+    """Of the GPUs that this process may use; none with a Ray cluster that runs already.
+
+    Such a cluster has GPUs of its own to hand out. Raises UserError.
+    """
+    check_trainer_here(config)
+    if resolve_device(config.engines) == "cpu":
+        return DeviceSplit()
+    if os.environ.get(RUNNING_RAY_VARIABLE):
+        check_sharing(config)
         return DeviceSplit()
     return split_devices(visible_gpus(), config)
 

@@ -15,8 +15,10 @@ from rich.console import Console
 
 from megatron_async.config import RunConfig
 from megatron_async.rollout.evaluate import EvalResult
+from megatron_async.run.devices import split_of_this_machine
 from megatron_async.run.directory import RunDirectory
 from megatron_async.run.evaluation import evaluate_checkpoints
+from megatron_async.run.preflight import check_one_machine
 from megatron_async.run.report import closing_table, summarise, where_things_are
 from megatron_async.run.sft import run_sft
 from megatron_async.run.supervisor import Supervisor
@@ -42,6 +44,8 @@ def with_model(config: RunConfig, path: Path) -> RunConfig:
 
 def quickstart(config: RunConfig) -> None:
     """All stages into one new run directory. Raises UserError or ComponentFailure."""
+    check_one_machine(config)
+    devices = split_of_this_machine(config)
     console = Console(soft_wrap=True)
     directory = RunDirectory.create(config)
     initial, tuned = directory.path / "model", directory.path / "sft"
@@ -63,7 +67,7 @@ def quickstart(config: RunConfig) -> None:
     rl = with_model(config, tuned)
     directory.save_config(rl)
     with phases.time("RL in all, start of engine and trainers included"):
-        Supervisor(rl, directory).run()
+        Supervisor(rl, directory, devices).run()
     summary = summarise(directory)
     console.print(
         closing_table(summary, directory, before_sft=before.accuracy, extra_phases=phases.seconds)

@@ -15,7 +15,7 @@ import time
 from typing import TYPE_CHECKING
 
 from megatron_async.config import RunConfig
-from megatron_async.run.devices import VISIBLE_VARIABLE, DeviceSplit, split_of_this_machine
+from megatron_async.run.devices import RUNNING_RAY_VARIABLE, VISIBLE_VARIABLE, DeviceSplit
 from megatron_async.run.directory import RunDirectory
 from megatron_async.run.processes import Child, torchrun_command
 from megatron_async.run.train_rank import RAY_ADDRESS_VARIABLE
@@ -28,11 +28,12 @@ _POLL_SECONDS = 0.5
 
 
 class Supervisor:
-    """One run on one machine."""
+    """One run on one machine; `devices` are what its trainers and its engines may use."""
 
-    def __init__(self, config: RunConfig, directory: RunDirectory) -> None:
+    def __init__(self, config: RunConfig, directory: RunDirectory, devices: DeviceSplit) -> None:
         self._config = config
         self._directory = directory
+        self._devices = devices
         self._trainers: Child | None = None
         self._rollout: RolloutSide | None = None
 
@@ -43,14 +44,12 @@ class Supervisor:
         from megatron_async.run.rollout_side import RolloutSide, connect_ray
 
         self._directory.take_failure()
-        running = os.environ.get("RAY_ADDRESS")
-        # A Ray cluster that runs already has GPUs of its own to hand out.
-        devices = DeviceSplit() if running else split_of_this_machine(self._config)
-        address = connect_ray(running, gpus=devices.engines)
+        running = os.environ.get(RUNNING_RAY_VARIABLE)
+        address = connect_ray(running, gpus=self._devices.engines)
         try:
             self._rollout = RolloutSide(self._config, self._directory)
             self._rollout.start()
-            self._trainers = self._start_trainers(address, devices.trainers)
+            self._trainers = self._start_trainers(address, self._devices.trainers)
             self._watch(self._rollout)
         finally:
             self._stop()
