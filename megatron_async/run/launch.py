@@ -69,7 +69,18 @@ def for_hosts(config: RunConfig) -> RunConfig:
 
 
 def check_nodes(config: RunConfig, gpus_per_node: int) -> None:
-    """Raises UserError when the trainer's ranks do not fit their nodes."""
+    """Trainers and engines on different nodes. Raises UserError for what cannot work there."""
+    if config.engines.placement == "colocated":
+        raise UserError(
+            "engines.placement is colocated, and launch gives engines nodes of their own; on one "
+            "machine `megatron-async train` runs it"
+        )
+    real, transport = config.engines.kind == "sglang", config.weights.transport
+    if gpus_per_node and real and transport == "tensor":
+        raise UserError(
+            "weights.transport is tensor, which hands weights over on one GPU, and launch gives "
+            "engines nodes of their own: set weights.transport distributed, disk or delta"
+        )
     ranks_per_node = config.parallel.ranks // config.parallel.nodes
     if gpus_per_node and ranks_per_node > gpus_per_node:
         raise UserError(

@@ -98,6 +98,15 @@ def test_a_run_that_began_on_one_machine_goes_on_over_several(
         (["engines.tensor=16"], GPUS, r"engines\.tensor is 16, more than the 8 GPUs"),
         ([], Cluster(8, 0, "1:00:00"), "--engine-nodes is 0"),
         (["parallel.tensor=16"], GPUS, r"parallel\.tensor is 16, which does not divide"),
+        (["weights.transport=tensor"], GPUS, r"weights\.transport is tensor, .* of their own"),
+        (
+            [
+                *("engines.placement=colocated", "weights.transport=tensor"),
+                *("schedule.preset=sync", "parallel.nodes=1", "parallel.ranks=8"),
+            ],
+            GPUS,
+            r"engines\.placement is colocated, and launch gives engines nodes of their own",
+        ),
         (["model.path=/nowhere"], GPUS, r"model\.path '/nowhere' has no config"),
         (["model.checkpoint=/nowhere"], GPUS, r"model\.checkpoint '/nowhere' has no manifest"),
     ],
