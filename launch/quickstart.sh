@@ -1,7 +1,15 @@
 #!/usr/bin/env bash
 # Sets everything up and runs the main job: a small language model gets better by RL.
 #   bash launch/quickstart.sh [setting=value ...]      e.g. name=second seed=2
+#
+# Its settings are for two CPU cores. Where there is a GPU it stays idle, and the environment for the
+# CPU lies beside the other, in .venv-cpu (MEGATRON_ASYNC_FLAVOUR=gpu: use the GPU, untested).
 set -euo pipefail
+if [ "${MEGATRON_ASYNC_FLAVOUR:-cpu}" = cpu ] && nvidia-smi -L >/dev/null 2>&1; then
+  root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+  export MEGATRON_ASYNC_FLAVOUR=cpu MEGATRON_ASYNC_VENV="${MEGATRON_ASYNC_VENV:-$root/.venv-cpu}"
+  export CUDA_VISIBLE_DEVICES="" # pip's torch may be a CUDA build all the same
+fi
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 cd "$ROOT"
 if [ $# -eq 0 ]; then

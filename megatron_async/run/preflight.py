@@ -14,6 +14,9 @@ from megatron_async.config import RunConfig
 from megatron_async.config.rollout import EngineConfig
 from megatron_async.errors import UserError
 
+# bfloat16 keeps eight bits: a log-prob of -5 is rounded by up to 0.016.
+_LEAST_TOLERANCE_OF_BFLOAT16 = 1e-3
+
 
 def check_model(path: Path | str) -> dict[str, Any]:
     """The parsed config.json of a Hugging Face directory with weights and a tokenizer."""
@@ -47,6 +50,25 @@ def check_one_machine(config: RunConfig) -> None:
         raise UserError(
             f"parallel.nodes is {config.parallel.nodes}, and this command uses one machine; "
             "`megatron-async launch` (sft: launch/slurm/sft.sbatch) starts it on several"
+        )
+
+
+def check_probe(config: RunConfig) -> None:
+    """Where the engines run: can they agree with the trainer as closely as is asked?
+
+    Those that do not are replaced until none is left, minutes after the start.
+    """
+    from megatron_async.rollout.sglang_process import resolve_device, resolve_dtype
+
+    weights, engines = config.weights, config.engines
+    dtype = resolve_dtype(engines, resolve_device(engines))
+    if weights.verify == "never" or dtype == "float32":
+        return
+    if weights.probe_tolerance < _LEAST_TOLERANCE_OF_BFLOAT16:
+        raise UserError(
+            f"weights.probe_tolerance is {weights.probe_tolerance:g}, which takes float32, and "
+            f"engines.dtype {engines.dtype} is {dtype} here: set weights.probe_tolerance 0.05, or "
+            "engines.dtype and model.dtype float32"
         )
 
 
