@@ -50,19 +50,25 @@ class Session:
     def begun(cls, directory: RunDirectory, name: str, seconds: float) -> Session:
         """The session once another node has begun it; nothing is written before.
 
-        Raises UserError for a name that is no file name, ComponentFailure after the limit.
+        Raises UserError for a name that is no file name, ComponentFailure for a session that is
+        over already and after the limit.
         """
         check_name(name)
         session = cls(directory.path / "launch" / name)
         deadline = time.monotonic() + seconds
-        while not session.token_file.exists():
+        while not session.closed():
+            if session.token_file.exists():
+                return session
             if time.monotonic() > deadline:
                 raise ComponentFailure(
                     f"waited {seconds:.0f} s for session {name} of {directory.path}: the first "
                     "node has not begun it, or its log says why not"
                 )
             time.sleep(_POLL_SECONDS)
-        return session
+        raise ComponentFailure(
+            f"--session {name!r} is over: an earlier launch of the run used that name, or the "
+            "first node has ended already"
+        )
 
     def begin(self) -> None:
         """By the first rollout node: from now on this session owns the run. Raises UserError."""
