@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -56,13 +58,22 @@ class _MetadataUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
 
 
+@contextmanager
+def _corrupt(what: str) -> Iterator[None]:
+    """Whatever goes wrong over somebody's bytes is their fault: a pickle can raise anything."""
+    try:
+        yield
+    except (CorruptCheckpoint, MemoryError):
+        raise
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CorruptCheckpoint(f"{what}: {reason}") from error
+
+
 def check_metadata(folder: Path) -> Metadata:
     """Raises CorruptCheckpoint when the metadata is missing, torn, or more than metadata."""
-    try:
-        with (folder / METADATA_NAME).open("rb") as stream:
-            content = _MetadataUnpickler(stream).load()
-    except (OSError, pickle.UnpicklingError, EOFError, AttributeError, TypeError) as error:
-        raise CorruptCheckpoint(f"{METADATA_NAME} cannot be read: {error}") from error
+    with _corrupt(f"{METADATA_NAME} cannot be read"), (folder / METADATA_NAME).open("rb") as stream:
+        content = _MetadataUnpickler(stream).load()
     if not isinstance(content, Metadata):
         raise CorruptCheckpoint(f"{METADATA_NAME} holds a {type(content).__name__}")
     return content
@@ -75,36 +86,29 @@ def check_objects(folder: Path, part: int = 0, parts: int = 1) -> None:
     CorruptCheckpoint.
     """
     metadata = check_metadata(folder)
-    # Not "those that are called bytes": what is called a tensor and is none must not slip through.
-    stored = [
-        (index.fqn, info)
-        for index, info in (metadata.storage_data or {}).items()
-        if type(metadata.state_dict_metadata.get(index.fqn)) is not TensorStorageMetadata
-    ]
-    try:
+    with _corrupt(f"{METADATA_NAME} describes no objects"):  # any field may be left out or replaced
+        # Not "those that are called bytes": what is called a tensor and is none must not slip by.
+        stored = [
+            (index.fqn, info)
+            for index, info in (metadata.storage_data or {}).items()
+            if type(metadata.state_dict_metadata.get(index.fqn)) is not TensorStorageMetadata
+        ]
         stored.sort(key=lambda entry: (entry[0], entry[1].offset))
-        for name, info in stored[part::parts]:
-            _check_object(name, _bytes_of(folder, name, info))
-    except (AttributeError, TypeError) as error:  # a pickle may leave out or replace any field
-        raise CorruptCheckpoint(f"{METADATA_NAME} describes no object: {error}") from error
+    for name, info in stored[part::parts]:
+        _check_object(name, _bytes_of(folder, name, info))
     if part == 0:
         _check_object(COMMON_NAME, folder / COMMON_NAME)
 
 
 def _bytes_of(folder: Path, name: str, info: _StorageInfo) -> io.BytesIO:
-    if info.transform_descriptors:
-        raise CorruptCheckpoint(f"object {name} is stored in a form that no save of ours has")
-    try:
+    with _corrupt(f"object {name} cannot be read"):
+        if info.transform_descriptors:
+            raise CorruptCheckpoint(f"object {name} is stored in a form that no save of ours has")
         with (folder / info.relative_path).open("rb") as stream:
             stream.seek(info.offset)
             return io.BytesIO(stream.read(info.length))
-    except OSError as error:
-        raise CorruptCheckpoint(f"object {name} cannot be read: {error}") from error
 
 
 def _check_object(name: str, source: io.BytesIO | Path) -> None:
-    try:
+    with _corrupt(f"{name} holds more than values"):
         torch.load(source, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, ValueError, pickle.UnpicklingError, EOFError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CorruptCheckpoint(f"{name} holds more than values: {reason}") from error

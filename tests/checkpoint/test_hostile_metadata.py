@@ -1,0 +1,157 @@
+"""Whatever a checkpoint says of its objects, it is corrupt in one sentence, or it passes."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
+
+from megatron_async.checkpoint.files import ShardFiles
+from megatron_async.checkpoint.manifest import CorruptCheckpoint
+from megatron_async.checkpoint.metadata import (
+    COMMON_NAME,
+    METADATA_NAME,
+    check_metadata,
+    check_objects,
+)
+from megatron_async.checkpoint.placement import Piece
+
+OBJECT = MetadataIndex("random")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint of one tensor, one object and the common state."""
+    with ShardFiles(tmp_path, ranks=1) as files:
+        files.add(0, "weight", (2, 3), Piece((0, 0), torch.ones(2, 3)))
+        files.finish()
+    torch.save({}, tmp_path / COMMON_NAME)
+    torch.save([1, 2], tmp_path / "object")
+    metadata = read(tmp_path)
+    metadata.state_dict_metadata["random"] = BytesStorageMetadata()
+    metadata.storage_data[OBJECT] = replace(
+        next(iter(metadata.storage_data.values())),
+        relative_path="object",
+        offset=0,
+        length=(tmp_path / "object").stat().st_size,
+    )
+    write(tmp_path, metadata)
+    return tmp_path
+
+
+def read(folder: Path) -> Metadata:
+    content: Metadata = pickle.loads((folder / METADATA_NAME).read_bytes())
+    return content
+
+
+def write(folder: Path, metadata: Metadata) -> None:
+    (folder / METADATA_NAME).write_bytes(pickle.dumps(metadata))
+
+
+def test_a_whole_checkpoint_passes_in_every_share(folder: Path) -> None:
+    check_objects(folder)
+    for part in range(3):
+        check_objects(folder, part, 3)
+
+
+def leaves_out_the_tensors(metadata: Metadata) -> None:
+    del metadata.state_dict_metadata
+
+
+def leaves_out_the_files(metadata: Metadata) -> None:
+    metadata.storage_data = [OBJECT]
+
+
+def names_objects_by_strings(metadata: Metadata) -> None:
+    metadata.storage_data = {"random": metadata.storage_data[OBJECT]}
+
+
+def tells_nothing_of_the_object(metadata: Metadata) -> None:
+    metadata.storage_data[OBJECT] = None
+
+
+def puts_it_beyond_every_file(metadata: Metadata) -> None:
+    metadata.storage_data[OBJECT].offset = 2**70
+
+
+def puts_it_into_no_file(metadata: Metadata) -> None:
+    metadata.storage_data[OBJECT].relative_path = "a\0b"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        leaves_out_the_tensors,
+        leaves_out_the_files,
+        names_objects_by_strings,
+        tells_nothing_of_the_object,
+        puts_it_beyond_every_file,
+        puts_it_into_no_file,
+    ],
+)
+def test_metadata_that_lacks_a_field_or_has_another_in_its_place_is_corrupt(
+    folder: Path, damage: Callable[[Metadata], None]
+) -> None:
+    metadata = read(folder)
+    damage(metadata)
+    write(folder, metadata)
+    with pytest.raises(CorruptCheckpoint):
+        check_objects(folder)
+
+
+def call(module: str, name: str, argument: bytes) -> bytes:
+    """A pickle that calls an allowed name."""
+
+    def text(word: str) -> bytes:
+        return b"\x8c" + bytes([len(word)]) + word.encode()
+
+    return b"\x80\x04" + text(module) + text(name) + b"\x93" + argument + b"\x85R."
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"Inot a number\n.",
+        b"\x80\x63.",
+        call("torch.serialization", "_get_layout", b"\x8c\x04none"),
+        call("collections", "OrderedDict", b"K\x01"),
+    ],
+    ids=["value", "protocol", "key", "type"],
+)
+def test_whatever_reading_it_raises_it_is_corrupt(folder: Path, content: bytes) -> None:
+    (folder / METADATA_NAME).write_bytes(content)
+    with pytest.raises(CorruptCheckpoint, match=r"\.metadata cannot be read"):
+        check_metadata(folder)
+
+
+@settings(
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(data=st.data())
+def test_damaged_bytes_are_corrupt_or_still_metadata(folder: Path, data: st.DataObject) -> None:
+    whole = pickle.dumps(read_once(folder))
+    place = data.draw(st.integers(0, len(whole) - 1))
+    put = data.draw(st.binary(min_size=1, max_size=4))
+    (folder / METADATA_NAME).write_bytes(whole[:place] + put + whole[place + len(put) :])
+    try:
+        check_objects(folder)
+    except CorruptCheckpoint as error:
+        assert len(str(error).splitlines()) == 1
+
+
+def read_once(folder: Path) -> Metadata:
+    """As the fixture left it: earlier examples have damaged the file itself."""
+    kept = folder / "kept"
+    if not kept.exists():
+        kept.write_bytes((folder / METADATA_NAME).read_bytes())
+    content: Metadata = pickle.loads(kept.read_bytes())
+    return content
