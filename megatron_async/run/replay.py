@@ -38,6 +38,9 @@ class Timeline:
         match event:
             case ev.TokensArrived():
                 self._tokens += event.count
+            case ev.ManyAborted():
+                self._counts["Aborted"] += len(event.requests)
+                self._tokens += sum(sum(request[1::2]) for request in event.requests)
             case ev.EngineUp():
                 self._note(exchange, f"engine {event.engine_id} up with {event.version}")
             case ev.EngineDown():

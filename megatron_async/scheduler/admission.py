@@ -8,13 +8,12 @@ hold everything.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_async.config.schedule import ScheduleConfig
 
 
-@dataclass(frozen=True, slots=True)
-class Occupancy:
+class Occupancy(NamedTuple):
     """Where the started groups are. `open_groups`: neither in a batch nor dropped.
 
     `ready_groups` are the complete ones among them, `untaken_batches` were emitted and are not

@@ -10,6 +10,7 @@ Invariants
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable
 
 from megatron_async.scheduler.events import EngineUp
 from megatron_async.scheduler.state import EngineEntry, GroupEntry, TrajectoryEntry
@@ -125,7 +126,7 @@ class Placement:
         self._serving = serving
         self._concurrency = concurrency
         self._heap = [
-            ((engine.kv_tokens / engine.kv_capacity, len(engine.running), engine.index), engine)
+            (engine.kv_tokens / engine.kv_capacity, len(engine.running), engine.index, engine)
             for engine in serving.values()
             if engine.max_running is None or engine.has_room
         ]
@@ -137,11 +138,11 @@ class Placement:
         An engine that serves the group already is preferred while it carries no more than its
         share of N' and the surplus load is not above what the shared prompt saves.
         """
-        best = self._least_loaded()
-        if best is None or not group.serving:
+        best, serving = self._least_loaded(), group.serving
+        if best is None or not serving or best.engine_id in serving:
             return best
-        shared = self._least_loaded_of(group, best)
-        if shared is None or shared is best:
+        shared = self._least_loaded_of(serving)
+        if shared is None:
             return best
         surplus = shared.kv_tokens - best.kv_tokens / best.kv_capacity * shared.kv_capacity
         within_share = len(shared.running) * len(self._serving) < self._concurrency
@@ -150,21 +151,20 @@ class Placement:
     def _least_loaded(self) -> EngineEntry | None:
         heap = self._heap
         while heap:
-            (_, running, _), engine = heap[0]
+            _, running, _, engine = heap[0]
             if len(engine.running) == running:  # nothing was submitted to it since
                 return engine
             if engine.max_running is None or engine.has_room:
-                heapq.heapreplace(heap, (_key(engine), engine))
+                load = engine.kv_tokens / engine.kv_capacity
+                heapq.heapreplace(heap, (load, len(engine.running), engine.index, engine))
             else:
                 heapq.heappop(heap)
         return None
 
-    def _least_loaded_of(self, group: GroupEntry, best: EngineEntry) -> EngineEntry | None:
-        """Of those that serve the group; `best`, the least loaded of all, is it if it is there."""
-        if best.engine_id in group.serving:
-            return best
+    def _least_loaded_of(self, engine_ids: Iterable[str]) -> EngineEntry | None:
+        """Of these engines, as far as they hold the version and have room."""
         found: EngineEntry | None = None
-        for engine_id in group.serving:
+        for engine_id in engine_ids:
             engine = self._serving.get(engine_id)
             if engine is None or not (engine.max_running is None or engine.has_room):
                 continue

@@ -103,6 +103,18 @@ class Aborted:
 
 
 @dataclass(frozen=True, slots=True)
+class ManyAborted:
+    """Requests that ended early one right after the other, each with its last tokens.
+
+    `requests`: trajectory id, then count and version of each run of tokens. It means exactly
+    `TokensArrived` for each run and then `Aborted`, request by request in this order. A boundary
+    ends thousands at once, for which one event is much cheaper; the simulator uses it.
+    """
+
+    requests: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RewardReady:
     """The verifier's judgement. `reward=None`: it failed and the setting says drop."""
 
@@ -153,6 +165,7 @@ Event = (
     | TokensArrived
     | Finished
     | Aborted
+    | ManyAborted
     | RewardReady
     | EngineLoad
     | BatchTaken

@@ -129,10 +129,11 @@ class Lifecycle:
     def tokens_arrived(self, event: ev.TokensArrived, out: Actions) -> None:
         """Count tokens; the first one tells which version is a trajectory's oldest."""
         entry = self._trajectories.get(event.trajectory_id)
-        if entry is None:
-            return
+        if entry is not None:
+            self._count(entry, event.count, event.version, out)
+
+    def _count(self, entry: TrajectoryEntry, count: int, version: int, out: Actions) -> None:
         first = not entry.tokens
-        count, version = event.count, event.version
         entry.add_tokens(count, version)
         if entry.engine is not None:
             entry.engine.kv_tokens += count
@@ -170,8 +171,16 @@ class Lifecycle:
 
     def aborted(self, event: ev.Aborted, out: Actions) -> None:
         """A request ended early."""
-        entry = self._trajectories.get(event.trajectory_id)
-        if entry is not None and entry.state is _RUNNING:
+        self.aborted_with_tokens((event.trajectory_id,), out)
+
+    def aborted_with_tokens(self, request: tuple[int, ...], out: Actions) -> None:
+        """A request ended early, with its last tokens (see `ManyAborted`)."""
+        entry = self._trajectories.get(request[0])
+        if entry is None:
+            return
+        for place in range(1, len(request), 2):
+            self._count(entry, request[place], request[place + 1], out)
+        if entry.state is _RUNNING:
             self._fleet.release(entry)
             self.ended_early(entry, out)
 

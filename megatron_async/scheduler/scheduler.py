@@ -59,6 +59,7 @@ class Scheduler:
             ev.TokensArrived: self._life.tokens_arrived,
             ev.Finished: self._finished,
             ev.Aborted: self._aborted,
+            ev.ManyAborted: self._many_aborted,
             ev.RewardReady: self._reward_ready,
             ev.PromptsAvailable: self._prompts_available,
             ev.Recovered: self._recovered,
@@ -116,8 +117,14 @@ class Scheduler:
 
     def _aborted(self, event: ev.Aborted, out: Actions) -> None:
         self._life.aborted(event, out)
-        if not (self._fleet.in_flight and self._awaits_version):  # as below, thousands of times
-            self._advance(out)
+        self._advance_unless_waiting(out)
+
+    def _many_aborted(self, event: ev.ManyAborted, out: Actions) -> None:
+        fleet, aborted = self._fleet, self._life.aborted_with_tokens
+        for request in event.requests:
+            aborted(request, out)
+            if not (fleet.in_flight and self._awaits_version):
+                self._advance(out)
 
     def _reward_ready(self, event: ev.RewardReady, out: Actions) -> None:
         self._life.judged(event, out)

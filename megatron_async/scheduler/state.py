@@ -110,10 +110,14 @@ class GroupEntry:
 
     def oldest_of_members(self) -> int | None:
         """Smallest policy number in the group, those with a fate left out."""
-        return min(
-            (m.oldest for m in self.members if m.oldest is not None and m.fate is None),
-            default=None,
-        )
+        oldest = None
+        for member in self.members:
+            version = member.oldest
+            if version is None or member.fate is not None:
+                continue
+            if oldest is None or version < oldest:
+                oldest = version
+        return oldest
 
     @property
     def zero_variance(self) -> bool:

@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import deque
+from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from megatron_async.simulate.engine_costs import EngineCosts
@@ -36,8 +37,9 @@ Tokens = list[tuple[int, int]]
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A trajectory on an engine. `before`: tokens that it came with (or had when preempted).
+    """A trajectory, on an engine or between two of them.
 
+    `before`: tokens from earlier stints, `reported`: from this one as far as they were taken.
     While it runs: it `joined` at one decode step and is complete at another, `finish_at`.
     """
 
@@ -50,7 +52,17 @@ class Request:
     joined: float = 0.0
     finish_at: float = 0.0
     reported: int = 0
-    cancelled: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """All that were taken so far."""
+        return self.before + self.reported
+
+    def end_stint(self) -> None:
+        """What was taken is what it will come back with."""
+        self.before += self.reported
+        self.remaining -= self.reported
+        self.reported = 0
 
 
 @dataclass(slots=True)
@@ -93,8 +105,7 @@ class Engine:
     stamp: int = 0
     running: dict[int, Request] = field(default_factory=dict)
     counters: EngineCounters = field(default_factory=EngineCounters)
-    _waiting: deque[Request] = field(default_factory=deque)
-    _queued: dict[int, Request] = field(default_factory=dict)
+    _waiting: OrderedDict[int, Request] = field(default_factory=OrderedDict)
     _groups: dict[int, int] = field(default_factory=dict)
     _finishing: list[tuple[float, int]] = field(default_factory=list)
     _switches: list[tuple[float, int]] = field(default_factory=lambda: [(0.0, 0)])
@@ -181,10 +192,10 @@ class Engine:
             request = next(reversed(self.running.values()))
             written = self.take_tokens(request)
             self._leave(request)
-            self._stop(request)
+            request.end_stint()
             request.was_preempted = True
-            self._waiting.appendleft(request)
-            self._queued[request.trajectory_id] = request
+            self._waiting[request.trajectory_id] = request
+            self._waiting.move_to_end(request.trajectory_id, last=False)
             self.counters.preemptions += 1
             out.append((request, written))
         return out
@@ -223,49 +234,50 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Queue a request; `admit` lets it in."""
-        self._waiting.append(request)
-        self._queued[request.trajectory_id] = request
+        request.was_preempted = False
+        self._waiting[request.trajectory_id] = request
 
-    def cancel(self, trajectory_id: int) -> tuple[Request, Tokens] | None:
-        """Take a request out, with the tokens not reported yet; None when it is not here."""
-        request = self.running.get(trajectory_id)
-        if request is not None:
-            written = self.take_tokens(request)
-            self._leave(request)
-            return request, written
-        request = self._queued.pop(trajectory_id, None)
-        if request is None:
-            return None
-        request.cancelled = True
-        return request, []
+    def cancel(self, trajectory_ids: Iterable[int]) -> list[tuple[int, Tokens]]:
+        """Take requests out, each with the tokens not reported yet; without those not here."""
+        running, waiting = self.running, self._waiting
+        out: list[tuple[int, Tokens]] = []
+        for trajectory_id in trajectory_ids:
+            request = running.get(trajectory_id)
+            if request is not None:
+                out.append((trajectory_id, self.take_tokens(request)))
+                self._leave(request)
+                request.end_stint()
+            elif waiting.pop(trajectory_id, None) is not None:
+                out.append((trajectory_id, []))
+        if not running:
+            self._finishing.clear()
+        return out
 
     def admit(self) -> None:
         """Let waiting requests in as far as KV and slots go."""
-        if self.paused:
+        if self.paused or not self._waiting:
             return
         limits, capacity = self.limits, self.costs.kv_capacity_tokens
         waiting, running, groups = self._waiting, self.running, self._groups
         # No less than a preemption frees, or what was preempted would come straight back.
         reserve = max(limits.reserve_tokens, limits.retract_steps)
-        while waiting:
-            request = waiting[0]
-            if request.cancelled:
-                waiting.popleft()
-                continue
+        most = limits.max_running or math.inf
+        admitted = 0
+        for request in waiting.values():
             count = len(running) + 1
             cached = request.group_id in groups
-            needed = request.before + (0 if cached else request.prompt)
-            full = self.kv + needed + reserve * count > capacity
-            if count > 1 and (full or (limits.max_running or count) < count):
-                return
-            waiting.popleft()
+            needed = request.before if cached else request.before + request.prompt
+            if count > 1 and (self.kv + needed + reserve * count > capacity or count > most):
+                break
             self._enter(request, needed)
+            admitted += 1
+        for _ in range(admitted):
+            waiting.popitem(last=False)
 
     def _enter(self, request: Request, needed: int) -> None:
         if not self.running:
             self._next_report = max(self._next_report, self.steps + self.limits.chunk_tokens)
         trajectory_id, before, groups = request.trajectory_id, request.before, self._groups
-        del self._queued[trajectory_id]
         self.running[trajectory_id] = request
         groups[request.group_id] = groups.get(request.group_id, 0) + 1
         self.kv += needed
@@ -297,13 +309,6 @@ class Engine:
         if not self.running:
             self.kv = 0.0  # no rounding error survives an idle moment
 
-    def _stop(self, request: Request) -> None:
-        """What it has written so far is what it will come back with."""
-        written = self._tokens_at(request, self.steps)
-        request.before += written
-        request.remaining -= written
-        request.reported = 0
-
     def _forget_gone(self) -> None:
         finishing = self._finishing
         while True:
@@ -316,7 +321,7 @@ class Engine:
     def pause(self, *, recompute: bool) -> None:
         """Stop for a weight transfer; `recompute`: the KV of running requests is given up."""
         self.paused = True
-        if not recompute:
+        if not recompute or not self.running:
             return
         tokens, pairs = 0, 0.0
         for request in self.running.values():
@@ -339,4 +344,4 @@ class Engine:
     @property
     def waiting(self) -> int:
         """Requests in the queue."""
-        return len(self._queued)
+        return len(self._waiting)

@@ -16,9 +16,10 @@ import gc
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from megatron_async.config.schedule import ScheduleConfig
@@ -50,29 +51,26 @@ def rare_collections() -> Iterator[None]:
 
 
 @dataclass(slots=True, eq=False)
-class Response:
-    """A simulated trajectory: its final length, and what is written, by version.
+class Response(Request):
+    """A simulated trajectory: its reward, and what is written, by version."""
 
-    `aborted` is the event that says so, kept because most are aborted several times.
-    """
-
-    group_id: int
-    prompt: int
-    length: int
-    reward: float
-    tokens: int = 0
+    reward: float = 0.0
     versions: Tokens = field(default_factory=list)
-    aborted: ev.Aborted | None = None
 
     def append(self, written: Tokens) -> None:
         """More tokens."""
         versions = self.versions
         for version, count in written:
-            self.tokens += count
             if versions and versions[-1][0] == version:
                 versions[-1] = (version, versions[-1][1] + count)
             else:
                 versions.append((version, count))
+
+    def restart(self) -> None:
+        """Back to the prompt."""
+        self.remaining += self.before
+        self.before = self.reported = 0
+        self.versions = []
 
 
 class World:
@@ -111,9 +109,11 @@ class World:
         self._under_way = 0
         self._updates_began: dict[int, float] = {}
         self.statistics = Statistics(engines)
-        self._carry_out: dict[type, Callable[[Any], None]] = {
+        self._in_bulk: dict[type, Callable[[Any], None]] = {
             ev.Submit: self._submit,
             ev.Abort: self._abort,
+        }
+        self._one_by_one: dict[type, Callable[[Any], None]] = {
             ev.Score: self._score,
             ev.Restart: self._restart,
             ev.Drop: self._drop,
@@ -133,7 +133,7 @@ class World:
             up = ev.EngineUp(engine.engine_id, version, capacity, self._max_running)
             self._events.append(up)
         self._later(self._settings.load_report_seconds, self._report_load)
-        events, step, carry_out = self._events, self.scheduler.step, self._carry_out
+        events, step = self._events, self.scheduler.step
         with rare_collections():
             while self._version < steps:
                 if events:
@@ -141,12 +141,21 @@ class World:
                     actions = step(event)
                     if self._recorder is not None:
                         self._recorder.write(event, actions)
-                    for action in actions:
-                        carry_out[type(action)](action)
+                    if actions:
+                        self._carry_out(actions)
                 elif self._dirty:
                     self._settle_engines()
                 else:
                     self._move_clock()
+
+    def _carry_out(self, actions: Iterable[ev.Action]) -> None:
+        """In order; submissions and aborts that follow each other at once."""
+        for kind, same in itertools.groupby(actions, type):
+            if kind in self._in_bulk:
+                self._in_bulk[kind](list(same))
+            else:
+                for action in same:
+                    self._one_by_one[kind](action)
 
     def _move_clock(self) -> None:
         if not self._under_way and len(self._agenda) <= 1:
@@ -193,19 +202,14 @@ class World:
                 self._wrote(request, engine.take_tokens(request))
 
     def _wrote(self, request: Request, written: Tokens) -> None:
-        """Tell the scheduler: the newest version's tokens exactly, older ones under the oldest.
-
-        That is all that it keeps of them, and it bounds the events.
-        """
         if not written:
             return
         trajectory_id = request.trajectory_id
         self._responses[trajectory_id].append(written)
-        version, newest = written[-1]
-        if len(written) > 1:
-            older = sum(count for _, count in written[:-1])
-            self._events.append(ev.TokensArrived(trajectory_id, older, written[0][0]))
-        self._events.append(ev.TokensArrived(trajectory_id, newest, version))
+        told = _told(trajectory_id, written)
+        for place in range(1, len(told), 2):
+            arrived = ev.TokensArrived(trajectory_id, told[place], told[place + 1])
+            self._events.append(arrived)
 
     def _report_load(self) -> None:
         for engine in self._engines.values():
@@ -218,35 +222,27 @@ class World:
 
     # ------------------------------------------------------------ actions
 
-    def _submit(self, action: ev.Submit) -> None:
-        engine = self._engines[action.engine_id]
-        self._touch(engine)
-        response = self._responses[action.trajectory_id]
-        self._under_way += 1
-        engine.submit(
-            Request(
-                action.trajectory_id,
-                response.group_id,
-                response.prompt,
-                response.tokens,
-                response.length - response.tokens,
-            )
-        )
+    def _submit(self, actions: Sequence[ev.Submit]) -> None:
+        for engine_id in dict.fromkeys(action.engine_id for action in actions):
+            self._touch(self._engines[engine_id])
+        engines, responses = self._engines, self._responses
+        for action in actions:
+            engines[action.engine_id].submit(responses[action.trajectory_id])
+        self._under_way += len(actions)
 
-    def _abort(self, action: ev.Abort) -> None:
-        engine, trajectory_id = self._engines[action.engine_id], action.trajectory_id
-        self._touch(engine)
-        found = engine.cancel(trajectory_id)
-        if found is None:
-            return  # it has finished at this very moment; that event is queued
-        request, written = found
-        if written:
-            self._wrote(request, written)
-        self._under_way -= 1
-        response = self._responses[trajectory_id]
-        if response.aborted is None:
-            response.aborted = ev.Aborted(trajectory_id)
-        self._events.append(response.aborted)
+    def _abort(self, actions: Sequence[ev.Abort]) -> None:
+        """End requests. One that finishes at this very moment is not there; its event is queued."""
+        responses, ended = self._responses, []
+        for engine_id, same in itertools.groupby(actions, attrgetter("engine_id")):
+            engine = self._engines[engine_id]
+            self._touch(engine)
+            for trajectory_id, written in engine.cancel(action.trajectory_id for action in same):
+                if written:
+                    responses[trajectory_id].append(written)
+                ended.append(_told(trajectory_id, written))
+        if ended:
+            self._under_way -= len(ended)
+            self._events.append(ev.ManyAborted(tuple(ended)))
 
     def _score(self, action: ev.Score) -> None:
         self._under_way += 1
@@ -260,7 +256,7 @@ class World:
     def _restart(self, action: ev.Restart) -> None:
         response = self._responses[action.trajectory_id]
         self.statistics.wasted(response.tokens)
-        response.tokens, response.versions = 0, []
+        response.restart()
 
     def _drop(self, action: ev.Drop) -> None:
         self.statistics.wasted(self._responses.pop(action.trajectory_id).tokens)
@@ -276,7 +272,9 @@ class World:
             lengths, rewards = self._source.group(number)
             ids = tuple(range(number * size, (number + 1) * size))
             for trajectory_id, length, reward in zip(ids, lengths, rewards, strict=True):
-                self._responses[trajectory_id] = Response(number, prompt, length, reward)
+                self._responses[trajectory_id] = Response(
+                    trajectory_id, number, prompt, 0, length, reward=reward
+                )
             specs.append(ev.GroupSpec(number, ids, prompt))
         self._events.append(ev.PromptsAvailable(tuple(specs)))
 
@@ -338,3 +336,17 @@ class World:
         for engine in self._engines.values():
             self._touch(engine)
             engine.resume()
+
+
+def _told(trajectory_id: int, written: Tokens) -> tuple[int, ...]:
+    """What the scheduler is told: the trajectory, counts and versions of at most two runs.
+
+    The newest version's exactly, older ones under the oldest: that is all that it keeps of them.
+    """
+    if not written:
+        return (trajectory_id,)
+    version, newest = written[-1]
+    if len(written) == 1:
+        return trajectory_id, newest, version
+    older = sum(count for _, count in written[:-1])
+    return trajectory_id, older, written[0][0], newest, version

@@ -42,6 +42,7 @@ EVENTS: list[ev.Event] = [
     ev.TokensArrived(1, 2, 3),
     ev.Finished(1),
     ev.Aborted(1),
+    ev.ManyAborted(((1,), (2, 5, 3), (3, 1, 2, 4, 3))),
     ev.RewardReady(1, 0.1),
     ev.RewardReady(1, None),
     ev.EngineLoad("a", 0.3, 4),

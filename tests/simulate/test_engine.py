@@ -115,7 +115,7 @@ def test_members_of_a_group_share_their_prompt() -> None:
     apart.admit()
     assert (shared.kv, apart.kv) == (100, 400)
     assert (shared.counters.prefilled, apart.counters.prefilled) == (100, 400)
-    assert shared.cancel(0) is not None
+    assert shared.cancel([0]) == [(0, [])]
     assert shared.kv == 100
 
 
@@ -167,6 +167,6 @@ def test_a_cancelled_request_in_the_queue_never_runs() -> None:
     engine.submit(Request(1, 1, 100, 0, 50))
     engine.admit()
     assert list(engine.running) == [0] and engine.waiting == 1
-    assert engine.cancel(1) is not None
-    assert engine.cancel(1) is None
+    assert engine.cancel([1]) == [(1, [])]
+    assert engine.cancel([1]) == []
     assert list(drive(engine)) == [0]
