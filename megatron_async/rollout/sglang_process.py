@@ -229,16 +229,12 @@ class SGLangProcess:
     def stop(self) -> None:
         """End the server and all its processes; returns when none is left. Idempotent."""
         process, self._process, self._url = self._process, None, ""
-        if self._lifeline is not None:
-            lifeline, self._lifeline = self._lifeline, None
-        else:
-            lifeline = None
-        try:
-            if process is not None:
-                _end_group(process)
-        finally:
-            if lifeline is not None:
-                os.close(lifeline)
+        members = [] if process is None else _group_members(process.pid)
+        lifeline, self._lifeline = self._lifeline, None
+        if lifeline is not None:
+            os.close(lifeline)  # a server that is not hung ends itself now
+        if process is not None:
+            _end_group(process, members)
 
     def log_tail(self, characters: int = _LOG_TAIL_CHARACTERS) -> str:
         """The last characters of the server's log, from a line's start."""
@@ -313,9 +309,8 @@ def answers_health(host: str, port: int, api_key: str = "", timeout_seconds: flo
         connection.close()
 
 
-def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """Ask the leader to end, then kill whatever is left of its group, and wait for it."""
-    members = _group_members(process.pid)
+def _end_group(process: subprocess.Popen[bytes], members: Sequence[psutil.Process]) -> None:
+    """Ask the leader to end, then kill whatever is left of its group, and wait for `members`."""
     if process.poll() is None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):

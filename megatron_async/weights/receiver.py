@@ -148,3 +148,10 @@ def make_root(parent: Path | None = None) -> Path:
             with suppress(OSError):  # another user's, or another process removes it just now
                 shutil.rmtree(left)
     return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=where))
+
+
+def remove_roots(owner: int, parent: Path | None = None) -> None:
+    """Remove the directories that `make_root` made for process `owner`."""
+    where = parent or Path(tempfile.gettempdir())
+    for root in where.glob(f"{_PREFIX}{owner}-*"):
+        shutil.rmtree(root, ignore_errors=True)
