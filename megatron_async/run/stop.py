@@ -16,9 +16,6 @@ import signal
 from pathlib import Path
 from types import FrameType
 
-import torch
-import torch.distributed as dist
-
 STOP_FILE_VARIABLE = "MEGATRON_ASYNC_STOP_FILE"
 
 
@@ -47,6 +44,10 @@ class StopRequest:
 
     def asked_anywhere(self) -> bool:
         """Collective: on any rank."""
+        # Here: who only starts ranks and names the file must not wait seconds for torch.
+        import torch
+        import torch.distributed as dist
+
         flag = torch.tensor([int(self.asked())])
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return bool(flag.item())

@@ -15,6 +15,9 @@ from megatron_async.tasks.base import Problem, ProblemSource, WorkedExample
 from megatron_async.tasks.jsonl import worked_lines
 from megatron_async.trajectory.types import IntArray, Prompt
 
+# What `tokenizer.json` says and nothing more, by its names in transformers 4 and 5.
+_GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+
 
 class TextTask:
     """Implements `base.Task`. `tokenizer` is a transformers tokenizer."""
@@ -92,10 +95,13 @@ def load_tokenizer(model_path: str) -> Any:
 
     Code that the directory brings along is never run; a tokenizer that needs it is refused.
     """
-    from transformers import AutoTokenizer
+    if _named_class(model_path) in _GENERIC_CLASSES:
+        from transformers import PreTrainedTokenizerFast as Reader
+    else:
+        from transformers import AutoTokenizer as Reader  # this imports torch: seconds
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
+        tokenizer = Reader.from_pretrained(
             model_path, local_files_only=True, trust_remote_code=False
         )
     except (OSError, ValueError, KeyError) as error:
@@ -103,6 +109,15 @@ def load_tokenizer(model_path: str) -> Any:
     if tokenizer.eos_token_id is None:
         raise UserError(f"model.path {model_path!r}: the tokenizer has no end-of-text token")
     return tokenizer
+
+
+def _named_class(model_path: str) -> str:
+    """The class that the directory wants; empty if it does not say."""
+    try:
+        settings = json.loads((Path(model_path) / "tokenizer_config.json").read_text())
+    except (OSError, ValueError):  # whoever reads the tokenizer says what is wrong
+        return ""
+    return str(settings.get("tokenizer_class", "")) if isinstance(settings, dict) else ""
 
 
 def stop_tokens(model_path: str, tokenizer: Any) -> tuple[int, ...]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +103,21 @@ def test_code_that_a_model_directory_brings_along_is_never_run(tmp_path: Path) -
     with pytest.raises(UserError, match=r"model\.path .* has no readable tokenizer"):
         load_tokenizer(str(tmp_path))
     assert not marker.exists()
+
+
+def test_a_tokenizer_of_the_generic_class_is_read_without_torch(tmp_path: Path) -> None:
+    """The rollout manager has no other use for torch, whose import takes seconds."""
+    write_character_tokenizer(tmp_path)
+    assert type(load_tokenizer(str(tmp_path))) is type(AutoTokenizer.from_pretrained(tmp_path))
+    script = (
+        "import sys\n"
+        "from megatron_async.tasks.text_task import load_tokenizer\n"
+        "print(load_tokenizer(sys.argv[1]).encode('1+2='), 'torch' in sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == f"{TOKENIZER.encode('1+2=')} False", done.stderr
 
 
 def test_a_model_without_tokenizer_is_refused(tmp_path: Path) -> None:
