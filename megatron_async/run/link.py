@@ -88,13 +88,17 @@ class RayLink:
     def __init__(
         self, config: RunConfig, ray_address: str, stop_asked: Callable[[], bool] = lambda: False
     ) -> None:
-        """`stop_asked` is looked at while `next_batch` waits."""
+        """`stop_asked` is looked at while `next_batch` waits.
+
+        Waits for the manager, which the rollout side creates while ranks start. Raises
+        ComponentFailure when it does not come.
+        """
         ray.init(
             address=ray_address, namespace=NAMESPACE, log_to_driver=False, logging_level="error"
         )
         self._config = config
         self._stop_asked = stop_asked
-        self._manager = ray.get_actor(MANAGER_NAME)
+        self._manager = _manager_actor(config.engines.start_timeout_seconds)
 
     def attach(self, resume: ResumePoint) -> None:
         limit = self._config.engines.start_timeout_seconds + _CALL_SECONDS
@@ -183,3 +187,18 @@ class RayLink:
             raise ComponentFailure(
                 f"the rollout manager did not answer {method} within {limit:.0f} s"
             ) from error
+
+
+def _manager_actor(seconds: float) -> Any:
+    """The rollout manager of this run's Ray cluster. Raises ComponentFailure after the limit."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return ray.get_actor(MANAGER_NAME)
+        except ValueError as error:  # Ray's word for: nobody of that name yet
+            if time.monotonic() > deadline:
+                raise ComponentFailure(
+                    f"waited {seconds:.0f} s for the rollout manager, which the rollout side has "
+                    "not created; its log says why not"
+                ) from error
+        time.sleep(_RETRY_SECONDS)

@@ -43,8 +43,12 @@ from megatron_async.run.stop import STOP_FILE_VARIABLE
 from megatron_async.run.train_rank import RAY_ADDRESS_VARIABLE
 
 REQUEUE_CODE = os.EX_TEMPFAIL
+_EVERY_INTERFACE = "0.0.0.0"  # on all of them Ray listens, so the port must be free on all
 _POLL_SECONDS = 0.5
 _RAY_STOP_SECONDS = 15.0
+# A raylet whose head has gone before it waits long for it, and has nothing else to do by then.
+_RAY_JOINED_STOP_SECONDS = 3.0
+_RAY_KILL_SECONDS = 1.0
 _RAY_ENVIRONMENT = {
     # What ran on the node has been ended already: nothing is left to drain for 30 seconds.
     "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
@@ -87,6 +91,7 @@ class Node:
                 *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block"),
                 *("--node-ip-address", self.address, "--disable-usage-stats"),
                 "--dashboard-agent-listen-port=0",
+                "--include-log-monitor=false",  # logs are read where they lie
                 *arguments,
             ],
             self.directory.logs / f"ray-{self.session.path.name}-{self.name}-{os.getpid()}.log",
@@ -95,8 +100,9 @@ class Node:
         try:
             yield child
         finally:
-            child.ask_to_end(_RAY_STOP_SECONDS)
-            child.stop()
+            is_head = "--head" in arguments
+            child.ask_to_end(_RAY_STOP_SECONDS if is_head else _RAY_JOINED_STOP_SECONDS)
+            child.stop(_RAY_KILL_SECONDS)
 
 
 def run_rollout(node: Node) -> int:
@@ -106,13 +112,14 @@ def run_rollout(node: Node) -> int:
     node.session.begin()
     node.use_token()
     try:
-        port = free_port(node.address)
+        port = free_port(_EVERY_INTERFACE)
         address = f"{node.address}:{port}"
         with node.ray_node(
             "--head",
             f"--port={port}",
-            f"--ray-client-server-port={free_port(node.address)}",
+            f"--ray-client-server-port={free_port(_EVERY_INTERFACE)}",
             "--include-dashboard=false",
+            "--no-monitor",  # it would start nodes when there are too few
         ) as ray_node:
             _wait_for_port(node.address, port, ray_node)
             node.session.publish("ray", {"address": address})
@@ -194,7 +201,6 @@ def run_trainer(node: Node) -> int:
 
 def _run_trainer(node: Node) -> int:
     address = node.session.wait_for("ray", MEET_SECONDS)["address"]
-    node.session.wait_for("rollout", MEET_SECONDS)
     if node.index == 0:
         node.directory.take_failure()  # of an earlier session
     node.use_token()
@@ -215,7 +221,8 @@ def _run_trainer(node: Node) -> int:
         torchrun = Child(command, log, environment)
         try:
             while (code := torchrun.exit_code()) is None:
-                if node.directory.outcome() is None:  # else the session may end before torchrun
+                # The session may end before torchrun does, but only after the outcome of this one.
+                if node.directory.outcome() is None or not node.session.has("rollout"):
                     node.session.check()
                 time.sleep(_POLL_SECONDS)
         finally:

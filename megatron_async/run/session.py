@@ -118,11 +118,18 @@ class Session:
 
     def publish(self, note: str, content: dict[str, Any]) -> None:
         """Tell the other roles."""
-        write_atomically(self.path / f"{note}.json", json.dumps(content))
+        write_atomically(self._note(note), json.dumps(content))
+
+    def has(self, note: str) -> bool:
+        """Whether a role has told this."""
+        return self._note(note).exists()
+
+    def _note(self, note: str) -> Path:
+        return self.path / f"{note}.json"
 
     def wait_for(self, note: str, seconds: float) -> dict[str, Any]:
         """The note of another role. Raises ComponentFailure after the limit, or when closed."""
-        path = self.path / f"{note}.json"
+        path = self._note(note)
         deadline = time.monotonic() + seconds
         while not path.exists():
             if self.closed():
