@@ -243,14 +243,22 @@ class RunUnderFire:
             self.wait_for_progress(time.time())
         self.kills.append(Kill(target, step, size, time.time() - began if patient else None))
 
-    def hang(self, target: Target) -> None:
-        """SIGSTOP to a process and all that it started, then wait for a further step."""
+    def hang(self, target: Target) -> psutil.Process:
+        """SIGSTOP to a process and all that it started; returns it. Nobody waits."""
         self.looks.append(look(self.directory))
-        self._wait(lambda: bool(self.processes(target)), f"{target} process to stop")
-        chosen = self.rng.choice(self.processes(target))
+        self._wait(lambda: bool(self._that_can_hang(target)), f"{target} process to stop")
+        chosen = self.rng.choice(self._that_can_hang(target))
         for process in (chosen, *chosen.children(recursive=True)):
             process.send_signal(signal.SIGSTOP)
-        self.wait_for_progress(time.time())
+        return chosen
+
+    def wait_until_killed(self, *hung: psutil.Process) -> None:
+        """The run itself ends what hangs. Raises RunFailed when it does not."""
+        self._wait(lambda: not any(map(_lives, hung)), "end of what was hung")
+
+    def _that_can_hang(self, target: Target) -> list[psutil.Process]:
+        """Of a verifier, the process that runs its code; not Ray's worker, which has the limit."""
+        return [p for p in self.processes(target) if not p.cmdline()[0].startswith("ray::")]
 
     def processes(self, target: Target) -> list[psutil.Process]:
         """Processes of this run that are one of `target` each."""
@@ -296,3 +304,10 @@ class RunUnderFire:
             return psutil.Process(self._process.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             return []
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -8,6 +8,7 @@ two engines at first and with only one in its last life.
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,13 +53,18 @@ def test_killed_parts_and_a_killed_tree_lose_nothing(
 def test_a_run_on_real_engines_survives_the_failure_table(
     tmp_path: Path, runs: list[RunUnderFire]
 ) -> None:
-    changes = {"engines": {"no_progress_seconds": 8.0}}
+    changes = {
+        "engines": {"no_progress_seconds": 8.0},
+        "task": {"verifier_timeout_seconds": 5.0},
+    }
     run = RunUnderFire(
         configuration("copris", "sglang", tmp_path, "table", changes), random.Random(5)
     )
     runs.append(run)
     run.start()
-    run.hang("engine")
+    hung = [run.hang("verifier"), run.hang("engine")]
+    run.wait_for_progress(time.time())
+    run.wait_until_killed(*hung)
     run.kill("engine")
     run.kill("trainer")
     run.kill("manager")

@@ -65,6 +65,7 @@ schedule:
   groups_per_batch: {GROUPS}
   group_size: {GROUP_SIZE}
   concurrency: 24
+engines: {{device: cpu}}
 sampling: {{max_new_tokens: 64}}
 eval: {{prompts: 4}}
 checkpoint: {{every_steps: {CHECKPOINT_EVERY}, export_hf: false}}
