@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_async.checkpoint import CheckpointManager
 from megatron_async.checkpoint.convert import hf_to_megatron, megatron_to_hf
 from megatron_async.checkpoint.files import ShardFiles
+from megatron_async.checkpoint.manager import CheckpointManager
 from megatron_async.config import dump
 from megatron_async.config.run import CheckpointConfig
 from megatron_async.errors import UserError

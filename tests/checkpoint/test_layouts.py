@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from megatron_async.checkpoint import CheckpointManager
+from megatron_async.checkpoint.manager import CheckpointManager
 from megatron_async.checkpoint.writer import RankWriter, SaveJob
 from megatron_async.config.run import CheckpointConfig
 from megatron_async.errors import ComponentFailure

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_async.checkpoint import CheckpointManager, Finalised
+from megatron_async.checkpoint.manager import CheckpointManager, Finalised
 from megatron_async.checkpoint.writer import RankWriter
 from megatron_async.config.load import merge
 from megatron_async.config.run import CheckpointConfig

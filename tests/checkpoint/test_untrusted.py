@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
-from megatron_async.checkpoint import CheckpointManager
+from megatron_async.checkpoint.manager import CheckpointManager
 from megatron_async.checkpoint.manifest import MANIFEST_NAME, hash_file, read_checkpoint
 from megatron_async.checkpoint.metadata import COMMON_NAME, METADATA_NAME
 from megatron_async.checkpoint.start import load_checkpoint_weights
