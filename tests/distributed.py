@@ -7,9 +7,9 @@
 `torch.distributed.init_process_group("gloo")` works as it does in a job.
 
 Invariants
-- Ranks are forked from one server process per test session that has torch and megatron imported
-  already: the import is paid once, a launch costs a fraction of a second. Still prefer many
-  checks in one launch.
+- Ranks are forked from one server process per test session that has torch, megatron, transformers
+  and the trainer imported already: the import is paid once, a launch costs a fraction of a second.
+  Still prefer many checks in one launch.
 - No rank outlives the call. The first rank to fail ends the others; its traceback is the error.
 - No port is fixed: the parent holds the rendezvous store on a port that the kernel chose.
 - Results travel by plain pickle (tensors by value, nothing shared with a process that has ended).
@@ -39,6 +39,10 @@ _PRELOAD = [
     "megatron.core.pipeline_parallel",
     "megatron.core.models.gpt.gpt_model",
     "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron_async.run.loop",
+    "megatron_async.trainer.step",
+    "megatron_async.weights.publisher",
+    "tests.trainer.cases",
 ]
 _OUTPUT_TAIL = 4000
 
