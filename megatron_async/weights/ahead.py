@@ -7,7 +7,8 @@ that SGLang hands through), so that its receive is posted before this one's load
 Invariants
 - Receives of a group are posted in the order in which its sender broadcasts, one ahead at most.
 - Two buffers for each group, from its first bucket until its last: what was handed out is valid
-  until the bucket after the next is asked for. Loaders copy; none may keep it.
+  until the next bucket is asked for, as the one after that arrives in its place. Loaders copy; none
+  may keep it.
 - Between updates a device's memory is free for other things. A host's two newest buffers are kept:
   there, the first touch of new memory takes as long as receiving into it.
 - After a failure the group is forgotten. Its sender throws it away as well, so that a receive that
