@@ -2,10 +2,15 @@
 
 The functions are hooks of SGLang's plugin registry; announcements without the size of a next
 bucket are left to SGLang.
+
+Invariant: the groups of a trainer that was killed end when updates of the next one begin. Each
+sender of an update sends something, so a group that was there in a whole update without taking part
+has no sender any more. (A group costs threads and connections, and with NCCL device memory.)
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +20,7 @@ UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.Weig
 RECEIVE = f"{UPDATER}.receive_weights_from_distributed"
 LEAVE = f"{UPDATER}.destroy_weights_update_group"
 BEGIN = f"{UPDATER}.begin_weight_update"
+_logger = logging.getLogger(__name__)
 
 
 class AheadHooks:
@@ -22,9 +28,13 @@ class AheadHooks:
 
     def __init__(self) -> None:
         self._ahead = ReceiveAhead()
+        # The groups that were there when the newest update began, and those it was received from.
+        self._there: frozenset[str] = frozenset()
+        self._used: set[str] = set()
 
     def receive(self, original: Callable[..., Any], updater: Any, **asked: Any) -> Any:
         """Around `RECEIVE`: named tensors of one bucket."""
+        self._used.add(asked["group_name"])
         next_bytes = next_bytes_of(asked.get("load_format"))
         if next_bytes is None:
             return original(updater, **asked)
@@ -54,5 +64,13 @@ class AheadHooks:
         return left
 
     def begin(self, updater: Any) -> None:
-        """Before `BEGIN`, the first call of an update."""
-        self._ahead.clear()
+        """Before `BEGIN`, the first call of an update: end what a killed trainer has left."""
+        groups = updater._model_update_group
+        left = self._ahead.clear() | (self._there - self._used)
+        for name in sorted(left & groups.keys()):
+            groups[name].abort()  # its other ranks are gone: there is nothing to wait for
+            ended, message = updater.destroy_weights_update_group(name)
+            if not ended:
+                _logger.warning("the weight-update group %s of a lost trainer: %s", name, message)
+        self._there = frozenset(groups)
+        self._used = set()

@@ -13,7 +13,7 @@ Invariants
   there, the first touch of new memory takes as long as receiving into it.
 - After a failure the group is forgotten. Its sender throws it away as well, so that a receive that
   is still posted never meets another update's bytes. Of a sender that was killed everything is
-  forgotten when the next update begins (`clear`).
+  forgotten when the next update begins (`clear`), and its group is to be ended then.
 """
 
 from __future__ import annotations
@@ -88,9 +88,11 @@ class ReceiveAhead:
         """The group is being left; whether a receive of it is still posted."""
         return self._arriving.pop(group, None) is not None
 
-    def clear(self) -> None:
-        """An update begins: what is still posted belongs to one that nobody ended."""
+    def clear(self) -> frozenset[str]:
+        """An update begins: what is still posted belongs to one that nobody ended; its groups."""
+        groups = frozenset(self._arriving)
         self._arriving.clear()
+        return groups
 
 
 def _room(free: list[Tensor], size: int, device: str) -> Tensor:

@@ -100,7 +100,8 @@ class FakeEngine:
         if self.session:
             return 400, {"message": "a weight-update session is already open"}
         self.session = True
-        self.ahead.clear()
+        for name in self.ahead.clear() & self.groups.keys():
+            self.groups.pop(name).abort()
         return 200, {}
 
     def do_end_weight_update(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,8 @@ from megatron_async.rollout.sglang_client import SGLangClient
 from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weights.delta import rounded
 from megatron_async.weights.disk import publish
+from megatron_async.weights.distributed import DistributedSender
+from megatron_async.weights.http import EngineCallError, EngineCalls
 from megatron_async.weights.transport import WeightSender, make_sender
 from megatron_async.weights.verify import check_probe, probe_tokens
 from tests.engine import (
@@ -203,6 +206,55 @@ def test_an_update_that_breaks_off_leaves_the_engine_usable(
     _send(engine, sender, "b", NEW)
     assert time.monotonic() - began < 10
     given = sender.checksums()["engine"]
+    sender.close()
+    engine.load("b", NEW)
+    assert engine.checksum() == given
+
+
+class Killed(DistributedSender):
+    """Its connections close, and that is all that an engine hears of it."""
+
+    def close(self) -> None:
+        assert self._link is not None
+        self.left = self._link.name
+        self._link.drop()
+
+    def _abandon(self, calls: EngineCalls) -> None:
+        self.close()
+
+
+def test_what_killed_trainers_have_left_is_ended_when_updates_begin(
+    engine: EngineUnderTest, tmp_path: Path
+) -> None:
+    """One died between updates, one in the middle: torch then knows neither group any more."""
+    settings = WeightsConfig(timeout_seconds=30.0)
+    killed = [Killed(settings, SETTINGS, torch.device("cpu")) for _ in range(2)]
+    killed[0].connect([engine.address])
+    _send(engine, killed[0], "b", NEW)
+    killed[0].close()
+    killed[1].connect([engine.address])
+    with pytest.raises(ComponentFailure, match="do not know"):
+        killed[1].send([*_buckets(engine, "b")[:3], [("nobody", torch.zeros(1))]], NEW)
+
+    def again(sender: Killed) -> dict[str, Any]:
+        """torch refuses a group by a name that it knows."""
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        body = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 0}
+        body |= {"world_size": 1, "group_name": sender.left, "backend": "gloo"}
+        return engine.post("init_weights_update_group", body)
+
+    with pytest.raises(EngineCallError, match="already"):
+        again(killed[0])
+    sender = _sender("distributed", tmp_path)
+    sender.connect([engine.address])
+    for _ in range(2):
+        _send(engine, sender, "a", OLD)
+    for old in killed:
+        again(old)
+        engine.post("destroy_weights_update_group", {"group_name": old.left})
+    _send(engine, sender, "b", NEW)
+    given = sender.verify_same(NEW)
     sender.close()
     engine.load("b", NEW)
     assert engine.checksum() == given
