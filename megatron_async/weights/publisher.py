@@ -28,7 +28,13 @@ from megatron_async.weights.http import EngineAddress, EngineCallError
 from megatron_async.weights.placement import unwrap
 from megatron_async.weights.quantise import quantised_names, quantised_tensors
 from megatron_async.weights.stages import StageTurns
-from megatron_async.weights.transport import TransferReport, WeightSender, combined, make_sender
+from megatron_async.weights.transport import (
+    TransferReport,
+    WeightSender,
+    combined,
+    make_sender,
+    sending_device,
+)
 from megatron_async.weights.turns import Baton, EarlierStageFailed
 
 _MIB = 1 << 20
@@ -74,7 +80,7 @@ class WeightPublisher:
         self._turns = StageTurns(config.weights.timeout_seconds + _SLACK_SECONDS)
         self._sender: WeightSender | None = None
         if self._turns.leads:
-            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            device = sending_device(config.engines)
             where = Path(config.weights.directory) if config.weights.directory else directory
             self._sender = make_sender(config.weights, config.engines, device, where)
         self.report: TransferReport | None = None

@@ -1,7 +1,8 @@
 """Weights to engines on the same host: by value on CPU, by CUDA IPC handle on GPU.
 
 Invariants
-- On GPU only a handle travels; the tensor stays alive until every engine has answered.
+- On GPU only a handle travels; the tensor stays alive until every engine has answered. To engines
+  on a CPU values travel, wherever the trainer is.
 - While engines load one bucket, the next is gathered and serialised.
 - Handles name their device by UUID, which is how SGLang reads them: the engine's device numbers
   may differ from the trainer's.
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_async.config.rollout import EngineConfig, WeightsConfig
 from megatron_async.weights.one_ahead import OneAhead
 from megatron_async.weights.transport import (
     Bucket,
@@ -77,6 +79,12 @@ class _Load:
 class TensorSender(WeightSender):
     """`weights.transport: tensor`."""
 
+    def __init__(
+        self, settings: WeightsConfig, engines: EngineConfig, device: torch.device
+    ) -> None:
+        super().__init__(settings, engines)
+        self._by_value = device.type == "cpu"
+
     def _open_link(self) -> None:
         """HTTP is all that is needed."""
 
@@ -86,7 +94,8 @@ class TensorSender(WeightSender):
     def _transfer(self, update: Update) -> None:
         opened = False
         with OneAhead[_Load](lambda load: self._load(load, update)) as loads:
-            for bucket, last in update.marked_buckets():
+            for tensors, last in update.marked_buckets():
+                bucket = [(name, t.cpu() if self._by_value else t) for name, t in tensors]
                 load = _Load(serialise(bucket), bucket, last)
                 if any(tensor.is_cuda for _, tensor in bucket):
                     torch.cuda.synchronize()

@@ -349,6 +349,12 @@ def combined(reports: Sequence[TransferReport]) -> TransferReport:
     )
 
 
+def sending_device(engines: EngineConfig) -> torch.device:
+    """The engines' kind of device: NCCL and IPC handles do not reach engines that run on CPUs."""
+    reached = torch.cuda.is_available() and engines.device != "cpu"
+    return torch.device("cuda" if reached else "cpu")
+
+
 def make_sender(
     settings: WeightsConfig,
     engines: EngineConfig,
@@ -369,7 +375,7 @@ def make_sender(
         case "distributed":
             return DistributedSender(settings, engines, device)
         case "tensor":
-            return TensorSender(settings, engines)
+            return TensorSender(settings, engines, device)
         case "disk":
             return DiskSender(settings, engines, directory)
         case "delta":

@@ -6,19 +6,21 @@ import base64
 import json
 import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_async.config.rollout import EngineConfig
 from megatron_async.errors import ComponentFailure
 from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weights.disk import publish
 from megatron_async.weights.distributed import Buffers, flatten
 from megatron_async.weights.publication import read_manifest, read_shard
 from megatron_async.weights.tensor import serialise
-from megatron_async.weights.transport import with_next
+from megatron_async.weights.transport import sending_device, with_next
 from megatron_async.weights.verify import (
     NameCheck,
     check_probe,
@@ -114,6 +116,17 @@ def test_a_bucket_of_one_tensor_in_one_piece_is_sent_from_where_it_is() -> None:
     turned = flatten([("a", tensor.T)], buffers)
     assert buffers.held_bytes == tensor.nbytes
     assert torch.equal(turned.bytes_N.view(torch.float32).view(3, 2), tensor.T)
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda", "cpu"])
+def test_a_trainer_on_gpus_sends_to_engines_on_cpus_from_its_host(
+    monkeypatch: pytest.MonkeyPatch, device: Any
+) -> None:
+    """It is asked for gloo then, not for NCCL, and for values, not for IPC handles."""
+    engines = EngineConfig(device=device)
+    assert sending_device(engines).type == "cpu", "no GPU here"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert sending_device(engines).type == ("cpu" if device == "cpu" else "cuda")
 
 
 def test_a_serialised_view_does_not_carry_the_tensor_it_is_part_of() -> None:
