@@ -34,13 +34,14 @@ def train(directory: RunDirectory, config: RunConfig, ray_address: str, stop: St
     from megatron_async.trainer.step import PolicyTrainer
     from megatron_async.weights.publisher import WeightPublisher
     from megatron_async.weights.save import save_hf
+    from megatron_async.weights.transport import seconds_to_give_up
 
     with ExitStack() as stack:
         session = parallel_session(
             config.parallel,
             config.trainer,
             config.seed,
-            held_up_seconds=config.weights.timeout_seconds,
+            held_up_seconds=seconds_to_give_up(config.weights),
         )
         first = stack.enter_context(session).rank == 0
         rank_zero = RankZero.waited_for(patience_seconds(config))

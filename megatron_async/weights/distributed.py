@@ -37,6 +37,9 @@ from megatron_async.errors import ComponentFailure
 from megatron_async.weights.ahead import load_format
 from megatron_async.weights.http import EngineCallError, address_towards, gather, raise_together
 from megatron_async.weights.transport import (
+    CLEANUP_SECONDS,
+    JOIN_SECONDS,
+    LAST_ANSWERS_SECONDS,
     Bucket,
     NamedTensor,
     Update,
@@ -45,10 +48,6 @@ from megatron_async.weights.transport import (
     time_left,
 )
 
-_JOIN_SECONDS = 60.0
-_LEAVE_SECONDS = 20.0
-_LAST_ANSWERS_SECONDS = 1.0
-_ABORT_SECONDS = 20.0
 _FIRST_POLL_SECONDS = 5e-5
 _LONGEST_POLL_SECONDS = 5e-4
 
@@ -129,7 +128,7 @@ class _Link:
             world_size,
             is_master=True,
             wait_for_workers=False,
-            timeout=timedelta(seconds=_JOIN_SECONDS),
+            timeout=timedelta(seconds=JOIN_SECONDS),
             master_listen_fd=listener.detach(),
         )
         self._group: Any = None
@@ -137,7 +136,7 @@ class _Link:
 
     def join(self) -> None:
         """Meet the engines; blocks until all are there or the limit passes."""
-        limit = timedelta(seconds=_JOIN_SECONDS)
+        limit = timedelta(seconds=JOIN_SECONDS)
         device = "cpu" if self.backend == "gloo" else "cuda"
         store = dist.PrefixStore(
             f"{device}/",
@@ -193,10 +192,10 @@ class _Link:
             ended = _aside(self._group.abort)
             self._group = None
             try:
-                ended.result(_ABORT_SECONDS)
+                ended.result(CLEANUP_SECONDS)
             except TimeoutError:
                 _logger.warning(
-                    "weight-update group %s did not end within %g s", self.name, _ABORT_SECONDS
+                    "weight-update group %s did not end within %g s", self.name, CLEANUP_SECONDS
                 )
 
 
@@ -232,14 +231,14 @@ class DistributedSender(WeightSender):
                 "group_name": link.name,
                 "backend": backend,
             },
-            _JOIN_SECONDS,
+            JOIN_SECONDS,
         )
         try:
             link.join()
         except RuntimeError as error:
-            _raise_first_failure(joins, _LAST_ANSWERS_SECONDS)
+            _raise_first_failure(joins, LAST_ANSWERS_SECONDS)
             raise ComponentFailure(
-                f"the engines did not join the weight-update group within {_JOIN_SECONDS:g} s: "
+                f"the engines did not join the weight-update group within {JOIN_SECONDS:g} s: "
                 f"{error}"
             ) from error
         self._link = link
@@ -251,7 +250,7 @@ class DistributedSender(WeightSender):
             return
         link, self._link = self._link, None
         leaving = self.calls.start(
-            "destroy_weights_update_group", lambda _: {"group_name": link.name}, _LEAVE_SECONDS
+            "destroy_weights_update_group", lambda _: {"group_name": link.name}, CLEANUP_SECONDS
         )
         # An engine that leaves ends what we are sending it; closing our connections ends a receive
         # that an engine has posted, or is stuck in, and then it can leave as well.
@@ -343,7 +342,7 @@ class DistributedSender(WeightSender):
             _raise_first_failure(announced)
             if time.monotonic() > update.deadline:
                 # The announcements have the same limit, and say which engines it was.
-                wait(announced, _LAST_ANSWERS_SECONDS)
+                wait(announced, LAST_ANSWERS_SECONDS)
                 _raise_first_failure(announced)
                 raise ComponentFailure(
                     f"{otherwise} within weights.timeout_seconds = "
@@ -379,7 +378,7 @@ def _settle(result: Callable[[], None], announced: Answers) -> None:
     try:
         result()
     except RuntimeError as error:
-        _raise_first_failure(announced, _LAST_ANSWERS_SECONDS)
+        _raise_first_failure(announced, LAST_ANSWERS_SECONDS)
         raise ComponentFailure(f"the weight broadcast failed: {error}") from error
 
 

@@ -33,12 +33,13 @@ from megatron_async.weights.transport import (
     WeightSender,
     combined,
     make_sender,
+    seconds_to_give_up,
     sending_device,
 )
 from megatron_async.weights.turns import Baton, EarlierStageFailed
 
 _MIB = 1 << 20
-# For the leaders' own messages, beside what an update may take.
+# For the leaders' own messages, and what engines that are well take to be connected.
 _SLACK_SECONDS = 60.0
 
 
@@ -77,7 +78,7 @@ class WeightPublisher:
         self._names_in_fp8: frozenset[str] = frozenset()
         if config.engines.quantization == "fp8":
             self._names_in_fp8 = quantised_names(self._architecture)
-        self._turns = StageTurns(config.weights.timeout_seconds + _SLACK_SECONDS)
+        self._turns = StageTurns(seconds_to_give_up(config.weights) + _SLACK_SECONDS)
         self._sender: WeightSender | None = None
         if self._turns.leads:
             device = sending_device(config.engines)

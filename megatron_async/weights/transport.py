@@ -41,8 +41,11 @@ from megatron_async.weights.verify import NameCheck, check_same, engine_paramete
 NamedTensor = tuple[str, Tensor]
 Bucket = Sequence[NamedTensor]
 
-_HEALTH_SECONDS = 5.0
-_CLEANUP_SECONDS = 20.0
+# Limits of what surrounds a transfer, which has `weights.timeout_seconds`.
+HEALTH_SECONDS = 5.0
+JOIN_SECONDS = 60.0
+LAST_ANSWERS_SECONDS = 1.0
+CLEANUP_SECONDS = 20.0
 _OPEN_SESSION = "already open"
 _ALONE = Alone()
 
@@ -197,7 +200,7 @@ class WeightSender(abc.ABC):
         self.disconnect()
         self._calls = EngineCalls(engines, self.engine_settings.api_key)
         try:
-            self.calls.every("health", None, _HEALTH_SECONDS, method="GET")
+            self.calls.every("health", None, HEALTH_SECONDS, method="GET")
             answers = self.calls.every(
                 "weights_checker", {"action": "checksum"}, self.settings.timeout_seconds
             )
@@ -298,7 +301,7 @@ class WeightSender(abc.ABC):
 
     def _end_sessions_quietly(self, calls: EngineCalls) -> None:
         """Close whatever sessions are open; engines without one refuse, which is fine."""
-        for future in calls.start("end_weight_update", lambda _: {}, _CLEANUP_SECONDS):
+        for future in calls.start("end_weight_update", lambda _: {}, CLEANUP_SECONDS):
             future.exception()
 
     def _abandon(self, calls: EngineCalls) -> None:
@@ -347,6 +350,17 @@ def combined(reports: Sequence[TransferReport]) -> TransferReport:
         seconds=max(report.seconds for report in reports),
         phases=phases,
     )
+
+
+def seconds_to_give_up(settings: WeightsConfig) -> float:
+    """By then a sender has ended an attempt that fails, connecting and cleaning up included.
+
+    Of the waits that have `weights.timeout_seconds` at most one runs to its end, since it fails
+    then. Around it: the group of the update before is left, engines join, a session that was left
+    open is closed; after it the new group is left, and its session closed.
+    """
+    around = HEALTH_SECONDS + JOIN_SECONDS + 2 * LAST_ANSWERS_SECONDS + 4 * CLEANUP_SECONDS
+    return settings.timeout_seconds + around
 
 
 def sending_device(engines: EngineConfig) -> torch.device:
