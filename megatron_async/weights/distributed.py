@@ -317,7 +317,9 @@ class DistributedSender(WeightSender):
 
     def _announce(self, body: dict[str, Any], deadline: float) -> Answers:
         return self.calls.start(
-            "update_weights_from_distributed", lambda _: body, time_left(deadline)
+            "update_weights_from_distributed",
+            lambda _: body,
+            time_left(deadline) + LAST_ANSWERS_SECONDS,
         )
 
     def _start_first(self, tensor: Tensor, announced: Answers, update: Update) -> None:
@@ -341,9 +343,11 @@ class DistributedSender(WeightSender):
         while not reached():
             _raise_first_failure(announced)
             if time.monotonic() > update.deadline:
-                # The announcements have the same limit, and say which engines it was.
-                wait(announced, LAST_ANSWERS_SECONDS)
-                _raise_first_failure(announced)
+                # An engine that only waits for us answers when our connections close: then the
+                # limit is too short. One that does not is frozen, or waits for one that is.
+                self._require_link().drop()
+                wait(announced, 2 * LAST_ANSWERS_SECONDS)
+                raise_together([f for f in _failures(announced) if f.status is None])
                 raise ComponentFailure(
                     f"{otherwise} within weights.timeout_seconds = "
                     f"{self.settings.timeout_seconds:g}"
@@ -386,19 +390,23 @@ def _wait_for_answers(announced: Answers, deadline: float) -> None:
     """Until all engines have loaded what was announced. Raises as soon as one refuses."""
     wait(announced, time_left(deadline), return_when=FIRST_EXCEPTION)
     _raise_first_failure(announced)
-    gather(announced)  # bounded: each call has the deadline as its limit
+    gather(announced)  # bounded: each call has a limit
+
+
+def _failures(futures: Answers) -> list[EngineCallError]:
+    """Of the calls that have ended."""
+    return [
+        error
+        for future in futures
+        if future.done() and isinstance(error := future.exception(), EngineCallError)
+    ]
 
 
 def _raise_first_failure(futures: Answers, wait_seconds: float = 0.0) -> None:
     """Raise what the calls that have ended raised; with `wait_seconds`, give them that long."""
     deadline = time.monotonic() + wait_seconds
     while True:
-        failures = [
-            error
-            for future in futures
-            if future.done() and isinstance(error := future.exception(), EngineCallError)
-        ]
-        raise_together(failures)
+        raise_together(_failures(futures))
         if time.monotonic() >= deadline:
             return
         time.sleep(0.02)

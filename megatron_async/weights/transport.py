@@ -357,9 +357,9 @@ def seconds_to_give_up(settings: WeightsConfig) -> float:
 
     Of the waits that have `weights.timeout_seconds` at most one runs to its end, since it fails
     then. Around it: the group of the update before is left, engines join, a session that was left
-    open is closed; after it the new group is left, and its session closed.
+    open is closed; after it the new group is ended and left, and its session closed.
     """
-    around = HEALTH_SECONDS + JOIN_SECONDS + 2 * LAST_ANSWERS_SECONDS + 4 * CLEANUP_SECONDS
+    around = HEALTH_SECONDS + JOIN_SECONDS + 3 * LAST_ANSWERS_SECONDS + 5 * CLEANUP_SECONDS
     return settings.timeout_seconds + around
 
 

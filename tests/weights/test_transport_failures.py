@@ -179,7 +179,11 @@ class Heedless(FakeEngine):
 @pytest.mark.parametrize(
     ("engine", "limit_seconds", "message"),
     [
-        (FakeEngine("works"), 1.0, r"engine engine .*failed within 1\.0 s"),
+        (
+            FakeEngine("works"),
+            1.0,
+            r"did not enter the first broadcast within weights\.timeout_sec",
+        ),
         (Heedless("works"), 1.0, r"did not enter the first broadcast within weights\.timeout_sec"),
         (Heedless("refuses"), 20.0, r"engine engine .*answered 400"),
     ],
@@ -201,6 +205,18 @@ def test_a_first_broadcast_that_blocks_has_the_same_limit(
         finally:
             let_go.set()
         assert time.monotonic() - started < 1.0 + 1.0 + 3.0
+
+
+def test_a_link_that_is_too_slow_for_the_limit_is_no_fault_of_the_engines(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_Link, "start", lambda link, tensor: None)
+    monkeypatch.setattr(_Link, "done", False)
+    sender = _sender(timeout_seconds=1.0)
+    sender.connect([start("works"), start("works")])
+    with pytest.raises(ComponentFailure, match=r"did not end within weights\.timeout") as caught:
+        sender.send(_buckets(), VERSION)
+    assert not isinstance(caught.value, EngineCallError), "nobody is left out"
 
 
 def test_an_engine_that_is_not_there_is_named_when_connecting(start: Start) -> None:
