@@ -164,12 +164,14 @@ class Placement:
     def _least_loaded_of(self, engine_ids: Iterable[str]) -> EngineEntry | None:
         """Of these engines, as far as they hold the version and have room."""
         found: EngineEntry | None = None
+        least = 0.0
         for engine_id in engine_ids:
             engine = self._serving.get(engine_id)
             if engine is None or not (engine.max_running is None or engine.has_room):
                 continue
-            if found is None or _key(engine) < _key(found):
-                found = engine
+            load = engine.kv_tokens / engine.kv_capacity
+            if found is None or load < least or (load == least and _key(engine) < _key(found)):
+                found, least = engine, load
         return found
 
 

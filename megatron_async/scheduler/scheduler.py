@@ -121,10 +121,12 @@ class Scheduler:
 
     def _many_aborted(self, event: ev.ManyAborted, out: Actions) -> None:
         fleet, aborted = self._fleet, self._life.aborted_with_tokens
+        waits = self._awaits_version
         for request in event.requests:
             aborted(request, out)
-            if not (fleet.in_flight and self._awaits_version):
+            if not (fleet.in_flight and waits):  # `_advance_unless_waiting`, thousands of times
                 self._advance(out)
+                waits = self._awaits_version
 
     def _reward_ready(self, event: ev.RewardReady, out: Actions) -> None:
         self._life.judged(event, out)

@@ -277,20 +277,20 @@ class Engine:
     def _enter(self, request: Request, needed: int) -> None:
         if not self.running:
             self._next_report = max(self._next_report, self.steps + self.limits.chunk_tokens)
-        trajectory_id, before, groups = request.trajectory_id, request.before, self._groups
+        trajectory_id, group_id, before = request.trajectory_id, request.group_id, request.before
+        groups, counters, steps = self._groups, self.counters, self.steps
         self.running[trajectory_id] = request
-        groups[request.group_id] = groups.get(request.group_id, 0) + 1
+        groups[group_id] = groups.get(group_id, 0) + 1
         self.kv += needed
         pairs = needed * (before + request.prompt - needed / 2)
         self.stall += self.costs.prefill(needed, pairs)
-        counters = self.counters
         counters.prefilled += needed
         if request.was_preempted:
             counters.preempted_prefill += needed
         elif before:
             counters.resumed_prefill += needed
-        request.joined = self.steps
-        request.finish_at = finish_at = self.steps + request.remaining
+        request.joined = steps
+        request.finish_at = finish_at = steps + request.remaining
         request.reported = 0
         heapq.heappush(self._finishing, (finish_at, trajectory_id))
 
