@@ -60,10 +60,13 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 @contextmanager
 def _corrupt(what: str) -> Iterator[None]:
-    """Whatever goes wrong over somebody's bytes is their fault: a pickle can raise anything."""
+    """Whatever goes wrong over somebody's bytes is their fault: a pickle can raise anything.
+
+    MemoryError too, by a length that it claims.
+    """
     try:
         yield
-    except (CorruptCheckpoint, MemoryError):
+    except CorruptCheckpoint:
         raise
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
