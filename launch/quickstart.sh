@@ -3,11 +3,12 @@
 #   bash launch/quickstart.sh [setting=value ...]      e.g. name=second seed=2
 #
 # Its settings are for two CPU cores. Where there is a GPU it stays idle, and the environment for the
-# CPU lies beside the other, in .venv-cpu (MEGATRON_ASYNC_FLAVOUR=gpu: use the GPU, untested).
+# CPU lies beside the other, in .venv-cpu. MEGATRON_ASYNC_FLAVOUR=gpu uses the GPUs (untested), of which
+# the two trainer ranks and the engine need three, and weights.probe_tolerance=0.05 for bfloat16.
 set -euo pipefail
 if [ "${MEGATRON_ASYNC_FLAVOUR:-cpu}" = cpu ] && nvidia-smi -L >/dev/null 2>&1; then
   root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-  export MEGATRON_ASYNC_FLAVOUR=cpu MEGATRON_ASYNC_VENV="${MEGATRON_ASYNC_VENV:-$root/.venv-cpu}"
+  export MEGATRON_ASYNC_FLAVOUR=cpu MEGATRON_ASYNC_VENV="${MEGATRON_ASYNC_VENV:-$root/.venv}-cpu"
   export CUDA_VISIBLE_DEVICES="" # pip's torch may be a CUDA build all the same
 fi
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"

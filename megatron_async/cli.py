@@ -81,7 +81,7 @@ def train(
     from megatron_async.config import load_config
     from megatron_async.run.devices import split_of_this_machine
     from megatron_async.run.directory import RunDirectory
-    from megatron_async.run.preflight import check_one_machine, check_probe, check_run
+    from megatron_async.run.preflight import check_one_machine, check_probe_tolerance, check_run
     from megatron_async.run.report import closing_table, summarise, where_things_are
     from megatron_async.run.supervisor import Supervisor
 
@@ -93,7 +93,7 @@ def train(
         settings = load_config(_need(config, "train"), list(overrides or []))
     check_one_machine(settings)
     check_run(settings)
-    check_probe(settings)
+    check_probe_tolerance(settings)
     devices = split_of_this_machine(settings)
     if resume is not None:
         directory, settings = RunDirectory.open(resume, list(overrides or []))
@@ -204,11 +204,11 @@ def rollout(
     """
     from megatron_async.run.directory import RunDirectory
     from megatron_async.run.node import drive_rollout
-    from megatron_async.run.preflight import check_probe, check_run
+    from megatron_async.run.preflight import check_probe_tolerance, check_run
 
     directory, settings = RunDirectory.open(run_directory, [])
     check_run(settings)
-    check_probe(settings)
+    check_probe_tolerance(settings)
     outcome = drive_rollout(settings, directory, ray_address, None)
     typer.echo(f"the trainers have ended: {outcome.value}")
 

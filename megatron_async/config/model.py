@@ -95,7 +95,8 @@ class TrainerConfig(Settings):
         600.0,
         gt=0,
         description="Longest wait inside one collective operation; never less than "
-        "weights.timeout_seconds and a minute, for which an engine may hold a rank up.",
+        "weights.timeout_seconds and some four minutes to connect and to clean up, for which an "
+        "engine may hold a rank up.",
     )
     max_restarts: int = Field(
         0, ge=0, description="torchrun restarts of all ranks, from the last checkpoint."

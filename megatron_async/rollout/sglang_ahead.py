@@ -66,7 +66,9 @@ class AheadHooks:
     def begin(self, updater: Any) -> None:
         """Before `BEGIN`, the first call of an update: end what a killed trainer has left."""
         groups = updater._model_update_group
-        left = self._ahead.clear() | (self._there - self._used)
+        left = self._ahead.clear()
+        if self._used:  # else that update was only begun, which tells nothing
+            left |= self._there - self._used
         for name in sorted(left & groups.keys()):
             groups[name].abort()  # its other ranks are gone: there is nothing to wait for
             ended, message = updater.destroy_weights_update_group(name)

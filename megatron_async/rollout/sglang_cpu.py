@@ -9,7 +9,7 @@ Invariants
 - A stand-in can be imported, subclassed and used as a decorator. Calling anything else of it
   raises, so a code path that does need the package fails loudly.
 - Nothing happens at import; `install_stand_ins` must run before `sglang` is imported, in the
-  server and in each process that it spawns.
+  server and in each process that it spawns (one that is forked has them).
 """
 
 from __future__ import annotations

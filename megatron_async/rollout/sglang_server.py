@@ -1,7 +1,8 @@
 """SGLang's own HTTP server, fit for training (`python -m megatron_async.rollout.sglang_server`).
 
 Takes SGLang's command line unchanged. What it adds, in the server and in every process that it
-spawns (multiprocessing re-imports the main module first, so the module level does the work):
+starts (multiprocessing re-imports the main module of a spawned one first, so the module level does
+the work; a forked one has it already):
 
 - `--device cpu`: stand-ins for GPU packages and the attention backend `torch_batched`.
 - Every streamed chunk carries the version of each of its tokens (`meta_info.weight_versions`).
@@ -21,6 +22,7 @@ Invariants
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -109,10 +111,14 @@ def hold_lifeline(last_act: Callable[[], None] = lambda: None) -> None:
     ).start()
 
 
-def _remove_received() -> None:
+def _remove_files() -> None:
+    """What this server keeps in files: weights that it received, SGLang's metrics."""
     from megatron_async.weights.receiver import remove_roots
 
     remove_roots(os.getpid())
+    metrics = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
+    if metrics:
+        shutil.rmtree(metrics, ignore_errors=True)
 
 
 def take_key() -> str:
@@ -122,7 +128,8 @@ def take_key() -> str:
 
 def main() -> None:
     """Run the server until it is told to stop."""
-    hold_lifeline(_remove_received)
+    os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None)  # SGLang makes one of its own
+    hold_lifeline(_remove_files)
     key = take_key()
     # One word: a key may begin with a dash.
     arguments = [*sys.argv[1:], *([f"--api-key={key}"] if key else [])]

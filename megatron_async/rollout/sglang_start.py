@@ -43,3 +43,6 @@ def register(on_cpu: bool) -> None:
     if on_cpu:
         HookRegistry.register(_SCHEDULERS, forked, HookType.AROUND)
     HookRegistry.apply_hooks()
+    for target in (_DETOKENIZERS, *([_SCHEDULERS] if on_cpu else [])):
+        if target not in HookRegistry._patched:
+            raise RuntimeError(f"SGLang has no {target}: engines would start more slowly")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
 import ray
-from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from megatron_async.config import RunConfig
 from megatron_async.errors import ComponentFailure
@@ -70,7 +70,10 @@ class RolloutLink(Protocol):
         ...
 
     def evaluate(self, number: int) -> EvalResult:
-        """Held-out accuracy of the version that has just been published."""
+        """Held-out accuracy of the version that has just been published.
+
+        Raises StopAsked when the run was asked to stop meanwhile.
+        """
         ...
 
     def position(self) -> dict[str, Any]:
@@ -88,22 +91,20 @@ class RayLink:
     def __init__(
         self, config: RunConfig, ray_address: str, stop_asked: Callable[[], bool] = lambda: False
     ) -> None:
-        """`stop_asked` is looked at while `next_batch` waits.
-
-        Waits for the manager, which the rollout side creates while ranks start. Raises
-        ComponentFailure when it does not come.
-        """
+        """`stop_asked` is looked at while `next_batch` and `evaluate` wait."""
         ray.init(
             address=ray_address, namespace=NAMESPACE, log_to_driver=False, logging_level="error"
         )
         self._config = config
         self._stop_asked = stop_asked
-        self._manager = _manager_actor(config.engines.start_timeout_seconds)
+        self._manager: Any = None
 
     def attach(self, resume: ResumePoint) -> None:
         limit = self._config.engines.start_timeout_seconds + _CALL_SECONDS
         began = time.monotonic()
         deadline, dead_until = began + limit, began + _DEAD_SECONDS
+        if self._manager is None:  # the rollout side creates it while ranks start
+            self._manager = _manager_actor(limit)
         while True:
             try:
                 self._call("attach", max(deadline - time.monotonic(), _RETRY_SECONDS), resume)
@@ -119,14 +120,7 @@ class RayLink:
 
     def next_batch(self) -> TokenBatch | None:
         limit = self._config.trainer.wait_for_batch_seconds + _SLACK_SECONDS
-        answer = self._send("next_batch")
-        deadline = time.monotonic() + limit
-        while time.monotonic() < deadline:
-            if ray.wait([answer], timeout=_LOOK_SECONDS)[0]:
-                break
-            if self._stop_asked():
-                raise StopAsked
-        return cast("TokenBatch | None", self._receive("next_batch", answer, limit, waited=limit))
+        return cast("TokenBatch | None", self._call_unless_stopped("next_batch", limit))
 
     def drop_batch(self, step: int, reason: str) -> None:
         self._call("drop_batch", _CALL_SECONDS, step, reason)
@@ -150,7 +144,7 @@ class RayLink:
 
     def evaluate(self, number: int) -> EvalResult:
         limit = self._config.eval.timeout_seconds + _SLACK_SECONDS
-        return cast("EvalResult", self._call("evaluate", limit, number))
+        return cast("EvalResult", self._call_unless_stopped("evaluate", limit, number))
 
     def position(self) -> dict[str, Any]:
         return cast("dict[str, Any]", self._call("position", _CALL_SECONDS))
@@ -164,6 +158,17 @@ class RayLink:
 
     def _call(self, method: str, limit: float, *arguments: Any) -> Any:
         return self._receive(method, self._send(method, *arguments), limit)
+
+    def _call_unless_stopped(self, method: str, limit: float, *arguments: Any) -> Any:
+        """`_call`, given up with StopAsked as soon as the run is asked to stop."""
+        answer = self._send(method, *arguments)
+        deadline = time.monotonic() + limit
+        while time.monotonic() < deadline:
+            if ray.wait([answer], timeout=_LOOK_SECONDS)[0]:
+                break
+            if self._stop_asked():
+                raise StopAsked
+        return self._receive(method, answer, limit, waited=limit)
 
     def _send(self, method: str, *arguments: Any) -> Any:
         return self._manager.call.remote(method, *arguments)
@@ -195,10 +200,10 @@ def _manager_actor(seconds: float) -> Any:
     while True:
         try:
             return ray.get_actor(MANAGER_NAME)
-        except ValueError as error:  # Ray's word for: nobody of that name yet
+        except (ValueError, RayError) as error:  # ValueError: nobody of that name lives
             if time.monotonic() > deadline:
                 raise ComponentFailure(
                     f"waited {seconds:.0f} s for the rollout manager, which the rollout side has "
-                    "not created; its log says why not"
+                    "not created or has lost for good; its log says why"
                 ) from error
         time.sleep(_RETRY_SECONDS)

@@ -74,6 +74,7 @@ class TrainLoop:
         self._saved_step = parts.trainer.step
         self._colocated = not isinstance(parts.memory, AlwaysThere)
         self._untold: list[Finalised] = []
+        self._unevaluated = False
 
     def run(self) -> bool:
         """Until `config.steps` batches are trained on: True; False when asked to stop before.
@@ -97,6 +98,8 @@ class TrainLoop:
                 self._publish()
                 continue
             self._step(batch, waited)
+        if self._unevaluated:  # a resume does it
+            return self._stop()
         self._parts.checkpoints.wait()
         self._ask(self._tell_finalised)
         self._parts.memory.hold(Residence.ALL)  # the engines' work is done
@@ -179,10 +182,18 @@ class TrainLoop:
             lambda: self._link.end_update(number, reached, ids, expected)
         )
         if update.evaluation_due:
-            result = self._parts.rank_zero.does(lambda: self._link.evaluate(number))
-            if self._parts.metrics is not None:
-                self._parts.metrics.write(number, result.metrics(), kind="eval")
+            self._evaluate(number)
         return update
+
+    def _evaluate(self, number: int) -> None:
+        """An evaluation may take longer than whoever asks the run to stop will wait."""
+        try:
+            result = self._parts.rank_zero.does(lambda: self._link.evaluate(number))
+        except StopAsked:
+            self._unevaluated = True
+            return
+        if self._parts.metrics is not None:
+            self._parts.metrics.write(number, result.metrics(), kind="eval")
 
     # ------------------------------------------------------------ checkpoints and records
 

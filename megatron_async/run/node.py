@@ -37,6 +37,7 @@ from megatron_async.rollout.nodes import (
 )
 from megatron_async.run.directory import Outcome, RunDirectory
 from megatron_async.run.meeting import MEET_SECONDS, TrainerNode
+from megatron_async.run.preflight import check_probe_tolerance
 from megatron_async.run.processes import Child, torchrun_command
 from megatron_async.run.session import Session
 from megatron_async.run.stop import STOP_FILE_VARIABLE
@@ -112,6 +113,7 @@ def run_rollout(node: Node) -> int:
     node.session.begin()
     node.use_token()
     try:
+        check_probe_tolerance(node.config)  # here: a login node may have other devices
         port = free_port(_EVERY_INTERFACE)
         address = f"{node.address}:{port}"
         with node.ray_node(
@@ -171,6 +173,10 @@ def drive_rollout(
                     time.sleep(_POLL_SECONDS)
                 progress.update({})
             return outcome
+        except BaseException:
+            if session is not None:
+                session.close()  # first: trainers that wait for Ray must not find it gone
+            raise
         finally:
             rollout.stop()
     finally:

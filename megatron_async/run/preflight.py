@@ -53,7 +53,7 @@ def check_one_machine(config: RunConfig) -> None:
         )
 
 
-def check_probe(config: RunConfig) -> None:
+def check_probe_tolerance(config: RunConfig) -> None:
     """Where the engines run: can they agree with the trainer as closely as is asked?
 
     Those that do not are replaced until none is left, minutes after the start.

@@ -18,7 +18,7 @@ from megatron_async.rollout.evaluate import EvalResult
 from megatron_async.run.devices import split_of_this_machine
 from megatron_async.run.directory import RunDirectory
 from megatron_async.run.evaluation import evaluate_checkpoints
-from megatron_async.run.preflight import check_one_machine, check_probe
+from megatron_async.run.preflight import check_one_machine, check_probe_tolerance
 from megatron_async.run.report import closing_table, summarise, where_things_are
 from megatron_async.run.sft import run_sft
 from megatron_async.run.supervisor import Supervisor
@@ -45,7 +45,7 @@ def with_model(config: RunConfig, path: Path) -> RunConfig:
 def quickstart(config: RunConfig) -> None:
     """All stages into one new run directory. Raises UserError or ComponentFailure."""
     check_one_machine(config)
-    check_probe(config)
+    check_probe_tolerance(config)
     devices = split_of_this_machine(config)
     console = Console(soft_wrap=True)
     directory = RunDirectory.create(config)

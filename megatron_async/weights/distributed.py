@@ -133,6 +133,7 @@ class _Link:
         )
         self._group: Any = None
         self._work: Any = None
+        self._ended: Future[None] | None = None
 
     def join(self) -> None:
         """Meet the engines; blocks until all are there or the limit passes."""
@@ -181,22 +182,28 @@ class _Link:
         self._work.wait()
         self._work = None  # it holds what was sent
 
-    def drop(self) -> None:
-        """Close all connections, whatever is under way.
+    def begin_drop(self) -> None:
+        """Begin to close all connections, whatever is under way.
 
         A handle keeps gloo's connections open, also one that hangs in an exception's traceback:
         this is the only place that holds it.
         """
         self._work = None
         if self._group is not None:
-            ended = _aside(self._group.abort)
+            self._ended = _aside(self._group.abort)
             self._group = None
-            try:
-                ended.result(CLEANUP_SECONDS)
-            except TimeoutError:
-                _logger.warning(
-                    "weight-update group %s did not end within %g s", self.name, CLEANUP_SECONDS
-                )
+
+    def drop(self) -> None:
+        """Close all connections, as far as that ends in time."""
+        self.begin_drop()
+        if self._ended is None:
+            return
+        try:
+            self._ended.result(CLEANUP_SECONDS)
+        except TimeoutError:
+            _logger.warning(
+                "weight-update group %s did not end within %g s", self.name, CLEANUP_SECONDS
+            )
 
 
 class DistributedSender(WeightSender):
@@ -345,7 +352,7 @@ class DistributedSender(WeightSender):
             if time.monotonic() > update.deadline:
                 # An engine that only waits for us answers when our connections close: then the
                 # limit is too short. One that does not is frozen, or waits for one that is.
-                self._require_link().drop()
+                self._require_link().begin_drop()
                 wait(announced, 2 * LAST_ANSWERS_SECONDS)
                 raise_together([f for f in _failures(announced) if f.status is None])
                 raise ComponentFailure(

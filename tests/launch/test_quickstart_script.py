@@ -33,9 +33,10 @@ def script(path: Path, text: str) -> None:
     [
         (False, {}, ".venv", "all", "cpu"),
         (True, {}, ".venv-cpu", "", "cpu"),
+        (True, {"MEGATRON_ASYNC_VENV": "{here}/mine"}, "mine-cpu", "", "cpu"),
         (True, {"MEGATRON_ASYNC_FLAVOUR": "gpu"}, ".venv", "all", "gpu"),
     ],
-    ids=["no GPU", "a GPU", "a GPU that is asked for"],
+    ids=["no GPU", "a GPU", "a GPU and an environment for it", "a GPU that is asked for"],
 )
 def test_it_runs_on_the_cpu_wherever_it_is(
     tmp_path: Path,
@@ -48,7 +49,7 @@ def test_it_runs_on_the_cpu_wherever_it_is(
     shutil.copytree(ROOT / "launch", tmp_path / "launch")
     shutil.copy(ROOT / "setup.py", tmp_path)
     script(tmp_path / "bin" / "nvidia-smi", f"#!/bin/sh\nexit {int(not gpu)}\n")
-    for name in (".venv", ".venv-cpu"):
+    for name in (".venv", ".venv-cpu", "mine", "mine-cpu"):
         script(tmp_path / name / "bin" / "python", "#!/bin/sh\n")
         script(tmp_path / name / "bin" / "megatron-async", SAY)
     done = subprocess.run(
@@ -57,7 +58,7 @@ def test_it_runs_on_the_cpu_wherever_it_is(
             "PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin",
             "MEGATRON_ASYNC_PYTHON": sys.executable,
             "HOME": os.environ["HOME"],
-            **variables,
+            **{name: value.format(here=tmp_path) for name, value in variables.items()},
         },
         capture_output=True,
         text=True,

@@ -70,6 +70,14 @@ def test_a_group_that_its_sender_has_left_in_between_is_no_one_elses_business() 
     assert engine.update("next") == ["next"] and engine.log == []
 
 
+def test_an_update_that_is_begun_twice_ends_nobody() -> None:
+    engine = Updater()
+    engine.join("ours")
+    engine.hooks.begin(engine)
+    assert engine.update("ours") == ["ours"]
+    assert engine.update("ours") == ["ours"] and engine.log == []
+
+
 def test_a_receive_that_is_posted_is_ended_with_its_group_when_an_update_begins() -> None:
     engine = Updater()
     engine.join("old")

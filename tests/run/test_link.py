@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import ray
+from ray.exceptions import RaySystemError
 
 from megatron_async.config import RunConfig, build_config
 from megatron_async.errors import ComponentFailure
-from megatron_async.run.link import RayLink
+from megatron_async.rollout.manager import ResumePoint
+from megatron_async.run.link import RayLink, _manager_actor
+from megatron_async.run.stop import StopAsked
 
 
 class NotingLink(RayLink):
@@ -22,6 +26,8 @@ class NotingLink(RayLink):
     def _call(self, method: str, limit: float, *arguments: Any) -> Any:
         self.limits[method] = limit
 
+    _call_unless_stopped = _call
+
 
 def test_an_evaluation_may_take_longer_than_an_update() -> None:
     link = NotingLink(
@@ -33,27 +39,59 @@ def test_an_evaluation_may_take_longer_than_an_update() -> None:
     assert link.limits["evaluate"] > 5000, "the rollout side gives up first, and says why"
 
 
-def link(monkeypatch: pytest.MonkeyPatch, absent: int, seconds: float) -> tuple[RayLink, list[str]]:
-    """Made while no manager answers to its name for the first `absent` questions."""
-    asked: list[str] = []
+class Manager:
+    """Ray's handle, whose calls never come to an end."""
 
-    def get_actor(name: str) -> str:
-        asked.append(name)
-        if len(asked) <= absent:
-            raise ValueError(f"Failed to look up actor with name '{name}'.")
-        return "the manager"
+    def __init__(self) -> None:
+        self.call = self
+
+    def remote(self, method: str, *arguments: Any) -> str:
+        return method
+
+
+def link(
+    monkeypatch: pytest.MonkeyPatch, absent: Sequence[Exception], *, stop: bool = False
+) -> tuple[RayLink, list[str]]:
+    """Looking for a manager raises `absent` first. Says what was looked up and asked."""
+    trouble, log = list(absent), []
+
+    def get_actor(name: str) -> Manager:
+        log.append(name)
+        if trouble:
+            raise trouble.pop(0)
+        return Manager()
+
+    def nothing_yet(answers: list[str], timeout: float) -> tuple[list[str], list[str]]:
+        log.extend(answers)
+        return [], answers
 
     monkeypatch.setattr(ray, "init", lambda **options: None)
     monkeypatch.setattr(ray, "get_actor", get_actor)
-    config = build_config({"engines": {"start_timeout_seconds": seconds}})
-    return RayLink(config, "127.0.0.1:1"), asked
+    monkeypatch.setattr(ray, "wait", nothing_yet)
+    monkeypatch.setattr(ray, "get", lambda answer, timeout: log.append(answer))
+    return RayLink(build_config({}), "127.0.0.1:1", lambda: stop), log
 
 
-def test_it_waits_for_the_manager(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, asked = link(monkeypatch, absent=2, seconds=30)
-    assert asked == ["rollout_manager"] * 3
+def test_attach_waits_for_the_manager(monkeypatch: pytest.MonkeyPatch) -> None:
+    nobody = ValueError("Failed to look up actor with name 'rollout_manager'.")
+    ours, log = link(monkeypatch, [nobody, RaySystemError(RuntimeError("no GCS yet"))])
+    ours.attach(ResumePoint(0))
+    ours.attach(ResumePoint(0))
+    assert log == ["rollout_manager"] * 3 + ["attach"] * 2
 
 
 def test_a_manager_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray, "get_actor", lambda name: (_ for _ in ()).throw(ValueError(name)))
     with pytest.raises(ComponentFailure, match="waited 0 s for the rollout manager"):
-        link(monkeypatch, absent=1000, seconds=0.1)
+        _manager_actor(0.1)
+
+
+@pytest.mark.parametrize("method", ["next_batch", "evaluate"])
+def test_what_may_take_long_is_given_up_when_the_run_is_asked_to_stop(
+    monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    ours, log = link(monkeypatch, [], stop=True)
+    ours.attach(ResumePoint(0))
+    with pytest.raises(StopAsked):
+        ours.next_batch() if method == "next_batch" else ours.evaluate(3)
+    assert log[-1] == method

@@ -45,7 +45,12 @@ class Loop:
                 raise StopAsked
             return object()
 
-        link = SimpleNamespace(next_batch=next_batch, position=dict)
+        def evaluate(number: int) -> object:
+            if stop_after == number:
+                raise StopAsked
+            return SimpleNamespace(metrics=dict)
+
+        link = SimpleNamespace(next_batch=next_batch, position=dict, evaluate=evaluate)
         checkpoints = SimpleNamespace(
             save=lambda trainer, extra: self.saved.append(trainer.step),
             wait=lambda: None,
@@ -63,6 +68,8 @@ class Loop:
     def run(self) -> bool:
         def step(loop: Any, batch: object, waited: float) -> None:
             self._trainer.step += 1
+            if self._trainer.step == loop._config.steps:
+                loop._evaluate(self._trainer.step)
             loop._checkpoint_if_due()
 
         from megatron_async.run.loop import TrainLoop
@@ -85,6 +92,8 @@ def stops(folder: Path) -> dict[str, tuple[bool, list[int]]]:
     found["while waiting"] = (loop.run(), loop.saved)
     loop = Loop(StopRequest(), every_steps=4, stop_after=4)
     found["just saved"] = (loop.run(), loop.saved)
+    loop = Loop(StopRequest(), every_steps=4, stop_after=10)
+    found["in the last evaluation"] = (loop.run(), loop.saved)
     # Only rank 1 hears of it.
     flag = folder / f"rank{dist.get_rank()}"
     if dist.get_rank() == 1:
@@ -104,6 +113,7 @@ def test_the_loop_stops_between_steps_on_all_ranks_with_a_checkpoint(tmp_path: P
         "never asked": (True, [4, 8, 10]),
         "while waiting": (False, [4, 6]),
         "just saved": (False, [4]),
+        "in the last evaluation": (False, [4, 8, 10]),
         "one rank, at once": (False, []),
     }
     assert time.monotonic() - began < 60
