@@ -91,7 +91,7 @@ class RayLink:
     def __init__(
         self, config: RunConfig, ray_address: str, stop_asked: Callable[[], bool] = lambda: False
     ) -> None:
-        """`stop_asked` is looked at while `next_batch` and `evaluate` wait."""
+        """`stop_asked` is looked at during waits for batches and evaluations."""
         ray.init(
             address=ray_address, namespace=NAMESPACE, log_to_driver=False, logging_level="error"
         )
@@ -144,7 +144,10 @@ class RayLink:
 
     def evaluate(self, number: int) -> EvalResult:
         limit = self._config.eval.timeout_seconds + _SLACK_SECONDS
-        return cast("EvalResult", self._call_unless_stopped("evaluate", limit, number))
+        # Colocated engines must have come to rest before the trainer has their memory.
+        colocated = self._config.engines.placement == "colocated"
+        call = self._call if colocated else self._call_unless_stopped
+        return cast("EvalResult", call("evaluate", limit, number))
 
     def position(self) -> dict[str, Any]:
         return cast("dict[str, Any]", self._call("position", _CALL_SECONDS))

@@ -50,7 +50,11 @@ class Manager:
 
 
 def link(
-    monkeypatch: pytest.MonkeyPatch, absent: Sequence[Exception], *, stop: bool = False
+    monkeypatch: pytest.MonkeyPatch,
+    absent: Sequence[Exception],
+    *,
+    stop: bool = False,
+    config: RunConfig | None = None,
 ) -> tuple[RayLink, list[str]]:
     """Looking for a manager raises `absent` first. Says what was looked up and asked."""
     trouble, log = list(absent), []
@@ -69,7 +73,7 @@ def link(
     monkeypatch.setattr(ray, "get_actor", get_actor)
     monkeypatch.setattr(ray, "wait", nothing_yet)
     monkeypatch.setattr(ray, "get", lambda answer, timeout: log.append(answer))
-    return RayLink(build_config({}), "127.0.0.1:1", lambda: stop), log
+    return RayLink(config or build_config({}), "127.0.0.1:1", lambda: stop), log
 
 
 def test_attach_waits_for_the_manager(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,3 +99,14 @@ def test_what_may_take_long_is_given_up_when_the_run_is_asked_to_stop(
     with pytest.raises(StopAsked):
         ours.next_batch() if method == "next_batch" else ours.evaluate(3)
     assert log[-1] == method
+
+
+def test_colocated_engines_end_their_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come to rest after it; only then may the trainer have the memory."""
+    engines, schedule = {"placement": "colocated"}, {"preset": "rapid", "updates_per_batch": 2}
+    weights = {"transport": "tensor"}
+    config = build_config({"engines": engines, "schedule": schedule, "weights": weights})
+    ours, log = link(monkeypatch, [], stop=True, config=config)
+    ours.attach(ResumePoint(0))
+    ours.evaluate(3)
+    assert log[-1] == "evaluate"
