@@ -50,7 +50,9 @@ _PREFILL_REPEATS = 3
 _LOAD_TOKENS = (16, 48)
 """Mean response lengths of the two measurements under load."""
 _LOAD_STEPS = 192
-"""Decode steps that a measurement under load takes, about."""
+"""Decode steps that a measurement under load takes, about; small batches take more of them."""
+_LOAD_REQUESTS = 64
+"""At least so many, or their mean length could be far from the one asked for."""
 _MEASUREMENT_SECONDS = 600.0
 
 
@@ -159,7 +161,7 @@ class EngineProfiler:
         await self._client.flush_cache()
         arrivals: list[Arrival] = []
         ends: list[float] = []
-        wanted = batch * (1 + max(1, _LOAD_STEPS // mean_tokens))
+        wanted = batch + max(batch * (_LOAD_STEPS // mean_tokens), _LOAD_REQUESTS)
 
         async def client() -> None:
             while len(ends) < wanted:

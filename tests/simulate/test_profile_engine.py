@@ -78,7 +78,7 @@ def test_a_load_counts_only_while_every_client_has_a_request() -> None:
             await engine.close()
 
     measured = asyncio.run(measure())
-    assert measured.requests >= 8
+    assert measured.requests >= 64
     assert measured.kv_tokens == 8 * 32
     # eight tokens a step and no more; what comes on top of the steps depends on the machine
     assert measured.seconds >= 0.9 * measured.tokens / 8 * 0.004
