@@ -12,6 +12,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
@@ -37,6 +38,7 @@ from megatron_async.trajectory.types import (
     Trajectory,
 )
 
+_logger = logging.getLogger(__name__)
 _IDLE_POLL_SECONDS = 0.01
 
 
@@ -113,6 +115,7 @@ class RolloutDriver:
     async def close(self) -> None:
         """Abort what runs, keep its tokens, flush and close the store. Engines go on."""
         self._closed = True
+        self._quiet = True  # first: what still ends meanwhile must start nothing
         await self._generation.close()
         for task in self._tasks:
             task.cancel()
@@ -408,10 +411,10 @@ class RolloutDriver:
 
     def _report_crash(self, task: asyncio.Task[Any]) -> None:
         """A defect in a background task must end the run, not vanish."""
-        if task.cancelled() or self._closed:
-            return
-        error = task.exception()
-        if isinstance(error, ComponentFailure):
+        error = None if task.cancelled() else task.exception()
+        if error is not None and self._closed:  # no run is left to end
+            _logger.error("the rollout driver failed while it closed", exc_info=error)
+        elif isinstance(error, ComponentFailure):
             self.fail(error)
         elif error is not None:
             failure = ComponentFailure(f"the rollout driver failed: {error!r}")

@@ -1,0 +1,101 @@
+"""What ends while the rollout driver closes: nothing follows from it, and nothing is hidden."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from megatron_async.rollout.interfaces import GenerationRequest, TokenChunk
+from megatron_async.rollout.manager import ResumePoint
+from megatron_async.rollout.simulated_engine import SimulatedEngine
+from megatron_async.trajectory.store_reader import StoreReader
+from megatron_async.trajectory.types import PolicyVersion, Prompt, TrajectoryState
+from tests.rollout.stand_ins import Engines, Fixed, manager_of, run, settings
+
+
+class Lingering(SimulatedEngine):
+    """Trajectory 0 never ends, and to cancel its request takes a while."""
+
+    sent: list[str]
+    cancelling: asyncio.Event
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
+        self.sent.append(request.request_id)
+        if request.request_id.startswith("t0-"):
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.cancelling.set()
+                await asyncio.sleep(0.1)
+        async for chunk in super().generate(request):
+            yield chunk
+
+
+class Late(Fixed):
+    """Every judgement waits for the event; then `verdict` makes it."""
+
+    def __init__(self, until: asyncio.Event, verdict: Callable[[], float | None]) -> None:
+        self._until, self._verdict = until, verdict
+        self.asked = 0
+
+    async def score(
+        self, prompt: Prompt, response_ids: Sequence[int]
+    ) -> tuple[float | None, dict[str, float]]:
+        self.asked += 1
+        await self._until.wait()
+        return self._verdict(), {}
+
+
+async def stop_under_judgements(folder: Path, verdict: Callable[[], float | None]) -> list[str]:
+    """Stops when all that it generates but trajectory 0 is being judged.
+
+    Returns the requests that were sent while it stopped. The judgements end meanwhile.
+    """
+    cancelling, sent = asyncio.Event(), list[str]()
+    verifier, engines = Late(cancelling, verdict), Engines()
+    manager = manager_of(folder, settings("async"), engines, verifier)
+    await manager.start()
+    engine = engines.all[0]
+    engine.__class__ = Lingering
+    assert isinstance(engine, Lingering)
+    engine.sent, engine.cancelling = sent, cancelling
+    await manager.attach(ResumePoint(0))
+    await manager.begin_update(0)
+    engine.set_weights(PolicyVersion(0, 0))
+    await manager.end_update(0, [engine.engine_id], None, None)
+    while not sent or verifier.asked < len(sent) - 1:
+        await asyncio.sleep(0.01)
+    before = len(sent)
+    await manager.stop()
+    assert cancelling.is_set(), "there was nothing to wait for"
+    return sent[before:]
+
+
+def test_a_judgement_that_ends_meanwhile_starts_no_request(tmp_path: Path) -> None:
+    """One without a reward makes room for another group. It is made again after the next start."""
+
+    async def body() -> None:
+        assert await stop_under_judgements(tmp_path, lambda: None) == []
+
+    run(body())
+    with closing(StoreReader(tmp_path / "store.sqlite")) as reader:
+        first, *others = [entry.state for entry in reader.summaries()]
+    assert first is TrajectoryState.RUNNING  # to the next start that is a partial one
+    assert set(others) == {TrajectoryState.FINISHED}
+
+
+def test_a_defect_that_shows_meanwhile_is_in_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def defect() -> None:
+        raise LookupError("a defect of the verifier")
+
+    async def body() -> None:
+        assert await stop_under_judgements(tmp_path, defect) == []
+
+    run(body())
+    assert "a defect of the verifier" in caplog.text
