@@ -141,7 +141,9 @@ class RayEngineLauncher:
 async def _answer(reference: Any, limit_seconds: float, what: str) -> Any:
     """The result of a remote call; ComponentFailure if it fails, or does not come in time."""
     try:
-        return await asyncio.wait_for(asyncio.ensure_future(_wrap(reference)), limit_seconds)
+        # Not `wait_for`: until Python 3.12 it may give a result although it is cancelled.
+        async with asyncio.timeout(limit_seconds):
+            return await reference
     except TimeoutError as error:
         raise ComponentFailure(f"{what} did not end within {limit_seconds:g} seconds") from error
     except RayTaskError as error:
@@ -150,7 +152,3 @@ async def _answer(reference: Any, limit_seconds: float, what: str) -> Any:
         raise
     except RayActorError as error:
         raise ProcessKilled(f"{what}: its Ray actor has died: {error}") from error
-
-
-async def _wrap(reference: Any) -> Any:
-    return await reference

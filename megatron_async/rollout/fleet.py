@@ -97,9 +97,9 @@ class Fleet:
                 await self._restart(driver, member)
         while True:
             try:
-                engine_id, why = await asyncio.wait_for(
-                    driver.lost_engines.get(), self._settings.health_interval_seconds
-                )
+                # Not `wait_for`: until Python 3.12 it may give a result although it is cancelled.
+                async with asyncio.timeout(self._settings.health_interval_seconds):
+                    engine_id, why = await driver.lost_engines.get()
             except TimeoutError:
                 await self._look_for_dead_processes(driver)
                 continue

@@ -329,7 +329,9 @@ class TrajectoryStore:
         """
         barrier = asyncio.wrap_future(self._writer.barrier(durable=durable))
         try:
-            return await asyncio.wait_for(barrier, _WAIT_SECONDS)
+            # Not `wait_for`: until Python 3.12 it may give a result although it is cancelled.
+            async with asyncio.timeout(_WAIT_SECONDS):
+                return await barrier
         except TimeoutError as error:
             raise ComponentFailure(
                 f"trajectory store {self._path} committed nothing for {_WAIT_SECONDS:.0f} s"

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
+
 from megatron_async.config.rollout import EngineConfig
 from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.fleet import Fleet
@@ -158,6 +160,27 @@ def test_a_restart_that_a_lost_trainer_cut_short_counts_once() -> None:
         it.lose_engine(0)
         await until(lambda: bool(driver.failures))
         assert "engine0 died (restarted 1 times" in driver.failures[0]
+        it.fleet.detach()
+
+    run(body())
+
+
+@pytest.mark.parametrize("turns", range(5))
+def test_an_engine_that_is_lost_with_the_trainer_is_not_mended_for_it(turns: int) -> None:
+    """Wherever its news is, after so many turns of the event loop, when the trainer is lost."""
+
+    async def body() -> None:
+        it = Run(count=1, max_restarts=1)
+        driver = await it.start()
+        await asyncio.sleep(0.01)  # it waits for news
+        it.lose_engine(0)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        before = len(driver.engines)
+        successor = it.next_trainer()
+        await asyncio.sleep(0.01)
+        assert len(driver.engines) == before
+        assert names(successor) == ["engine0"]
         it.fleet.detach()
 
     run(body())

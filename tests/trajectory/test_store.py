@@ -114,6 +114,25 @@ def on_disk(path: Path) -> dict[int, int]:
         reader.close()
 
 
+def test_a_wait_for_the_disk_that_is_cancelled_as_it_ends_counts_as_cancelled(
+    tmp_path: Path,
+) -> None:
+    """A request that went on in spite of it would add its tokens to those of its successor."""
+
+    async def scenario() -> None:
+        store = TrajectoryStore.open(tmp_path / STORE)
+        waiting = asyncio.create_task(store.sync())
+        await asyncio.sleep(0)
+        store._writer.barrier().result(10)  # the one before it is done, which nobody knows yet
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await store.close()
+
+    asyncio.run(scenario())
+
+
 def test_a_chunk_is_written_when_full_when_old_or_when_asked(tmp_path: Path) -> None:
     async def scenario() -> None:
         settings = StoreConfig(chunk_tokens=64, chunk_seconds=0.2)
