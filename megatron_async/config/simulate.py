@@ -147,11 +147,11 @@ class SimulateConfig(Settings):
     extra_forward_passes: float = Field(
         0.0, ge=0, description="Passes without gradient per token: pi_old, reference, RAPID's."
     )
-    padded_microbatch_sequences: int = Field(
-        0,
-        ge=0,
-        description="Sequences of a microbatch that are padded to its longest, as in plain "
-        "training loops; 0 = packed, as this project's trainer does.",
+    padding: Literal["packed", "batch"] = Field(
+        "packed",
+        description="`packed`: only real tokens are computed, as this project's trainer does. "
+        "`batch`: every sequence of a generated batch at the length of its longest, as in TRL, "
+        "whose microbatches are slices of one padded tensor.",
     )
     trainer_seconds_per_token: float | None = Field(
         None, gt=0, description="Measured; replaces the trainer's roofline."

@@ -9,8 +9,8 @@ One batch of B sequences in H updates:
 - Seconds per token: (per-parameter FLOPs x active parameters + attention) / (TP PP CP F e_t) plus
   tensor-parallel communication. Per-parameter FLOPs are 6, plus 2 for each further forward pass
   (recomputation, pi_old, reference); attention scales alike, with half the keys on average.
-- Sequences are packed, or padded to the longest of their microbatch
-  (`padded_microbatch_sequences`); padding costs what tokens cost.
+- Sequences are packed, or padded to the longest of the whole batch (`padding`); padding costs what
+  tokens cost. (A trainer that pads on each rank has the same time: the others wait for that rank.)
 - The busiest rank holds at least the longest sequence, and at least its share of the update.
 - Pipeline factor 1 + (PP - 1) / microbatches (Narayanan et al., arXiv 2104.04473).
 - Gradients are reduced in fp32 and parameters gathered in bf16 over the data-parallel ranks; no
@@ -39,17 +39,6 @@ from megatron_async.simulate.memory import (
 from megatron_async.simulate.model_shape import BF16, ModelShape
 
 
-def padded(sequence_tokens: Sequence[int], together: int) -> Sequence[int]:
-    """Lengths as a trainer computes them that pads each `together` sequences; 0 = packed."""
-    if not together:
-        return sequence_tokens
-    out: list[int] = []
-    for first in range(0, len(sequence_tokens), together):
-        microbatch = sequence_tokens[first : first + together]
-        out += [max(microbatch)] * len(microbatch)
-    return out
-
-
 @dataclass(frozen=True)
 class TrainerCosts:
     """The trainer of one run. `microbatch_tokens` as in `trainer.microbatch_tokens`."""
@@ -64,6 +53,8 @@ class TrainerCosts:
     def batch_seconds(self, sequence_tokens: Sequence[int], updates: int) -> float:
         """Training on these sequences (prompt + response lengths) in `updates` updates."""
         count = len(sequence_tokens)
+        if self.settings.padding == "batch":
+            sequence_tokens = [max(sequence_tokens)] * count
         ends = [count * i // updates for i in range(updates + 1)]
         return self.settings.efficiency.batch_overhead_seconds + sum(
             self._update_seconds(sequence_tokens[first:last])
@@ -71,7 +62,6 @@ class TrainerCosts:
         )
 
     def _update_seconds(self, sequence_tokens: Sequence[int]) -> float:
-        sequence_tokens = padded(sequence_tokens, self.settings.padded_microbatch_sequences)
         tokens = sum(sequence_tokens)
         if self.settings.trainer_seconds_per_token is not None:
             return tokens * self.settings.trainer_seconds_per_token + self.fixed_seconds

@@ -6,7 +6,7 @@ import pytest
 
 from megatron_async.config import build_config
 from megatron_async.simulate.build import trainer_costs
-from megatron_async.simulate.trainer_costs import TrainerCosts, padded
+from megatron_async.simulate.trainer_costs import TrainerCosts
 
 
 def costs(**simulate: object) -> TrainerCosts:
@@ -14,19 +14,14 @@ def costs(**simulate: object) -> TrainerCosts:
     return trainer_costs(build_config({"parallel": {"ranks": 1}, "simulate": settings}))
 
 
-def test_padding_goes_to_the_longest_of_a_microbatch() -> None:
-    assert padded([3, 1, 2, 5, 4], 2) == [3, 3, 5, 5, 4]
-    assert padded([3, 1, 2], 0) == [3, 1, 2]
-
-
-def test_padded_tokens_cost_what_tokens_cost() -> None:
-    plain = costs(padded_microbatch_sequences=2).batch_seconds([300, 100], 1)
-    assert plain == pytest.approx(costs().batch_seconds([300, 300], 1))
+def test_padding_goes_to_the_longest_of_the_batch_not_of_the_update() -> None:
+    padded = costs(padding="batch").batch_seconds([300, 100, 100, 200], 2)
+    assert padded == pytest.approx(costs().batch_seconds([300] * 4, 2))
 
 
 def test_equal_lengths_need_no_padding() -> None:
     lengths = [200] * 8
-    both = [costs(padded_microbatch_sequences=n).batch_seconds(lengths, 2) for n in (0, 4)]
+    both = [costs(padding=p).batch_seconds(lengths, 2) for p in ("packed", "batch")]
     assert both[0] == both[1]
 
 
