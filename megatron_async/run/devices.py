@@ -52,13 +52,16 @@ def split_devices(gpus: Sequence[str], config: RunConfig) -> DeviceSplit:
     return DeviceSplit()
 
 
-def check_ranks(gpus: int, config: RunConfig) -> None:
-    """Each trainer rank of a node has a GPU of its own. Raises UserError."""
+def check_ranks(gpus: int, config: RunConfig, source: str = "this machine has") -> None:
+    """Each trainer rank of a node has one of its `gpus` of its own. Raises UserError.
+
+    `source` ends with a verb: where that number comes from.
+    """
     needed = config.parallel.ranks // config.parallel.nodes
     if needed > gpus:
         raise UserError(
             f"parallel.ranks {config.parallel.ranks} on parallel.nodes {config.parallel.nodes} "
-            f"needs {needed} GPUs on this machine, one for each rank, and there are {gpus}"
+            f"needs {needed} GPUs a node, one for each rank, and {source} {gpus}"
         )
 
 

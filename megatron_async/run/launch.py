@@ -19,6 +19,7 @@ from pathlib import Path
 from megatron_async.config import RunConfig, load_config
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.rollout.nodes import NODE_HOST
+from megatron_async.run.devices import check_ranks
 from megatron_async.run.directory import RunDirectory
 from megatron_async.run.preflight import check_run
 
@@ -81,12 +82,8 @@ def check_nodes(config: RunConfig, gpus_per_node: int) -> None:
             "weights.transport is tensor, which hands weights over on one GPU, and launch gives "
             "engines nodes of their own: set weights.transport distributed, disk or delta"
         )
-    ranks_per_node = config.parallel.ranks // config.parallel.nodes
-    if gpus_per_node and ranks_per_node > gpus_per_node:
-        raise UserError(
-            f"parallel.ranks {config.parallel.ranks} on parallel.nodes {config.parallel.nodes} is "
-            f"{ranks_per_node} ranks a node, more than --gpus-per-node {gpus_per_node}"
-        )
+    if gpus_per_node:
+        check_ranks(gpus_per_node, config, "--gpus-per-node is")
 
 
 def launch_run(

@@ -71,9 +71,9 @@ def test_ranks_first_then_engines(gpus: list[str], config: RunConfig, split: Dev
         ),
         (
             settings(4, 1, transport="tensor", placement="colocated"),
-            "parallel.ranks 4 on parallel.nodes 1 needs 4 GPUs on this machine.* there are 3",
+            "parallel.ranks 4 on parallel.nodes 1 needs 4 GPUs a node, .* this machine has 3",
         ),
-        (settings(4, 1, transport="disk"), "parallel.ranks 4 .* there are 3"),
+        (settings(4, 1, transport="disk"), "parallel.ranks 4 .* this machine has 3"),
     ],
     ids=[
         "NCCL needs a device for each rank",
@@ -151,7 +151,7 @@ def test_a_trainer_with_fewer_gpus_than_ranks_is_refused_whatever_the_engines_us
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     wanted = ["parallel.ranks=2", "parallel.tensor=2", "engines.device=cpu"]
-    told = "parallel.ranks 2 on parallel.nodes 1 needs 2 GPUs .* there are 1"
+    told = "parallel.ranks 2 on parallel.nodes 1 needs 2 GPUs .* this machine has 1"
     with pytest.raises(UserError, match=told):
         cli.train(wanted, config_file)
     with pytest.raises(UserError, match=told):
