@@ -24,6 +24,8 @@ NOT_ON_TRAINER_NODES: Final = {ROLE_LABEL: f"!{TRAINER_ROLE}"}
 INTERFACE_VARIABLE: Final = "MEGATRON_ASYNC_INTERFACE"
 # `engines.host` with this value: each server binds to the address of the node that it is on.
 NODE_HOST: Final = "node"
+# Where Ray's head and torch's store listen.
+_EVERY_INTERFACE: Final = "0.0.0.0"
 
 
 def ray_directory() -> Path:
@@ -67,8 +69,8 @@ def node_address() -> str:
             return socket.gethostbyname(socket.gethostname())
 
 
-def free_port(host: str) -> int:
-    """A port that was free on this interface a moment ago."""
+def free_port(host: str = _EVERY_INTERFACE) -> int:
+    """A port that was free on this interface, or on all of them, a moment ago."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])

@@ -26,7 +26,7 @@ class TrainerNode:
         if self.count == 1:
             return ["--standalone"]
         if self.index == 0:
-            endpoint = f"{self.address}:{free_port('0.0.0.0')}"  # torch listens on all interfaces
+            endpoint = f"{self.address}:{free_port()}"
             self.session.publish(_NOTE, {"endpoint": endpoint})
         return [
             f"--nnodes={self.count}",

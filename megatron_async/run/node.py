@@ -44,7 +44,6 @@ from megatron_async.run.stop import STOP_FILE_VARIABLE
 from megatron_async.run.train_rank import RAY_ADDRESS_VARIABLE
 
 REQUEUE_CODE = os.EX_TEMPFAIL
-_EVERY_INTERFACE = "0.0.0.0"  # on all of them Ray listens, so the port must be free on all
 _POLL_SECONDS = 0.5
 _RAY_STOP_SECONDS = 15.0
 # A raylet whose head has gone before it waits long for it, and has nothing else to do by then.
@@ -114,12 +113,12 @@ def run_rollout(node: Node) -> int:
     node.use_token()
     try:
         check_probe_tolerance(node.config)  # here: a login node may have other devices
-        port = free_port(_EVERY_INTERFACE)
+        port = free_port()
         address = f"{node.address}:{port}"
         with node.ray_node(
             "--head",
             f"--port={port}",
-            f"--ray-client-server-port={free_port(_EVERY_INTERFACE)}",
+            f"--ray-client-server-port={free_port()}",
             "--include-dashboard=false",
             "--no-monitor",  # it would start nodes when there are too few
         ) as ray_node:
