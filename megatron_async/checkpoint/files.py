@@ -7,11 +7,11 @@ Invariants
 - One piece is in memory at a time; the files are appended to.
 - Only tensors and torch's own metadata classes are unpickled (`weights_only` for tensors,
   `check_metadata` for the metadata).
+- Whatever the metadata says, a tensor is read or the checkpoint is corrupt in one sentence.
 """
 
 from __future__ import annotations
 
-import io
 import pickle
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -32,7 +32,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron_async.checkpoint.manifest import CorruptCheckpoint
-from megatron_async.checkpoint.metadata import METADATA_NAME, check_metadata
+from megatron_async.checkpoint.metadata import (
+    METADATA_NAME,
+    check_metadata,
+    corrupt_where,
+    stored_bytes,
+    stored_length,
+)
 from megatron_async.checkpoint.placement import Piece
 
 
@@ -97,19 +103,20 @@ class ShardReader:
     def __init__(self, folder: Path) -> None:
         """Raises CorruptCheckpoint when the metadata cannot be read."""
         self._folder = folder
-        check_metadata(folder)
-        metadata = FileSystemReader(folder).read_metadata()
-        self._storage: dict[MetadataIndex, Any] = metadata.storage_data
         self._tensors: dict[str, TensorStorageMetadata] = {}
         # By place on the first axis (the layer, where layers are stacked), so that a look-up does
         # not go through the chunks of all layers.
         self._chunks: dict[tuple[str, int], list[ChunkStorageMetadata]] = {}
-        for key, description in metadata.state_dict_metadata.items():
-            if isinstance(description, TensorStorageMetadata):
-                self._tensors[key] = description
-                for chunk in description.chunks:
-                    first = chunk.offsets[0] if chunk.offsets else 0
-                    self._chunks.setdefault((key, first), []).append(chunk)
+        check_metadata(folder)
+        with corrupt_where(f"{METADATA_NAME} describes no tensors"):
+            metadata = FileSystemReader(folder).read_metadata()
+            self._storage: dict[MetadataIndex, Any] = metadata.storage_data
+            for key, description in metadata.state_dict_metadata.items():
+                if isinstance(description, TensorStorageMetadata):
+                    self._tensors[key] = description
+                    for chunk in description.chunks:
+                        first = chunk.offsets[0] if chunk.offsets else 0
+                        self._chunks.setdefault((key, first), []).append(chunk)
 
     def __contains__(self, key: str) -> bool:
         return key in self._tensors
@@ -123,19 +130,28 @@ class ShardReader:
 
         Raises CorruptCheckpoint when the pieces do not cover it.
         """
-        description = self._tensors[key]
-        shape = description.size[len(lead) :]
-        whole = torch.empty(shape, dtype=description.properties.dtype)
+        with corrupt_where(f"tensor {key} cannot be read"):
+            return self._read(key, lead)
+
+    def _read(self, key: str, lead: tuple[int, ...]) -> Tensor:
+        description, depth = self._tensors[key], len(lead)
+        shape, dtype = description.size[depth:], description.properties.dtype
+        chunks = [c for c in self._candidates(key, lead) if tuple(c.offsets[:depth]) == lead]
+        held = sum(
+            stored_length(self._folder, f"tensor {key}", self._info(key, chunk)) for chunk in chunks
+        )
+        if shape.numel() * dtype.itemsize > held:  # before memory is taken for it
+            raise CorruptCheckpoint(
+                f"tensor {key} at {lead} has shape {tuple(shape)} of {dtype}, and the files hold "
+                f"{held} bytes of it"
+            )
+        whole = torch.empty(shape, dtype=dtype)
         covered = 0
-        for chunk in self._candidates(key, lead):
-            if tuple(chunk.offsets[: len(lead)]) != lead:
-                continue
-            part = self._load(key, chunk).reshape(chunk.sizes[len(lead) :])
+        for chunk in chunks:
+            part = self._load(key, chunk).reshape(chunk.sizes[depth:])
             where = tuple(
                 slice(start, start + length)
-                for start, length in zip(
-                    chunk.offsets[len(lead) :], chunk.sizes[len(lead) :], strict=True
-                )
+                for start, length in zip(chunk.offsets[depth:], chunk.sizes[depth:], strict=True)
             )
             whole[where] = part
             covered += part.numel()
@@ -150,10 +166,11 @@ class ShardReader:
             return self._chunks.get((key, lead[0]), [])
         return self._tensors[key].chunks
 
+    def _info(self, key: str, chunk: ChunkStorageMetadata) -> _StorageInfo:
+        info: _StorageInfo = self._storage[MetadataIndex(key, chunk.offsets)]
+        return info
+
     def _load(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
-        info = self._storage[MetadataIndex(key, chunk.offsets)]
-        with (self._folder / info.relative_path).open("rb") as file:
-            file.seek(info.offset)
-            content = io.BytesIO(file.read(info.length))
+        content = stored_bytes(self._folder, f"tensor {key}", self._info(key, chunk))
         tensor: Tensor = torch.load(content, map_location="cpu", weights_only=True)
         return tensor

@@ -8,6 +8,10 @@ Invariants
 - Of `.metadata`, only the classes that torch's own metadata consists of are ever constructed; of
   the rest, what torch's `weights_only` allows.
 - The checks pass before torch or Megatron-core read the same bytes with plain `pickle`.
+- No memory is taken for what the files are too short to hold.
+
+Not covered: a pickle or an archive that is made to need far more memory than it has bytes. Reading
+it may end the process.
 """
 
 from __future__ import annotations
@@ -59,7 +63,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 @contextmanager
-def _corrupt(what: str) -> Iterator[None]:
+def corrupt_where(what: str) -> Iterator[None]:
     """Whatever goes wrong over somebody's bytes is their fault: a pickle can raise anything.
 
     MemoryError too, by a length that it claims.
@@ -75,7 +79,10 @@ def _corrupt(what: str) -> Iterator[None]:
 
 def check_metadata(folder: Path) -> Metadata:
     """Raises CorruptCheckpoint when the metadata is missing, torn, or more than metadata."""
-    with _corrupt(f"{METADATA_NAME} cannot be read"), (folder / METADATA_NAME).open("rb") as stream:
+    with (
+        corrupt_where(f"{METADATA_NAME} cannot be read"),
+        (folder / METADATA_NAME).open("rb") as stream,
+    ):
         content = _MetadataUnpickler(stream).load()
     if not isinstance(content, Metadata):
         raise CorruptCheckpoint(f"{METADATA_NAME} holds a {type(content).__name__}")
@@ -89,7 +96,9 @@ def check_objects(folder: Path, part: int = 0, parts: int = 1) -> None:
     CorruptCheckpoint.
     """
     metadata = check_metadata(folder)
-    with _corrupt(f"{METADATA_NAME} describes no objects"):  # any field may be left out or replaced
+    with corrupt_where(
+        f"{METADATA_NAME} describes no objects"
+    ):  # any field may be left out or replaced
         # Not "those that are called bytes": what is called a tensor and is none must not slip by.
         stored = [
             (index.fqn, info)
@@ -98,20 +107,37 @@ def check_objects(folder: Path, part: int = 0, parts: int = 1) -> None:
         ]
         stored.sort(key=lambda entry: (entry[0], entry[1].offset))
     for name, info in stored[part::parts]:
-        _check_object(name, _bytes_of(folder, name, info))
+        _check_object(name, stored_bytes(folder, f"object {name}", info))
     if part == 0:
         _check_object(COMMON_NAME, folder / COMMON_NAME)
 
 
-def _bytes_of(folder: Path, name: str, info: _StorageInfo) -> io.BytesIO:
-    with _corrupt(f"object {name} cannot be read"):
+def stored_length(folder: Path, what: str, info: _StorageInfo) -> int:
+    """Bytes that the files of `folder` hold of it. Raises CorruptCheckpoint."""
+    with corrupt_where(f"{what} cannot be read"):
         if info.transform_descriptors:
-            raise CorruptCheckpoint(f"object {name} is stored in a form that no save of ours has")
-        with (folder / info.relative_path).open("rb") as stream:
-            stream.seek(info.offset)
-            return io.BytesIO(stream.read(info.length))
+            raise CorruptCheckpoint(f"{what} is stored in a form that no save of ours has")
+        begin, end = info.offset, info.offset + info.length
+        size = (folder / info.relative_path).stat().st_size  # 0 of what is no file
+        if not 0 <= begin <= end <= size:
+            raise CorruptCheckpoint(
+                f"{what} is said to be bytes {begin} to {end} of {info.relative_path}, which has "
+                f"{size}"
+            )
+        return int(info.length)
+
+
+def stored_bytes(folder: Path, what: str, info: _StorageInfo) -> io.BytesIO:
+    """What the files of `folder` hold of it. Raises CorruptCheckpoint."""
+    length = stored_length(folder, what, info)
+    with (
+        corrupt_where(f"{what} cannot be read"),
+        (folder / info.relative_path).open("rb") as stream,
+    ):
+        stream.seek(info.offset)
+        return io.BytesIO(stream.read(length))
 
 
 def _check_object(name: str, source: io.BytesIO | Path) -> None:
-    with _corrupt(f"{name} holds more than values"):
+    with corrupt_where(f"{name} holds more than values"):
         torch.load(source, map_location="cpu", weights_only=True)

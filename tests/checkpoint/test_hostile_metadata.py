@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
-from megatron_async.checkpoint.files import ShardFiles
+from megatron_async.checkpoint.files import ShardFiles, ShardReader
 from megatron_async.checkpoint.manifest import CorruptCheckpoint
 from megatron_async.checkpoint.metadata import (
     COMMON_NAME,
@@ -102,6 +102,72 @@ def test_metadata_that_lacks_a_field_or_has_another_in_its_place_is_corrupt(
     write(folder, metadata)
     with pytest.raises(CorruptCheckpoint):
         check_objects(folder)
+
+
+def test_bytes_that_no_file_has_are_not_read(folder: Path) -> None:
+    metadata = read(folder)
+    entry = metadata.storage_data[OBJECT]
+    metadata.storage_data[OBJECT] = replace(entry, relative_path="/dev/zero", length=2**40)
+    write(folder, metadata)
+    told = f"object random is said to be bytes 0 to {2**40} of /dev/zero, which has 0"
+    with pytest.raises(CorruptCheckpoint, match=told):
+        check_objects(folder)
+
+
+def leaves_out_its_files(metadata: Metadata) -> None:
+    metadata.storage_data = {}
+
+
+def makes_it_no_tensor_on_disk(metadata: Metadata) -> None:
+    metadata.storage_data[weight(metadata)].offset += 1
+    metadata.storage_data[weight(metadata)].length -= 1
+
+
+def puts_it_past_its_file(metadata: Metadata) -> None:
+    metadata.storage_data[weight(metadata)].length += 1
+
+
+def gives_it_another_shape(metadata: Metadata) -> None:
+    description = metadata.state_dict_metadata["weight"]
+    description.chunks[0] = replace(description.chunks[0], sizes=torch.Size((3, 3)))
+
+
+def gives_it_all_the_memory_there_is(metadata: Metadata) -> None:
+    shape = torch.Size((2**36, 3))
+    description = metadata.state_dict_metadata["weight"]
+    description.size = shape
+    description.chunks[0] = replace(description.chunks[0], sizes=shape)
+
+
+def weight(metadata: Metadata) -> MetadataIndex:
+    (index,) = [index for index in metadata.storage_data if index.fqn == "weight"]
+    return index
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (leaves_out_the_tensors, r"\.metadata describes no tensors"),
+        (names_objects_by_strings, "tensor weight cannot be read"),
+        (leaves_out_its_files, "tensor weight cannot be read"),
+        (makes_it_no_tensor_on_disk, "tensor weight cannot be read"),
+        (puts_it_past_its_file, r"weight is said to be bytes 0 to \d+ of __0_0.distcp, which has"),
+        (gives_it_another_shape, "tensor weight cannot be read"),
+        (
+            gives_it_all_the_memory_there_is,
+            rf"weight at \(\) has shape \({2**36}, 3\) of torch.float32, and the files hold \d+ b",
+        ),
+    ],
+)
+def test_a_tensor_that_is_not_what_the_metadata_says_is_corrupt_in_one_sentence(
+    folder: Path, damage: Callable[[Metadata], None], told: str
+) -> None:
+    metadata = read(folder)
+    damage(metadata)
+    write(folder, metadata)
+    with pytest.raises(CorruptCheckpoint, match=told) as refused:
+        ShardReader(folder).read("weight", ())
+    assert len(str(refused.value).splitlines()) == 1
 
 
 def call(module: str, name: str, argument: bytes) -> bytes:
