@@ -122,8 +122,9 @@ class ShardReader:
         return key in self._tensors
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Global shape."""
-        return tuple(self._tensors[key].size)
+        """Global shape. Raises CorruptCheckpoint."""
+        with corrupt_where(f"tensor {key} has no shape"):
+            return tuple(torch.Size(self._tensors[key].size))
 
     def read(self, key: str, lead: tuple[int, ...]) -> Tensor:
         """The whole tensor below position `lead` of the leading axes.

@@ -10,8 +10,8 @@ Invariants
 - The checks pass before torch or Megatron-core read the same bytes with plain `pickle`.
 - No memory is taken for what the files are too short to hold.
 
-Not covered: a pickle or an archive that is made to need far more memory than it has bytes. Reading
-it may end the process.
+Not covered: a pickle or an archive that is made to need far more memory than it has bytes, or a
+file whose bytes are said to be many pieces. Reading them may end the process.
 """
 
 from __future__ import annotations
@@ -96,10 +96,9 @@ def check_objects(folder: Path, part: int = 0, parts: int = 1) -> None:
     CorruptCheckpoint.
     """
     metadata = check_metadata(folder)
-    with corrupt_where(
-        f"{METADATA_NAME} describes no objects"
-    ):  # any field may be left out or replaced
-        # Not "those that are called bytes": what is called a tensor and is none must not slip by.
+    with corrupt_where(f"{METADATA_NAME} describes no objects"):
+        # Any field may be left out or replaced. And not "those that are called bytes": what is
+        # called a tensor and is none must not slip by.
         stored = [
             (index.fqn, info)
             for index, info in (metadata.storage_data or {}).items()

@@ -139,6 +139,10 @@ def gives_it_all_the_memory_there_is(metadata: Metadata) -> None:
     description.chunks[0] = replace(description.chunks[0], sizes=shape)
 
 
+def takes_its_shape_away(metadata: Metadata) -> None:
+    metadata.state_dict_metadata["weight"].size = None
+
+
 def weight(metadata: Metadata) -> MetadataIndex:
     (index,) = [index for index in metadata.storage_data if index.fqn == "weight"]
     return index
@@ -149,6 +153,7 @@ def weight(metadata: Metadata) -> MetadataIndex:
     [
         (leaves_out_the_tensors, r"\.metadata describes no tensors"),
         (names_objects_by_strings, "tensor weight cannot be read"),
+        (takes_its_shape_away, "tensor weight has no shape"),
         (leaves_out_its_files, "tensor weight cannot be read"),
         (makes_it_no_tensor_on_disk, "tensor weight cannot be read"),
         (puts_it_past_its_file, r"weight is said to be bytes 0 to \d+ of __0_0.distcp, which has"),
@@ -166,7 +171,9 @@ def test_a_tensor_that_is_not_what_the_metadata_says_is_corrupt_in_one_sentence(
     damage(metadata)
     write(folder, metadata)
     with pytest.raises(CorruptCheckpoint, match=told) as refused:
-        ShardReader(folder).read("weight", ())
+        reader = ShardReader(folder)
+        reader.shape("weight")
+        reader.read("weight", ())
     assert len(str(refused.value).splitlines()) == 1
 
 
