@@ -9,6 +9,7 @@ Invariants
 - An update counts only for engines that agree on their checksum and whose log-probs of the probe
   sequence agree with the trainer's (SEMANTICS.md section 5). One that does not is sent the weights
   once more; if that does not help either, it is replaced.
+- An update or evaluation during which another trainer attaches publishes nothing for that one.
 - `checkpoint_finalised` is called after the manifest exists, never before.
 """
 
@@ -89,6 +90,12 @@ class _Session:
     recorder: Recorder | None
 
 
+def _replaced(lineage: int, by: _Session) -> ComponentFailure:
+    return ComponentFailure(
+        f"the trainer of lineage {lineage} has been replaced by that of lineage {by.resume.lineage}"
+    )
+
+
 class RolloutManager:
     """Owns the fleet for its whole life, and driver and store from one `attach` to the next."""
 
@@ -136,10 +143,7 @@ class RolloutManager:
 
     async def _attach(self, resume: ResumePoint) -> None:
         if self._session is not None and resume.lineage < self._session.resume.lineage:
-            raise ComponentFailure(
-                f"the trainer of lineage {resume.lineage} has been replaced by that of lineage "
-                f"{self._session.resume.lineage}"
-            )
+            raise _replaced(resume.lineage, self._session)
         await self._detach()
         store = TrajectoryStore.open(
             self._store_file,
@@ -200,6 +204,11 @@ class RolloutManager:
     def _driver(self) -> RolloutDriver:
         return self._attached.driver
 
+    def _still(self, version: PolicyVersion) -> None:
+        """After a wait. Raises ComponentFailure when the trainer of `version` has been replaced."""
+        if self._attached.resume.lineage != version.lineage:
+            raise _replaced(version.lineage, self._attached)
+
     def status(self) -> dict[str, Any]:
         """Queue and buffer sizes and counters, for the progress display; empty before `attach`."""
         if self._session is None:
@@ -240,6 +249,7 @@ class RolloutManager:
             )
             left = self._driver.engines()
             engines = [engine for engine in engines if engine in left]
+        self._still(version)
         self._addressed = {engine.engine_id for engine in engines}
         return [EngineAddress(engine.engine_id, engine.url) for engine in engines]
 
@@ -269,6 +279,7 @@ class RolloutManager:
         await self._tell(stale, lambda engine: engine.flush_cache())
         if probe_ids is not None:
             holders = await self._compare_checksums(holders, version)
+        self._still(version)
         if last:
             await self._driver.quiesce()
             await self._tell(holders, lambda engine: engine.flush_cache())
@@ -278,6 +289,7 @@ class RolloutManager:
         if probe_ids is not None and probe_logprobs is not None:
             holders, mean, worst = await self._probe(holders, version, probe_ids, probe_logprobs)
             self._doubted -= {engine.engine_id for engine in holders}
+        self._still(version)
         if last and not holders:
             raise ComponentFailure(f"no engine holds the last version, {version}: {self._why}")
         self._holders = holders
@@ -315,6 +327,7 @@ class RolloutManager:
             raise ComponentFailure(
                 f"the evaluation of {version} did not end within {limit:g} s, eval.timeout_seconds"
             ) from error
+        self._still(version)
         if number >= self._config.steps:
             await self._devices.rest(self._driver.engines())
         return result
@@ -375,6 +388,7 @@ class RolloutManager:
                 return None
 
         answers = [a for a in await asyncio.gather(*map(ask, engines)) if a is not None]
+        self._still(version)
         counts = Counter(checksum for _, checksum, held in answers if held == version).most_common()
         # Two that are equally common: nobody can say which is right.
         clear = bool(counts) and counts[0][1] > sum(n for _, n in counts[1:2])
@@ -408,6 +422,7 @@ class RolloutManager:
         scored = await asyncio.gather(
             *(engine.score(probe_ids) for engine in engines), return_exceptions=True
         )
+        self._still(version)
         limit = self._config.weights.probe_tolerance
         good: list[EngineClient] = []
         means, maxima = [0.0], [0.0]

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron_async.config import RunConfig
@@ -168,6 +169,46 @@ def test_attaches_at_once_follow_each_other_and_a_late_one_is_refused(tmp_path: 
         await trainer.publish(2, 0)
         assert (await trainer.batch()).step == 0
         await trainer.manager.stop()
+
+    run(body())
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_what_a_replaced_trainer_still_says_changes_nothing_for_its_successor(
+    tmp_path: Path, last: bool
+) -> None:
+    """Its update was being verified when it died; the engine does not hold the successor's."""
+    verifying, go_on = asyncio.Event(), asyncio.Event()
+
+    class Slow(SimulatedEngine):
+        async def checksum(self) -> str:
+            verifying.set()
+            await go_on.wait()
+            return await super().checksum()
+
+    async def body() -> None:
+        trainer = Trainer(tmp_path, settings("async"))
+        manager = trainer.manager
+        await manager.start()
+        await trainer.begin(ResumePoint(0))
+        await trainer.batch()
+        [engine] = trainer.engines.all
+        engine.__class__ = Slow
+        number = 100 if last else 1
+        await manager.begin_update(number)
+        engine.set_weights(PolicyVersion(0, number))
+        late = asyncio.create_task(
+            manager.end_update(number, [engine.engine_id], np.arange(4, dtype=np.int32), None)
+        )
+        await verifying.wait()
+        await manager.attach(ResumePoint(1, 0, parent=0))
+        go_on.set()
+        with pytest.raises(ComponentFailure, match="lineage 0 has been replaced"):
+            await late
+        assert manager.status()["engines_up"] == 0
+        await trainer.publish(1, 0)
+        assert (await trainer.batch()).step == 0
+        await manager.stop()
 
     run(body())
 
