@@ -280,9 +280,10 @@ class RolloutDriver:
     # ------------------------------------------------------------ scheduler in the middle
 
     def _feed(self, event: ev.Event) -> None:
-        actions = self._scheduler.step(event)
-        if self._recorder is not None:
-            self._recorder.write(event, actions)
+        if self._recorder is None:
+            actions = self._scheduler.step(event)
+        else:
+            actions = self._recorder.step(self._scheduler, event)
         if self._quiet:
             return
         for action in actions:

@@ -1,6 +1,7 @@
 """`megatron-async replay RUN_DIR`: recorded scheduler events, fed to today's scheduler.
 
 Invariants
+- What the scheduler raises is shown with its traceback, at its event, and ends nothing else.
 - Nothing is written; a run that is still going on may be replayed up to its last complete line.
 - Every line of the run (lineage) is replayed by itself, as it was recorded; each restart of the
   rollout manager within a line began a record of its own (`<lineage>.<n>.jsonl`).
@@ -8,6 +9,7 @@ Invariants
 
 from __future__ import annotations
 
+import traceback
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +18,7 @@ import typer
 
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.scheduler import events as ev
-from megatron_async.scheduler.record import Divergence, Exchange, replay
+from megatron_async.scheduler.record import Divergence, Exchange, Outcome, Raised, replay
 from megatron_async.scheduler.record_files import record_key
 
 
@@ -26,6 +28,7 @@ class Timeline:
 
     lines: list[str] = field(default_factory=list)
     events: int = 0
+    raised: list[str] = field(default_factory=list)
     _counts: Counter[str] = field(default_factory=Counter)
     _tokens: int = 0
     _version: int | None = None
@@ -55,7 +58,12 @@ class Timeline:
         for action in exchange.actions:
             self._act(exchange, action)
 
-    def _act(self, exchange: Exchange, action: ev.Action) -> None:
+    def saw_raise(self, exchange: Exchange, error: Exception) -> None:
+        """Take what today's scheduler raised at an exchange."""
+        told = "".join(traceback.format_exception(error)).rstrip()
+        self.raised.append(f"event {exchange.index} ({exchange.event}) makes it raise\n{told}")
+
+    def _act(self, exchange: Exchange, action: Outcome) -> None:
         self._counts[type(action).__name__] += 1
         match action:
             case ev.EmitBatch():
@@ -68,6 +76,8 @@ class Timeline:
                     f"finished, {counts['Aborted']} aborted, {counts['Drop']} dropped, "
                     f"{counts['Restart']} restarted",
                 )
+            case Raised():
+                self._note(exchange, f"{exchange.event}: the scheduler raised {action.error}")
             case ev.Warn():
                 self._note(exchange, f"{action.name}: {action.message}")
 
@@ -97,13 +107,16 @@ def replay_command(run_directory: Path, lineage: int | None, timeline: bool) -> 
     differs: Divergence | None = None
     for path in records_of(run_directory, lineage):
         seen = Timeline()
-        found = replay(path, watch=seen.watch)
+        found = replay(path, watch=seen.watch, raised=seen.saw_raise)
         if timeline:
             typer.echo(f"{path}: event index, what happened")
             for line in seen.lines:
                 typer.echo(line)
+        for what in seen.raised:
+            typer.echo(f"{path}: {what}")
         if found is None:
-            typer.echo(f"{path}: same actions for {seen.events} events")
+            also = f", {len(seen.raised)} of which raised then too" if seen.raised else ""
+            typer.echo(f"{path}: same actions for {seen.events} events{also}")
         else:
             typer.echo(f"{path}: {found}")
             differs = differs or found

@@ -5,7 +5,10 @@ step and the policy version; every other one an event and its actions, each as `
 
     {"e": ["Finished", 17], "a": [["Score", 17], ["Submit", 93, "engine-0", false]]}
 
+An event at which the scheduler raised has the exception in place of actions, `["Raised", "..."]`.
+
 Invariants
+- An event is recorded whatever the scheduler did with it, and when it raised, flushed at once.
 - A record read back is equal to what was written, types included.
 - A last line that a crash cut short is ignored; a damaged line anywhere else is refused by number.
 - `replay` has no side effect but reading the file.
@@ -34,8 +37,21 @@ from megatron_async.trajectory.types import PolicyVersion
 FORMAT = "megatron_async.schedule"
 FORMAT_VERSION = 2
 
+
+@dataclass(frozen=True)
+class Raised:
+    """Takes the place of actions where the scheduler raised: `repr` of the exception."""
+
+    error: str
+
+    def __str__(self) -> str:
+        return f"the exception {self.error}"
+
+
+Outcome = ev.Action | Raised
+
 _EVENTS = {cls.__name__: cls for cls in typing.get_args(ev.Event)}
-_ACTIONS = {cls.__name__: cls for cls in typing.get_args(ev.Action)}
+_ACTIONS = {cls.__name__: cls for cls in typing.get_args(Outcome)}
 _Message = TypeVar("_Message")
 
 
@@ -65,7 +81,7 @@ class Exchange:
 
     index: int
     event: ev.Event
-    actions: tuple[ev.Action, ...]
+    actions: tuple[Outcome, ...]
 
 
 @dataclass(frozen=True)
@@ -75,13 +91,13 @@ class Divergence:
     index: int
     event: ev.Event
     position: int
-    recorded: ev.Action | None
-    replayed: ev.Action | None
+    recorded: Outcome | None
+    replayed: Outcome | None
 
     def __str__(self) -> str:
         return (
-            f"event {self.index} ({self.event}): action {self.position} was {self.recorded}, "
-            f"now it is {self.replayed}"
+            f"event {self.index} ({self.event}): action {self.position} was "
+            f"{self.recorded or 'nothing'}, now it is {self.replayed or 'nothing'}"
         )
 
 
@@ -102,7 +118,18 @@ class Recorder:
             }
         )
 
-    def write(self, event: ev.Event, actions: Sequence[ev.Action]) -> None:
+    def step(self, scheduler: Scheduler, event: ev.Event) -> list[ev.Action]:
+        """`scheduler.step(event)`, recorded; what it raises is recorded and raised on."""
+        try:
+            actions = scheduler.step(event)
+        except Exception as error:
+            self.write(event, [Raised(repr(error))])
+            self.flush()
+            raise
+        self.write(event, actions)
+        return actions
+
+    def write(self, event: ev.Event, actions: Sequence[Outcome]) -> None:
         """One event and what the scheduler answered."""
         self._write({"e": encode(event), "a": [encode(action) for action in actions]})
 
@@ -118,7 +145,7 @@ class Recorder:
         self._stream.write(json.dumps(line, separators=(",", ":")) + "\n")
 
 
-def encode(message: ev.Event | ev.Action) -> list[Any]:
+def encode(message: ev.Event | Outcome) -> list[Any]:
     """`[class name, field values in order]`, of JSON types only."""
     return [type(message).__name__, *_plain(message)]
 
@@ -139,9 +166,9 @@ def decode_event(data: list[Any]) -> ev.Event:
     return event
 
 
-def decode_action(data: list[Any]) -> ev.Action:
-    """Inverse of `encode` for actions."""
-    action: ev.Action = _message(_ACTIONS, data)
+def decode_action(data: list[Any]) -> Outcome:
+    """Inverse of `encode` for actions and what stands in their place."""
+    action: Outcome = _message(_ACTIONS, data)
     return action
 
 
@@ -229,17 +256,27 @@ def replay(
     path: Path,
     make: Callable[[Header], Scheduler] | None = None,
     watch: Callable[[Exchange], None] | None = None,
+    raised: Callable[[Exchange, Exception], None] | None = None,
 ) -> Divergence | None:
     """Feed a record to the scheduler again; the first action that differs, or None.
 
-    `make` builds another scheduler than today's; `watch` sees every exchange (a timeline).
+    `make` builds another scheduler than today's; `watch` sees every exchange (a timeline), `raised`
+    what the scheduler raises now, with its traceback. It goes on after an exception that was
+    recorded, as the record does: the run may have told it something more before it ended.
     """
     header, exchanges = read_record(path)
     scheduler = make(header) if make is not None else _scheduler(header)
     for exchange in exchanges:
         if watch is not None:
             watch(exchange)
-        found = first_difference(exchange, scheduler.step(exchange.event))
+        actions: Sequence[Outcome]
+        try:
+            actions = scheduler.step(exchange.event)
+        except Exception as error:  # noqa: BLE001  (any defect is what a replay is to show)
+            actions = [Raised(repr(error))]
+            if raised is not None:
+                raised(exchange, error)
+        found = first_difference(exchange, actions)
         if found is not None:
             return found
     return None
@@ -249,7 +286,7 @@ def _scheduler(header: Header) -> Scheduler:
     return Scheduler(header.config, first_step=header.first_step, version=header.version)
 
 
-def first_difference(exchange: Exchange, actions: Sequence[ev.Action]) -> Divergence | None:
+def first_difference(exchange: Exchange, actions: Sequence[Outcome]) -> Divergence | None:
     """Where `actions` part from the recorded ones."""
     recorded = exchange.actions
     for position in range(max(len(recorded), len(actions))):

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -133,20 +134,24 @@ class World:
             up = ev.EngineUp(engine.engine_id, version, capacity, self._max_running)
             self._events.append(up)
         self._later(self._settings.load_report_seconds, self._report_load)
-        events, step = self._events, self.scheduler.step
+        events, step = self._events, self._step()
         with rare_collections():
             while self._version < steps:
                 if events:
                     event = events.popleft()
                     actions = step(event)
-                    if self._recorder is not None:
-                        self._recorder.write(event, actions)
                     if actions:
                         self._carry_out(actions)
                 elif self._dirty:
                     self._settle_engines()
                 else:
                     self._move_clock()
+
+    def _step(self) -> Callable[[ev.Event], list[ev.Action]]:
+        """The scheduler's, recorded if there is a recorder."""
+        if self._recorder is None:
+            return self.scheduler.step
+        return partial(self._recorder.step, self.scheduler)
 
     def _carry_out(self, actions: Iterable[ev.Action]) -> None:
         """In order; submissions and aborts that follow each other at once."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,11 @@ from megatron_async.errors import UserError
 from megatron_async.scheduler import Scheduler
 from megatron_async.scheduler import events as ev
 from megatron_async.scheduler.record import (
+    Divergence,
     Exchange,
     Header,
+    Outcome,
+    Raised,
     Recorder,
     decode_action,
     decode_event,
@@ -50,7 +54,7 @@ EVENTS: list[ev.Event] = [
     ev.UpdateRequested(2),
     ev.WeightsPublished(PolicyVersion(0, 2)),
 ]
-ACTIONS: list[ev.Action] = [
+ACTIONS: list[Outcome] = [
     ev.RequestPrompts(2),
     ev.Submit(1, "a", True),
     ev.Abort(1, "a"),
@@ -63,6 +67,7 @@ ACTIONS: list[ev.Action] = [
     ev.AllowUpdate(3),
     ev.ResumeEngines(),
     ev.Warn("queue_overflow", "text"),
+    Raised("KeyError(17)"),
 ]
 
 
@@ -95,7 +100,7 @@ def test_events_survive_json(event: ev.Event) -> None:
 
 
 @pytest.mark.parametrize("action", ACTIONS, ids=lambda action: type(action).__name__)
-def test_actions_survive_json(action: ev.Action) -> None:
+def test_actions_survive_json(action: Outcome) -> None:
     back = decode_action(json.loads(json.dumps(encode(action))))
     assert back == action and type(back) is type(action)
 
@@ -136,6 +141,75 @@ def test_missing_and_additional_actions_are_differences(tmp_path: Path) -> None:
     found = replay(path)
     assert found is not None
     assert (found.recorded, found.replayed) == (None, ev.RequestPrompts(2))
+
+
+class Defective(Scheduler):
+    """Fails at every judgement."""
+
+    def step(self, event: ev.Event) -> list[ev.Action]:
+        if isinstance(event, ev.RewardReady):
+            raise KeyError(event.trajectory_id)
+        return super().step(event)
+
+
+def defective(header: Header) -> Scheduler:
+    return Defective(header.config, first_step=header.first_step, version=header.version)
+
+
+def failed_record(path: Path) -> None:
+    """The scheduler raised at event 5; the run told it one more before it ended."""
+    config, version = preset("copris"), PolicyVersion(0, 0)
+    scheduler = defective(Header(config, 0, version))
+    with path.open("w") as stream:
+        recorder = Recorder(stream, config, first_step=0, version=version)
+        groups = (ev.GroupSpec(0, (0, 1), 10), ev.GroupSpec(1, (2, 3), 10))
+        for event in (
+            ev.EngineUp("a", version, 10_000),
+            ev.PromptsAvailable(groups),
+            ev.TokensArrived(0, 5, 0),
+            ev.TokensArrived(1, 5, 0),
+            ev.Finished(0),
+        ):
+            recorder.step(scheduler, event)
+        with pytest.raises(KeyError):
+            recorder.step(scheduler, ev.RewardReady(0, 1.0))
+        assert path.read_text().endswith('"a":[["Raised","KeyError(0)"]]}\n')  # flushed
+        recorder.step(scheduler, ev.Finished(1))
+
+
+def replayed(
+    path: Path, make: Callable[[Header], Scheduler]
+) -> tuple[Divergence | None, list[str]]:
+    raised: list[str] = []
+
+    def saw(exchange: Exchange, error: Exception) -> None:
+        raised.append(f"{exchange.index}: {error!r}")
+
+    return replay(path, make, raised=saw), raised
+
+
+def test_an_exception_is_recorded_and_comes_again_at_its_event(tmp_path: Path) -> None:
+    path = tmp_path / "schedule.jsonl"
+    failed_record(path)
+    assert replayed(path, defective) == (None, ["5: KeyError(0)"])
+
+
+def test_a_scheduler_that_no_longer_raises_differs_there(tmp_path: Path) -> None:
+    path = tmp_path / "schedule.jsonl"
+    failed_record(path)
+    found = replay(path)
+    assert found is not None
+    assert (found.index, found.recorded, found.replayed) == (5, Raised("KeyError(0)"), None)
+    assert "was the exception KeyError(0), now it is nothing" in str(found)
+
+
+def test_a_scheduler_that_raises_where_it_did_not_differs_there(tmp_path: Path) -> None:
+    path = tmp_path / "schedule.jsonl"
+    record(path, "copris")
+    found, raised = replayed(path, defective)
+    assert found is not None and isinstance(found.event, ev.RewardReady)
+    assert found.replayed == Raised(f"KeyError({found.event.trajectory_id})")
+    assert raised == [f"{found.index}: KeyError({found.event.trajectory_id})"]
 
 
 def test_a_last_line_that_a_crash_cut_short_is_ignored(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 from megatron_async.cli import app
 from megatron_async.config.presets import SCHEDULE_PRESETS
 from megatron_async.errors import ComponentFailure, UserError
-from megatron_async.scheduler.record import Recorder
+from megatron_async.scheduler import events as ev
+from megatron_async.scheduler.record import Raised, Recorder, encode
 from megatron_async.simulate.sweep import parse_sweep, sweep_points
 from megatron_async.trajectory.types import PolicyVersion
 from tests.simulate.test_world import SMALL, config, run
@@ -107,6 +108,21 @@ def test_replay_names_the_first_difference(tmp_path: Path) -> None:
     path.write_text("\n".join(lines) + "\n")
     with pytest.raises(ComponentFailure, match=rf"event {place - 1} .*Score"):
         call("replay", tmp_path)
+
+
+def test_replay_shows_the_exception_at_its_event(tmp_path: Path) -> None:
+    """A run that ended with a report without its figure, recorded; it ends the replay too."""
+    path = recorded(tmp_path)
+    lines = path.read_text().splitlines()
+    place = next(i for i, line in enumerate(lines) if '["Submit",0,' in line)
+    event = ev.EngineLoad("engine-0", 0.5, None)  # type: ignore[arg-type]
+    error = "TypeError(\"'>' not supported between instances of 'NoneType' and 'float'\")"
+    line = json.dumps({"e": encode(event), "a": [encode(Raised(error))]})
+    path.write_text("\n".join([*lines[: place + 1], line]) + "\n")
+    output = call("replay", tmp_path)
+    assert f"{place:>9}  {event}: the scheduler raised {error}" in output
+    assert f"event {place} ({event}) makes it raise\nTraceback" in output and "in step" in output
+    assert f"same actions for {place + 1} events, 1 of which raised then too" in output
 
 
 def test_replay_of_nothing_is_named(tmp_path: Path) -> None:

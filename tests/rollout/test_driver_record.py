@@ -1,0 +1,61 @@
+"""What a run records of its scheduler when the scheduler has a defect."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_async.errors import ComponentFailure
+from megatron_async.rollout.manager import ResumePoint, RolloutManager
+from megatron_async.run.replay import replay_command
+from megatron_async.scheduler import events as ev
+from megatron_async.scheduler.record import Raised, read_record
+from megatron_async.scheduler.scheduler import Scheduler
+from megatron_async.trajectory.types import PolicyVersion
+from tests.rollout.stand_ins import Engines, manager_of, run, settings
+
+
+class Defective(Scheduler):
+    """Does not know that batches are taken."""
+
+    def step(self, event: ev.Event) -> list[ev.Action]:
+        if isinstance(event, ev.BatchTaken):
+            raise LookupError("a defect of the scheduler")
+        return super().step(event)
+
+
+def test_the_event_that_makes_the_scheduler_raise_is_in_the_record_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engines = Engines()
+    manager = manager_of(tmp_path, settings("async"), engines)
+
+    async def body() -> None:
+        await manager.start()
+        await one_batch(manager, engines)
+        # the process may die now: nothing was closed or flushed yet
+        last = list(read_record(tmp_path / "events" / "0.jsonl")[1])[-1]
+        await manager.stop()
+        assert isinstance(last.event, ev.BatchTaken)
+        assert last.actions == (Raised("LookupError('a defect of the scheduler')"),)
+
+    run(body())
+    # today's scheduler has no such defect: the replay says at which event there was one
+    with pytest.raises(ComponentFailure, match=r"BatchTaken.*was the exception LookupError"):
+        replay_command(tmp_path, None, timeline=True)
+    assert (
+        "the scheduler raised LookupError('a defect of the scheduler')" in capsys.readouterr().out
+    )
+
+
+async def one_batch(manager: RolloutManager, engines: Engines) -> None:
+    """Attach a trainer, publish its weights and ask for its batch; the defect comes up."""
+    await manager.attach(ResumePoint(0))
+    manager._driver._scheduler.__class__ = Defective
+    await manager.begin_update(0)
+    engine = engines.all[0]
+    engine.set_weights(PolicyVersion(0, 0))
+    await manager.end_update(0, [engine.engine_id], None, None)
+    with pytest.raises(LookupError):
+        await manager.next_batch()

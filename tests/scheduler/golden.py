@@ -1,0 +1,77 @@
+"""Writes the golden records, `tests/scheduler/golden/<preset>.jsonl`, with today's scheduler.
+
+    python -m tests.scheduler.golden
+
+Only when a change of what the scheduler does is meant: `git diff` then shows what has changed, and
+the commit that changes the scheduler takes the records with it.
+
+Each record is a resume: a random world with failures of engines and verifier runs until its trainer
+has made two steps and a part of the next; then everything dies, and what follows is recorded, from
+the groups that the store holds on.
+"""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from megatron_async.config.schedule import PresetName
+from megatron_async.scheduler import events as ev
+from megatron_async.scheduler.record import Recorder
+from megatron_async.trajectory.types import PolicyVersion
+from tests.scheduler.policies import PRESETS, preset
+from tests.scheduler.world import Weather, World, play
+
+DIRECTORY = Path(__file__).parent / "golden"
+COMMAND = "python -m tests.scheduler.golden"
+BEFORE_CRASH = 60
+EVENTS = 450
+FIRST_SEED = 1  # records of equal seeds would be alike under `sync` and `rapid`
+WEATHER = Weather(
+    engine_failures=0.01, spontaneous_aborts=0.02, verifier_failures=0.03, equal_rewards=0.1
+)
+
+
+class RecordedWorld(World):
+    """A world that records what its newest scheduler is told and answers."""
+
+    def start(self, step: int, version: PolicyVersion) -> None:
+        super().start(step, version)
+        self.record = io.StringIO()
+        self.recorder = Recorder(self.record, self.config, first_step=step, version=version)
+
+    def tell(self, event: ev.Event) -> list[ev.Action]:
+        actions = super().tell(event)
+        self.recorder.write(event, actions)
+        return actions
+
+
+def golden_record(name: PresetName) -> str:
+    """The text of one record: a function of the preset and of what the scheduler does."""
+    changes = {"updates_per_batch": 2} if name == "rapid" else {}
+    world = RecordedWorld(preset(name, **changes), WEATHER, seed=FIRST_SEED + PRESETS.index(name))
+    play(world, events=0, steps=2)
+    world.calm = False
+    for _ in range(BEFORE_CRASH):
+        world.random_event()
+    world.crash()
+    began = world.events
+    while world.events - began < EVENTS and world.random_event():
+        pass
+    return world.record.getvalue()
+
+
+def path_of(name: PresetName) -> Path:
+    """Where a preset's record lies."""
+    return DIRECTORY / f"{name}.jsonl"
+
+
+def main() -> None:
+    DIRECTORY.mkdir(exist_ok=True)
+    for name in PRESETS:
+        path_of(name).write_text(golden_record(name))
+        print(path_of(name))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Records of earlier code, one a preset: today's scheduler must answer them with the same actions.
+
+`golden.py` wrote them and says how to write them anew.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable
+
+import pytest
+
+from megatron_async.config.schedule import PresetName
+from megatron_async.errors import UserError
+from megatron_async.scheduler import Scheduler
+from megatron_async.scheduler import events as ev
+from megatron_async.scheduler.record import Divergence, Header, Raised, read_record, replay
+from tests.scheduler.golden import COMMAND, path_of
+from tests.scheduler.policies import PRESETS
+
+REGENERATE = f"If that is meant, run `{COMMAND}` and commit the records with the change."
+
+
+def difference(
+    name: PresetName, make: Callable[[Header], Scheduler] | None = None
+) -> Divergence | None:
+    """As `replay`; a record that this code cannot read fails the test."""
+    try:
+        return replay(path_of(name), make)
+    except UserError as error:
+        pytest.fail(f"{error}. {REGENERATE}")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_scheduler_still_acts_as_recorded(name: PresetName) -> None:
+    found = difference(name)
+    assert found is None, f"{path_of(name)}: {found}. {REGENERATE}"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_scheduler_that_acts_differently_is_noticed(name: PresetName) -> None:
+    """One request fewer in flight, as a defect of admission would have it."""
+
+    def fewer(header: Header) -> Scheduler:
+        changed = header.config.model_copy(update={"concurrency": 3})
+        return Scheduler(changed, first_step=header.first_step, version=header.version)
+
+    found = difference(name, fewer)
+    assert found is not None and not isinstance(found.replayed, Raised)
+
+
+def test_together_they_hold_every_event_and_action_that_a_live_run_has() -> None:
+    seen: set[type] = set()
+    for name in PRESETS:
+        header, exchanges = read_record(path_of(name))
+        assert header.version.lineage == 1  # after a resume
+        for exchange in exchanges:
+            seen |= {type(exchange.event), *map(type, exchange.actions)}
+    everything = {*typing.get_args(ev.Event), *typing.get_args(ev.Action)}
+    # ManyAborted is the simulator's; `test_many_aborted.py` compares it with one by one. No preset
+    # has `on_stale: restart`.
+    assert everything - seen == {ev.ManyAborted, ev.Restart}
