@@ -16,7 +16,11 @@ class TaskConfig(Settings):
         "reasoning_gym", description="Procedural tasks, or prompts and answers from a JSONL file."
     )
     name: str = Field("chain_sum", description="reasoning-gym task; for jsonl the answer checker.")
-    path: str = Field("", description="jsonl: file with `prompt` and `answer` in each line.")
+    path: str = Field(
+        "",
+        description="jsonl: file with `prompt` and `answer` in each line, and where wanted "
+        "`priority`, a whole number (default 0; higher first, see docs/schedules.md).",
+    )
     params: dict[str, Any] = Field(
         default_factory=dict,
         description="Arguments of the task; `mixture`: a list of such arguments, each with a "

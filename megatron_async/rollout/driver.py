@@ -352,7 +352,7 @@ class RolloutDriver:
         for prompt in self._prompts.take(count):
             group = self._store.add_group(prompt, self._config.schedule.group_size)
             ids = tuple(t.trajectory_id for t in group.trajectories)
-            specs.append(ev.GroupSpec(group.group_id, ids, len(prompt.token_ids)))
+            specs.append(ev.GroupSpec(group.group_id, ids, len(prompt.token_ids), prompt.priority))
         self._feed(ev.PromptsAvailable(tuple(specs)))
 
     async def _emit(self, action: ev.EmitBatch) -> None:
@@ -457,6 +457,7 @@ def _recovered(
             first.group_id,
             tuple(t.trajectory_id for t in trajectories),
             len(first.prompt.token_ids),
+            first.prompt.priority,
         ),
         tuple(
             ev.RecoveredTrajectory(

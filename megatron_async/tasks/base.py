@@ -27,6 +27,7 @@ class Problem:
     question: str
     payload: dict[str, Any]
     fields: dict[str, str] = field(default_factory=dict)
+    priority: int = 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,6 +22,7 @@ from megatron_async.tasks.answers import final_answer
 from megatron_async.tasks.base import Judgement, Problem, is_heldout, stable_hash
 
 CHECKERS: Final = ("exact", "math")
+_LARGEST_PRIORITY = 1_000_000
 
 
 def read_jsonl(path: str, required: tuple[str, ...], setting: str) -> list[dict[str, str]]:
@@ -29,26 +30,33 @@ def read_jsonl(path: str, required: tuple[str, ...], setting: str) -> list[dict[
 
     Blank lines are skipped. Raises UserError naming the setting, the file and the line.
     """
-    rows: list[dict[str, str]] = []
+    return [_texts(row, required, where) for where, row in _objects(path, setting)]
+
+
+def _objects(path: str, setting: str) -> list[tuple[str, dict[str, Any]]]:
+    """(what a refusal names, object) of every line that is not blank; at least one."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{setting} {path!r} cannot be read: {error}") from error
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            rows.append(_checked_row(line, required, f"{setting} {path}, line {number}"))
+    places = ((f"{setting} {path}, line {i}", line) for i, line in enumerate(lines, start=1))
+    rows = [(where, _object(line, where)) for where, line in places if line.strip()]
     if not rows:
         raise UserError(f"{setting} {path} holds no lines")
     return rows
 
 
-def _checked_row(line: str, required: tuple[str, ...], where: str) -> dict[str, str]:
+def _object(line: str, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise UserError(f"{where} is not valid JSON: {error.msg}") from error
     if not isinstance(row, dict):
         raise UserError(f"{where} must be an object, got {type(row).__name__}")
+    return row
+
+
+def _texts(row: dict[str, Any], required: tuple[str, ...], where: str) -> dict[str, str]:
     for key in required:
         value = row.get(key)
         if isinstance(value, bool) or not isinstance(value, (str, int, float)):
@@ -58,6 +66,19 @@ def _checked_row(line: str, required: tuple[str, ...], where: str) -> dict[str, 
     return {key: str(row[key]) for key in required}
 
 
+def _problem(row: dict[str, Any], where: str) -> Problem:
+    texts = _texts(row, ("prompt", "answer"), where)
+    priority = row.get("priority", 0)
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise UserError(f"{where}: `priority` must be a whole number, got {priority!r}")
+    if abs(priority) > _LARGEST_PRIORITY:
+        raise UserError(
+            f"{where}: `priority` must be between -{_LARGEST_PRIORITY} and {_LARGEST_PRIORITY}, "
+            f"got {priority}"
+        )
+    return Problem(texts["prompt"], {"answer": texts["answer"]}, priority=priority)
+
+
 class JsonlProblems:
     """The problems of one file."""
 
@@ -65,8 +86,7 @@ class JsonlProblems:
         check_checker(config)
         self.name = f"jsonl:{config.name}"
         self._config = config
-        rows = read_jsonl(config.path, ("prompt", "answer"), "task.path")
-        problems = [Problem(row["prompt"], {"answer": row["answer"]}) for row in rows]
+        problems = [_problem(row, where) for where, row in _objects(config.path, "task.path")]
         share = config.heldout_share
         self._train = [p for p in problems if not is_heldout(p.question, share)]
         self._heldout = list(
@@ -74,7 +94,7 @@ class JsonlProblems:
         )
         if not self._train:
             raise UserError(
-                f"task.path {config.path} has no training problem left of {len(rows)} at "
+                f"task.path {config.path} has no training problem left of {len(problems)} at "
                 f"task.heldout_share {share}"
             )
         random.Random(stable_hash("held-out order", config.eval_seed)).shuffle(self._heldout)

@@ -78,7 +78,8 @@ class TextTask:
         return self._encode(text, add_special_tokens=not self._chat)
 
     def _prompt(self, problem: Problem) -> Prompt:
-        return Prompt(self.prompt_ids(problem), self._source.name, problem.payload)
+        ids = self.prompt_ids(problem)
+        return Prompt(ids, self._source.name, problem.payload, problem.priority)
 
     def _example(self, problem: Problem, response: str) -> WorkedExample:
         response_ids = self._encode(response, add_special_tokens=False)

@@ -162,6 +162,7 @@ class TrajectoryStore:
             size,
             prompt.task,
             json.dumps(prompt.payload),
+            prompt.priority,
             np.ascontiguousarray(prompt.token_ids, dtype="<i4").tobytes(),
         )
         self._state.counters.next_trajectory += size

@@ -20,13 +20,19 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from megatron_async.trajectory import store_schema as schema
-from megatron_async.trajectory.store_schema import TABLES, DamagedStore, Row, Value
+from megatron_async.trajectory.store_schema import (
+    FORMER_TABLES,
+    TABLES,
+    DamagedStore,
+    Row,
+    Value,
+)
 
 _LEAF = 0x0D
 _FILE_HEADER = 100
 _WAL_HEADER = 32
 _FRAME_HEADER = 24
-_MOST_ROWS_FIRST = tuple(reversed(TABLES.items()))
+_MOST_ROWS_FIRST = (*reversed(TABLES.items()), *FORMER_TABLES.items())
 _INT_BYTES = {1: 1, 2: 2, 3: 3, 4: 4, 5: 6, 6: 8}
 
 

@@ -228,7 +228,7 @@ def _load(connection: sqlite3.Connection, group_id: int) -> tuple[GroupRow, list
     found = connection.execute("SELECT * FROM groups WHERE group_id = ?", (group_id,)).fetchone()
     if found is None:
         raise schema.DamagedStore(f"group {group_id} is missing")
-    group = GroupRow(*schema.opened("groups", found))  # type: ignore[arg-type]
+    group = GroupRow.of(schema.opened("groups", found))
     rows = connection.execute(
         "SELECT * FROM trajectories WHERE trajectory_id BETWEEN ? AND ? ORDER BY trajectory_id",
         (group.first_trajectory, group.first_trajectory + group.size - 1),
@@ -256,6 +256,7 @@ def _lines(
                 "prompt": {
                     "token_ids": prompt.token_ids.tolist(),
                     "payload": prompt.payload,
+                    "priority": prompt.priority,
                 },
                 "segments": [_segment(segment) for segment in tokens.segments],
                 "complete": tokens.complete,

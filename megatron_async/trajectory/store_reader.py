@@ -158,10 +158,7 @@ def read_content(connection: sqlite3.Connection) -> StoreContent:
                 for row in read_rows(connection, "checkpoints")
             ],
             batches=[BatchRow(*row) for row in read_rows(connection, "batches")],  # type: ignore[arg-type]
-            groups={
-                _integer(row[0]): GroupRow(*row)  # type: ignore[arg-type]
-                for row in read_rows(connection, "groups")
-            },
+            groups={_integer(row[0]): GroupRow.of(row) for row in read_rows(connection, "groups")},
             trajectories={
                 _integer(row[0]): TrajectoryRow(*row)  # type: ignore[arg-type]
                 for row in read_rows(connection, "trajectories")
@@ -230,7 +227,7 @@ def assemble(row: TrajectoryRow, chunks: Iterable[ChunkRow]) -> Tokens:
 def prompt_of(row: GroupRow) -> Prompt:
     """The prompt that a group row holds."""
     token_ids = np.frombuffer(row.token_ids, dtype="<i4").astype(np.int32)
-    return Prompt(token_ids, row.task, json.loads(row.payload))
+    return Prompt(token_ids, row.task, json.loads(row.payload), row.priority)
 
 
 def trajectory_of(

@@ -70,6 +70,7 @@ def read_store(path: Path) -> StoreContent:
         verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
         if verdict != "ok":
             raise DamagedStore(" ".join(str(verdict).split()))
+        schema.bring_up_to_date(connection)
         schema.create_tables(connection)
         return read_content(connection)
     finally:
@@ -164,7 +165,7 @@ class _Found:
                 if known is None or len(batch.trajectory_ids) < len(known.trajectory_ids):
                     self.batches[key] = batch
             case "groups":
-                self.groups[key] = GroupRow(*row)  # type: ignore[arg-type]
+                self.groups[key] = GroupRow.of(row)
             case "trajectories":
                 trajectory = TrajectoryRow(*row)  # type: ignore[arg-type]
                 old = self.trajectories.get(key)

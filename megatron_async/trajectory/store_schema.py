@@ -8,6 +8,7 @@ Invariants
   twice (in an old copy of a page) can be ordered: trajectories by `revision`, chunks by `attempt`.
 - Bytes are in the last column before the CRC.
 - Chunks are only ever appended in the order of arrival; a trajectory's are found by index.
+- A file of an older format is read as it is, and brought to this one before anything is written.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ import numpy as np
 from megatron_async.errors import UserError
 from megatron_async.trajectory.types import FloatArray, IntArray, PolicyVersion
 
-FORMAT = 1
+FORMAT = 2  # 1: groups without `priority`
+READABLE_FORMATS = (1, FORMAT)
 APPLICATION_ID = 0x4D415453  # "MATS"
 PAGE_BYTES = 8192
 _CACHE_KIB = 64 * 1024
@@ -60,6 +62,7 @@ TABLES: dict[str, tuple[str, ...]] = {
         "size INTEGER",
         "task TEXT",
         "payload TEXT",
+        "priority INTEGER",
         "token_ids BLOB",
         "crc INTEGER",
     ),
@@ -89,6 +92,10 @@ TABLES: dict[str, tuple[str, ...]] = {
         "data BLOB",
         "crc INTEGER",
     ),
+}
+# tables that were different in a format that can still be read
+FORMER_TABLES: dict[str, tuple[str, ...]] = {
+    "groups": tuple(c for c in TABLES["groups"] if c != "priority INTEGER")
 }
 Value = int | float | str | bytes | None
 Row = tuple[Value, ...]
@@ -125,7 +132,15 @@ class GroupRow(NamedTuple):
     size: int
     task: str
     payload: str
+    priority: int
     token_ids: bytes
+
+    @classmethod
+    def of(cls, values: Sequence[Value]) -> GroupRow:
+        """Of any format; a group without a priority has the default one."""
+        if len(values) < len(cls._fields):
+            values = (*values[:-1], 0, values[-1])
+        return cls(*values)  # type: ignore[arg-type]
 
 
 class TrajectoryRow(NamedTuple):
@@ -232,6 +247,25 @@ def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
     return connection
 
 
+def bring_up_to_date(connection: sqlite3.Connection) -> None:
+    """Rewrite what is different in an older format, all of it or nothing. Raises DamagedStore."""
+    if connection.execute("PRAGMA user_version").fetchone()[0] != 1:
+        return
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        former = connection.execute("SELECT * FROM groups ORDER BY group_id").fetchall()
+        rows = [sealed("groups", GroupRow.of(opened("groups", row))) for row in former]
+        connection.execute("DROP TABLE groups")
+        connection.execute(f"CREATE TABLE groups ({', '.join(TABLES['groups'])})")
+        places = ", ".join("?" * len(TABLES["groups"]))
+        connection.executemany(f"INSERT INTO groups VALUES ({places})", rows)
+        connection.execute(f"PRAGMA user_version={FORMAT}")
+    except BaseException:
+        connection.execute("ROLLBACK")
+        raise
+    connection.execute("COMMIT")
+
+
 def create_tables(connection: sqlite3.Connection) -> None:
     """Make an empty store. No effect on one that has its tables."""
     connection.execute("BEGIN IMMEDIATE")
@@ -250,7 +284,8 @@ def check_identity(connection: sqlite3.Connection, path: Path) -> None:
     tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
     if tables and application != APPLICATION_ID:
         raise UserError(f"{path} is an SQLite database, but not a trajectory store")
-    if tables and version != FORMAT:
+    if tables and version not in READABLE_FORMATS:
         raise UserError(
-            f"trajectory store {path} has format {version}, this version reads format {FORMAT}"
+            f"trajectory store {path} has format {version}, this version reads formats "
+            f"{' and '.join(map(str, READABLE_FORMATS))}"
         )

@@ -96,12 +96,14 @@ class Segment:
 class Prompt:
     """One problem: the tokens the policy sees and what the verifier needs to judge an answer.
 
-    `payload` is JSON-serialisable and opaque to everything but the task that made it.
+    `payload` is JSON-serialisable and opaque to everything but the task that made it. Of what waits
+    for a slot, the higher `priority` is submitted first.
     """
 
     token_ids: IntArray
     task: str
     payload: dict[str, Any] = field(default_factory=dict)
+    priority: int = 0
 
 
 @dataclass(frozen=True, eq=False)

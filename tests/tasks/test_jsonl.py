@@ -63,6 +63,17 @@ def test_both_sides_together_are_the_file(hundred: str) -> None:
         ('{"prompt": "x"}', "line 2: `answer` must be a text or a number, got None"),
         ('{"prompt": ["x"], "answer": "1"}', "line 2: `prompt` must be a text or a number"),
         ('{"prompt": "x", "answer": " "}', "line 2: `answer` is empty"),
+        (
+            '{"prompt": "x", "answer": "1", "priority": "high"}',
+            "line 2: `priority` must be a whole number, got 'high'",
+        ),
+        ('{"prompt": "x", "answer": "1", "priority": 1.5}', "a whole number, got 1.5"),
+        ('{"prompt": "x", "answer": "1", "priority": true}', "a whole number, got True"),
+        ('{"prompt": "x", "answer": "1", "priority": null}', "a whole number, got None"),
+        (
+            '{"prompt": "x", "answer": "1", "priority": 1000001}',
+            "line 2: `priority` must be between -1000000 and 1000000, got 1000001",
+        ),
     ],
 )
 def test_a_malformed_line_is_named(tmp_path: Path, line: str, sentence: str) -> None:
@@ -71,6 +82,14 @@ def test_a_malformed_line_is_named(tmp_path: Path, line: str, sentence: str) -> 
     with pytest.raises(UserError, match=sentence) as caught:
         JsonlProblems(_config(str(path)))
     assert str(path) in str(caught.value)
+
+
+def test_a_line_may_say_how_urgent_its_prompt_is(tmp_path: Path) -> None:
+    rows = [{"prompt": f"What is {i} + 1?", "answer": i + 1, "priority": i} for i in range(9)]
+    path = _write(tmp_path / "ranked.jsonl", [*rows, {"prompt": "What is 2 x 3?", "answer": 6}])
+    problems = JsonlProblems(_config(path, heldout_share=0.001))
+    found = {p.question: p.priority for p in (problems.train(i) for i in range(10))}
+    assert found == {f"What is {i} + 1?": i for i in range(9)} | {"What is 2 x 3?": 0}
 
 
 def test_missing_and_empty_files_and_unknown_checkers_are_refused(

@@ -72,6 +72,16 @@ def test_worked_examples_can_come_from_a_file(model: str, tmp_path: Path) -> Non
     assert example.response_ids.tolist() == [*TOKENIZER.encode("2"), EOS_ID]
 
 
+def test_a_prompt_is_as_urgent_as_its_line_in_the_file(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text(json.dumps({"prompt": "1+1", "answer": 2, "priority": -4}) + "\n")
+    config = _config(
+        kind="jsonl", name="exact", path=str(path), params={}, prompt_template="{question}"
+    )
+    (prompt,) = build_task(config, model).train_prompts(0, 1)
+    assert prompt.priority == -4
+
+
 def test_the_chat_template_is_used_where_there_is_one(model: str, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = (

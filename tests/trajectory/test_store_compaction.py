@@ -56,6 +56,7 @@ def test_consumed_trajectories_leave_after_the_configured_number_of_checkpoints(
         assert line["prompt"] == {
             "token_ids": prompt().token_ids.tolist(),
             "payload": {"answer": 0},
+            "priority": 0,
         }
         await store.close()
         again = TrajectoryStore.open(tmp_path / STORE, lineage=1, step=4)
