@@ -1,7 +1,7 @@
 """The inference engine on CPU: what decode attention, streaming, aborts, pauses and updates cost.
 
-    python benchmarks/engine.py                       # two servers, about three minutes when quiet
-    python benchmarks/engine.py --out benchmarks/results/engine.md
+    python -m benchmarks.engine                       # two servers, about three minutes when quiet
+    python -m benchmarks.engine --out benchmarks/results/engine.md
 
 Two servers run side by side on the quickstart's architecture with random weights, one with
 SGLang's `torch_native` attention and one with `torch_batched`; each measurement alternates between
@@ -15,7 +15,6 @@ import argparse
 import asyncio
 import datetime
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.command import command_line
 from megatron_async.config.rollout import EngineConfig, SamplingConfig, WeightsConfig
 from megatron_async.rollout.interfaces import GenerationRequest
 from megatron_async.rollout.sglang_client import SGLangClient
@@ -228,8 +228,9 @@ def main() -> None:
         [
             "# Inference engine on CPU",
             "",
-            f"`python {' '.join(sys.argv)}`, {datetime.date.today()}, {parameters:,} parameters, "
-            f"forced length {LENGTH}, medians of {REPEATS}. Server start: {start_line}.",
+            f"`{command_line('benchmarks.engine')}`, {datetime.date.today()}, "
+            f"{parameters:,} parameters, forced length {LENGTH}, medians of {REPEATS}. "
+            f"Server start: {start_line}.",
             "",
             *tables,
             "",

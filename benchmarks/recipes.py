@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.command import command_line
 from benchmarks.papers.training import Training, bench
 from megatron_async.config.load import merge
 from megatron_async.config.recipes import RECIPES
@@ -111,7 +112,7 @@ def main() -> None:
     text = table(rows)
     print(text)
     if options.out is not None:
-        command = "python -m benchmarks.recipes " + " ".join(sys.argv[1:])
+        command = command_line("benchmarks.recipes")
         options.out.write_text(f"`{command}`, {datetime.date.today()}\n\n{text}\n")
 
 

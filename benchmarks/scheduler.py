@@ -1,6 +1,7 @@
 """Scheduler speed: events a second at N' in flight, with more and more buffered trajectories.
 
-    python benchmarks/scheduler.py [--in-flight 4096] [--buffered 0 10000 100000] [--rounds 5]
+    python -m benchmarks.scheduler [--in-flight 4096] [--buffered 0 10000 100000] [--rounds 5]
+        [--out benchmarks/results/scheduler.md]
 
 Each scheduler is brought into a steady state (all slots used, the buffer full), then the buffer
 sizes take turns on the same stream of events: chunks of tokens (90 %), completions with their
@@ -8,17 +9,24 @@ judgements, aborts (an aborted trajectory goes into the buffer, the oldest one c
 reports; before each turn the buffer is filled up again.
 Only `Scheduler.step` is timed. The ratio is that of the time per event to the empty buffer's. It
 is done without a lag bound and with one (k = 64, so that the buffer does not expire meanwhile).
+Prints one table and, with --out, writes it with the command and the date.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import os
+import platform
 import random
 import statistics
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from benchmarks.command import command_line
+from benchmarks.papers.report import table
 from megatron_async.config import build_config
 from megatron_async.scheduler import Scheduler
 from megatron_async.scheduler import events as ev
@@ -144,9 +152,9 @@ def main() -> None:
     parser.add_argument("--buffered", type=int, nargs="+", default=[0, 10_000, 100_000])
     parser.add_argument("--events", type=int, default=40_000, help="events in a round")
     parser.add_argument("--rounds", type=int, default=5, help="rounds; the median counts")
+    parser.add_argument("--out", type=Path, help="write the table here too")
     arguments = parser.parse_args()
-    print(f"N' = {arguments.in_flight}, {ENGINES} engines, groups of {GROUP}, B = {BATCH}")
-    print(f"{'bound k':<8} {'buffered':>9} {'events/s':>10} {'us/event':>9} {'ratio':>6}")
+    rows = []
     for bound in (None, 64):
         loads = [Load(bound, arguments.in_flight, size) for size in arguments.buffered]
         times: list[list[float]] = [[] for _ in loads]
@@ -156,11 +164,25 @@ def main() -> None:
         base = statistics.median(times[0])
         for load, seconds in zip(loads, times, strict=True):
             median = statistics.median(seconds)
-            name = "none" if bound is None else str(bound)
-            print(
-                f"{name:<8} {load.buffered:>9} {1 / median:>10.0f} "
-                f"{median * 1e6:>9.2f} {median / base:>6.2f}"
+            slowest = max(seconds)
+            rows.append(
+                (
+                    "none" if bound is None else bound,
+                    f"{load.buffered:,}",
+                    f"{1 / median:,.0f}",
+                    f"{1 / slowest:,.0f}",
+                    f"{median * 1e6:.2f}",
+                    f"{median / base:.2f}",
+                )
             )
+    header = ("bound k", "buffered", "events/s", "slowest round", "us/event", "x empty buffer")
+    sizes = f"N' = {arguments.in_flight}, {ENGINES} engines, groups of {GROUP}, B = {BATCH}; "
+    text = f"{sizes}medians of {arguments.rounds} rounds.\n\n{table(header, rows)}"
+    print(text)
+    if arguments.out is not None:
+        made = f"`{command_line('benchmarks.scheduler')}`, {datetime.date.today()}"
+        machine = f"{os.cpu_count()} cores, Python {platform.python_version()}"
+        arguments.out.write_text(f"# Scheduler speed\n\n{made}, {machine}\n\n{text}\n")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """Schedules side by side on the real engine: same prompts, same lengths, one call.
 
-    python benchmarks/schedules.py                          # copris against sync
-    python benchmarks/schedules.py --presets sync rapid copris pipeline async \
-        --model runs/quickstart/sft
+    python -m benchmarks.schedules --model runs/quickstart/sft     # everything: 25 minutes
+    python -m benchmarks.schedules --presets sync copris           # times of these two only
 
 Time. Every trajectory's response length is forced (a recorded length per trajectory id), once
 long-tailed (`tail`) and once equal for all (`uniform`), the negative control: there asynchrony must
@@ -12,7 +11,8 @@ under torchrun. All figures are per optimizer step of the same number of traject
 `rapid` is H times as large and is taken in H minibatches.
 
 Learning. With --model, every schedule also trains that (fine-tuned) model on the quickstart's own
-batches with natural lengths, on equal samples: reward and held-out accuracy (`natural`).
+batches with natural lengths, on equal samples: reward, held-out accuracy, ESS, and all times again
+(`natural`).
 
 Sizes. On a CPU core a decode step of this model costs about 4.6 ms and 0.1 to 0.2 ms more for each
 running request. At the default of 32 requests the constant part still counts, as it does on a GPU,
@@ -34,6 +34,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.command import command_line
 from megatron_async.config import RunConfig, build_config
 from megatron_async.config.load import merge, read_yaml
 from megatron_async.run.devices import split_of_this_machine
@@ -46,6 +47,7 @@ ROOT = Path(__file__).parents[1]
 WARM_UP_UPDATES = 4
 RAPID_UPDATES = 4
 GROUP = 8
+PRESETS = ["sync", "rapid", "copris", "pipeline", "async"]
 
 
 @dataclass(frozen=True)
@@ -171,13 +173,13 @@ def learning_table(rows: list[Row], samples: int) -> str:
     out = [
         f"Equal samples: {samples:,} trajectories each.",
         "",
-        "| schedule | reward, last quarter | held-out accuracy after | whole s/step | tokens/s "
-        "| trainer idle | lag mean / max | ESS |",
-        "|---|---|---|---|---|---|---|---|",
+        "| schedule | reward, last quarter | held-out accuracy after | rollout s/step "
+        "| whole s/step | tokens/s | trainer idle | lag mean / max | ESS |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     out += [
-        f"| {r.preset} | {r.reward:.3f} | {r.accuracy:.1%} | {r.step_seconds:.2f} "
-        f"| {r.tokens_per_second:,.0f} | {r.trainer_idle:.0%} "
+        f"| {r.preset} | {r.reward:.3f} | {r.accuracy:.1%} | {r.rollout_seconds:.2f} "
+        f"| {r.step_seconds:.2f} | {r.tokens_per_second:,.0f} | {r.trainer_idle:.0%} "
         f"| {r.lag_mean:.2f} / {r.lag_max:.0f} | {r.ess:.3f} |"
         for r in rows
     ]
@@ -197,14 +199,14 @@ def describe_lengths(longest: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--presets", nargs="+", default=["sync", "copris"])
+    parser.add_argument("--presets", nargs="+", default=PRESETS)
     parser.add_argument("--lengths", nargs="*", default=["tail", "uniform"])
     parser.add_argument("--steps", type=int, default=8, help="measured updates of each run")
     parser.add_argument("--groups", type=int, default=4, help="B, groups of 8 per update")
     parser.add_argument("--concurrency", type=int, default=32, help="N' of the others")
     parser.add_argument("--longest", type=int, default=1024, help="longest response, tokens")
     parser.add_argument("--model", type=Path, help="fine-tuned quickstart model: learning too")
-    parser.add_argument("--learning-steps", type=int, default=20, help="updates after warm-up")
+    parser.add_argument("--learning-steps", type=int, default=16, help="updates after warm-up")
     parser.add_argument("--learning-groups", type=int, default=32, help="B of the learning runs")
     parser.add_argument("--learning-concurrency", type=int, default=96, help="N' of these")
     parser.add_argument("--out", type=Path, help="write the tables here too")
@@ -229,7 +231,7 @@ def main() -> None:
     text = "\n\n".join(parts)
     print(text)
     if options.out is not None:
-        command = "python benchmarks/schedules.py " + " ".join(sys.argv[1:])
+        command = command_line("benchmarks.schedules")
         options.out.write_text(f"`{command}`, {datetime.date.today()}\n\n{text}\n")
 
 

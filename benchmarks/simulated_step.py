@@ -18,7 +18,7 @@ import argparse
 import asyncio
 import datetime
 import json
-import sys
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from benchmarks.command import command_line
 from benchmarks.papers.report import ROOT, table
 from megatron_async.config import RunConfig, build_config
 from megatron_async.config.load import merge, read_yaml
@@ -145,8 +146,10 @@ def main() -> None:
     text = compare(summary, lines[half:], lengths)
     print(text)
     if options.out is not None:
-        command = "python -m benchmarks.simulated_step " + " ".join(sys.argv[1:])
-        options.out.write_text(f"`{command}`, {datetime.date.today()}\n\n{text}\n")
+        command = command_line("benchmarks.simulated_step")
+        title = "# The simulator against a real run: seconds of a step"
+        made = f"`{command}`, {datetime.date.today()}, {os.cpu_count()} cores"
+        options.out.write_text(f"{title}\n\n{made}\n\n{text}\n")
 
 
 def compare(simulated: Summary, measured: list[dict[str, Any]], lengths: list[int]) -> str:

@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.command import command_line
 from benchmarks.papers.training import GROUP, configure, train
 from benchmarks.recipes import row_of, table
 from megatron_async.checkpoint.convert import megatron_to_hf
@@ -319,7 +320,7 @@ def main() -> None:
         finally:
             process.stop()
     if options.out is not None:
-        command = "python -m benchmarks.stale_kv " + " ".join(sys.argv[1:])
+        command = command_line("benchmarks.stale_kv")
         text = "\n\n".join(parts)
         options.out.write_text(f"`{command}`, {datetime.date.today()}\n\n{text}\n")
 

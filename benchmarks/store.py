@@ -1,8 +1,9 @@
 """How fast the trajectory store writes, reopens and salvages, on this machine.
 
     python -m benchmarks.store [--directory DIR] [--trajectories 4096] [--tokens 1024] [--lmdb]
+        [--out benchmarks/results/store.md]
 
-Prints one table. Lines:
+Prints one table and, with --out, writes it with the command and the date. Lines:
 - sustained append: `TrajectoryStore.append` in chunks of 64 tokens to all trajectories in turn,
   from an asyncio loop, until all is committed; tokens per second, of wall time and of CPU time
   (of both threads together: what a busy machine changes least).
@@ -19,7 +20,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import datetime
 import os
+import platform
 import shutil
 import sqlite3
 import tempfile
@@ -29,6 +32,8 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.command import command_line
+from benchmarks.papers.report import table
 from megatron_async.config.rollout import StoreConfig
 from megatron_async.trajectory.store import TrajectoryStore
 from megatron_async.trajectory.store_reader import StoreReader
@@ -119,7 +124,7 @@ async def measure(directory: Path, trajectories: int, tokens: int) -> list[tuple
     return [
         ("trajectories x tokens", f"{len(ids)} x {chunks * CHUNK} = {total / 1e6:.2f} M tokens"),
         ("sustained append", f"{total / took['wall'] / 1e6:.2f} M tokens/s"),
-        ("  per CPU second", f"{total / took['cpu'] / 1e6:.2f} M tokens"),
+        ("the same, per CPU second", f"{total / took['cpu'] / 1e6:.2f} M tokens"),
         ("longest append", f"{took['append'] * 1e3:.1f} ms"),
         ("longest loop gap", f"{took['gap'] * 1e3:.1f} ms"),
         ("file", f"{size / 2**20:.1f} MiB, {size / total:.2f} bytes/token (8 are data)"),
@@ -180,6 +185,7 @@ def main() -> None:
     parser.add_argument("--trajectories", type=int, default=4096)
     parser.add_argument("--tokens", type=int, default=1024, help="of each trajectory")
     parser.add_argument("--lmdb", action="store_true", help="also measure bare LMDB")
+    parser.add_argument("--out", type=Path, help="write the table here too")
     arguments = parser.parse_args()
     directory = Path(tempfile.mkdtemp(prefix="store-benchmark-", dir=arguments.directory))
     try:
@@ -197,12 +203,16 @@ def main() -> None:
                     f"{total / took / 1e6:.2f} M tokens/s, {size / total:.2f} bytes/token",
                 )
             )
-        rows.append(("processors, load", f"{os.cpu_count()}, {os.getloadavg()[0]:.1f}"))
-        width = max(len(name) for name, _ in rows)
-        for name, value in rows:
-            print(f"{name:<{width}}  {value}")
+        load = f"{os.cpu_count()}, {os.getloadavg()[0]:.1f}"
+        rows.append(("processors, load of the last minute (its own included)", load))
     finally:
         shutil.rmtree(directory)
+    text = table(("what", "measured"), rows)
+    print(text)
+    if arguments.out is not None:
+        made = f"`{command_line('benchmarks.store')}`, {datetime.date.today()}"
+        versions = f"Python {platform.python_version()}, SQLite {sqlite3.sqlite_version}"
+        arguments.out.write_text(f"# The trajectory store\n\n{made}, {versions}\n\n{text}\n")
 
 
 if __name__ == "__main__":

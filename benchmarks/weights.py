@@ -36,6 +36,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from benchmarks.command import command_line
 from megatron_async.config import RunConfig, build_config
 from megatron_async.config.rollout import SamplingConfig
 from megatron_async.rollout.interfaces import GenerationRequest
@@ -454,7 +455,7 @@ def report(
     return [
         "# What a weight update costs",
         "",
-        f"`python -m benchmarks.weights {' '.join(arguments.given)}`, {datetime.date.today()}, "
+        f"`{command_line('benchmarks.weights')}`, {datetime.date.today()}, "
         f"{os.cpu_count()} cores ({platform.machine()}), torch {torch.__version__}. A Qwen3 of "
         f"{parameters / 1e6:.0f} million parameters in float32 ({size / 1e9:.2f} GB), one trainer "
         f"rank, one SGLang server, loopback{limit()}; medians of {arguments.repeats}. Trainer, "
@@ -497,7 +498,6 @@ def main() -> None:
     if arguments.receive:
         receive(*arguments.receive)
         return
-    arguments.given = sys.argv[1:]
     with tempfile.TemporaryDirectory() as folder:
         text = "\n".join(measure(arguments, Path(folder))) + "\n"
     print(text)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+from benchmarks.command import command_line
 from megatron_async.config import load_config
 from megatron_async.simulate.build import simulate
 from megatron_async.simulate.statistics import Summary
@@ -49,8 +50,8 @@ def parser(doc: str | None, name: str) -> argparse.ArgumentParser:
 
 def write(options: argparse.Namespace, script: str, title: str, parts: Sequence[str]) -> None:
     """Print the parts and write them with the command that made them."""
-    command = f"python -m benchmarks.papers.{script} " + " ".join(sys.argv[1:])
-    text = "\n\n".join([f"# {title}", f"`{command.strip()}`, {datetime.date.today()}", *parts, ""])
+    command = command_line(f"benchmarks.papers.{script}")
+    text = "\n\n".join([f"# {title}", f"`{command}`, {datetime.date.today()}", *parts, ""])
     print(text)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(text)

@@ -1,19 +1,87 @@
-"""Everything a simulation rests on, as lines for a person: public figures and assumed constants."""
+"""Everything a simulation rests on, as lines for a person: public figures and assumed constants.
+
+Invariant: a number that `simulate` or `plan` computes with is a field of `SimulateConfig`, a figure
+of a data sheet, or in `CODE_CONSTANTS`; all of them are printed, and docs/simulator.md lists the
+assumed ones with their defaults (`tests/simulate/test_assumptions.py` compares).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from megatron_async.config import RunConfig
 from megatron_async.config.base import Settings
+from megatron_async.config.simulate import SimulateConfig
+from megatron_async.simulate import memory, model_shape, planner
 from megatron_async.simulate.build import engine_costs, trainer_costs
 from megatron_async.simulate.engine_costs import MeasuredEngine
 from megatron_async.simulate.hardware import gpu_of
 from megatron_async.simulate.model_shape import shape_of
 
 
+@dataclass(frozen=True)
+class Constant:
+    """One assumed number or choice."""
+
+    name: str
+    value: object
+    meaning: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.value}"
+
+
+CODE_CONSTANTS = (
+    Constant("BF16", model_shape.BF16, "Bytes of a weight that an engine reads and of a KV entry."),
+    Constant("WEIGHT_BYTES", memory.WEIGHT_BYTES, "Of a parameter in the trainer: bf16 weight."),
+    Constant("GRADIENT_BYTES", memory.GRADIENT_BYTES, "Of a parameter: fp32 main gradient."),
+    Constant(
+        "OPTIMIZER_BYTES",
+        memory.OPTIMIZER_BYTES,
+        "Of a parameter, spread over the data-parallel ranks: fp32 weight and Adam's two moments.",
+    ),
+    Constant(
+        "LAYER_BYTES",
+        memory.LAYER_BYTES,
+        "Planner: activations of a layer, per token and hidden unit.",
+    ),
+    Constant(
+        "LAYER_INPUT_BYTES",
+        memory.LAYER_INPUT_BYTES,
+        "Planner: of them what is kept when a layer is recomputed.",
+    ),
+    Constant(
+        "LOGIT_BYTES",
+        memory.LOGIT_BYTES,
+        "Planner: fp32 logit and its gradient, for `trainer.logprob_chunk_tokens` at once.",
+    ),
+    Constant(
+        "ENOUGH_THROUGHPUT",
+        planner.ENOUGH_THROUGHPUT,
+        "Planner: share of the largest generation speed at which N' is not raised further.",
+    ),
+    Constant(
+        "KV_FILL", planner.KV_FILL, "Planner: share of the KV cache that N' may fill on average."
+    ),
+)
+"""What is in the code and not in the settings: formats of numbers, and the planner's two rules."""
+
+_NOT_ASSUMED = {"gpu", "gpus", "steps", "warmup_steps"}
+"""Given by whoever asks; the GPU's figures have a line of their own."""
+
+
+def setting_constants(settings: SimulateConfig) -> list[Constant]:
+    """The fields of `simulate` that say something, with the values that are used."""
+    return [
+        constant
+        for constant in _fields(settings, "simulate.")
+        if constant.name.split(".")[1] not in _NOT_ASSUMED and constant.value not in (None, "")
+    ]
+
+
 def assumptions(config: RunConfig) -> list[str]:
-    """`what: value` lines, in groups: hardware and model, derived, assumed settings."""
+    """`what: value` lines, in groups: hardware and model, derived, assumed."""
     shape, gpu = shape_of(config), gpu_of(config.simulate.gpu)
     costs, trainer = engine_costs(config), trainer_costs(config)
     lines = [
@@ -32,17 +100,21 @@ def assumptions(config: RunConfig) -> list[str]:
     ]
     if isinstance(costs, MeasuredEngine):
         lines.append(f"decode and prefill measured: {config.simulate.cost_model}")
-    skipped = {"gpu", "gpus", "steps", "warmup_steps", "chunk_tokens", "load_report_seconds"}
-    for name, value in _values(config.simulate, ""):
-        if name.split(".")[0] not in skipped and value not in (None, ""):
-            lines.append(f"simulate.{name}: {value}")
-    return lines
+    return [*lines, *map(str, (*setting_constants(config.simulate), *CODE_CONSTANTS))]
 
 
-def _values(settings: Settings, prefix: str) -> Iterator[tuple[str, object]]:
-    for name in type(settings).model_fields:
+def assumptions_of_all(points: Sequence[tuple[str, RunConfig]]) -> list[str]:
+    """What all (label, configuration) points rest on; then, labelled, what only some do."""
+    lines = [(label, assumptions(config)) for label, config in points]
+    shared = [line for line in lines[0][1] if all(line in others for _, others in lines)]
+    own = [f"{label}: {line}" for label, its in lines for line in its if line not in shared]
+    return shared + own
+
+
+def _fields(settings: Settings, prefix: str) -> Iterator[Constant]:
+    for name, field in type(settings).model_fields.items():
         value = getattr(settings, name)
         if isinstance(value, Settings):
-            yield from _values(value, f"{prefix}{name}.")
+            yield from _fields(value, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}", value
+            yield Constant(f"{prefix}{name}", value, field.description or "")

@@ -10,9 +10,9 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from megatron_async.simulate.assumptions import assumptions
+from megatron_async.simulate.assumptions import assumptions, assumptions_of_all
 from megatron_async.simulate.planner import make_plan, plan_table
-from megatron_async.simulate.show import notes, plot, table
+from megatron_async.simulate.show import label, notes, plot, table
 from megatron_async.simulate.sweep import Point, read_settings, run_points, sweep_points
 
 _GC_THRESHOLD = 100_000
@@ -44,7 +44,7 @@ def simulate_command(
     for line in notes(done):
         console.print(f"- {line}", highlight=False)
     console.print("Assumed and given:")
-    for line in assumptions(done[0].config):
+    for line in assumptions_of_all([(label(point), point.config) for point in done]):
         console.print(f"- {line}", highlight=False)
     if plot_file is not None:
         plot(done, plot_file)

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from megatron_async.simulate.model_shape import BF16, ModelShape
 
 WEIGHT_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2, 4, 12
+"""Of a parameter: bf16, fp32, and fp32 master weights with two moments of Adam."""
 LAYER_BYTES, LAYER_INPUT_BYTES = 34, 2
+"""Of a token and hidden unit in a layer: all activations, and its input alone."""
 LOGIT_BYTES = 8
 """float32 logits and their gradient of the chunk whose logits exist at once."""
 

@@ -40,12 +40,12 @@ from megatron_async.simulate.model_shape import shape_of
 from megatron_async.simulate.statistics import Summary
 
 _SIZES = (1, 2, 4, 8, 16)
-_ENOUGH = 0.95
+ENOUGH_THROUGHPUT = 0.95
 """Share of the largest throughput at which N' is not raised further."""
 _KEPT = 3
 """Trainer layouts and TP sizes that are combined when the GPUs can be split in one way only."""
-_FULL = 0.92
-"""Share of the KV cache that N' may fill on average, as `concurrency: auto` aims at."""
+KV_FILL = 0.92
+"""Share of the KV cache that N' may fill on average."""
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ def _engines(
             continue
         costs = RooflineEngine(shape, gpu, settings.efficiency, tensor, capacity)
         count = gpus // tensor
-        limit = int(_FULL * capacity / workload.age)
+        limit = int(KV_FILL * capacity / workload.age)
         allowed = _requests_allowed(config)
         if allowed is not None:
             limit = min(limit, -(-allowed // count))
@@ -279,7 +279,7 @@ def _smallest_sufficient(
     """(requests an engine, seconds); on a grid of 5 % steps up to `limit`."""
     grid = sorted({*(min(limit, math.ceil(1.05**i)) for i in range(400)), limit})
     seconds = [_generation_seconds(config, costs, workload, count, batch) for batch in grid]
-    enough = min(seconds) / _ENOUGH
+    enough = min(seconds) / ENOUGH_THROUGHPUT
     return next((b, s) for b, s in zip(grid, seconds, strict=True) if s <= enough)
 
 

@@ -1,0 +1,104 @@
+"""What `max_async_level` buys under `async`: k = 1 for equal stages, k = 2 for a slow broadcast.
+
+The trainer's seconds are set to those that generation takes by itself, so both stages last equally
+long. Batches are of 24 responses.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_async.config import build_config
+from megatron_async.config.load import merge
+from megatron_async.simulate.build import simulate
+from megatron_async.simulate.statistics import Summary
+from tests.simulate.test_world import SMALL
+
+BATCH = 24
+EQUAL_LENGTHS = {"distribution": "constant", "median": 400.0}
+SPREAD_LENGTHS = {"distribution": "lognormal", "median": 400.0, "sigma": 0.3}
+IDLE = 0.02
+"""A share of the time that counts as not idling: measured are 0.2 % at most with k = 1 and equal
+lengths, 1.2 % with k = 2 and a slow broadcast."""
+
+
+def run(
+    level: int,
+    lengths: dict[str, Any],
+    *,
+    train: float = 0.0,
+    update: float = 0.0,
+    in_flight: int = BATCH,
+) -> Summary:
+    """50 steps; nothing takes time but generation, training and the weight update."""
+    changes = {
+        "schedule": {
+            "preset": "async",
+            "max_async_level": level,
+            "on_stale": "wait",
+            "concurrency": in_flight,
+        },
+        "simulate": {
+            "lengths": lengths,
+            "trainer_seconds_per_token": 1e-12,
+            "trainer_seconds_per_update": train,
+            "weight_update_seconds": update,
+            "efficiency": {"batch_overhead_seconds": 0.0},
+            "reward": {"verifier_seconds": 0.0},
+            "steps": 60,
+            "warmup_steps": 10,
+        },
+    }
+    return simulate(build_config(merge(SMALL, changes)))
+
+
+def generation_seconds(lengths: dict[str, Any]) -> float:
+    """Of one batch, with a trainer that takes no time."""
+    return run(1, lengths).step_seconds
+
+
+def test_with_k_1_and_equal_stage_times_neither_side_idles() -> None:
+    stage = generation_seconds(EQUAL_LENGTHS)
+    both = run(1, EQUAL_LENGTHS, train=stage)
+    assert both.engine_idle < IDLE and both.trainer_idle < IDLE
+    assert both.step_seconds == pytest.approx(stage, rel=IDLE)
+
+
+def test_with_k_0_both_sides_wait_for_each_other() -> None:
+    """The control: half of the time each."""
+    stage = generation_seconds(EQUAL_LENGTHS)
+    both = run(0, EQUAL_LENGTHS, train=stage)
+    assert both.engine_idle == pytest.approx(0.5, abs=IDLE)
+    assert both.trainer_idle == pytest.approx(0.5, abs=IDLE)
+
+
+@pytest.mark.parametrize("share", [0.25, 1.0])
+def test_k_2_leaves_room_for_a_slow_broadcast(share: float) -> None:
+    """A broadcast of a quarter of a stage, or of a whole one, and lengths that differ.
+
+    With k = 1 the trainer waits for the longest response of every batch. With k = 2 it has the next
+    batch when the broadcast is over: a step is training and broadcast, nothing else.
+    """
+    train = generation_seconds(SPREAD_LENGTHS)
+    update = share * train
+    one, two = (
+        run(level, SPREAD_LENGTHS, train=train, update=update, in_flight=2 * BATCH)
+        for level in (1, 2)
+    )
+    assert one.trainer_idle > 0.10
+    assert two.trainer_idle < IDLE
+    assert two.step_seconds == pytest.approx(train + update, rel=IDLE)
+    assert one.step_seconds > 1.10 * two.step_seconds
+
+
+def test_no_level_hides_the_broadcast_itself() -> None:
+    """Here engines are paused, and the trainer waits, for all of it: it is added to every step."""
+    train = generation_seconds(SPREAD_LENGTHS)
+    fast, slow = (
+        run(2, SPREAD_LENGTHS, train=train, update=update, in_flight=2 * BATCH)
+        for update in (0.0, train)
+    )
+    assert slow.step_seconds - fast.step_seconds == pytest.approx(train, rel=2 * IDLE)
+    assert slow.engine_idle > 0.4
