@@ -8,6 +8,8 @@ Invariants
   aborted and resumed is the same as one that was not, whatever the versions.
 - With `ignore_eos` a response has exactly `max_new_tokens` tokens (forced lengths).
 - All running requests advance together, one token per step of `seconds_per_step(running)`.
+- A full KV cache sends the newest running requests back to the queue, and only that counts as a
+  preemption: a `retract` pause does not move SGLang's counter either.
 - After `crash` every call and every stream raises EngineError, until `restart`.
 """
 
@@ -129,7 +131,7 @@ class SimulatedEngine:
     def set_weights(self, version: PolicyVersion, weights: str = "") -> None:
         """New weights from the next token on; `weights` stands for their content."""
         self._require_alive("set_weights")
-        for running in self._running.values():
+        for running in [*self._running.values(), *self._queued.values()]:
             self._emit(running, None)
         self._version = version
         self._weights = weights or str(version)
@@ -191,7 +193,6 @@ class SimulatedEngine:
         if mode == "abort":
             await self.abort([*self._running, *self._queued])
         elif mode == "retract":
-            self._preemptions += len(self._running)
             self._queued = {**self._running, **self._queued}
             self._running = {}
 
@@ -262,15 +263,22 @@ class SimulatedEngine:
             await asyncio.sleep(self._model.seconds_per_step(len(self._running)))
             if not self._paused:
                 self._step()
+                self._preempt()
 
     def _admit(self) -> None:
         for name in list(self._queued):
             full = len(self._running) >= self._model.max_running_requests
             waiting = self._queued[name]
-            over = self._kv_tokens() + waiting.position >= self._model.kv_capacity_tokens
-            if full or (over and self._running):
+            if full or (self._running and not self._fits(waiting.position)):
                 return
             self._running[name] = self._queued.pop(name)
+
+    def _preempt(self) -> None:
+        """Make room for the next token of each running request; the last one always goes on."""
+        while len(self._running) > 1 and not self._fits(0):
+            name, newest = self._running.popitem()
+            self._queued = {name: newest, **self._queued}
+            self._preemptions += 1
 
     def _step(self) -> None:
         for name, running in list(self._running.items()):
@@ -318,6 +326,10 @@ class SimulatedEngine:
             )
         )
         running.token_ids, running.logprobs = [], []
+
+    def _fits(self, more: int) -> bool:
+        """Whether a step with `more` tokens than run now is within the KV cache."""
+        return self._kv_tokens() + more < self._model.kv_capacity_tokens
 
     def _kv_tokens(self) -> int:
         return sum(running.position for running in self._running.values())
