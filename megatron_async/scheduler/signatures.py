@@ -2,7 +2,8 @@
 
 Invariants
 - Detectors are pure functions of what they are given, or a `Streak` of such judgements.
-- A signature is said once when it sets in, and again only after it was gone in between.
+- A signature is said once when it sets in, and again only after it was gone in between. (The two
+  that read a series say whether it holds now; `telemetry.health` says it once.)
 - The thresholds are assumed (no source gives numbers); each is a named constant.
 """
 

@@ -19,6 +19,7 @@ _COLUMNS = (
     "gpu idle",
     "slots busy",
     "lag",
+    "in samples",
     "off-policy",
     "recomputed",
     "wasted",
@@ -46,6 +47,7 @@ def cells(point: Point) -> tuple[str, ...]:
         f"{s.gpu_idle:.0%}",
         f"{s.slots_busy:.0%} of {s.concurrency}",
         f"{s.lag_mean:.2f} / {s.lag_max}",
+        f"{s.lag_samples_mean:,.0f} / {s.lag_samples_max:,}",
         f"{s.off_policy:.0%}",
         f"{s.recomputed:.0%}",
         f"{s.wasted:.0%}",
@@ -54,7 +56,7 @@ def cells(point: Point) -> tuple[str, ...]:
 
 def table(points: Sequence[Point]) -> Table:
     """All points, with the speed relative to the first one."""
-    out = Table(title="simulated; trained tokens a second, lag mean / max in versions")
+    out = Table(title="simulated; trained tokens a second, mean / max lag in versions and samples")
     out.add_column("schedule", no_wrap=True)
     for name in _COLUMNS:
         out.add_column(name, justify="right", no_wrap=True)
@@ -70,8 +72,8 @@ def notes(points: Sequence[Point]) -> list[str]:
     """Warnings that the scheduler gave and what was dropped, by point."""
     out = []
     for point in points:
-        for message in point.summary.warnings.values():
-            out.append(f"{label(point)}: {message}")
+        for name, message in point.summary.warnings.items():
+            out.append(f"{label(point)}: {name}: {message}")
         if point.summary.dropped:
             out.append(f"{label(point)}: dropped trajectories {point.summary.dropped}")
     return out

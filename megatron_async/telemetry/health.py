@@ -1,8 +1,9 @@
 """Named warnings from a run's own metrics: the correction guide's rules, ESS collapse, entropy.
 
 Invariants
-- A pure function of the metrics seen so far; the rules themselves live where they are defined
+- A function of the metrics seen so far; the rules themselves live where they are defined
   (`algorithms.metrics`, `scheduler.signatures`).
+- Each is said once when it sets in, and again only after a step at which it did not hold.
 """
 
 from __future__ import annotations
@@ -17,14 +18,20 @@ _REMEMBERED_STEPS = 64
 
 
 class HealthWatch:
-    """Feed it every step's metrics; it says what is wrong."""
+    """Feed it every step's metrics; it says what goes wrong."""
 
     def __init__(self) -> None:
         self._ess: deque[float] = deque(maxlen=_REMEMBERED_STEPS)
         self._entropy: deque[float] = deque(maxlen=_REMEMBERED_STEPS)
+        self._holding: frozenset[str] = frozenset()
 
     def step(self, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-        """(name, message) of each rule that this step breaks."""
+        """(name, message) of each rule that this step breaks and the step before did not."""
+        found = self._broken(metrics)
+        held, self._holding = self._holding, frozenset(name for name, _ in found)
+        return [(name, message) for name, message in found if name not in held]
+
+    def _broken(self, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
         found = [(warning.rule, warning.message) for warning in health_warnings(metrics)]
         if "off_policy/ess" in metrics:
             self._ess.append(metrics["off_policy/ess"])

@@ -46,7 +46,7 @@ class MetricsWriter:
                 self._tensorboard.add_scalar(name, float(value), step)
 
     def warn(self, step: int, name: str, message: str) -> None:
-        """A named warning, for the progress display and for whoever reads the file later."""
+        """A named warning, for the progress display and for whoever looks later."""
         line = {
             "kind": "warning",
             "step": step,
@@ -56,6 +56,8 @@ class MetricsWriter:
         }
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
+        if self._tensorboard is not None:
+            self._tensorboard.add_text(f"warning/{name}", message, step)
 
     def histogram(self, step: int, name: str, values: npt.ArrayLike) -> None:
         """A TensorBoard histogram."""

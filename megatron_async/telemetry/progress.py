@@ -64,7 +64,7 @@ class Progress:
             self._live.update(Text(format_status(status, time.monotonic() - self._began)))
 
     def _warn(self, name: str, message: str) -> None:
-        """Each name once; metrics.jsonl has them all."""
+        """Each name once; metrics.jsonl has every one up to the newest weight update."""
         if name not in self._shown_warnings:
             self._shown_warnings.add(name)
             self._console.print(f"warning {name}: {message}", highlight=False)

@@ -40,6 +40,16 @@ def test_simulate_prints_figures_and_assumptions(config_file: Path) -> None:
         assert words in output
 
 
+def test_simulate_says_what_goes_wrong_by_its_name(config_file: Path) -> None:
+    output = call(
+        "simulate", "--config", config_file, "--set", "schedule.preset=pipeline",
+        "--set", "schedule.concurrency=160", "--set", "simulate.kv_capacity_tokens=6000",
+        "--set", "simulate.load_report_seconds=0.5",
+        "--set", "simulate.admission_reserve_tokens=0",
+    )  # fmt: skip
+    assert "recomputation_storm: engine" in output
+
+
 def test_simulate_compares_presets(config_file: Path) -> None:
     output = call("simulate", "--config", config_file, "--presets", "sync,copris")
     assert "sync" in output and "copris" in output

@@ -66,10 +66,8 @@ def test_broken_health_rules_are_named_once(tmp_path: Path, capsys) -> None:  # 
     watch = HealthWatch()
     assert watch.step({"off_policy/ess": 0.99, "rollout_corr/rollout_is_mean": 1.0}) == []
     sick = {"off_policy/ess": 0.05, "rollout_corr/rollout_is_mean": 7.0}
-    names = [{name for name, _ in watch.step(sick)} for _ in range(8)]
-    assert "mean_weight" in names[0]
-    assert "ess_collapse" not in names[0], "one step is no collapse"
-    assert "ess_collapse" in names[-1]
+    names = [[name for name, _ in watch.step(sick)] for _ in range(8)]
+    assert names == [["mean_weight"], [], ["ess_collapse"], [], [], [], [], []]
     path = tmp_path / "m.jsonl"
     with Progress(path, 10, "lines") as progress, MetricsWriter(path, None, lineage=0) as writer:
         for step in range(3):
@@ -77,3 +75,24 @@ def test_broken_health_rules_are_named_once(tmp_path: Path, capsys) -> None:  # 
         progress.update({})
     assert capsys.readouterr().out.count("warning mean_weight: it is 7") == 1
     assert read_metrics(path) == []
+
+
+def test_a_signature_is_said_again_after_it_had_ended() -> None:
+    watch = HealthWatch()
+    sick, well = {"off_policy/ess": 0.1}, {"off_policy/ess": 0.9}
+    said = [watch.step(metrics) for metrics in [*[sick] * 5, well, *[sick] * 5]]
+    assert [step for step, warnings in enumerate(said) if warnings] == [2, 8]
+    assert all(name == "ess_collapse" for warnings in said for name, _ in warnings)
+
+
+def test_entropy_that_rises_on_and_on_is_said_once() -> None:
+    watch = HealthWatch()
+    said = [watch.step({"actor/entropy": 1.2**step}) for step in range(30)]
+    assert [[name for name, _ in warnings] for warnings in said if warnings] == [["entropy_growth"]]
+
+
+def test_warnings_are_in_tensorboard_too(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path / "m.jsonl", tmp_path / "tb", lineage=0) as writer:
+        writer.warn(4, "queue_overflow", "generation outruns training")
+    events = b"".join(path.read_bytes() for path in (tmp_path / "tb").glob("events.*"))
+    assert b"warning/queue_overflow" in events and b"generation outruns training" in events
