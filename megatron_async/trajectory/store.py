@@ -94,6 +94,7 @@ class TrajectoryStore:
         """Use `open`."""
         self._path, self._settings, self._lock, self._state = path, settings, lock, state
         self._branch_points = state.tree.branch_points(state.lineage)
+        self._counts = state.counts()  # kept: a person's status is asked for again and again
         self._due: dict[int, float] = {}  # trajectory -> when its buffer got its first token
         self._timer: asyncio.TimerHandle | None = None
         self._reading: sqlite3.Connection | None = None
@@ -171,6 +172,7 @@ class TrajectoryStore:
         for trajectory_id in ids:
             self._state.records[trajectory_id] = TrajectoryRecord.new(trajectory_id, group_id)
             self._put(self._state.records[trajectory_id])
+        self._counts[TrajectoryState.PENDING] += size
         self._writer.put("groups", row)
         self._writer.put("document", self._state.counters.to_row())
         return self.load_group(group_id)
@@ -234,7 +236,7 @@ class TrajectoryStore:
         if state not in (TrajectoryState.RUNNING, TrajectoryState.PARTIAL):
             raise ValueError(f"trajectory {trajectory_id}: set_state does not set {state}")
         record = self._record(trajectory_id)
-        record.move_to(state)
+        self._move(record, state)
         self._flush(record)
         record.close_segment()
         self._put(record)
@@ -242,7 +244,7 @@ class TrajectoryStore:
     async def finish(self, trajectory_id: int, reason: FinishReason) -> None:
         """Its last token has been appended. Returns when that is committed."""
         record = self._record(trajectory_id)
-        record.move_to(TrajectoryState.FINISHED)
+        self._move(record, TrajectoryState.FINISHED)
         self._flush(record)
         record.finish_reason = reason
         self._put(record)
@@ -255,7 +257,7 @@ class TrajectoryStore:
         if not math.isfinite(reward):
             raise ValueError(f"trajectory {trajectory_id}: reward {reward} is not finite")
         record = self._record(trajectory_id)
-        record.move_to(TrajectoryState.SCORED)
+        self._move(record, TrajectoryState.SCORED)
         record.reward = float(reward) + 0.0  # SQLite has no negative zero
         record.reward_detail = dict(detail or {})
         self._put(record)
@@ -264,7 +266,9 @@ class TrajectoryStore:
     def restart(self, trajectory_id: int) -> None:
         """Forget all its tokens; it is pending again."""
         record = self._record(trajectory_id)
+        before = record.shown_state
         record.restart()
+        self._counted(before, record)
         self._due.pop(trajectory_id, None)
         self._put(record)
         self._delete_old_attempts(record)
@@ -272,7 +276,7 @@ class TrajectoryStore:
     def drop(self, trajectory_id: int, reason: DropReason) -> None:
         """It leaves the run, for good and on every line."""
         record = self._record(trajectory_id)
-        record.move_to(TrajectoryState.DROPPED)
+        self._move(record, TrajectoryState.DROPPED)
         self._flush(record)
         record.drop_reason = reason
         record.forget_tokens()
@@ -307,21 +311,27 @@ class TrajectoryStore:
             key = found.id
         self._set_batch(BatchRow(key, self.lineage, step, None, ids))
         for record in members:
+            before = record.shown_state
             record.batched_step = step
+            self._counted(before, record)
             record.forget_tokens()
 
-    def drop_batch(self, step: int, reason: DropReason) -> None:
-        """The trainer could not use the batch of `step`: its trajectories are dropped."""
+    def drop_batch(self, step: int, reason: DropReason) -> int:
+        """The trainer could not use the batch of `step`: its trajectories, so many, are dropped."""
         batch = self._state.batch_at(step)
         if batch is None:
             raise LookupError(f"step {step} of line {self.lineage} has no batch")
-        for trajectory_id in batch.ids():
+        ids = batch.ids()
+        for trajectory_id in ids:
             record = self._record(trajectory_id)
+            before = record.shown_state
             record.batched_step = None
             record.move_to(TrajectoryState.DROPPED)
+            self._counted(before, record)
             record.drop_reason = reason
             self._put(record)
         self._set_batch(batch._replace(drop_reason=reason.value, trajectory_ids=b""))
+        return len(ids)
 
     async def sync(self, *, durable: bool = False) -> int:
         """Wait until everything so far is committed; returns the position.
@@ -392,9 +402,13 @@ class TrajectoryStore:
         """Groups ever added, which is how far the prompt source has been read."""
         return self._state.counters.next_group
 
+    def batch_sizes(self) -> dict[int, int]:
+        """Step -> trajectories of its batch along the current line, those not compacted yet."""
+        return self._state.batch_sizes()
+
     def counts(self) -> dict[str, int]:
-        """Trajectories by state along the current line, exported ones included."""
-        return self._state.counts()
+        """Trajectories by state along the current line, exported ones included; O(states)."""
+        return dict(self._counts)
 
     def drop_counts(self) -> dict[str, int]:
         """Dropped trajectories by reason, exported ones included."""
@@ -413,6 +427,15 @@ class TrajectoryStore:
         if group is None:
             raise LookupError(f"group {group_id} is not in {self._path}")
         return group
+
+    def _move(self, record: TrajectoryRecord, state: TrajectoryState) -> None:
+        before = record.shown_state
+        record.move_to(state)
+        self._counted(before, record)
+
+    def _counted(self, before: TrajectoryState, record: TrajectoryRecord) -> None:
+        self._counts[before] -= 1
+        self._counts[record.shown_state] += 1
 
     def _put(self, record: TrajectoryRecord) -> None:
         self._writer.put("trajectories", record.row())

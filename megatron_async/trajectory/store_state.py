@@ -87,6 +87,19 @@ class StoreState:
         counts.update(self.exported.dropped)
         return dict(counts)
 
+    def batch_sizes(self) -> dict[int, int]:
+        """Step -> trajectories of its batch along the current line; 0 if the trainer dropped it.
+
+        A batch of which compaction has taken everything is left out.
+        """
+        on_path = Consumption.at(self.tree, self.lineage)
+        return {
+            batch.step: len(batch.ids())
+            for batch in self.batches.values()
+            if on_path.holds(batch.lineage, batch.step)
+            and (batch.trajectory_ids or batch.drop_reason is not None)
+        }
+
     def batch_at(self, step: int) -> BatchRow | None:
         """The batch of update `step` on the current line, dropped or not."""
         for batch in reversed(self.batches.values()):

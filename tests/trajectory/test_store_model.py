@@ -325,6 +325,7 @@ class StoreMachine(RuleBasedStateMachine):
         ]
         assert found == wanted
         assert sum(self.store.counts().values()) == self.store._state.counters.next_trajectory
+        assert self.store.counts() == state.counts(), "what is kept is not what is there"
 
     def teardown(self) -> None:
         if hasattr(self, "store"):
