@@ -30,6 +30,7 @@ from megatron_async.scheduler.record import Recorder
 from megatron_async.scheduler.scheduler import Scheduler
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.packing import pack_groups
+from megatron_async.trajectory.sample_lag import SamplesTrained
 from megatron_async.trajectory.store import TrajectoryStore
 from megatron_async.trajectory.types import (
     DropReason,
@@ -94,7 +95,15 @@ class RolloutDriver:
         self.failure: ComponentFailure | None = None
         self.failed = asyncio.Event()
         self.lost_engines: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
-        self.statistics = RolloutStatistics(overlap=config.schedule.overlap)
+        schedule = config.schedule
+        self.statistics = RolloutStatistics(
+            overlap=schedule.overlap,
+            trained=SamplesTrained(
+                version.number,
+                schedule.groups_per_batch * schedule.group_size,
+                store.batch_sizes(),
+            ),
+        )
         self._generation = Generation(
             config,
             store,
@@ -138,6 +147,7 @@ class RolloutDriver:
         if slot is None:
             return
         self.statistics.warned("engine_failed", why)
+        self.statistics.engine_lost(engine_id)
         self._generation.forget_engine(slot)
         del self._slots[engine_id]
         if slot.up:
@@ -153,6 +163,7 @@ class RolloutDriver:
         if slot is None:
             return
         self.statistics.warned("engine_stale", why)
+        self.statistics.engine_lost(engine_id)
         self._generation.forget_engine(slot)
         self._slots[engine_id] = EngineSlot(slot.client)
         if slot.up:
@@ -250,7 +261,8 @@ class RolloutDriver:
 
     def drop_batch(self, step: int, reason: DropReason) -> None:
         """The trainer could not use the batch of `step`."""
-        self._store.drop_batch(step, reason)
+        count = self._store.drop_batch(step, reason)
+        self.statistics.batch_dropped(step, reason, count)
 
     async def _wait_for(
         self,
@@ -367,8 +379,9 @@ class RolloutDriver:
             temperature=self._config.sampling.temperature,
             mask_before=action.mask_before,
         )
-        metrics = self.statistics.batch_metrics(batch)
-        self._batches.put_nowait(replace(batch, extra_metrics=metrics))
+        metrics = self.statistics.batch_metrics(batch, self._scheduler.view())
+        masked = {f"rollout/{name}": value for name, value in batch.extra_metrics.items()}
+        self._batches.put_nowait(replace(batch, extra_metrics={**metrics, **masked}))
         if self._recorder is not None:
             self._recorder.flush()
 
@@ -394,8 +407,9 @@ class RolloutDriver:
             return
         if self._slots.get(engine_id) is not slot:
             return  # it was given up meanwhile
-        preemptions = max(0, status.preemptions_total - slot.preemptions_seen)
-        slot.preemptions_seen = status.preemptions_total
+        seen, slot.preemptions_seen = slot.preemptions_seen, status.preemptions_total
+        preemptions = 0 if seen is None else max(0, status.preemptions_total - seen)
+        self.statistics.loaded(engine_id, status.kv_usage, preemptions)
         self._feed(ev.EngineLoad(engine_id, status.kv_usage, preemptions))
         silent = time.monotonic() - slot.last_token_at
         if slot.running and silent > patience:

@@ -39,14 +39,18 @@ _ABORT_TRIES = 10
 
 @dataclass
 class EngineSlot:
-    """One engine as the driver sees it; `up` once it holds the current weights."""
+    """One engine as the driver sees it; `up` once it holds the current weights.
+
+    `preemptions_seen` is None until its first report: what it counted for somebody else before (a
+    trainer that was lost, an update that it missed) is no news.
+    """
 
     client: EngineClient
     up: bool = False
     version: PolicyVersion | None = None
     errors_in_row: int = 0
     last_token_at: float = field(default_factory=time.monotonic)
-    preemptions_seen: int = 0
+    preemptions_seen: int | None = None
     running: int = 0
 
 

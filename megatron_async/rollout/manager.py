@@ -47,11 +47,15 @@ class NotAttached(ComponentFailure):
 
 @dataclass(frozen=True, eq=False)
 class UpdateReport:
-    """A verified update: how far the probe was off, and whether it is to be evaluated."""
+    """A verified update: how far the probe was off, and whether it is to be evaluated.
+
+    `warnings`: (name, message) of what the rollout side has said since the update before.
+    """
 
     probe_mean_error: float | None
     probe_max_error: float | None
     evaluation_due: bool
+    warnings: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -296,7 +300,7 @@ class RolloutManager:
         due = bool(holders) and self._evaluation_due(number)
         if last and not due:
             await self._devices.rest(self._driver.engines())
-        return UpdateReport(mean, worst, due)
+        return UpdateReport(mean, worst, due, self._driver.statistics.take_warnings())
 
     async def _tell(
         self, engines: Iterable[EngineClient], what: Callable[[EngineClient], Awaitable[None]]

@@ -1,7 +1,9 @@
 """Counts of the rollout side, and the metrics that each batch carries with it.
 
 Invariants
-- Counters only grow; a batch's metrics are differences since the batch before it.
+- Counters only grow; a batch's metrics are differences since the batch before it (the first batch:
+  since this process began), so that they add up along a run that was resumed.
+- What was not measured is left out: KV usage before an engine's first report.
 - Times are wall-clock seconds of the driver's process.
 - Generation time is the time in which requests may run: it stands still from the emission of a
   batch (without `overlap`) or from the beginning of a weight update until that update has ended.
@@ -12,11 +14,14 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from megatron_async.scheduler.view import SchedulerView
 from megatron_async.trajectory.batch import TokenBatch
+from megatron_async.trajectory.sample_lag import SamplesTrained
+from megatron_async.trajectory.types import DropReason
 
 
 @dataclass
@@ -28,19 +33,34 @@ class _Marks:
     paused: float = 0.0
     generating: float = 0.0
     slot_seconds: float = 0.0
+    preemptions: int = 0
+    wasted_tokens: int = 0
+    filtered_tokens: int = 0
+    restarted: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
 
 
 class RolloutStatistics:
     """Accumulates what the driver sees; reads nothing but the clock."""
 
-    def __init__(self, *, overlap: bool, clock: Callable[[], float] = time.monotonic) -> None:
-        """`overlap`: generation goes on while the trainer works on a batch."""
+    def __init__(
+        self,
+        *,
+        overlap: bool,
+        trained: SamplesTrained | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`overlap`: generation goes on while the trainer works on a batch.
+
+        `trained`: what was trained before the first batch.
+        """
         self._overlap = overlap
+        self._trained = trained or SamplesTrained()
         self._clock = clock
         self.tokens = 0
         self.dropped_by_reason: Counter[str] = Counter()
         self.warnings: dict[str, str] = {}
-        self.warning_counts: Counter[str] = Counter()
+        self._new_warnings: list[tuple[str, str]] = []
         self._marks = _Marks(at=clock())
         self._open = True
         self._generating = 0.0
@@ -52,6 +72,9 @@ class RolloutStatistics:
         self._running = 0
         self._slot_seconds = 0.0
         self._peak_running = 1
+        self._preemptions = 0
+        self._kv_usage: dict[str, float] = {}
+        self._kv_reports: list[float] = []
 
     def running_changed(self, running: int) -> None:
         """`running` requests are in flight from now on."""
@@ -70,14 +93,34 @@ class RolloutStatistics:
         """`count` more tokens arrived."""
         self.tokens += count
 
+    def loaded(self, engine_id: str, kv_usage: float, preemptions: int) -> None:
+        """An engine's report: share of its KV cache in use, preemptions since the one before."""
+        self._preemptions += preemptions
+        self._kv_usage[engine_id] = kv_usage
+        self._kv_reports.append(kv_usage)
+
+    def engine_lost(self, engine_id: str) -> None:
+        """Its last report says nothing any more."""
+        self._kv_usage.pop(engine_id, None)
+
     def dropped(self, reason: str) -> None:
         """A trajectory left the run."""
         self.dropped_by_reason[str(reason)] += 1
 
+    def batch_dropped(self, step: int, reason: str, trajectories: int) -> None:
+        """The trainer could not use the batch of `step`."""
+        self._trained.drop(step)
+        self.dropped_by_reason[str(reason)] += trajectories
+
     def warned(self, name: str, message: str) -> None:
-        """A named warning; the newest message of a name is kept."""
+        """A named warning; `warnings` keeps the newest message of a name."""
         self.warnings[name] = message
-        self.warning_counts[name] += 1
+        self._new_warnings.append((name, message))
+
+    def take_warnings(self) -> tuple[tuple[str, str], ...]:
+        """(name, message) of all since the last call."""
+        news, self._new_warnings = self._new_warnings, []
+        return tuple(news)
 
     def trainer_asked(self) -> None:
         """The trainer began to wait for a batch."""
@@ -103,8 +146,8 @@ class RolloutStatistics:
             self._paused += self._counted_until - self._update_began
         self._update_began = None
 
-    def batch_metrics(self, batch: TokenBatch) -> dict[str, float]:
-        """`rollout/*` metrics of a batch that is complete now."""
+    def batch_metrics(self, batch: TokenBatch, view: SchedulerView) -> dict[str, float]:
+        """`rollout/*` metrics (docs/schedules.md) of a batch that is complete now; call it once."""
         self._count_time()
         self._open = self._open and self._overlap
         now = self._counted_until
@@ -114,7 +157,10 @@ class RolloutStatistics:
         lengths_S = batch.lengths_S() - batch.prompt_lengths_S
         trained = batch.loss_mask_T > 0
         lag = batch.lag_T[trained]
+        lag_samples_S = self._trained.lag_S(batch)
+        self._trained.add(batch.step, batch.num_sequences)
         metrics = {
+            "rollout/concurrency": float(view.concurrency),
             "rollout/tokens": float(tokens),
             "rollout/tokens_per_second": tokens / generating,
             "rollout/seconds": generating,
@@ -130,8 +176,32 @@ class RolloutStatistics:
             "rollout/lag_mean": float(lag.mean()) if lag.size else 0.0,
             "rollout/lag_max": float(lag.max(initial=0)),
             "rollout/off_policy_token_share": float(np.mean(lag > 0)) if lag.size else 0.0,
+            "rollout/lag_samples_mean": float(lag_samples_S.mean()) if len(lag_samples_S) else 0.0,
+            "rollout/lag_samples_max": float(lag_samples_S.max(initial=0)),
+            "rollout/preemptions": float(self._preemptions - self._marks.preemptions),
+            "rollout/wasted_tokens": float(view.wasted_tokens - self._marks.wasted_tokens),
+            "rollout/filtered_tokens": float(view.filtered_tokens - self._marks.filtered_tokens),
+            "rollout/restarted": float(view.restarted - self._marks.restarted),
         }
-        for reason, count in self.dropped_by_reason.items():
-            metrics[f"rollout/dropped_{reason}"] = float(count)
-        self._marks = _Marks(self.tokens, now, self._paused, self._generating, self._slot_seconds)
+        for reason in DropReason:
+            news = self.dropped_by_reason[reason] - self._marks.dropped[reason]
+            metrics[f"rollout/dropped_{reason}"] = float(news)
+        reports = self._kv_reports or list(self._kv_usage.values())
+        if reports:
+            metrics["rollout/kv_usage"] = float(np.mean(reports))
+        self._kv_reports = []
+        # `auto` may have lowered N'; until what runs has ended, more slots than N' are in use
+        self._peak_running = min(self._peak_running, max(view.concurrency, self._running))
+        self._marks = _Marks(
+            tokens=self.tokens,
+            at=now,
+            paused=self._paused,
+            generating=self._generating,
+            slot_seconds=self._slot_seconds,
+            preemptions=self._preemptions,
+            wasted_tokens=view.wasted_tokens,
+            filtered_tokens=view.filtered_tokens,
+            restarted=view.restarted,
+            dropped=Counter(self.dropped_by_reason),
+        )
         return metrics

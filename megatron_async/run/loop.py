@@ -181,6 +181,9 @@ class TrainLoop:
         update = self._parts.rank_zero.does(
             lambda: self._link.end_update(number, reached, ids, expected)
         )
+        if self._parts.metrics is not None:
+            for name, message in update.warnings:  # of the step that made this version
+                self._parts.metrics.warn(max(0, number - 1), name, message)
         if update.evaluation_due:
             self._evaluate(number)
         return update

@@ -77,7 +77,6 @@ class Lifecycle:
 
     def _open(self, group: GroupEntry) -> None:
         group.order = self._groups_started
-        group.started_after = self.tally.groups_batched
         self._groups_started += 1
         self.open_groups += 1
 

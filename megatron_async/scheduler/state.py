@@ -89,15 +89,11 @@ class TrajectoryEntry:
 
 @dataclass(slots=True, eq=False)
 class GroupEntry:
-    """One prompt's trajectories. `order` counts started groups; -1 = none was submitted yet.
-
-    `started_after`: groups that batches had taken when it was started (lag in samples).
-    """
+    """One prompt's trajectories. `order` counts started groups; -1 = none was submitted yet."""
 
     spec: GroupSpec
     members: list[TrajectoryEntry] = field(default_factory=list)
     order: int = -1
-    started_after: int = 0
     unscored: int = 0
     complete: bool = False
     oldest: int | None = None

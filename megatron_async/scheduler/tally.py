@@ -3,7 +3,7 @@
 Invariants
 - `count[state]` is the number of trajectories in that state that are neither batched nor dropped.
 - `partial_tokens` is the number of response tokens of those that are partial.
-- Everything else only grows, but for the two figures of the newest batch.
+- Everything else only grows, but for the off-policy share, which is the newest batch's.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ class Tally:
         self.wasted_tokens = 0
         self.filtered_tokens = 0
         self.partial_tokens = 0
-        self.groups_batched = 0
         self.off_policy_share = 0.0
-        self.lag_groups = 0
 
     def add(self, entries: Sequence[TrajectoryEntry]) -> None:
         """New trajectories, pending."""
@@ -73,13 +71,10 @@ class Tally:
     def batch(self, groups: Sequence[GroupEntry], step: int) -> None:
         """These complete groups are the batch of `step`."""
         total = current = 0
-        self.lag_groups = 0
         for group in groups:
-            self.lag_groups = max(self.lag_groups, self.groups_batched - group.started_after)
             for entry in group.members:
                 self._leave(entry)
                 total += entry.tokens
                 current += entry.tokens_of(step)
         self.off_policy_share = 1 - current / total if total else 0.0
-        self.groups_batched += len(groups)
         self.batched_tokens += total

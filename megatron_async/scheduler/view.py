@@ -19,8 +19,6 @@ class SchedulerView:
     the trainer, emitted ones and complete groups / B. `off_policy_share`: share of the newest
     batch's tokens that an older version than its step's wrote. `wasted_tokens`: of dropped and
     restarted trajectories; `filtered_tokens` is the part for groups without reward variance.
-    `lag_groups`: oldest lag in *samples* of the newest batch, i.e. groups emitted since its oldest
-    group was started.
     """
 
     version: PolicyVersion
@@ -40,7 +38,6 @@ class SchedulerView:
     wasted_tokens: int
     filtered_tokens: int
     off_policy_share: float
-    lag_groups: int
     exhausted: bool
     finished: bool
 
@@ -78,7 +75,6 @@ def snapshot(
         wasted_tokens=tally.wasted_tokens,
         filtered_tokens=tally.filtered_tokens,
         off_policy_share=tally.off_policy_share,
-        lag_groups=tally.lag_groups,
         exhausted=exhausted,
         finished=finished,
     )

@@ -2,7 +2,8 @@
 
 Invariants
 - Shares are of virtual wall time between the publication that ends the warm-up and the last one.
-- Lag is that of trained tokens: the step that trains them minus the version that wrote them.
+- Lag is that of trained tokens: the step that trains them minus the version that wrote them. Lag in
+  samples is that of trajectories (`trajectory.sample_lag`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from megatron_async.simulate.engine import Engine, EngineCounters, Tokens
+from megatron_async.trajectory.sample_lag import SamplesTrained
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +30,16 @@ class StepRow:
 
 @dataclass(frozen=True, slots=True)
 class BatchLag:
-    """Lag of one batch's trained tokens."""
+    """Lag of one batch's trained tokens, and in samples of its `trajectories` that have any."""
 
     step: int
     tokens: int
     lag_sum: float
     lag_max: int
     off_policy: int
+    trajectories: int
+    samples_sum: int
+    samples_max: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +80,8 @@ class Summary:
     concurrency: int
     lag_mean: float
     lag_max: int
+    lag_samples_mean: float
+    lag_samples_max: int
     off_policy: float
     recomputed: float
     recomputed_at_resume: float
@@ -93,6 +100,7 @@ class Statistics:
         self._engines = engines
         self._preemptions_told = dict.fromkeys((engine.engine_id for engine in engines), 0)
         self._wasted = 0
+        self._trained = SamplesTrained()
         self.dropped: Counter[str] = Counter()
         self.warnings: dict[str, str] = {}
         self.rows: list[StepRow] = []
@@ -119,17 +127,27 @@ class Statistics:
         total = off_policy = 0
         lag_sum = 0.0
         lag_max = 0
+        trajectories = samples_sum = samples_max = 0
         for written in versions:
+            first = True
             for version, count in written:
                 if mask_before is not None and version < mask_before:
                     continue
+                if first:  # the oldest that is trained: versions never fall
+                    first = False
+                    samples = self._trained.between(version, step)
+                    trajectories += 1
+                    samples_sum += samples
+                    samples_max = max(samples_max, samples)
                 lag = step - version
                 total += count
                 lag_sum += lag * count
                 if lag:
                     off_policy += count
                     lag_max = max(lag_max, lag)
-        self.lags.append(BatchLag(step, total, lag_sum, lag_max, off_policy))
+        self._trained.add(step, len(versions))
+        of_samples = (trajectories, samples_sum, samples_max)
+        self.lags.append(BatchLag(step, total, lag_sum, lag_max, off_policy, *of_samples))
 
     def published(self, at: float, update_seconds: float, concurrency: int) -> None:
         """New weights are out."""
@@ -187,6 +205,9 @@ class Statistics:
             concurrency=end.concurrency,
             lag_mean=sum(lag.lag_sum for lag in lags) / max(1, tokens),
             lag_max=max((lag.lag_max for lag in lags), default=0),
+            lag_samples_mean=sum(lag.samples_sum for lag in lags)
+            / max(1, sum(lag.trajectories for lag in lags)),
+            lag_samples_max=max((lag.samples_max for lag in lags), default=0),
             off_policy=sum(lag.off_policy for lag in lags) / max(1, tokens),
             recomputed=math.fsum(recomputed.values()),
             recomputed_at_resume=recomputed["resumed"],

@@ -1,12 +1,22 @@
-"""Generation time is the time in which requests may run: paused and waiting time do not count."""
+"""What a batch's metrics say: times, news since the batch before, and only what was measured.
+
+Generation time is the time in which requests may run: paused and waiting time do not count.
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from megatron_async.config.schedule import ScheduleConfig
 from megatron_async.rollout.statistics import RolloutStatistics
+from megatron_async.scheduler.scheduler import Scheduler
+from megatron_async.scheduler.view import SchedulerView
 from megatron_async.trajectory.batch import TokenBatch
+from megatron_async.trajectory.types import PolicyVersion
 
 
 class Clock:
@@ -17,9 +27,14 @@ class Clock:
         return self.now
 
 
-def batch() -> TokenBatch:
+def view(**counts: Any) -> SchedulerView:
+    start = Scheduler(ScheduleConfig(), first_step=0, version=PolicyVersion(0, 0))
+    return replace(start.view(), **counts)
+
+
+def batch(step: int = 0) -> TokenBatch:
     return TokenBatch(
-        step=0,
+        step=step,
         token_ids_T=np.zeros(2, np.int32),
         loss_mask_T=np.array([0, 1], np.float32),
         rollout_logprobs_T=np.zeros(2, np.float32),
@@ -41,7 +56,7 @@ def test_without_overlap_nothing_counts_between_a_batch_and_the_next_version() -
     statistics.running_changed(4)
     clock.now += 2
     statistics.generated(100)
-    first = statistics.batch_metrics(batch())
+    first = statistics.batch_metrics(batch(), view())
     assert first["rollout/seconds"] == pytest.approx(2)
     assert first["rollout/slots_busy_share"] == pytest.approx(1)
 
@@ -53,7 +68,7 @@ def test_without_overlap_nothing_counts_between_a_batch_and_the_next_version() -
     statistics.running_changed(2)
     clock.now += 4
     statistics.generated(100)
-    second = statistics.batch_metrics(batch())
+    second = statistics.batch_metrics(batch(1), view())
     assert second["rollout/seconds"] == pytest.approx(4)
     assert second["rollout/tokens_per_second"] == pytest.approx(25)
     assert second["rollout/slots_busy_share"] == pytest.approx(0.5)  # 2 of 4
@@ -66,14 +81,82 @@ def test_with_overlap_only_the_pause_of_an_update_does_not_count() -> None:
     statistics = RolloutStatistics(overlap=True, clock=clock)
     statistics.running_changed(4)
     clock.now += 2
-    statistics.batch_metrics(batch())
+    statistics.batch_metrics(batch(), view())
     clock.now += 3
     statistics.update_began()
     clock.now += 1
     statistics.update_ended()
     clock.now += 2
     statistics.generated(50)
-    metrics = statistics.batch_metrics(batch())
+    metrics = statistics.batch_metrics(batch(1), view())
     assert metrics["rollout/seconds"] == pytest.approx(5)
     assert metrics["rollout/tokens_per_second"] == pytest.approx(10)
     assert metrics["rollout/slots_busy_share"] == pytest.approx(1)
+
+
+def test_counts_are_those_since_the_batch_before() -> None:
+    statistics = RolloutStatistics(overlap=False, clock=Clock())
+    statistics.dropped("filtered")
+    statistics.loaded("a", 0.5, 3)
+    first = statistics.batch_metrics(
+        batch(), view(wasted_tokens=70, filtered_tokens=30, restarted=2, concurrency=8)
+    )
+    assert first["rollout/concurrency"] == 8
+    assert (first["rollout/wasted_tokens"], first["rollout/filtered_tokens"]) == (70, 30)
+    assert (first["rollout/restarted"], first["rollout/preemptions"]) == (2, 3)
+    assert (first["rollout/dropped_filtered"], first["rollout/dropped_stale"]) == (1, 0)
+    statistics.dropped("stale")
+    statistics.loaded("a", 0.5, 4)
+    second = statistics.batch_metrics(
+        batch(1), view(wasted_tokens=75, filtered_tokens=30, restarted=2, concurrency=16)
+    )
+    assert second["rollout/concurrency"] == 16
+    assert (second["rollout/wasted_tokens"], second["rollout/filtered_tokens"]) == (5, 0)
+    assert (second["rollout/restarted"], second["rollout/preemptions"]) == (0, 4)
+    assert (second["rollout/dropped_filtered"], second["rollout/dropped_stale"]) == (0, 1)
+
+
+def test_kv_usage_is_the_mean_of_the_reports_since_the_batch_before_or_of_the_newest_ones() -> None:
+    statistics = RolloutStatistics(overlap=False, clock=Clock())
+    assert "rollout/kv_usage" not in statistics.batch_metrics(batch(), view()), "nobody told it"
+    for engine, usage in (("a", 0.2), ("a", 0.4), ("b", 0.9)):
+        statistics.loaded(engine, usage, 0)
+    seen = [statistics.batch_metrics(batch(step), view())["rollout/kv_usage"] for step in (1, 2)]
+    assert seen == pytest.approx([0.5, 0.65])
+    statistics.engine_lost("b")
+    assert statistics.batch_metrics(batch(3), view())["rollout/kv_usage"] == pytest.approx(0.4)
+
+
+def test_what_a_dropped_batch_held_is_no_longer_counted_as_trained() -> None:
+    statistics = RolloutStatistics(overlap=False, clock=Clock())
+    statistics.batch_metrics(batch(), view())
+    old = replace(batch(1), version_T=np.array([-1, 0], np.int32))
+    statistics.batch_dropped(0, "nonfinite", 1)
+    metrics = statistics.batch_metrics(old, view())
+    assert metrics["rollout/lag_samples_max"] == 0
+    assert metrics["rollout/dropped_nonfinite"] == 1
+
+
+def test_busy_slots_are_a_share_of_a_concurrency_that_was_lowered() -> None:
+    clock = Clock()
+    statistics = RolloutStatistics(overlap=True, clock=clock)
+    statistics.running_changed(8)
+    clock.now += 1
+    statistics.batch_metrics(batch(), view(concurrency=8))
+    statistics.running_changed(4)
+    statistics.batch_metrics(batch(1), view(concurrency=4))
+    clock.now += 1
+    metrics = statistics.batch_metrics(batch(2), view(concurrency=4))
+    assert metrics["rollout/slots_busy_share"] == pytest.approx(1)
+
+
+def test_every_new_warning_is_handed_out_once() -> None:
+    statistics = RolloutStatistics(overlap=False, clock=Clock())
+    for engine in "ab":
+        statistics.warned("engine_failed", f"engine {engine} is gone")
+    assert statistics.take_warnings() == (
+        ("engine_failed", "engine a is gone"),
+        ("engine_failed", "engine b is gone"),
+    )
+    assert statistics.take_warnings() == ()
+    assert statistics.warnings == {"engine_failed": "engine b is gone"}

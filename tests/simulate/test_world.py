@@ -94,6 +94,20 @@ def test_the_lag_bound_holds(level: int) -> None:
         assert max(lag.lag_max for lag in world.statistics.lags) > 0
 
 
+@pytest.mark.parametrize("preset", PRESETS)
+def test_lag_in_samples_is_that_in_versions_times_the_batch(preset: str) -> None:
+    """All batches are of one size here."""
+    settings = config(preset)
+    summary = simulate(settings)
+    size = settings.schedule.groups_per_batch * settings.schedule.group_size
+    assert summary.lag_samples_max == size * summary.lag_max
+    assert size * summary.lag_mean <= summary.lag_samples_mean <= summary.lag_samples_max
+    if preset in ("sync", "rapid"):
+        assert summary.lag_samples_max == 0
+    else:
+        assert summary.lag_samples_mean > 0
+
+
 def test_kept_and_recomputed_caches_are_told_apart() -> None:
     keep, recompute = (
         simulate(build_config(merge(SMALL, {"schedule": {"preset": "pipeline", "kv": kv}})))

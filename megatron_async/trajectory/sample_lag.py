@@ -1,0 +1,60 @@
+"""Lag in samples: how many trajectories were trained between a version and the batch that uses it.
+
+PipelineRL counts lag so: a bound in samples does not move when the batch size does.
+
+Invariants
+- The lag of a trajectory is that of its oldest trained token (SEMANTICS.md section 1). Version a in
+  batch n: the trajectories of batches a .. n - 1 on the current line, which is 0 on-policy.
+- A batch that the trainer could not use has trained nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_async.trajectory.batch import TokenBatch
+
+
+class SamplesTrained:
+    """Counts trajectories by the step that trains them."""
+
+    def __init__(
+        self,
+        first_step: int = 0,
+        batch_size: int = 0,
+        sizes: Mapping[int, int] = MappingProxyType({}),
+    ) -> None:
+        """`sizes` of the batches before `first_step`; one that is not there had `batch_size`."""
+        self._before = [0]  # [n]: in batches 0 .. n - 1
+        for step in range(first_step):
+            self.add(step, sizes.get(step, batch_size))
+
+    def add(self, step: int, samples: int) -> None:
+        """Batch `step`, the next one, has so many. Raises ValueError for any other step."""
+        if step != len(self._before) - 1:
+            raise ValueError(f"batch {step} is not the next one, {len(self._before) - 1}")
+        self._before.append(self._before[-1] + samples)
+
+    def drop(self, step: int) -> None:
+        """Nothing of batch `step` was trained."""
+        samples = self._before[step + 1] - self._before[step]
+        for later in range(step + 1, len(self._before)):
+            self._before[later] -= samples
+
+    def between(self, version: int, step: int) -> int:
+        """Trained by updates `version` .. `step` - 1."""
+        return self._before[step] - self._before[version]
+
+    def lag_S(self, batch: TokenBatch) -> npt.NDArray[np.int64]:
+        """Of each sequence that has a trained token; `batch` is the next one, or an earlier one."""
+        trained_T = batch.loss_mask_T > 0
+        if not batch.num_sequences:
+            return np.zeros(0, np.int64)
+        version_T = np.where(trained_T, batch.version_T, batch.step + 1)
+        oldest_S = np.minimum.reduceat(version_T, batch.cu_seqlens_S1[:-1])
+        before = np.asarray(self._before)
+        return before[batch.step] - before[oldest_S[oldest_S <= batch.step]]

@@ -1,0 +1,193 @@
+"""What a live driver tells with its batches, also a resumed one: lag, waste, load, warnings."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_async.config import RunConfig, build_config
+from megatron_async.config.load import merge
+from megatron_async.rollout.interfaces import EngineStatus
+from megatron_async.rollout.manager import ResumePoint
+from megatron_async.rollout.simulated_engine import SimulatedEngine
+from megatron_async.trajectory.batch import TokenBatch
+from megatron_async.trajectory.store_reader import StoreReader
+from megatron_async.trajectory.types import Prompt, TrajectoryState
+from tests.rollout.stand_ins import Fixed, run, settings
+from tests.rollout.test_manager import Trainer
+
+BATCH = 2
+STRAGGLER = 2
+"""The trajectory that is still written when all others of its time have been trained."""
+
+
+def changed(preset: str, **changes: Any) -> RunConfig:
+    return build_config(merge(settings(preset).model_dump(), changes))
+
+
+def with_straggler() -> RunConfig:
+    lengths = [4] * 64
+    lengths[STRAGGLER] = 60
+    return changed(
+        "copris", sampling={"max_new_tokens": 64}, experiment={"forced_lengths": lengths}
+    )
+
+
+def lag_in_samples(batch: TokenBatch) -> list[int]:
+    """Counted anew: every batch has trained `BATCH` samples."""
+    index_T = batch.sequence_index_T()
+    trained_T = batch.loss_mask_T > 0
+    oldest = [batch.version_T[trained_T & (index_T == s)].min() for s in range(batch.num_sequences)]
+    return [int(BATCH * (batch.step - version)) for version in oldest]
+
+
+@pytest.mark.parametrize("resumed_at", [None, 3])
+def test_lag_counts_the_samples_trained_since_a_trajectory_began(
+    tmp_path: Path, resumed_at: int | None
+) -> None:
+    batches: list[TokenBatch] = []
+    config = with_straggler()
+
+    async def train(trainer: Trainer, lineage: int, step: int) -> None:
+        batches.append(await trainer.batch())
+        await trainer.publish(lineage, step + 1)
+
+    async def body() -> None:
+        trainer, lineage, step = Trainer(tmp_path, config), 0, 0
+        await trainer.manager.start()
+        await trainer.begin(ResumePoint(0))
+        while not batches or STRAGGLER not in batches[-1].trajectory_ids_S:
+            await train(trainer, lineage, step)
+            step += 1
+            if step == resumed_at:
+                position = (await trainer.manager.position())["store_position"]
+                await trainer.manager.checkpoint_finalised(step, [step])
+                await trainer.manager.stop()
+                trainer, lineage = Trainer(tmp_path, config), 1
+                await trainer.manager.start()
+                await trainer.begin(ResumePoint(1, step, parent=0, store_position=position))
+        await trainer.manager.stop()
+
+    run(body())
+    assert len(batches) > 5, "it is trained after a resume, and began before it"
+    for batch in batches:
+        expected = lag_in_samples(batch)
+        assert batch.extra_metrics["rollout/lag_samples_mean"] == np.mean(expected)
+        assert batch.extra_metrics["rollout/lag_samples_max"] == max(expected)
+    assert max(lag_in_samples(batches[-1])) == BATCH * batches[-1].step, "it began under version 0"
+
+
+class EveryOtherGroup(Fixed):
+    """Both answers of a group get the same reward, or only the first one is right, in turns."""
+
+    def __init__(self) -> None:
+        self._asked: dict[int, int] = {}
+
+    async def score(self, prompt: Prompt, response_ids: Any) -> tuple[float, dict[str, float]]:
+        number = int(prompt.token_ids[1])
+        before = self._asked.setdefault(number, 0)
+        self._asked[number] += 1
+        return float(number % 2 == 0 or before == 0), {}
+
+
+def test_what_was_generated_for_groups_without_reward_variance_is_counted(tmp_path: Path) -> None:
+    batches: list[TokenBatch] = []
+
+    async def body() -> None:
+        trainer = Trainer(
+            tmp_path, changed("sync", schedule={"dynamic_sampling": True}), EveryOtherGroup()
+        )
+        await trainer.manager.start()
+        await trainer.begin(ResumePoint(0))
+        for step in range(3):
+            batches.append(await trainer.batch())
+            if step < 2:
+                await trainer.publish(0, step + 1)
+        await trainer.manager.stop()
+
+    run(body())
+    with closing(StoreReader(tmp_path / "store.sqlite")) as reader:
+        dropped = [
+            reader.trajectory(entry.trajectory_id).response_length
+            for entry in reader.summaries()
+            if entry.state is TrajectoryState.DROPPED
+        ]
+    assert len(dropped) == 3 * BATCH
+
+    def total(name: str) -> float:
+        return sum(batch.extra_metrics[f"rollout/{name}"] for batch in batches)
+
+    assert total("filtered_tokens") == total("wasted_tokens") == sum(dropped) > 0
+    assert total("dropped_filtered") == len(dropped)
+
+
+class Storming(SimulatedEngine):
+    """Says that it has preempted `preempted` more requests at every report."""
+
+    preempted = 0
+    reports = 0
+
+    async def status(self) -> EngineStatus:
+        status = await super().status()
+        self.reports += 1
+        return replace(
+            status, kv_usage=0.75, preemptions_total=1000 + self.preempted * self.reports
+        )
+
+
+@pytest.mark.parametrize("preempted", [0, 9])
+def test_the_engines_load_and_what_is_wrong_with_it_reach_the_trainer(
+    tmp_path: Path, preempted: int
+) -> None:
+    """1,000 preemptions that it counted for somebody else before are no news."""
+    said: list[tuple[str, str]] = []
+
+    async def body() -> None:
+        config = changed("copris", engines={"health_interval_seconds": 0.02})
+        trainer = Trainer(tmp_path, config)
+        await trainer.manager.start()
+        engine = trainer.engines.all[0]
+        engine.__class__ = Storming
+        assert isinstance(engine, Storming)
+        engine.preempted = preempted
+        await trainer.begin(ResumePoint(0))
+        while engine.reports < 6:
+            await asyncio.sleep(0.01)
+        batches = [await trainer.batch()]
+        said.extend((await trainer.publish(0, 1)).warnings)
+        batches.append(await trainer.batch())
+        told = len((await trainer.publish(0, 2)).warnings)
+        assert told == 0, "each warning is handed out once"
+        metrics = batches[1].extra_metrics  # the first may be older than the first report
+        assert metrics["rollout/kv_usage"] == 0.75
+        assert metrics["rollout/concurrency"] == 4
+        seen = sum(batch.extra_metrics["rollout/preemptions"] for batch in batches)
+        assert seen % 9 == 0 and (seen > 0) == (preempted > 0)
+        assert seen < 1000
+        await trainer.manager.stop()
+
+    run(body())
+    assert [name for name, _ in said] == (["recomputation_storm"] if preempted else [])
+
+
+def test_warnings_come_with_the_next_update_whatever_asked_for_it(tmp_path: Path) -> None:
+    async def body() -> None:
+        trainer = Trainer(tmp_path, settings("copris", engines=2, max_restarts=1))
+        await trainer.manager.start()
+        await trainer.begin(ResumePoint(0))
+        trainer.engines.all[1].crash("injected crash")
+        warnings: tuple[tuple[str, str], ...] = ()
+        while not warnings:
+            await trainer.manager.next_batch()
+            warnings = (await trainer.publish(0, 1)).warnings
+        assert [name for name, _ in warnings] == ["engine_failed"]
+        assert "injected crash" in warnings[0][1]
+        await trainer.manager.stop()
+
+    run(body())
