@@ -189,6 +189,7 @@ class RolloutStatistics:
         reports = self._kv_reports or list(self._kv_usage.values())
         if reports:
             metrics["rollout/kv_usage"] = float(np.mean(reports))
+            metrics["rollout/kv_usage_max"] = max(reports)
         self._kv_reports = []
         # `auto` may have lowered N'; until what runs has ended, more slots than N' are in use
         self._peak_running = min(self._peak_running, max(view.concurrency, self._running))

@@ -121,8 +121,9 @@ def test_kv_usage_is_the_mean_of_the_reports_since_the_batch_before_or_of_the_ne
     assert "rollout/kv_usage" not in statistics.batch_metrics(batch(), view()), "nobody told it"
     for engine, usage in (("a", 0.2), ("a", 0.4), ("b", 0.9)):
         statistics.loaded(engine, usage, 0)
-    seen = [statistics.batch_metrics(batch(step), view())["rollout/kv_usage"] for step in (1, 2)]
-    assert seen == pytest.approx([0.5, 0.65])
+    seen = [statistics.batch_metrics(batch(step), view()) for step in (1, 2)]
+    assert [m["rollout/kv_usage"] for m in seen] == pytest.approx([0.5, 0.65])
+    assert [m["rollout/kv_usage_max"] for m in seen] == [0.9, 0.9]
     statistics.engine_lost("b")
     assert statistics.batch_metrics(batch(3), view())["rollout/kv_usage"] == pytest.approx(0.4)
 

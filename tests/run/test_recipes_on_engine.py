@@ -131,6 +131,26 @@ def test_the_real_verifier_judges_what_the_engine_says(
     assert all(0 <= reward < 0.2 for reward in rewards), "random weights are hardly ever right"
 
 
+def test_auto_concurrency_follows_what_the_engine_reports(
+    tmp_path: Path, model: Path, engine: SGLangProcess
+) -> None:
+    """The first window yields a rate, and the first probe from there doubles N'."""
+    changes = {
+        "steps": 14,
+        "schedule": {"groups_per_batch": 2, "group_size": 2, "concurrency": "auto"},
+        "engines": {"health_interval_seconds": 0.05},
+        "experiment": {"forced_lengths": [12, 16, 12, 32]},
+    }
+    config = build_config(merge(settings("copris", tmp_path, model).model_dump(), changes))
+    directory = RunDirectory.create(config)
+    train_locally(config, directory, [engine.url], LengthParity())
+    lines = read_metrics(directory.metrics_file)
+    told = [line["rollout/concurrency"] for line in lines]
+    assert (told[0], max(told)) == (4, 8), told
+    assert all(0 <= line["rollout/kv_usage"] < 0.2 for line in lines[1:]), "of 16,384 tokens"
+    assert max(line["rollout/kv_usage_max"] for line in lines[1:]) > 0
+
+
 def test_rapid_and_the_engine_take_turns_on_shared_devices(
     tmp_path: Path, model: Path, engine: SGLangProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
