@@ -60,8 +60,9 @@ def main() -> None:
         "copris_drift",
         "CoPRIS: drift over a long run",
         [
-            "Source (as the issue states it, not checked against the text of arXiv 2511.05589): a "
-            "larger N' means more off-policy tokens; N' = 2048 drifts more than 1024. "
+            "Source (arXiv 2511.05589): no published figure of drift was found; the abstract only "
+            "says that off-policy trajectories are corrected for, a description of the paper that "
+            "a larger N' means more off-policy tokens and that N' = 2048 drifts more than 1024. "
             "Values by quarter of the run. `sync` is the negative control: its lag must be 0.",
             table(header, rows),
             NO_MEASURE,

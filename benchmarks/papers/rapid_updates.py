@@ -133,7 +133,7 @@ def main() -> None:
         "RAPID: H updates a generation, 0.5B, four GPUs (simulated)",
         [
             "Source: 11 % (MATH), 32 % (MiniF2F) and 34 % (MBPP+) less time than its baselines "
-            "(abstract and a public review; the range of H, 4 to 16, as the issue states it); 83 % "
+            "(the range in the abstract, by benchmark from a public review); 83 % "
             "against a standard GRPO loop in earlier work (abstract of arXiv 2505.17218). Clipped "
             "share and response length need a real training: `rapid_learning.py`.",
             "MATH, 256 responses an update:",
