@@ -8,18 +8,21 @@ promise was broken or a run did not go on.
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import signal
 import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.crash.checks import CHECKS, Rules, audit, tokens_lost
 from benchmarks.crash.evidence import gather
 from benchmarks.crash.run import (
+    PARTS,
     TARGETS,
     Kill,
     RunFailed,
@@ -56,15 +59,18 @@ def rules_of(config: dict[str, object]) -> Rules:
     simulated = None
     if settings.engines.kind == "simulated":
         simulated = engine_model(settings.engines, Path(settings.model.path))
-    return Rules(settings.store.chunk_tokens, settings.schedule.max_async_level, simulated, EOS_ID)
+    return Rules(
+        settings.store.chunk_tokens,
+        settings.schedule.max_async_level,
+        EOS_ID,
+        settings.sampling.max_new_tokens,
+        simulated,
+    )
 
 
-def plan_of_kills(rng: random.Random, kills: int) -> list[Target]:
-    """In a random order; the parts equally often, the whole tree at every tenth and at the end."""
-    parts = TARGETS[:-1]
-    plan: list[Target] = [
-        "tree" if i % 10 == 9 else parts[i % len(parts)] for i in range(kills - 1)
-    ]
+def plan_of_kills(rng: random.Random, kills: int, parts: Iterator[Target]) -> list[Target]:
+    """In a random order: the next of `parts`, the whole tree at every tenth and at the end."""
+    plan: list[Target] = ["tree" if i % 10 == 9 else next(parts) for i in range(kills - 1)]
     rng.shuffle(plan)
     return [*plan, "tree"]
 
@@ -149,12 +155,13 @@ def main(arguments: list[str]) -> int:
         root = parsed.keep or Path(scratch)
         prepare(root)
         left, number = parsed.kills, 0
+        parts = itertools.cycle(PARTS)  # over all runs: a run may be too short for each of them
         while left > 0:
             preset = presets[number % len(presets)]
             count = min(parsed.kills_of_a_run, left)
             config = configuration(preset, parsed.engine, root, f"{preset}{number}", {})
             run = RunUnderFire(config, random.Random(rng.random()))
-            one_run(run, plan_of_kills(run.rng, count), accounts[preset])
+            one_run(run, plan_of_kills(run.rng, count, parts), accounts[preset])
             left, number = left - count, number + 1
             done = sum(len(k) for a in accounts.values() for k in a.kills.values())
             broken = sum(len(a.broken) for a in accounts.values())

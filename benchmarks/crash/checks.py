@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from benchmarks.crash.evidence import CONSUMED, Attach, Batch, Evidence, Kept
 from megatron_async.rollout.simulated_engine import SimulatedEngineModel
@@ -21,12 +22,14 @@ DONE = ("finished", "scored", CONSUMED, "dropped")
 
 @dataclass(frozen=True)
 class Rules:
-    """What the run was set to: the store's chunk, the lag bound (None: no bound)."""
+    """What the run was set to: the store's chunk, the lag bound (None: no bound), what ends a
+    response, and the model of simulated engines."""
 
     chunk_tokens: int
     max_async_level: int | None
+    stop_token_id: int
+    max_new_tokens: int
     simulated: SimulatedEngineModel | None = None
-    stop_token_id: int | None = None
 
 
 Check = Callable[[Evidence, Rules], list[str]]
@@ -220,15 +223,59 @@ def _is_continuation(one: Kept, rules: Rules) -> bool:
     """Whether the simulated engine, which knows only prompt and place, says these tokens."""
     model = rules.simulated
     assert model is not None
-    previous = one.prompt[-1]
+    previous, stop, ended = one.prompt[-1], rules.stop_token_id, False
     for place, token in enumerate(one.tokens, len(one.prompt)):
-        expected = model.next_token(previous, place)
-        if model.stops(previous, place) and rules.stop_token_id is not None:
-            expected = rules.stop_token_id
-        if token != expected:
+        stops = model.stops(previous, place)
+        expected = stop if stops else model.next_token(previous, place, (stop,))
+        if ended or token != expected:
             return False
-        previous = token
+        previous, ended = token, stops
     return True
+
+
+def wrong_end(evidence: Evidence, rules: Rules) -> list[str]:
+    """A response ends where its engine ended it: nothing follows, and nothing is judged before.
+
+    An engine's word that came just before a kill may be lost with the tokens that it came with;
+    then the next request begins before that end. One that begins at it asks for what follows.
+    """
+    wrong = []
+    for one in _every(evidence):
+        after = _after_stop(one.tokens, rules)
+        if after:
+            wrong.append(f"trajectory {one.trajectory_id} has {after} tokens after a stop token")
+        judged = one.state in DONE and one.state != "dropped"
+        if judged and not after and not _is_whole(one.tokens, rules):
+            wrong.append(
+                f"trajectory {one.trajectory_id} is {one.state} after {len(one.tokens)} tokens "
+                "without a stop token"
+            )
+    for batch in evidence.batches:
+        for trajectory_id, response in zip(batch.ids, batch.responses, strict=True):
+            after = _after_stop(response, rules)
+            if after:
+                wrong.append(
+                    f"trajectory {trajectory_id} was trained at {batch.lineage}.{batch.step} with "
+                    f"{after} tokens after a stop token"
+                )
+    for trajectory_id, requests in evidence.requests.items():
+        for request, following in pairwise(requests):
+            if request.noted_end in ("stop", "length") and following.start >= request.end:
+                wrong.append(
+                    f"trajectory {trajectory_id} was sent to an engine again after its end "
+                    f"({request.noted_end})"
+                )
+    return wrong
+
+
+def _after_stop(tokens: tuple[int, ...], rules: Rules) -> int:
+    """How many tokens follow the first stop token."""
+    stop = rules.stop_token_id
+    return len(tokens) - 1 - tokens.index(stop) if stop in tokens else 0
+
+
+def _is_whole(tokens: tuple[int, ...], rules: Rules) -> bool:
+    return tokens[-1:] == (rules.stop_token_id,) or len(tokens) == rules.max_new_tokens
 
 
 def lag_broken(evidence: Evidence, rules: Rules) -> list[str]:
@@ -272,6 +319,7 @@ CHECKS: dict[str, Check] = {
     "store and trainer disagree": store_disagrees,
     "more than a chunk lost": more_than_a_chunk_lost,
     "wrong tokens": wrong_tokens,
+    "wrong end": wrong_end,
     "lag bound broken": lag_broken,
 }
 

@@ -37,7 +37,8 @@ CONSUMED = "batched"
 class Request:
     """One request: where it began (tokens of prompt and response) and what arrived for it.
 
-    `offset` is its place in the file of arrivals, which tells when it began.
+    `offset` is its place in the file of arrivals, which tells when it began; `noted_end` how the
+    engine said that it ended (None: it never did).
     """
 
     trajectory_id: int
@@ -45,6 +46,7 @@ class Request:
     offset: int
     ids: tuple[int, ...] = ()
     largest_chunk: int = 0
+    noted_end: str | None = None
 
     @property
     def end(self) -> int:
@@ -163,12 +165,15 @@ def read_arrivals(path: Path) -> dict[int, list[Request]]:
         request = requests[-1]
         if request.end != line["at"]:
             raise ValueError(f"arrivals of trajectory {trajectory_id} are not in order")
+        if request.noted_end is not None:
+            raise ValueError(f"trajectory {trajectory_id}: a request's tokens follow its end")
         requests[-1] = Request(
             trajectory_id,
             request.start,
             request.offset,
             (*request.ids, *line["ids"]),
             max(request.largest_chunk, len(line["ids"])),
+            line["end"],
         )
     return dict(found)
 

@@ -30,7 +30,8 @@ from megatron_async.tasks.tiny_model import TinyModel, build_tiny_model
 from megatron_async.telemetry.metrics import read_metrics
 
 Target = Literal["trainer", "manager", "engine", "verifier", "tree"]
-TARGETS: tuple[Target, ...] = ("trainer", "manager", "engine", "verifier", "tree")
+PARTS: tuple[Target, ...] = ("trainer", "manager", "engine", "verifier")
+TARGETS: tuple[Target, ...] = (*PARTS, "tree")
 _MARKS: dict[Target, tuple[str, ...]] = {
     "trainer": ("megatron_async.run.train_rank",),
     "manager": ("ray::ManagerActor",),

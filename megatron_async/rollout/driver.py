@@ -37,6 +37,7 @@ from megatron_async.trajectory.types import (
     PolicyVersion,
     Prompt,
     Trajectory,
+    TrajectoryState,
 )
 
 _logger = logging.getLogger(__name__)
@@ -115,10 +116,16 @@ class RolloutDriver:
     # ------------------------------------------------------------ life
 
     def start(self) -> None:
-        """Begin work: recovered groups first, then new prompts as the scheduler asks for them."""
+        """Begin work: recovered groups first, then new prompts as the scheduler asks for them.
+
+        A response whose end its process did not live to note is finished, not gone on with.
+        """
         self._spawn(self._control_loop())
         self._spawn(self._monitor_loop())
-        for group in self._store.unconsumed_groups():
+        for found in self._store.unconsumed_groups():
+            partial = [t for t in found.trajectories if t.state is TrajectoryState.PARTIAL]
+            ended = [self._generation.end_if_complete(t.trajectory_id) for t in partial]
+            group = self._store.load_group(found.group_id) if any(ended) else found
             self._feed(_recovered(group.trajectories, self._store.lag_number))
 
     async def close(self) -> None:

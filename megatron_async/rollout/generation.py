@@ -3,6 +3,8 @@
 Invariants
 - Tokens are in the store (at most a chunk of them not yet on disk) before the scheduler hears of
   them; a trajectory's end is on its way to the disk ahead of anything that follows from it.
+- A response that is complete is never partial: its end goes to the store with its last tokens,
+  with no `await` between, and one that was cut off behind its last token is finished (`end_of`).
 - A trajectory has at most one request. An old stream that still delivers after its engine was
   given up is cancelled before its trajectory may be submitted again.
 - Several failures in a row are the engine's fault; failures of one request alone end the run.
@@ -29,7 +31,12 @@ from megatron_async.rollout.interfaces import (
 from megatron_async.rollout.statistics import RolloutStatistics
 from megatron_async.scheduler import events as ev
 from megatron_async.trajectory.store import TrajectoryStore
-from megatron_async.trajectory.types import FinishReason, PolicyVersion, TrajectoryState
+from megatron_async.trajectory.types import (
+    FinishReason,
+    PolicyVersion,
+    Trajectory,
+    TrajectoryState,
+)
 
 _MAX_ERRORS_IN_ROW = 3
 _MAX_FAILURES_OF_ONE = 6
@@ -156,29 +163,46 @@ class Generation:
         Call while the scheduler still knows the engine: what it submits there meanwhile is
         forgotten too.
         """
-        for request in [r for r in self._requests.values() if r.slot is slot and r.complete]:
+        for request in self._on(slot):
+            if not request.complete and self.end_if_complete(request.trajectory_id):
+                request.complete = True
+                _cancel(request)  # the store takes no more of it
+        for request in [r for r in self._on(slot) if r.complete]:
             del self._requests[request.trajectory_id]
             self._reports.feed(ev.Finished(request.trajectory_id))
-        for request in [r for r in self._requests.values() if r.slot is slot]:
+        for request in self._on(slot):
             del self._requests[request.trajectory_id]
-            if request.task is not None:
-                request.task.cancel()
+            _cancel(request)
             self._store.set_state(request.trajectory_id, TrajectoryState.PARTIAL)
         self._statistics.running_changed(len(self._requests))
 
+    def _on(self, slot: EngineSlot) -> list[Request]:
+        return [request for request in self._requests.values() if request.slot is slot]
+
+    def end_if_complete(self, trajectory_id: int) -> bool:
+        """Finish a trajectory whose request is gone if it needs no other; whether it was so.
+
+        Its end is in the store, and on its way to the disk, when this returns.
+        """
+        trajectory = self._store.load_trajectory(trajectory_id)
+        limit, forced = self._length_limit(trajectory_id)
+        reason = end_of(trajectory, limit, () if forced else self._stop_token_ids)
+        if reason is None:
+            return False
+        self._store.end(trajectory_id, reason)
+        return True
+
     async def _run(self, request: Request) -> None:
         trajectory_id, slot = request.trajectory_id, request.slot
-        outcome: ev.Event = ev.Aborted(trajectory_id)
         try:
             async for chunk in self._stream(request):
                 slot.errors_in_row = 0
                 slot.last_token_at = time.monotonic()
                 self._take(request, chunk)
-                await self._store.written(trajectory_id)
-                if chunk.end is not None and chunk.end != "abort":
-                    request.complete = True
-                    await self._store.finish(trajectory_id, FinishReason(chunk.end))
-                    outcome = ev.Finished(trajectory_id)
+                if request.complete:
+                    await self._store.sync()
+                else:
+                    await self._store.written(trajectory_id)
             self._failures.pop(trajectory_id, None)
         except EngineError as error:
             self._failed(request, str(error))
@@ -188,16 +212,23 @@ class Generation:
             return  # its engine was given up, and the scheduler knows that already
         del self._requests[trajectory_id]
         self._statistics.running_changed(len(self._requests))
-        if isinstance(outcome, ev.Aborted):
-            self._store.set_state(trajectory_id, TrajectoryState.PARTIAL)
-        self._reports.feed(outcome)
+        if request.complete or self.end_if_complete(trajectory_id):
+            self._reports.feed(ev.Finished(trajectory_id))
+            return
+        self._store.set_state(trajectory_id, TrajectoryState.PARTIAL)
+        self._reports.feed(ev.Aborted(trajectory_id))
 
     def _take(self, request: Request, chunk: TokenChunk) -> None:
+        """Its tokens, and its end with them: whoever runs next finds both or neither."""
+        trajectory_id, engine_id = request.trajectory_id, request.slot.client.engine_id
+        end = None if chunk.end in (None, "abort") else FinishReason(chunk.end)
+        self._store.append(
+            trajectory_id, chunk.token_ids, chunk.logprobs, chunk.version, engine_id, end=end
+        )
+        request.complete = end is not None
         count = len(chunk.token_ids)
         if not count:
             return
-        trajectory_id, engine_id = request.trajectory_id, request.slot.client.engine_id
-        self._store.append(trajectory_id, chunk.token_ids, chunk.logprobs, chunk.version, engine_id)
         self._statistics.generated(count)
         self._reports.feed(ev.TokensArrived(trajectory_id, count, chunk.version.number))
 
@@ -225,14 +256,38 @@ class Generation:
     def _generation_request(self, request: Request) -> GenerationRequest:
         trajectory = self._store.load_trajectory(request.trajectory_id)
         response = [segment.token_ids for segment in trajectory.segments]
-        lengths = self._config.experiment.forced_lengths
-        forced = lengths[request.trajectory_id % len(lengths)] if lengths else None
-        limit = self._config.sampling.max_new_tokens if forced is None else forced
+        limit, forced = self._length_limit(request.trajectory_id)
         return GenerationRequest(
             request_id=request.request_id,
             input_ids=np.concatenate([trajectory.prompt.token_ids, *response]).astype(np.int32),
             max_new_tokens=limit - trajectory.response_length,
             sampling=self._config.sampling,
             stop_token_ids=self._stop_token_ids,
-            ignore_eos=forced is not None,
+            ignore_eos=forced,
         )
+
+    def _length_limit(self, trajectory_id: int) -> tuple[int, bool]:
+        """Tokens that its response may have, and whether it must have just so many."""
+        lengths = self._config.experiment.forced_lengths
+        if lengths:
+            return lengths[trajectory_id % len(lengths)], True
+        return self._config.sampling.max_new_tokens, False
+
+
+def end_of(
+    trajectory: Trajectory, limit: int, stop_token_ids: Sequence[int]
+) -> FinishReason | None:
+    """Why a response is complete, by its tokens alone; None when it can go on.
+
+    An engine says it with the last token, but that word is lost when the request is cut off just
+    then; and a request for what follows would be answered with tokens behind the end.
+    """
+    last = trajectory.segments[-1:]
+    if last and not last[0].from_environment and int(last[0].token_ids[-1]) in stop_token_ids:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if trajectory.response_length >= limit else None
+
+
+def _cancel(request: Request) -> None:
+    if request.task is not None:
+        request.task.cancel()

@@ -6,6 +6,7 @@ tell: chunks, versions, aborts, the three pause modes, a queue, a death at any m
 Invariants
 - A token depends on the seed, the token before it and its position only. So a response that was
   aborted and resumed is the same as one that was not, whatever the versions.
+- A stop token is the last of its response, unless `ignore_eos`.
 - With `ignore_eos` a response has exactly `max_new_tokens` tokens (forced lengths).
 - All running requests advance together, one token per step of `seconds_per_step(running)`.
 - A full KV cache sends the newest running requests back to the queue, and only that counts as a
@@ -16,7 +17,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -55,9 +56,15 @@ class SimulatedEngineModel:
         """Duration of one decode step."""
         return self.step_seconds + self.seconds_per_request * running
 
-    def next_token(self, previous: int, position: int) -> int:
-        """The token at `position` (0-based in prompt and response together), never 0."""
-        return 1 + self._mix(previous, position) % (self.vocab_size - 1)
+    def next_token(self, previous: int, position: int, stops: Collection[int] = ()) -> int:
+        """The token at `position` (0-based in prompt and response together), never 0.
+
+        Nor one of `stops`, if there is any other: those are for the end of a response.
+        """
+        choices = self.vocab_size - 1
+        first = self._mix(previous, position) % choices
+        tokens = (1 + (first + i) % choices for i in range(choices))
+        return next((token for token in tokens if token not in stops), 1 + first)
 
     def stops(self, previous: int, position: int) -> bool:
         """Whether generation ends with the token at `position`."""
@@ -300,10 +307,11 @@ class SimulatedEngine:
         request, model = running.request, self._model
         position = running.position
         stops = not request.ignore_eos and model.stops(running.last_token, position)
-        if stops and request.stop_token_ids:
-            token = request.stop_token_ids[0]
+        stop_tokens = () if request.ignore_eos else request.stop_token_ids
+        if stops and stop_tokens:
+            token = stop_tokens[0]
         else:
-            token = model.next_token(running.last_token, position)
+            token = model.next_token(running.last_token, position, stop_tokens)
         running.version = self._version
         running.token_ids.append(token)
         running.logprobs.append(model.logprob(token, position))

@@ -6,6 +6,8 @@ Invariants
 - What an awaited method promised survives the death of any process: a finished trajectory is
   acknowledged once it is committed. A kill loses at most the current chunk of a running one, if its
   source awaits `written` after `append`.
+- The end of a trajectory is in one transaction with its last tokens (`append(..., end=...)`): no
+  process may find those without the end, and ask for more.
 - The truth about consumption is in no state column: batches name the line and step that they were
   made at, and a checkpoint manifest commits those on its path (`store_lineage`). So a resume from
   any kept checkpoint sees what it must, and changes nothing but to begin a new line.
@@ -186,9 +188,11 @@ class TrajectoryStore:
         engine_id: str,
         *,
         from_environment: bool = False,
+        end: FinishReason | None = None,
     ) -> None:
         """More tokens of a running trajectory, [n] and [n]. Never waits for the disk.
 
+        With `end` they are its last ones, and it is finished; `sync` tells when that is committed.
         Raises ValueError when the arrays do not agree or the trajectory does not run.
         """
         record = self._record(trajectory_id)
@@ -201,6 +205,8 @@ class TrajectoryStore:
                 f"trajectory {trajectory_id}: {values.shape} log-probs for {tokens.shape} tokens"
             )
         if not len(tokens):
+            if end is not None:
+                self._end(record, end)
             return
         now = time.monotonic()
         version = PolicyVersion(int(version[0]), int(version[1]))
@@ -210,7 +216,9 @@ class TrajectoryStore:
         if not record.buffered:
             self._due[trajectory_id] = now
         record.add(tokens, values)
-        if record.buffered >= self._settings.chunk_tokens:
+        if end is not None:
+            self._end(record, end)
+        elif record.buffered >= self._settings.chunk_tokens:
             self._flush(record)
         self._flush_due(now)
 
@@ -241,13 +249,13 @@ class TrajectoryStore:
         record.close_segment()
         self._put(record)
 
+    def end(self, trajectory_id: int, reason: FinishReason) -> None:
+        """Its last token was appended before; `sync` tells when its end is committed."""
+        self._end(self._record(trajectory_id), reason)
+
     async def finish(self, trajectory_id: int, reason: FinishReason) -> None:
-        """Its last token has been appended. Returns when that is committed."""
-        record = self._record(trajectory_id)
-        self._move(record, TrajectoryState.FINISHED)
-        self._flush(record)
-        record.finish_reason = reason
-        self._put(record)
+        """`end`, and returns when that is committed."""
+        self.end(trajectory_id, reason)
         await self.sync()
 
     async def set_reward(
@@ -449,6 +457,18 @@ class TrajectoryStore:
     def _set_batch(self, batch: BatchRow) -> None:
         self._state.batches[batch.id] = batch
         self._writer.put("batches", batch)
+
+    def _end(self, record: TrajectoryRecord, reason: FinishReason) -> None:
+        """It is finished; what is buffered of it goes into the same transaction."""
+        self._move(record, TrajectoryState.FINISHED)
+        record.finish_reason = reason
+        self._due.pop(record.trajectory_id, None)
+        chunk = record.take_chunk()
+        if chunk is None:
+            self._put(record)
+            return
+        row = schema.sealed("chunks", chunk)
+        record.in_flight = self._writer.add_chunk(row, len(chunk.data), record.row())
 
     def _flush(self, record: TrajectoryRecord) -> None:
         self._due.pop(record.trajectory_id, None)

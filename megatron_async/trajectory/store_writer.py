@@ -82,13 +82,18 @@ class StoreWriter:
         """What waits for the next transaction."""
         return self._pending.size
 
-    def add_chunk(self, row: Row, size: int) -> int:
-        """Append one chunk row; returns the number of the transaction that it will be in."""
+    def add_chunk(self, row: Row, size: int, trajectory: Row | None = None) -> int:
+        """Append one chunk row; returns the number of the transaction that it will be in.
+
+        The same one holds `trajectory`, the values of its row of that table, if they are given.
+        """
         with self._changed:
             self._check()
             self._wait_for_room()
             self._pending.chunks.append(row)
             self._pending.size += size
+            if trajectory is not None:
+                self.put("trajectories", trajectory)  # the lock is held: no transaction ends here
             self._changed.notify()
             return self._submitted
 

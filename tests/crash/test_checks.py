@@ -2,17 +2,23 @@
 
 The account: line 0 trained steps 0, 1 and 2, and lost step 2 in a kill; line 1 went on from the
 checkpoint of step 2 and trained steps 2 and 3. Trajectory i is in the batch of step i; trajectory 4
-was dropped, trajectory 5 runs. Trajectory 3 was interrupted and lost two tokens, which were written
-again.
+was dropped, trajectory 5 has finished. Trajectory 3 was interrupted and lost two tokens, which were
+written again.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
+import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from benchmarks.crash.__main__ import plan_of_kills
 from benchmarks.crash.checks import (
     CHECKS,
     Rules,
@@ -23,21 +29,32 @@ from benchmarks.crash.checks import (
     surviving_path,
     tokens_lost,
 )
-from benchmarks.crash.evidence import Attach, Batch, Evidence, Kept, Request, Seen
+from benchmarks.crash.evidence import (
+    Attach,
+    Batch,
+    Evidence,
+    Kept,
+    Request,
+    Seen,
+    read_arrivals,
+)
+from benchmarks.crash.run import PARTS, TARGETS
 from megatron_async.rollout.simulated_engine import SimulatedEngineModel
 from megatron_async.trajectory.types import PolicyVersion
 
 MODEL = SimulatedEngineModel(vocab_size=64, mean_length=10**9)
-RULES = Rules(chunk_tokens=4, max_async_level=1, simulated=MODEL, stop_token_id=2)
+STOP, LENGTH = 2, 8
+RULES = Rules(
+    chunk_tokens=4, max_async_level=1, stop_token_id=STOP, max_new_tokens=LENGTH, simulated=MODEL
+)
 PROMPT = (7, 9)
-LENGTH = 8
 
 
 def says(count: int, prompt: tuple[int, ...] = PROMPT) -> tuple[int, ...]:
     """The simulated engine's answer."""
     tokens: list[int] = []
     for place in range(len(prompt), len(prompt) + count):
-        tokens.append(MODEL.next_token(tokens[-1] if tokens else prompt[-1], place))
+        tokens.append(MODEL.next_token(tokens[-1] if tokens else prompt[-1], place, (STOP,)))
     return tuple(tokens)
 
 
@@ -48,7 +65,7 @@ def kept(trajectory_id: int, **changes: object) -> Kept:
     )
     one = Kept(
         trajectory_id,
-        "batched" if consumed else "dropped" if trajectory_id == 4 else "partial",
+        "batched" if consumed else "dropped" if trajectory_id == 4 else "finished",
         PROMPT,
         says(LENGTH),
         (version,) * LENGTH,
@@ -65,7 +82,8 @@ def batch(lineage: int, step: int, trajectory_id: int) -> Batch:
 
 def request(trajectory_id: int, start: int = 0, count: int = LENGTH, offset: int = 0) -> Request:
     first = len(PROMPT) + start
-    return Request(trajectory_id, first, offset, says(LENGTH)[start : start + count], 2)
+    end = "length" if start + count == LENGTH else None
+    return Request(trajectory_id, first, offset, says(LENGTH)[start : start + count], 2, end)
 
 
 def honest() -> Evidence:
@@ -85,6 +103,10 @@ def honest() -> Evidence:
 
 def with_kept(trajectory_id: int, *copies: Kept) -> Evidence:
     return replace(honest(), kept={**honest().kept, trajectory_id: list(copies)})
+
+
+def with_requests(trajectory_id: int, *requests: Request) -> Evidence:
+    return replace(honest(), requests={**honest().requests, trajectory_id: list(requests)})
 
 
 def with_batches(*batches: Batch) -> Evidence:
@@ -182,6 +204,26 @@ DOCTORED: list[tuple[str, str, Callable[[], Evidence]]] = [
         lambda: with_kept(3, kept(3, tokens=says(LENGTH - 1))),
     ),
     (
+        "wrong end",
+        "trajectory 0 has 2 tokens after a stop token",
+        lambda: with_kept(0, kept(0, tokens=(*says(3), STOP, *says(2)))),
+    ),
+    (
+        "wrong end",
+        "trained at 1.4 with 1 tokens after a stop token",
+        lambda: with_batches(replace(batch(1, 4, 5), responses=((9, STOP, STOP),))),
+    ),
+    (
+        "wrong end",
+        "is finished after 7 tokens without a stop token",
+        lambda: with_kept(5, kept(5, tokens=says(7))),
+    ),
+    (
+        "wrong end",
+        "trajectory 5 was sent to an engine again after its end (length)",
+        lambda: with_requests(5, request(5), Request(5, len(PROMPT) + LENGTH, 100, (3,), 1)),
+    ),
+    (
         "lag bound broken",
         "trained at 1.3 with lag 3",
         lambda: with_kept(3, kept(3, versions=(PolicyVersion(0, 0),) * LENGTH)),
@@ -200,6 +242,65 @@ def test_a_doctored_account_is_found_out(
 ) -> None:
     found = audit(doctored(), RULES)[check]
     assert any(says_what in sentence for sentence in found), found
+
+
+def test_an_end_that_was_lost_with_its_tokens_may_be_asked_for_again() -> None:
+    """The note is made before the store has the tokens: a kill may come between."""
+    again = request(5, 5, 3, offset=100)
+    assert audit(with_requests(5, request(5), again), RULES)["wrong end"] == []
+
+
+def test_a_stop_token_ends_a_response_of_any_length() -> None:
+    stopped = kept(5, tokens=(*says(3), STOP))
+    assert audit(with_kept(5, stopped), RULES)["wrong end"] == []
+
+
+def test_what_follows_the_place_where_a_simulated_engine_stops_is_not_its_answer() -> None:
+    model = SimulatedEngineModel(vocab_size=64, mean_length=1)  # each token is the last one
+    rules = replace(RULES, simulated=model)
+
+    def verdict(*tokens: int) -> list[str]:
+        arrived = Request(5, len(PROMPT), 0, tokens, 2)
+        evidence = replace(with_requests(5, arrived), kept={5: [kept(5, tokens=tokens)]})
+        return [line for line in audit(evidence, rules)["wrong tokens"] if "answer" in line]
+
+    assert verdict(STOP) == []
+    assert verdict(STOP, STOP) == ["trajectory 5 is not the engine's answer to its prompt"]
+
+
+def test_arrivals_tell_how_each_request_ended(tmp_path: Path) -> None:
+    lines = [
+        {"request": "t3-1", "at": 2},
+        {"request": "t3-1", "at": 2, "ids": [5, 6], "version": "0.0", "end": "abort"},
+        {"request": "t3-2", "at": 4},
+        {"request": "t3-2", "at": 4, "ids": [7, STOP], "version": "0.1", "end": "stop"},
+    ]
+    more = {"request": "t3-2", "at": 6, "ids": [8], "version": "0.1", "end": None}
+    notes = tmp_path / "arrivals.jsonl"
+    notes.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [(r.start, r.end, r.noted_end) for r in read_arrivals(notes)[3]] == [
+        (2, 4, "abort"),
+        (4, 6, "stop"),
+    ]
+    notes.write_text("".join(json.dumps(line) + "\n" for line in [*lines, more]))
+    with pytest.raises(ValueError, match="trajectory 3: a request's tokens follow its end"):
+        read_arrivals(notes)
+
+
+def test_ten_kills_in_runs_of_four_are_of_all_five_kinds() -> None:
+    parts = itertools.cycle(PARTS)
+    plans = [plan_of_kills(random.Random(1), kills, parts) for kills in (4, 4, 2)]
+    assert [len(plan) for plan in plans] == [4, 4, 2]
+    assert all(plan[-1] == "tree" for plan in plans)
+    assert {target for plan in plans for target in plan} == set(TARGETS)
+
+
+def test_long_runs_kill_each_part_equally_often() -> None:
+    parts = itertools.cycle(PARTS)
+    plans = [plan_of_kills(random.Random(1), 17, parts) for _ in range(4)]
+    kills = Counter(target for plan in plans for target in plan)
+    assert [kills[part] for part in PARTS] == [15, 15, 15, 15]
+    assert kills["tree"] == 8
 
 
 def test_every_check_has_a_doctored_account() -> None:

@@ -42,6 +42,25 @@ def test_the_same_request_gives_the_same_response() -> None:
     assert one[-1].end == "stop" and tokens_of(one)[-1] == 2
 
 
+def test_a_stop_token_is_the_last_token_of_its_response_or_forced_away() -> None:
+    async def body() -> tuple[list[list[int]], list[int]]:
+        model = SimulatedEngineModel(vocab_size=6, mean_length=30)  # 2 would come by chance
+        engine = SimulatedEngine("one", model)
+        free = [
+            tokens_of(
+                await collect(engine, make_request(f"{i}", [i], 500, False, stop_token_ids=(2,)))
+            ).tolist()
+            for i in range(30)
+        ]
+        forced = await collect(engine, make_request("f", [5], 90, stop_token_ids=(2,)))
+        await engine.close()
+        return free, tokens_of(forced).tolist()
+
+    free, forced = _run(body())
+    assert all(tokens.index(2) == len(tokens) - 1 for tokens in free)
+    assert 2 in forced[:-1] and len(forced) == 90
+
+
 def test_an_aborted_and_resumed_response_is_the_uninterrupted_one() -> None:
     async def body() -> tuple[list[int], list[int], int]:
         engine = SimulatedEngine("one", SLOW)

@@ -7,6 +7,7 @@ import sqlite3
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -172,6 +173,39 @@ def test_finish_is_acknowledged_when_all_tokens_are_in_the_file(tmp_path: Path) 
         assert found.state is S.FINISHED
         assert response(found) == expected(i, 10)
         await again.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("count", [3, 64, 200])
+def test_the_end_is_in_the_transaction_of_the_last_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """A process that is killed at any moment leaves both, or neither."""
+
+    async def scenario() -> None:
+        store = TrajectoryStore.open(tmp_path / "run" / STORE)
+        i = store.add_group(prompt(), 1).trajectories[0].trajectory_id
+        store.set_state(i, S.RUNNING)
+        append(store, i, 0, 10)
+        store.flush(i)
+        add_chunk, copies = store._writer.add_chunk, []
+
+        def committed_at_once(*arguments: Any) -> int:
+            number = add_chunk(*arguments)
+            store._writer.barrier().result(10)
+            copies.append(snapshot(tmp_path / "run", tmp_path / f"killed{len(copies)}"))
+            return number
+
+        monkeypatch.setattr(store._writer, "add_chunk", committed_at_once)
+        store.append(i, *tokens_of(i, 10, count), V0, "e0", end=FinishReason.STOP)
+        await store.close()
+        assert len(copies) == 1
+        again = TrajectoryStore.open(copies[0], lineage=1)
+        found = again.load_trajectory(i)
+        await again.close()
+        assert (found.state, found.finish_reason) == (S.FINISHED, FinishReason.STOP)
+        assert response(found) == expected(i, 10 + count)
 
     asyncio.run(scenario())
 
