@@ -206,7 +206,7 @@ class TrajectoryStore:
             )
         if not len(tokens):
             if end is not None:
-                self._end(record, end)
+                self.end(trajectory_id, end)
             return
         now = time.monotonic()
         version = PolicyVersion(int(version[0]), int(version[1]))
@@ -217,7 +217,7 @@ class TrajectoryStore:
             self._due[trajectory_id] = now
         record.add(tokens, values)
         if end is not None:
-            self._end(record, end)
+            self.end(trajectory_id, end)
         elif record.buffered >= self._settings.chunk_tokens:
             self._flush(record)
         self._flush_due(now)
@@ -250,8 +250,11 @@ class TrajectoryStore:
         self._put(record)
 
     def end(self, trajectory_id: int, reason: FinishReason) -> None:
-        """Its last token was appended before; `sync` tells when its end is committed."""
-        self._end(self._record(trajectory_id), reason)
+        """Its last token has been appended; `sync` tells when its end is committed."""
+        record = self._record(trajectory_id)
+        self._move(record, TrajectoryState.FINISHED)
+        record.finish_reason = reason
+        self._flush(record, with_row=True)
 
     async def finish(self, trajectory_id: int, reason: FinishReason) -> None:
         """`end`, and returns when that is committed."""
@@ -458,24 +461,15 @@ class TrajectoryStore:
         self._state.batches[batch.id] = batch
         self._writer.put("batches", batch)
 
-    def _end(self, record: TrajectoryRecord, reason: FinishReason) -> None:
-        """It is finished; what is buffered of it goes into the same transaction."""
-        self._move(record, TrajectoryState.FINISHED)
-        record.finish_reason = reason
-        self._due.pop(record.trajectory_id, None)
-        chunk = record.take_chunk()
-        if chunk is None:
-            self._put(record)
-            return
-        row = schema.sealed("chunks", chunk)
-        record.in_flight = self._writer.add_chunk(row, len(chunk.data), record.row())
-
-    def _flush(self, record: TrajectoryRecord) -> None:
+    def _flush(self, record: TrajectoryRecord, *, with_row: bool = False) -> None:
+        """Hand over what is buffered; `with_row`: and what is stored of it, as one transaction."""
         self._due.pop(record.trajectory_id, None)
         chunk = record.take_chunk()
         if chunk is not None:
-            row = schema.sealed("chunks", chunk)
-            record.in_flight = self._writer.add_chunk(row, len(chunk.data))
+            row, own = schema.sealed("chunks", chunk), record.row() if with_row else None
+            record.in_flight = self._writer.add_chunk(row, len(chunk.data), own)
+        elif with_row:
+            self._put(record)
 
     def _flush_due(self, now: float) -> None:
         """Write what has waited for `chunk_seconds`, and come back for what is waiting still."""
