@@ -114,7 +114,8 @@ def test_a_signature_is_in_the_metrics_file_though_nobody_watches(
     changes = {
         "steps": 6,
         "schedule": {"preset": "pipeline", "concurrency": 4},
-        "experiment": {"forced_lengths": [60]},
+        "sampling": {"max_new_tokens": 160},
+        "experiment": {"forced_lengths": [160]},
     }
     config = settings("idle", tmp_path, model, changes)
     directory = RunDirectory.create(config)
