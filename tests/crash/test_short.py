@@ -1,8 +1,9 @@
 """The crash test of `benchmarks/crash`, short and with a fixed seed: real processes, real kills.
 
-Simulated engines: every part of a run killed once under `async`, the whole tree at the end.
-Real engines: the failure table of docs/clusters.md, one failure after the other in one run, with
-two engines at first and with only one in its last life.
+Simulated engines: every part of a run killed once under `async`, the manager under `pipeline`, the
+whole tree at the end of both. Real engines, under `copris`: a killed verifier and the failure table
+of docs/clusters.md, one failure after the other in one run, with two engines at first and with only
+one in its last life.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import pytest
 from benchmarks.crash.__main__ import Account, one_run, rules_of
 from benchmarks.crash.checks import audit
 from benchmarks.crash.evidence import gather
-from benchmarks.crash.run import RunUnderFire, configuration, prepare
+from benchmarks.crash.run import RunUnderFire, Target, configuration, prepare
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(540)]
 
@@ -31,22 +32,23 @@ def runs(tmp_path: Path) -> Iterator[list[RunUnderFire]]:
         run.close()
 
 
+@pytest.mark.parametrize(
+    ("preset", "plan"),
+    [
+        ("async", ["engine", "verifier", "manager", "trainer", "tree"]),
+        ("pipeline", ["manager", "tree"]),
+    ],
+)
 def test_killed_parts_and_a_killed_tree_lose_nothing(
-    tmp_path: Path, runs: list[RunUnderFire]
+    tmp_path: Path, runs: list[RunUnderFire], preset: str, plan: list[Target]
 ) -> None:
-    run = RunUnderFire(configuration("async", "simulated", tmp_path, "short", {}), random.Random(3))
+    run = RunUnderFire(configuration(preset, "simulated", tmp_path, "short", {}), random.Random(3))
     runs.append(run)
     account = Account()
-    one_run(run, ["engine", "verifier", "manager", "trainer", "tree"], account)
+    one_run(run, plan, account)
     assert account.broken == []
-    assert [kill.target for kill in run.kills] == [
-        "engine",
-        "verifier",
-        "manager",
-        "trainer",
-        "tree",
-    ]
-    assert account.batches > 5
+    assert [kill.target for kill in run.kills] == plan
+    assert account.batches >= len(plan)
 
 
 @pytest.mark.engine
@@ -66,6 +68,7 @@ def test_a_run_on_real_engines_survives_the_failure_table(
     run.wait_for_progress(time.time())
     run.wait_until_killed(*hung)
     run.kill("engine")
+    run.kill("verifier")
     run.kill("trainer")
     run.kill("manager")
     run.last_life(14, "engines.count=1")

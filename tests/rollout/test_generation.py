@@ -152,6 +152,28 @@ def test_a_forced_length_is_reached_whatever_the_tokens_are(tmp_path: Path) -> N
     run(body())
 
 
+@pytest.mark.parametrize("last", [chunk(7, STOP, end="stop"), chunk(7, 8, end="stop")])
+def test_no_await_is_between_the_last_tokens_and_their_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: TokenChunk
+) -> None:
+    """Also when the tokens alone do not tell: who is killed or closed here must leave both."""
+
+    async def body() -> None:
+        bench = Bench.of(tmp_path, config_of(), last)
+        committed, states = bench.store.sync, []
+
+        async def noted() -> int:
+            states.append(bench.store.load_trajectory(bench.trajectory_id).state)
+            return await committed()
+
+        monkeypatch.setattr(bench.store, "sync", noted)
+        await bench.one_request()
+        assert states == [TrajectoryState.FINISHED]
+        await bench.store.close()
+
+    run(body())
+
+
 @pytest.mark.parametrize("end", ["stop", None])
 def test_an_engine_that_is_lost_while_the_last_tokens_are_committed_has_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str | None
