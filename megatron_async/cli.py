@@ -35,6 +35,10 @@ Overrides = Annotated[
         help="Settings that override the file, e.g. schedule.concurrency=128 optimizer.lr=1e-6",
     ),
 ]
+FromStep = Annotated[
+    int | None,
+    typer.Option(help="With --resume: go on from the kept checkpoint of this step instead."),
+]
 
 
 def main() -> None:
@@ -64,6 +68,11 @@ def _need(config: Path | None, command: str) -> Path:
     return config
 
 
+def _check_from_step(from_step: int | None, resume: Path | None) -> None:
+    if from_step is not None and resume is None:
+        raise UserError(f"--from-step is {from_step}, and there is no --resume RUN_DIR to go back")
+
+
 @app.command()
 def train(
     overrides: Overrides = None,
@@ -72,23 +81,27 @@ def train(
         Path | None,
         typer.Option(help="Go on with this run directory from its newest intact checkpoint."),
     ] = None,
+    from_step: FromStep = None,
 ) -> None:
     """Train by RL: starts engines, trainers and everything between them on this machine.
 
     Writes runs/NAME/{config.yaml, metrics.jsonl, tensorboard/, checkpoints/, trajectories.sqlite}.
     Ctrl-C ends it cleanly; `--resume runs/NAME` goes on, with unfinished trajectories still there.
+    With `--from-step N` it goes back first; newer checkpoints become checkpoints/abandoned_*.
     """
     from megatron_async.config import load_config
     from megatron_async.run.devices import split_of_this_machine
     from megatron_async.run.directory import RunDirectory
     from megatron_async.run.preflight import check_one_machine, check_probe_tolerance, check_run
     from megatron_async.run.report import closing_table, summarise, where_things_are
+    from megatron_async.run.rollback import rollback_to
     from megatron_async.run.supervisor import Supervisor
 
+    _check_from_step(from_step, resume)
     if resume is not None:
         if config is not None:
             raise UserError(f"--resume {resume} has its own config.yaml; --config {config} is idle")
-        _, settings = RunDirectory.find(resume, list(overrides or []))
+        found, settings = RunDirectory.find(resume, list(overrides or []))
     else:
         settings = load_config(_need(config, "train"), list(overrides or []))
     check_one_machine(settings)
@@ -96,7 +109,10 @@ def train(
     check_probe_tolerance(settings)
     devices = split_of_this_machine(settings)
     if resume is not None:
+        back = None if from_step is None else rollback_to(found, from_step)
         directory, settings = RunDirectory.open(resume, list(overrides or []))
+        for place in back.carry_out() if back is not None else ():
+            typer.echo(f"set aside: {place}")
     else:
         directory = RunDirectory.create(settings)
     try:
@@ -218,6 +234,7 @@ def launch(
     overrides: Overrides = None,
     config: ConfigOption = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with this run directory.")] = None,
+    from_step: FromStep = None,
     slurm: Annotated[bool, typer.Option("--slurm", help="Write a job script and submit it.")] = (
         False
     ),
@@ -237,12 +254,21 @@ def launch(
     from megatron_async.run.launch import Cluster, launch_run
 
     cluster = Cluster(gpus_per_node, engine_nodes, time_limit, tuple(sbatch or ()))
+    _check_from_step(from_step, resume)
     if resume is None:
         config = _need(config, "launch")
     elif config is not None:
         raise UserError(f"--resume {resume} has its own config.yaml; --config {config} is idle")
     typer.echo(
-        launch_run(config, resume, list(overrides or []), cluster, slurm=slurm, dry_run=dry_run)
+        launch_run(
+            config,
+            resume,
+            list(overrides or []),
+            cluster,
+            slurm=slurm,
+            dry_run=dry_run,
+            from_step=from_step,
+        )
     )
 
 

@@ -22,6 +22,7 @@ from megatron_async.rollout.nodes import NODE_HOST
 from megatron_async.run.devices import check_ranks
 from megatron_async.run.directory import RunDirectory
 from megatron_async.run.preflight import check_run
+from megatron_async.run.rollback import rollback_to
 
 ROOT = Path(__file__).parents[2]
 _LOOPBACK = "127.0.0.1"
@@ -94,8 +95,12 @@ def launch_run(
     *,
     slurm: bool,
     dry_run: bool,
+    from_step: int | None = None,
 ) -> str:
     """What a person should read: the job that was submitted, the script, or commands by node.
+
+    `from_step`, with `resume`: go back to that step's checkpoint here and now, before any node
+    starts; a job that is queued again goes on from what it has reached since.
 
     Raises UserError, or ComponentFailure when sbatch fails.
     """
@@ -109,6 +114,7 @@ def launch_run(
     check_run(config)
     check_nodes(config, cluster.gpus_per_node)
     rollout_nodes = cluster.rollout_nodes(config)
+    back = None if from_step is None else rollback_to(directory, from_step)
     script = job_script(config, directory, cluster, rollout_nodes)
     if dry_run:
         return script if slurm else by_hand(config, directory, rollout_nodes)
@@ -118,8 +124,10 @@ def launch_run(
         directory = RunDirectory.create(config)
     else:
         directory.save_config(config)
+    places = back.carry_out() if back is not None else []
+    said = "".join(f"# set aside: {place}\n" for place in places)
     if not slurm:
-        return by_hand(config, directory, rollout_nodes)
+        return said + by_hand(config, directory, rollout_nodes)
     job_file = directory.path / "job.sbatch"
     job_file.write_text(script)
     done = subprocess.run(
@@ -127,7 +135,7 @@ def launch_run(
     )
     if done.returncode != 0:
         raise ComponentFailure(f"sbatch {job_file} failed: {done.stderr.strip()}")
-    return f"{done.stdout.strip()}; logs in {directory.logs}"
+    return f"{said}{done.stdout.strip()}; logs in {directory.logs}"
 
 
 def job_script(

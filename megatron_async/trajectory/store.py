@@ -498,6 +498,11 @@ class TrajectoryStore:
         return assemble(record.row(), chunks.get(record.trajectory_id, ())).segments
 
 
+def check_not_in_use(path: Path) -> None:
+    """Raises UserError while a process writes the store, that is while its run goes on."""
+    _lock(path).close()
+
+
 def _lock(path: Path) -> TextIO:
     """Keep other writers out until the file is closed. Raises UserError when one has it."""
     lock = path.with_name(path.name + ".lock").open("a+")

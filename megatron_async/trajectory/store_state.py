@@ -238,17 +238,24 @@ def _begin_line(state: StoreState, path: Path, step: int, parent: int | None) ->
         return
     if tree and parent is None:
         parent = _parent_of(state, step)
-    if parent is not None and parent not in tree:
-        raise UserError(f"{path} holds no lineage {parent} that lineage {lineage} could continue")
     if parent is not None:
-        restored = PolicyVersion(parent, step)
-        if not is_restorable(tree, restored, state.exported):
-            oldest = " or ".join(f"{a}.{b}" for a, b in state.exported.at)
-            raise UserError(
-                f"checkpoint {restored} cannot be resumed from: {path} has exported trajectories "
-                f"that it would need; {oldest} and later can be"
-            )
+        check_serves(path, tree, state.exported, PolicyVersion(parent, step))
     tree.add(Line(lineage, parent, step))
+
+
+def check_serves(path: Path, tree: LineTree, exported: Exported, restored: PolicyVersion) -> None:
+    """Raises UserError unless a line can go on from the checkpoint `restored`."""
+    if restored.lineage not in tree:
+        raise UserError(
+            f"checkpoint {restored} cannot be resumed from: {path} knows no lineage "
+            f"{restored.lineage}"
+        )
+    if not is_restorable(tree, restored, exported):
+        oldest = " or ".join(f"{a}.{b}" for a, b in exported.at)
+        raise UserError(
+            f"checkpoint {restored} cannot be resumed from: {path} has exported trajectories "
+            f"that it would need; {oldest} and later can be"
+        )
 
 
 def _parent_of(state: StoreState, step: int) -> int:

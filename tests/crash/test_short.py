@@ -1,9 +1,9 @@
 """The crash test of `benchmarks/crash`, short and with a fixed seed: real processes, real kills.
 
 Simulated engines: every part of a run killed once under `async`, the manager under `pipeline`, the
-whole tree at the end of both. Real engines, under `copris`: a killed verifier and the failure table
-of docs/clusters.md, one failure after the other in one run, with two engines at first and with only
-one in its last life.
+whole tree at the end of both; the first run then goes back to an older checkpoint. Real engines,
+under `copris`: a killed verifier and the failure table of docs/clusters.md, one failure after the
+other in one run, with two engines at first and with only one in its last life.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from benchmarks.crash.__main__ import Account, one_run, rules_of
 from benchmarks.crash.checks import audit
 from benchmarks.crash.evidence import gather
 from benchmarks.crash.run import RunUnderFire, Target, configuration, prepare
+from megatron_async.checkpoint.manifest import list_checkpoints
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(540)]
 
@@ -30,6 +31,19 @@ def runs(tmp_path: Path) -> Iterator[list[RunUnderFire]]:
     yield started
     for run in started:
         run.close()
+
+
+def goes_back(run: RunUnderFire) -> None:
+    """A complete run goes on from the older of the two checkpoints that it keeps."""
+    older, newer = sorted(c.manifest.version for c in list_checkpoints(run.directory.checkpoints))
+    run.resume("--from-step", str(older.number), f"steps={newer.number + 2}")
+    run.wait_for_end()
+    assert (run.directory.checkpoints / f"abandoned_{newer}").is_dir()
+    evidence = gather(run.directory, run.looks)
+    began = evidence.attaches[-1]
+    assert (began.lineage > newer.lineage, began.step) == (True, older.number)
+    broken = {name: found for name, found in audit(evidence, rules_of(run.config)).items() if found}
+    assert broken == {}
 
 
 @pytest.mark.parametrize(
@@ -49,6 +63,8 @@ def test_killed_parts_and_a_killed_tree_lose_nothing(
     assert account.broken == []
     assert [kill.target for kill in run.kills] == plan
     assert account.batches >= len(plan)
+    if preset == "async":
+        goes_back(run)
 
 
 @pytest.mark.engine

@@ -80,6 +80,8 @@ def test_resuming_nothing_and_missing_files_are_refused(tmp_path: Path) -> None:
     assert (code, "cannot be read" in message) == (2, True)
     code, message = run("train")
     assert (code, "needs --config" in message) == (2, True)
+    code, message = run("train", "--from-step", "4")
+    assert (code, "--from-step is 4, and there is no --resume" in message) == (2, True)
     code, message = run("report", str(tmp_path / "no-run"))
     assert code == 2
 
