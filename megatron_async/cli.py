@@ -392,6 +392,23 @@ def plan(
     plan_command(_need(config, "plan"), [*(overrides or []), *(setting or [])], top)
 
 
+@app.command("fit-lengths")
+def fit_lengths(
+    file: Annotated[
+        Path,
+        typer.Argument(help="Recorded lengths, e.g. runs/NAME/export/trajectories.jsonl."),
+    ],
+    cut: Annotated[
+        int | None,
+        typer.Option(min=1, help="Limit at which responses were cut; default: as FILE says."),
+    ] = None,
+) -> None:
+    """Fit a log-normal and a Weibull to recorded response lengths, for simulate and plan."""
+    from megatron_async.simulate.command import fit_command
+
+    fit_command(file, cut)
+
+
 @app.command("profile-engine")
 def profile_engine(
     url: Annotated[str, typer.Option(help="Of a running SGLang server.")],

@@ -65,7 +65,9 @@ class LengthConfig(Settings):
     """Response lengths in tokens, before the cut at `sampling.max_new_tokens`."""
 
     distribution: Literal["lognormal", "weibull", "uniform", "constant", "file"] = Field(
-        "lognormal", description="`file`: the empirical distribution of recorded lengths."
+        "lognormal",
+        description="`file`: the empirical distribution of recorded lengths; `megatron-async "
+        "fit-lengths` fits the first two to them.",
     )
     median: float = Field(2500.0, gt=0, description="Of the log-normal; the constant's value.")
     sigma: float = Field(0.9, gt=0, description="Standard deviation of the log length.")

@@ -1,4 +1,4 @@
-"""What `megatron-async simulate` and `megatron-async plan` print."""
+"""What `megatron-async simulate`, `fit-lengths` and `plan` print."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import typer
 from rich.console import Console
 
 from megatron_async.simulate.assumptions import assumptions, assumptions_of_all
+from megatron_async.simulate.fit_lengths import fit_lengths
 from megatron_async.simulate.planner import make_plan, plan_table
+from megatron_async.simulate.recorded_lengths import read_recorded
 from megatron_async.simulate.show import label, notes, plot, table
 from megatron_async.simulate.sweep import Point, read_settings, run_points, sweep_points
 
@@ -49,6 +51,29 @@ def simulate_command(
     if plot_file is not None:
         plot(done, plot_file)
         console.print(f"plot in {plot_file}")
+
+
+def fit_command(file: Path, cut: int | None) -> None:
+    """Fit recorded lengths, print what came out and how to use it. Raises UserError."""
+    sample = read_recorded(file, "FILE")
+    if cut is not None:
+        sample = sample.cut_at(cut)
+    fits = fit_lengths(sample)
+    censored = int(sample.censored.sum())
+    typer.echo(
+        f"{len(sample.lengths)} responses of {sample.lengths.min():.0f} to "
+        f"{sample.lengths.max():.0f} tokens; {censored} would have been longer (cut or unfinished)"
+    )
+    for fit in fits:
+        values = ", ".join(f"{name} {value:.5g}" for name, value in fit.settings.items())
+        typer.echo(
+            f"{fit.distribution}: {values}; log-likelihood {fit.log_likelihood:.1f}, largest "
+            f"difference of the distribution functions {fit.distance:.3f}"
+        )
+    typer.echo("the likelier one, for `megatron-async simulate` (or `plan`):")
+    best = {"distribution": fits[0].distribution}
+    best |= {name: f"{value:.5g}" for name, value in fits[0].settings.items()}
+    typer.echo("  " + " ".join(f"--set simulate.lengths.{k}={v}" for k, v in best.items()))
 
 
 def plan_command(config: Path, overrides: Sequence[str], top: int) -> None:

@@ -10,7 +10,6 @@ Invariants
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_async.config.simulate import LengthConfig, RewardConfig
-from megatron_async.errors import UserError
+from megatron_async.simulate.recorded_lengths import read_lengths
 
 Array = npt.NDArray[np.float64]
 _BLOCK = 1024
@@ -83,32 +82,3 @@ def length_at_score(config: LengthConfig) -> Callable[[Array], Array]:
 
 def _normal_cdf(z: Array) -> Array:
     return 0.5 * np.asarray(np.vectorize(math.erfc)(-z / math.sqrt(2.0)), dtype=np.float64)
-
-
-def read_lengths(path: Path) -> Array:
-    """Lengths from a JSON list, one number per line, or JSONL with `response_length` or
-    `response_ids`. Raises UserError naming the file and the line."""
-    try:
-        text = path.read_text()
-    except OSError as error:
-        raise UserError(f"simulate.lengths.path {path} cannot be read: {error.strerror}") from error
-    try:
-        if text.lstrip().startswith("["):
-            entries = json.loads(text)
-        else:
-            entries = [json.loads(line) for line in text.splitlines() if line.strip()]
-    except json.JSONDecodeError as error:
-        raise UserError(f"simulate.lengths.path {path} is not JSON or numbers: {error}") from error
-    values = []
-    for number, entry in enumerate(entries, start=1):
-        if isinstance(entry, dict):
-            tokens = entry.get("response_length", entry.get("response_ids"))
-            entry = len(tokens) if isinstance(tokens, list) else tokens
-        if not isinstance(entry, int | float) or entry < 1:
-            raise UserError(
-                f"simulate.lengths.path {path}: entry {number} is not a length: {entry}"
-            )
-        values.append(float(entry))
-    if not values:
-        raise UserError(f"simulate.lengths.path {path} holds no length")
-    return np.array(values)

@@ -10,7 +10,8 @@ import pytest
 
 from megatron_async.config.simulate import LengthConfig, RewardConfig
 from megatron_async.errors import UserError
-from megatron_async.simulate.lengths import GroupSource, read_lengths
+from megatron_async.simulate.lengths import GroupSource
+from megatron_async.simulate.recorded_lengths import read_lengths
 
 
 def draw(config: LengthConfig, groups: int = 2000, longest: int = 10**7) -> np.ndarray:
@@ -72,14 +73,38 @@ def test_recorded_lengths_keep_their_distribution(tmp_path: Path) -> None:
     assert shares == pytest.approx({10: 0.5, 20: 0.25, 4000: 0.25}, abs=0.03)
 
 
-@pytest.mark.parametrize("text", ["[5, 6]", "5\n6\n", '{"response_ids": [1, 1, 1, 1, 1]}\n6'])
+SEGMENTS = [
+    {"token_ids": [1, 2, 3], "from_environment": False},
+    {"token_ids": [9, 9, 9, 9], "from_environment": True},
+    {"token_ids": [4, 5], "from_environment": False},
+]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[5, 6]",
+        "5\n6\n",
+        '{"response_ids": [1, 1, 1, 1, 1]}\n6',
+        json.dumps({"segments": SEGMENTS, "finish_reason": "length"}) + "\n6",
+        '{"response_length": 5}\n{"response_length": 7, "finish_reason": null}\n6',
+        '5\n6\n{"segments": [], "finish_reason": null}',
+    ],
+)
 def test_every_form_of_a_length_file(tmp_path: Path, text: str) -> None:
     path = tmp_path / "lengths"
     path.write_text(text)
     assert read_lengths(path).tolist() == [5, 6]
 
 
-@pytest.mark.parametrize("text", ["", "0", '{"other": 1}', "five"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "0", '{"other": 1}', "five", "NaN", "true", '{"segments": [1]}'),
+        '{"segments": [], "finish_reason": "stop"}',
+        '{"response_length": 7, "finish_reason": null}',
+    ],
+)
 def test_a_bad_length_file_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "lengths"
     path.write_text(text)

@@ -1,0 +1,128 @@
+"""Recorded response lengths from a file: of another program's run, or of an export of this one's.
+
+A file is a JSON list, one number a line, or JSONL whose objects hold `response_length`,
+`response_ids`, or `segments` (the lines of `export/trajectories.jsonl`: tokens that the environment
+wrote are not counted). Where an object says `finish_reason`, `length` is a response that was cut,
+and null is one that never ended (it was dropped before).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_async.errors import UserError
+
+Array = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Lengths in tokens, whether the response would have been longer, and whether it ended, [n].
+
+    What was cut at the length limit has ended; what was dropped before has not. Both would have
+    been longer.
+    """
+
+    lengths: Array
+    censored: Flags
+    ended: Flags
+
+    def cut_at(self, limit: float) -> Recorded:
+        """The same when every response of `limit` tokens or more was cut there."""
+        reached = self.lengths >= limit
+        return Recorded(
+            np.minimum(self.lengths, limit), self.censored | reached, self.ended | reached
+        )
+
+
+def read_lengths(path: Path) -> Array:
+    """Of the responses that ended. Raises UserError naming the file and the entry."""
+    sample = read_recorded(path, "simulate.lengths.path")
+    if not sample.ended.any():
+        raise UserError(f"simulate.lengths.path {path} holds no response that ended")
+    return sample.lengths[sample.ended]
+
+
+def read_recorded(path: Path, setting: str) -> Recorded:
+    """All lengths of a file. Raises UserError naming the setting, the file and the entry.
+
+    An unfinished response without any token says nothing and is left out.
+    """
+    entries = [
+        (number, *_length(entry), _ending(entry))
+        for number, entry in enumerate(_entries(path, setting), start=1)
+    ]
+    for number, tokens, shown, ending in entries:
+        unstarted = tokens == 0 and ending is None
+        if tokens is None or not (tokens >= 1 or unstarted):
+            raise UserError(f"{setting} {path}: entry {number} is not a length: {shown}")
+    kept = [(float(tokens or 0), ending) for _, tokens, _, ending in entries if tokens]
+    if not kept:
+        raise UserError(f"{setting} {path} holds no length")
+    return Recorded(
+        np.array([tokens for tokens, _ in kept]),
+        np.array([ending in (None, "length") for _, ending in kept]),
+        np.array([ending is not None for _, ending in kept]),
+    )
+
+
+def _entries(path: Path, setting: str) -> list[Any]:
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{setting} {path} cannot be read: {error}") from error
+    try:
+        if text.lstrip().startswith("["):
+            return list(json.loads(text))
+        return [json.loads(line) for line in text.splitlines() if line.strip()]
+    except json.JSONDecodeError as error:
+        raise UserError(f"{setting} {path} is not JSON or numbers: {error}") from error
+
+
+def _length(entry: Any) -> tuple[float | None, object]:
+    """The tokens that were generated (None: this is no length), and what a refusal shows."""
+    found = entry
+    if isinstance(entry, dict):
+        known = [(name, count) for name, count in _FORMS.items() if name in entry]
+        if not known:
+            return None, f"it has none of {', '.join(_FORMS)}"
+        name, count = known[0]
+        found = count(entry[name])
+    if isinstance(found, bool) or not isinstance(found, int | float):
+        return None, found
+    return (float(found) if math.isfinite(found) else None), found
+
+
+def _ending(entry: Any) -> str | None:
+    return entry.get("finish_reason", "stop") if isinstance(entry, dict) else "stop"
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _of_ids(value: Any) -> Any:
+    return len(value) if isinstance(value, list) else value
+
+
+def _of_segments(value: Any) -> Any:
+    try:
+        return sum(len(s["token_ids"]) for s in value if not s["from_environment"])
+    except (TypeError, KeyError):
+        return f"segments {str(value)[:80]}"
+
+
+_FORMS: dict[str, Callable[[Any], Any]] = {
+    "response_length": _itself,
+    "response_ids": _of_ids,
+    "segments": _of_segments,
+}

@@ -1,0 +1,167 @@
+"""Fitting recorded lengths: against known parameters, scipy, and from a run's own export."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from megatron_async.cli import app
+from megatron_async.config.rollout import StoreConfig
+from megatron_async.config.simulate import LengthConfig, RewardConfig
+from megatron_async.errors import UserError
+from megatron_async.simulate.fit_lengths import Fit, fit_lengths
+from megatron_async.simulate.lengths import GroupSource
+from megatron_async.simulate.recorded_lengths import Recorded, read_lengths, read_recorded
+from megatron_async.trajectory.store import TrajectoryStore
+from megatron_async.trajectory.types import DropReason, FinishReason, TrajectoryState
+from tests.trajectory.builders import append, prompt
+
+TRUE = {
+    "lognormal": LengthConfig(median=3000, sigma=0.8, prompt_correlation=0),
+    "weibull": LengthConfig(distribution="weibull", scale=3500, shape=0.8, prompt_correlation=0),
+}
+
+
+def drawn(family: str, limit: int = 10**7) -> Recorded:
+    """20,000 responses as the simulator draws them, cut at `limit`."""
+    source = GroupSource(TRUE[family], RewardConfig(), group_size=8, longest=limit, seed=5)
+    lengths = np.array([source.group(number)[0] for number in range(2500)], dtype=float).ravel()
+    cut = lengths >= limit
+    return Recorded(lengths, cut, np.ones_like(cut))
+
+
+def of(fits: list[Fit], family: str) -> Fit:
+    return next(fit for fit in fits if fit.distribution == family)
+
+
+@pytest.mark.parametrize("limit", [10**7, 8000, 2500])
+@pytest.mark.parametrize("family", ["lognormal", "weibull"])
+def test_a_fit_finds_what_the_simulator_drew_however_much_was_cut(family: str, limit: int) -> None:
+    """At 2,500 more than half of the responses are cut."""
+    sample = drawn(family, limit)
+    best = fit_lengths(sample)[0]
+    assert best.distribution == family
+    for name, value in best.settings.items():
+        assert value == pytest.approx(getattr(TRUE[family], name), rel=0.04), name
+    assert best.distance < 0.02
+
+
+def test_cut_lengths_taken_at_face_value_would_hide_the_tail() -> None:
+    """The negative control of the test above."""
+    sample = drawn("lognormal", 2500)
+    face_value = Recorded(sample.lengths, np.zeros_like(sample.censored), sample.ended)
+    fit = of(fit_lengths(face_value), "lognormal")
+    assert fit.settings["median"] < 2000
+    assert fit.settings["sigma"] < 0.6
+
+
+@pytest.mark.parametrize("limit", [10**7, 2500])
+def test_both_fits_are_scipys(limit: int) -> None:
+    stats = pytest.importorskip("scipy.stats")
+    sample = drawn("weibull", limit)
+    sample = Recorded(sample.lengths[:2000], sample.censored[:2000], sample.ended[:2000])
+    data = stats.CensoredData(
+        uncensored=sample.lengths[~sample.censored], right=sample.lengths[sample.censored]
+    )
+    fits = fit_lengths(sample)
+    sigma, _, median = stats.lognorm.fit(data, floc=0)
+    assert of(fits, "lognormal").settings == pytest.approx(
+        {"median": median, "sigma": sigma}, rel=1e-3
+    )
+    shape, _, scale = stats.weibull_min.fit(data, floc=0)
+    weibull = of(fits, "weibull")
+    assert weibull.settings == pytest.approx({"scale": scale, "shape": shape}, rel=1e-3)
+    likelihood = -stats.weibull_min.nnlf((shape, 0, scale), sample.lengths[~sample.censored])
+    survival = stats.weibull_min.logsf(sample.lengths[sample.censored], shape, 0, scale)
+    assert weibull.log_likelihood == pytest.approx(likelihood + survival.sum(), rel=1e-6)
+
+
+def test_the_distance_is_that_of_kolmogorov_and_smirnov_when_nothing_was_cut() -> None:
+    stats = pytest.importorskip("scipy.stats")
+    sample = drawn("lognormal")
+    fit = of(fit_lengths(sample), "lognormal")
+    frozen = stats.lognorm(fit.settings["sigma"], 0, fit.settings["median"])
+    assert fit.distance == pytest.approx(stats.kstest(sample.lengths, frozen.cdf).statistic)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "cut", "sentence"),
+    [
+        ([5.0] * 40, 0, r"all 40 responses that ended by themselves have 5 tokens"),
+        ([float(n) for n in range(5, 25)], 11, r"to 9 responses .*\(of 20\); at least 10"),
+    ],
+)
+def test_a_sample_without_a_fit_is_refused(lengths: list[float], cut: int, sentence: str) -> None:
+    censored = np.arange(len(lengths)) >= len(lengths) - cut
+    with pytest.raises(UserError, match=sentence):
+        fit_lengths(Recorded(np.array(lengths), censored, np.ones_like(censored)))
+
+
+@pytest.fixture
+def export(tmp_path: Path) -> Path:
+    """30 responses of 10 to 39 tokens, the longest ten cut; two dropped before they ended."""
+
+    async def scenario() -> None:
+        store = TrajectoryStore.open(
+            tmp_path / "trajectories.sqlite", StoreConfig(compact_after_checkpoints=1)
+        )
+        group = store.add_group(prompt(), 30)
+        for trajectory in group.trajectories:
+            i = trajectory.trajectory_id
+            store.set_state(i, TrajectoryState.RUNNING)
+            append(store, i, 0, 10 + i)
+            await store.finish(i, FinishReason.LENGTH if i >= 20 else FinishReason.STOP)
+            await store.set_reward(i, 1.0)
+        store.mark_batched([group.group_id], 0)
+        half, none = store.add_group(prompt(), 2).trajectories
+        store.set_state(half.trajectory_id, TrajectoryState.RUNNING)
+        append(store, half.trajectory_id, 0, 77)
+        for trajectory in (half, none):
+            store.drop(trajectory.trajectory_id, DropReason.STALE)
+        await store.checkpoint_finalised(1, [1])
+        await store.close()
+
+    asyncio.run(scenario())
+    return tmp_path / "export" / "trajectories.jsonl"
+
+
+def test_a_runs_own_export_is_a_file_of_lengths(export: Path) -> None:
+    assert len(export.read_text().splitlines()) == 32
+    assert sorted(read_lengths(export)) == list(range(10, 40))
+    sample = read_recorded(export, "FILE")
+    assert sorted(sample.lengths[sample.censored]) == [*range(30, 40), 77]
+    config = LengthConfig(distribution="file", path=str(export))
+    source = GroupSource(config, RewardConfig(), group_size=8, longest=100, seed=1)
+    assert set(source.group(0)[0]) <= set(range(10, 40))
+
+
+def test_the_command_prints_settings_that_simulate_takes(export: Path) -> None:
+    result = CliRunner().invoke(app, ["fit-lengths", str(export)])
+    assert result.exit_code == 0, result.output
+    assert "31 responses of 10 to 77 tokens; 11 would have been longer" in result.output
+    assert "lognormal: median " in result.output
+    assert "weibull: scale " in result.output
+    given = result.output.splitlines()[-1].replace("--set ", "").split()
+    settings = dict(pair.removeprefix("simulate.lengths.").split("=") for pair in given)
+    LengthConfig.model_validate(settings)
+    assert settings["distribution"] in ("lognormal", "weibull")
+
+
+def test_bare_numbers_are_cut_where_the_option_says(tmp_path: Path) -> None:
+    file = tmp_path / "lengths.json"
+    file.write_text(json.dumps([*range(10, 50), 60, 60, 70]))
+    result = CliRunner().invoke(app, ["fit-lengths", str(file), "--cut", "60"])
+    assert "43 responses of 10 to 60 tokens; 3 would have been longer" in result.output
+
+
+def test_a_file_that_holds_no_lengths_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "lengths.json"
+    file.write_text('["a"]')
+    result = CliRunner().invoke(app, ["fit-lengths", str(file)])
+    assert isinstance(result.exception, UserError)
+    assert str(result.exception) == f"FILE {file}: entry 1 is not a length: a"
