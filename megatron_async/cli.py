@@ -331,27 +331,44 @@ def trajectories(
         str | None, typer.Option(help="Only this state: partial, finished, scored, batched, ...")
     ] = None,
     show: Annotated[int | None, typer.Option(help="Print this trajectory whole.")] = None,
+    limit: Annotated[
+        int, typer.Option(min=0, help="List the newest so many; 0: all of them.")
+    ] = 50,
+    exported: Annotated[
+        bool, typer.Option("--exported", help="List those too that compaction has exported.")
+    ] = False,
 ) -> None:
-    """List the trajectories of a run, or print one: prompt, segments with versions, reward."""
+    """List the trajectories of a run, or print one: prompt, segments with versions, reward.
+
+    `--show` finds exported ones by itself.
+    """
     from rich.console import Console
 
     from megatron_async.run.directory import RunDirectory
     from megatron_async.tasks.text_task import load_tokenizer
+    from megatron_async.trajectory import store_exported
     from megatron_async.trajectory.store_reader import StoreReader
     from megatron_async.trajectory.types import TrajectoryState
     from megatron_async.trajectory.view import details, listing
 
-    directory, settings = RunDirectory.open(run_directory, [])
+    directory, settings = RunDirectory.find(run_directory, [])
     if state is not None and state not in set(TrajectoryState):
         raise UserError(f"--state is {state!r}; it must be one of {', '.join(TrajectoryState)}")
     console = Console(soft_wrap=True)
     with closing(StoreReader(directory.store_file)) as reader:
-        if show is None:
-            wanted = None if state is None else TrajectoryState(state)
-            console.print(listing(reader.summaries(), state=wanted))
-        else:
+        if show is not None:
+            found = store_exported.find(reader, show)
             tokenizer = load_tokenizer(settings.model.path)
-            console.print(details(reader.trajectory(show), lambda ids: tokenizer.decode(list(ids))))
+            console.print(details(found, lambda ids: tokenizer.decode(list(ids))))
+            return
+        wanted = None if state is None else TrajectoryState(state)
+        older = store_exported.summaries(reader) if exported else []
+        # Its ids are older than most of the store's, but not than all of them.
+        listed = sorted([*older, *reader.summaries()], key=lambda s: s.trajectory_id)
+        console.print(listing(listed, state=wanted, limit=limit or None))
+        missing = "" if exported else store_exported.missing_line(reader)
+        if missing:
+            console.print(missing, markup=False, highlight=False)
 
 
 @app.command()

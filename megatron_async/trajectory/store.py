@@ -35,7 +35,7 @@ from megatron_async.config.rollout import StoreConfig
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.trajectory import store_schema as schema
 from megatron_async.trajectory.packing import line_number
-from megatron_async.trajectory.store_compactor import EXPORT_NAME, Compactor
+from megatron_async.trajectory.store_compactor import Compactor
 from megatron_async.trajectory.store_reader import assemble, read_chunks
 from megatron_async.trajectory.store_records import GroupRecord, TrajectoryRecord
 from megatron_async.trajectory.store_recovery import Recovery
@@ -137,7 +137,7 @@ class TrajectoryStore:
     @property
     def export_file(self) -> Path:
         """Where compaction puts consumed trajectories."""
-        return self._path.parent / "export" / EXPORT_NAME
+        return schema.export_file(self._path)
 
     async def close(self) -> None:
         """Write what is buffered, end the thread, release the file."""

@@ -19,7 +19,6 @@ from megatron_async.trajectory.store_state import StoreState
 from megatron_async.trajectory.store_writer import StoreWriter
 from megatron_async.trajectory.types import PolicyVersion
 
-EXPORT_NAME = "trajectories.jsonl"
 _GROUPS_PER_REMOVAL = 16
 
 

@@ -282,6 +282,16 @@ class StoreReader:
         """Release the file."""
         self._connection.close()
 
+    @property
+    def export_file(self) -> Path:
+        """Where compaction puts what it takes out; see `store_exported`."""
+        return schema.export_file(self._path)
+
+    def holds(self, trajectory_id: int) -> bool:
+        """Whether this trajectory is in the store now."""
+        query = f"SELECT 1 FROM trajectories WHERE trajectory_id = {int(trajectory_id)}"
+        return any(True for _ in self._execute(query))
+
     def content(self) -> StoreContent:
         """Everything but tokens, at one moment. Raises UserError for a damaged file."""
         try:
@@ -320,9 +330,10 @@ class StoreReader:
         content = self.content()
         row = content.trajectories.get(trajectory_id)
         if row is None:
-            exported = trajectory_id < content.counters.next_trajectory
-            where = "it has been exported" if exported else "there was never one of that id"
-            raise UserError(f"trajectory {trajectory_id} is not in {self._path}: {where}")
+            raise UserError(
+                f"trajectory {trajectory_id} is not in {self._path}: "
+                f"{self._why_missing(trajectory_id, content)}"
+            )
         try:
             chunks = read_chunks(self._connection, [trajectory_id])
         except (sqlite3.Error, DamagedStore) as error:
@@ -330,6 +341,13 @@ class StoreReader:
         tokens = assemble(row, chunks.get(trajectory_id, ()))
         batched = self._batched_steps(content).get(trajectory_id)
         return trajectory_of(row, prompt_of(content.groups[row.group_id]), tokens.segments, batched)
+
+    def _why_missing(self, trajectory_id: int, content: StoreContent) -> str:
+        if not 0 <= trajectory_id < content.counters.next_trajectory:
+            return "there was never one of that id"
+        if content.exported.bytes:
+            return f"compaction has moved it to {self.export_file}, or it was lost by damage"
+        return "compaction has removed it (store.export is none), or it was lost by damage"
 
     @staticmethod
     def _batched_steps(content: StoreContent) -> Mapping[int, int]:

@@ -28,6 +28,7 @@ FORMAT = 2  # 1: groups without `priority`
 READABLE_FORMATS = (1, FORMAT)
 APPLICATION_ID = 0x4D415453  # "MATS"
 PAGE_BYTES = 8192
+EXPORT_NAME = "trajectories.jsonl"
 _CACHE_KIB = 64 * 1024
 _WAL_PAGES = 16 * 1024 * 1024 // PAGE_BYTES
 
@@ -117,6 +118,11 @@ class BatchRow(NamedTuple):
     def ids(self) -> list[int]:
         """The trajectories as integers."""
         return [int(i) for i in np.frombuffer(self.trajectory_ids, dtype="<i8")]
+
+
+def export_file(store: Path) -> Path:
+    """Where compaction puts the consumed trajectories of a store."""
+    return store.parent / "export" / EXPORT_NAME
 
 
 def pack_ids(ids: Iterable[int]) -> bytes:

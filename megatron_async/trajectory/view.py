@@ -52,7 +52,7 @@ def listing(
         return Together(*parts, Text(f"no {what}"))
     parts.append(table)
     if len(shown) < len(chosen):
-        parts.append(Text(f"{len(chosen) - len(shown)} older ones are not shown"))
+        parts.append(Text(f"{len(chosen) - len(shown)} older ones are not shown (--limit 0: all)"))
     return Together(*parts)
 
 
@@ -69,6 +69,8 @@ def details(trajectory: Trajectory, decode: Decode | None = None) -> RenderableT
         ("ended by", "" if t.finish_reason is None else t.finish_reason.value),
         ("reward", "not judged" if t.reward is None else f"{t.reward:.4g}"),
     ]
+    if t.prompt.priority:
+        facts.append(("priority", str(t.prompt.priority)))
     facts += [(f"  {name}", f"{value:.4g}") for name, value in sorted(t.reward_detail.items())]
     for name, value in facts:
         head.add_row(name, escape(value))
