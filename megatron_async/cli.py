@@ -70,7 +70,7 @@ def _need(config: Path | None, command: str) -> Path:
 
 def _check_from_step(from_step: int | None, resume: Path | None) -> None:
     if from_step is not None and resume is None:
-        raise UserError(f"--from-step is {from_step}, and there is no --resume RUN_DIR to go back")
+        raise UserError(f"--from-step is {from_step}, and there is no --resume RUN to go back in")
 
 
 @app.command()

@@ -247,7 +247,7 @@ def check_serves(path: Path, tree: LineTree, exported: Exported, restored: Polic
     """Raises UserError unless a line can go on from the checkpoint `restored`."""
     if restored.lineage not in tree:
         raise UserError(
-            f"checkpoint {restored} cannot be resumed from: {path} knows no lineage "
+            f"checkpoint {restored} cannot be resumed from: {path} holds no lineage "
             f"{restored.lineage}"
         )
     if not is_restorable(tree, restored, exported):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import stat
 import subprocess
@@ -14,6 +15,8 @@ from megatron_async.errors import UserError
 from megatron_async.run.directory import RunDirectory
 from megatron_async.run.launch import ROOT, Cluster, launch_run
 from megatron_async.tasks.tokenizer import write_character_tokenizer
+from megatron_async.trajectory.store import TrajectoryStore
+from tests.checkpoint.test_manifest import write
 
 GPUS = Cluster(gpus_per_node=8, engine_nodes=None, time_limit="02:00:00")
 
@@ -126,3 +129,26 @@ def test_what_is_refused_makes_nothing(
 def test_scripts_are_valid_bash(script: Path) -> None:
     done = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True, timeout=10)
     assert done.returncode == 0, done.stderr
+
+
+def test_going_back_is_done_once_before_any_node_starts(settings: Path, tmp_path: Path) -> None:
+    directory = RunDirectory.create(load_config(settings, []))
+    asyncio.run(TrajectoryStore.open(directory.store_file).close())
+    for step in (2, 4):
+        write(directory.checkpoints, step)
+
+    def back_to(step: int, *, dry_run: bool) -> str:
+        return launch_run(
+            None, directory.path, [], GPUS, slurm=False, dry_run=dry_run, from_step=step
+        )
+
+    with pytest.raises(UserError, match=r"--from-step is 3, .* it keeps steps 2, 4$"):
+        back_to(3, dry_run=False)
+    assert "set aside" not in back_to(2, dry_run=True)
+    assert (directory.checkpoints / "step_000004").is_dir()
+    text = back_to(2, dry_run=False)
+    assert text.startswith(f"# set aside: {directory.checkpoints}/abandoned_0.4\n# one command")
+    assert sorted(path.name for path in directory.checkpoints.iterdir()) == [
+        "abandoned_0.4",
+        "step_000002",
+    ]
