@@ -21,7 +21,7 @@ from pathlib import Path
 from megatron_async.checkpoint.manifest import Checkpoint, list_checkpoints, open_checkpoint
 from megatron_async.errors import UserError
 from megatron_async.run.directory import RunDirectory
-from megatron_async.trajectory.store import check_not_in_use
+from megatron_async.trajectory.store_lock import check_not_in_use
 from megatron_async.trajectory.store_reader import StoreReader
 from megatron_async.trajectory.store_state import check_serves
 

@@ -17,11 +17,9 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
 import logging
 import math
-import os
 import sqlite3
 import time
 from collections.abc import Iterable, Sequence
@@ -32,10 +30,11 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_async.config.rollout import StoreConfig
-from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.errors import ComponentFailure
 from megatron_async.trajectory import store_schema as schema
 from megatron_async.trajectory.packing import line_number
 from megatron_async.trajectory.store_compactor import Compactor
+from megatron_async.trajectory.store_lock import lock_store
 from megatron_async.trajectory.store_reader import assemble, read_chunks
 from megatron_async.trajectory.store_records import GroupRecord, TrajectoryRecord
 from megatron_async.trajectory.store_recovery import Recovery
@@ -82,7 +81,7 @@ class TrajectoryStore:
         """
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock = _lock(path)
+        lock = lock_store(path)
         try:
             state = load_state(path, lineage=lineage, step=step, parent=parent, position=position)
             if state.recovery is not None:
@@ -496,24 +495,3 @@ class TrajectoryStore:
             self._reading = schema.connect(self._path, read_only=True)
         chunks = read_chunks(self._reading, [record.trajectory_id])
         return assemble(record.row(), chunks.get(record.trajectory_id, ())).segments
-
-
-def check_not_in_use(path: Path) -> None:
-    """Raises UserError while a process writes the store, that is while its run goes on."""
-    _lock(path).close()
-
-
-def _lock(path: Path) -> TextIO:
-    """Keep other writers out until the file is closed. Raises UserError when one has it."""
-    lock = path.with_name(path.name + ".lock").open("a+")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        lock.seek(0)
-        owner = lock.read().strip() or "unknown"
-        lock.close()
-        raise UserError(f"{path} is in use by another process (pid {owner})") from error
-    lock.truncate(0)
-    lock.write(f"{os.getpid()}\n")
-    lock.flush()
-    return lock
