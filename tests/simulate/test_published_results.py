@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.papers import rapid_updates as rapid
 from megatron_async.config import load_config
 from megatron_async.simulate.build import simulate
 from megatron_async.simulate.statistics import Summary
@@ -106,30 +107,40 @@ def test_the_published_case_study_at_equal_lag() -> None:
 
 
 def rapid_saving(updates: int, *overrides: str, baseline_passes: int = 1) -> float:
-    """Share of the time per optimizer step that H = `updates` saves against H = 1.
-
-    `baseline_passes`: without gradient; 1 for GRPO (its reference model), 0 for policy gradient.
-    """
+    """Share of the time per optimizer step on MATH that H = `updates` saves against H = 1."""
 
     def seconds(h: int, passes: int) -> float:
-        size = (
-            f"schedule.updates_per_batch={h}",
-            f"schedule.groups_per_batch={64 * h}",
-            f"simulate.extra_forward_passes={passes}",
-        )
-        return figures("rapid-0.5b-4gpu", *size, *overrides).step_seconds / h
+        return rapid.simulated(rapid.MATH.groups, h, passes, *overrides).step_seconds / h
 
     return 1 - seconds(updates, 1) / seconds(1, baseline_passes)
 
 
+def test_rapid_with_h_of_4_saves_the_published_range_over_three_benchmarks() -> None:
+    """RAPID: 11 % (MATH), 32 % (MiniF2F), 34 % (MBPP+) of a run, against its fastest baseline.
+
+    Here that order, within that range; each benchmark by itself is some points off its figure.
+    """
+    savings = [rapid.run_saving(task, 4, 0) for task in (rapid.MATH, rapid.MINIF2F, rapid.MBPP)]
+    assert savings == sorted(savings)
+    assert savings[0] >= 0.11 * (1 - TOLERANCE)
+    assert savings[-1] <= 0.34 * (1 + TOLERANCE)
+    assert savings == pytest.approx([0.11, 0.32, 0.34], abs=0.07)
+
+
 @pytest.mark.parametrize("baseline_passes", [0, 1], ids=["policy gradient", "GRPO"])
-def test_rapid_saves_the_published_share_with_h_of_4_to_16(baseline_passes: int) -> None:
-    """RAPID: 11-34 %, which grow with H and level off."""
+def test_rapid_saves_more_with_larger_h_and_less_and_less_so(baseline_passes: int) -> None:
+    """RAPID: H of 4 to 16. On MATH all of that is in the range that is published for all three."""
     savings = [rapid_saving(h, baseline_passes=baseline_passes) for h in (4, 8, 16)]
     for saving in savings:
         assert 0.11 * (1 - TOLERANCE) <= saving <= 0.34 * (1 + TOLERANCE)
     assert savings[0] < savings[1] < savings[2]
     assert savings[1] - savings[0] > savings[2] - savings[1]
+
+
+def test_rapid_saves_more_than_published_on_small_updates_with_a_larger_h() -> None:
+    """MBPP+ and MiniF2F at H = 8: not the published size."""
+    for task in (rapid.MINIF2F, rapid.MBPP):
+        assert rapid.run_saving(task, 8, 0) > 0.34 * (1 + TOLERANCE)
 
 
 def test_padding_is_what_limits_rapid() -> None:
