@@ -30,7 +30,6 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_async.config.rollout import StoreConfig
-from megatron_async.errors import ComponentFailure
 from megatron_async.trajectory import store_schema as schema
 from megatron_async.trajectory.packing import line_number
 from megatron_async.trajectory.store_compactor import Compactor
@@ -143,9 +142,11 @@ class TrajectoryStore:
         if self._timer is not None:
             self._timer.cancel()
         try:
-            await self._compactor.finish()
-            self.flush()
-            await asyncio.to_thread(self._writer.close)
+            try:
+                await self._compactor.finish()
+            finally:  # whatever became of the compaction: nobody writes once the lock is given up
+                self.flush()
+                await asyncio.to_thread(self._writer.close)
         finally:
             if self._reading is not None:
                 self._reading.close()
@@ -348,15 +349,7 @@ class TrajectoryStore:
 
         `durable`: also on disk, against power loss. Raises ComponentFailure.
         """
-        barrier = asyncio.wrap_future(self._writer.barrier(durable=durable))
-        try:
-            # Not `wait_for`: until Python 3.12 it may give a result although it is cancelled.
-            async with asyncio.timeout(_WAIT_SECONDS):
-                return await barrier
-        except TimeoutError as error:
-            raise ComponentFailure(
-                f"trajectory store {self._path} committed nothing for {_WAIT_SECONDS:.0f} s"
-            ) from error
+        return await self._writer.wait(self._writer.barrier(durable=durable))
 
     def position(self) -> int:
         """Transactions committed so far, for the checkpoint manifest (after `sync`)."""

@@ -3,6 +3,7 @@
 Invariants
 - One compaction at a time; its error is raised by the next `finish`, which everybody calls before
   the next one starts and before the store is closed.
+- Every removal is limited in time (`StoreWriter.wait`), and so is `finish`.
 - What is in memory is forgotten after the removal is committed, never before.
 """
 
@@ -70,7 +71,7 @@ class Compactor:
                 exported=state.exported,
             )
             job = partial(export.apply_removal, change=change, export_file=self._file)
-            state.exported = await asyncio.wrap_future(self._writer.run(job))
+            state.exported = await self._writer.wait(self._writer.run(job))
             state.batches.update((batch.id, batch) for batch in change.batches)
             for group_id in change.groups:
                 for trajectory_id in state.groups.pop(group_id).trajectory_ids:

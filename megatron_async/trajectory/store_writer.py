@@ -4,20 +4,21 @@ Invariants
 - What is handed over between two swaps becomes one transaction, all of it or nothing, in order.
 - The event loop never waits for the disk: it appends to a list in memory. Only when
   `max_pending_bytes` are waiting does it block, for `stall_seconds` at most.
-- The first error ends the thread; it is raised at the next call and by every waiting barrier, and
-  nothing is written after it.
+- The first error ends the thread; it is raised at the next call and by every barrier and job that
+  still waits, and nothing is written after it.
 - A barrier is done when everything handed over before it is committed (and, if `durable`, on disk).
 """
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_async.errors import ComponentFailure
 from megatron_async.trajectory import store_schema as schema
@@ -26,6 +27,7 @@ from megatron_async.trajectory.store_schema import TABLES, Row
 _ROWS_PER_INSERT = 250  # one GIL hand-over for this many rows
 _LINGER_SECONDS = 0.005  # gathers small writes into one transaction when nobody waits for it
 Job = Callable[[sqlite3.Connection], Any]
+T = TypeVar("T")
 
 
 @dataclass
@@ -142,6 +144,17 @@ class StoreWriter:
             self._urgent.set()
             self._changed.notify()
         return future
+
+    async def wait(self, future: Future[T]) -> T:
+        """The result of a barrier or a job. Raises ComponentFailure after `stall_seconds`."""
+        try:
+            # Not `wait_for`: until Python 3.12 it may give a result although it is cancelled.
+            async with asyncio.timeout(self._stall_seconds):
+                return await asyncio.wrap_future(future)
+        except TimeoutError as error:
+            raise ComponentFailure(
+                f"trajectory store {self._path} committed nothing for {self._stall_seconds:g} s"
+            ) from error
 
     def close(self) -> None:
         """Commit what waits, end the thread. Raises ComponentFailure if it had failed."""
@@ -262,7 +275,8 @@ class StoreWriter:
             waiting += [future for _, future in [*pending.jobs, *self._pending.jobs]]
             self._changed.notify_all()
         for future in waiting:
-            if not future.done():
+            # What is not done was never begun, and its waiter may give it up at any moment.
+            if not future.done() and future.set_running_or_notify_cancel():
                 future.set_exception(self._failure())
 
 
