@@ -110,7 +110,7 @@ class RolloutDriver:
             store,
             self.statistics,
             stop_token_ids,
-            Reports(self._feed, self.engine_failed, self.fail, self._watch),
+            Reports(self._feed, self._slot_failed, self.fail, self._watch),
         )
 
     # ------------------------------------------------------------ life
@@ -160,6 +160,12 @@ class RolloutDriver:
         if slot.up:
             self._feed(ev.EngineDown(engine_id))
         self.lost_engines.put_nowait((engine_id, why))
+
+    def _slot_failed(self, slot: EngineSlot, why: str) -> None:
+        """`engine_failed`, unless the engine that was in this slot has been given up already."""
+        engine_id = slot.client.engine_id
+        if self._slots.get(engine_id) is slot:
+            self.engine_failed(engine_id, why)
 
     def engine_stale(self, engine_id: str, why: str) -> None:
         """It does not hold what it should: it serves nothing until it was sent the weights again.
@@ -405,12 +411,14 @@ class RolloutDriver:
         engine_id = slot.client.engine_id
         patience = self._config.engines.no_progress_seconds
         try:
-            status = await asyncio.wait_for(slot.client.status(), patience)
+            # Not `wait_for`: until Python 3.12 it may give a result although it is cancelled.
+            async with asyncio.timeout(patience):
+                status = await slot.client.status()
         except TimeoutError:
-            self.engine_failed(engine_id, f"engine {engine_id} did not answer for {patience:g} s")
+            self._slot_failed(slot, f"engine {engine_id} did not answer for {patience:g} s")
             return
         except EngineError as error:
-            self.engine_failed(engine_id, str(error))
+            self._slot_failed(slot, str(error))
             return
         if self._slots.get(engine_id) is not slot:
             return  # it was given up meanwhile

@@ -5,8 +5,9 @@ Invariants
   them; a trajectory's end is on its way to the disk ahead of anything that follows from it.
 - A response that is complete is never partial: its end goes to the store with its last tokens,
   with no `await` between, and one that was cut off behind its last token is finished (`end_of`).
-- A trajectory has at most one request. An old stream that still delivers after its engine was
-  given up is cancelled before its trajectory may be submitted again.
+- A trajectory has at most one request. Every stream of an engine that is given up is cancelled
+  before its trajectory may be submitted again; nothing of it is kept, and nobody is blamed for it.
+- What an engine says after the end of a response is not heard; that it did is a warning.
 - Several failures in a row are the engine's fault; failures of one request alone end the run.
 """
 
@@ -44,7 +45,7 @@ _ABORT_RETRY_SECONDS = 2.0
 _ABORT_TRIES = 10
 
 
-@dataclass
+@dataclass(eq=False)
 class EngineSlot:
     """One engine as the driver sees it; `up` once it holds the current weights.
 
@@ -75,10 +76,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Reports:
-    """Where news goes: events, an engine that is to blame, a failure, a task to look after."""
+    """Where news goes: events, an engine that is to blame, a failure, a task to look after.
+
+    Blame goes by slot: an engine that was restarted meanwhile has the same id, and is not to blame.
+    """
 
     feed: Callable[[ev.Event], None]
-    blame: Callable[[str, str], None]
+    blame: Callable[[EngineSlot, str], None]
     fail: Callable[[ComponentFailure], None]
     watch: Callable[[asyncio.Task[None]], None]
 
@@ -138,24 +142,26 @@ class Generation:
         """Until all have ended: an abort that overtakes its request is unknown to the engine."""
         left = list(requests)
         for _ in range(_ABORT_TRIES):
-            left = [r for r in left if self._requests.get(r.trajectory_id) is r]
+            left = self._unended(left)
             if not left:
                 return
-            by_engine: dict[str, list[Request]] = {}
+            by_slot: dict[EngineSlot, list[Request]] = {}
             for request in left:
-                by_engine.setdefault(request.slot.client.engine_id, []).append(request)
-            await asyncio.gather(*(self._post_abort(group) for group in by_engine.values()))
+                by_slot.setdefault(request.slot, []).append(request)
+            await asyncio.gather(*(self._post_abort(*group) for group in by_slot.items()))
             tasks = [request.task for request in left if request.task is not None]
             await asyncio.wait(tasks, timeout=_ABORT_RETRY_SECONDS)
-        for engine_id in {request.slot.client.engine_id for request in left}:
-            self._reports.blame(engine_id, f"engine {engine_id} did not abort its requests")
+        for slot in {request.slot for request in self._unended(left)}:
+            self._reports.blame(slot, f"engine {slot.client.engine_id} did not abort its requests")
 
-    async def _post_abort(self, requests: Sequence[Request]) -> None:
-        client = requests[0].slot.client
+    def _unended(self, requests: Sequence[Request]) -> list[Request]:
+        return [r for r in requests if self._requests.get(r.trajectory_id) is r]
+
+    async def _post_abort(self, slot: EngineSlot, requests: Sequence[Request]) -> None:
         try:
-            await client.abort([request.request_id for request in requests])
+            await slot.client.abort([request.request_id for request in requests])
         except EngineError as error:
-            self._reports.blame(client.engine_id, str(error))
+            self._reports.blame(slot, str(error))
 
     def forget_engine(self, slot: EngineSlot) -> None:
         """The engine is given up: its trajectories are finished or partial from now on.
@@ -164,15 +170,14 @@ class Generation:
         forgotten too.
         """
         for request in self._on(slot):
-            if not request.complete and self.end_if_complete(request.trajectory_id):
-                request.complete = True
-                _cancel(request)  # the store takes no more of it
+            _cancel(request)  # the store takes no more of it
+            if not request.complete:
+                request.complete = self.end_if_complete(request.trajectory_id)
         for request in [r for r in self._on(slot) if r.complete]:
             del self._requests[request.trajectory_id]
             self._reports.feed(ev.Finished(request.trajectory_id))
         for request in self._on(slot):
             del self._requests[request.trajectory_id]
-            _cancel(request)
             self._store.set_state(request.trajectory_id, TrajectoryState.PARTIAL)
         self._statistics.running_changed(len(self._requests))
 
@@ -196,6 +201,13 @@ class Generation:
         trajectory_id, slot = request.trajectory_id, request.slot
         try:
             async for chunk in self._stream(request):
+                if request.complete:
+                    self._statistics.warned(
+                        "said_after_its_end",
+                        f"engine {slot.client.engine_id} went on with trajectory {trajectory_id} "
+                        "after it had said that the response was complete",
+                    )
+                    continue
                 slot.errors_in_row = 0
                 slot.last_token_at = time.monotonic()
                 self._take(request, chunk)
@@ -238,7 +250,7 @@ class Generation:
         slot.errors_in_row += 1
         self._failures[request.trajectory_id] += 1
         if slot.errors_in_row >= _MAX_ERRORS_IN_ROW:
-            self._reports.blame(slot.client.engine_id, why)
+            self._reports.blame(slot, why)
         elif self._failures[request.trajectory_id] >= _MAX_FAILURES_OF_ONE:
             self._reports.fail(
                 ComponentFailure(

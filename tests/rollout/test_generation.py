@@ -78,6 +78,8 @@ class Bench:
     slot: EngineSlot
     events: list[ev.Event]
     trajectory_id: int
+    statistics: RolloutStatistics
+    blamed: list[str]
 
     @classmethod
     def of(cls, folder: Path, config: RunConfig, *script: TokenChunk | EngineError) -> Bench:
@@ -85,10 +87,14 @@ class Bench:
         group = store.add_group(Prompt(np.array([5, 0], np.int32), "fixed"), 1)
         events: list[ev.Event] = []
         statistics = RolloutStatistics(overlap=config.schedule.overlap)
-        reports = Reports(events.append, lambda *_: None, lambda _: None, lambda _: None)
+        blamed: list[str] = []
+        reports = Reports(
+            events.append, lambda _, why: blamed.append(why), lambda _: None, lambda _: None
+        )
         generation = Generation(config, store, statistics, (STOP,), reports)
         slot = EngineSlot(Scripted(list(script)))  # type: ignore[arg-type]
-        return cls(store, generation, slot, events, group.trajectories[0].trajectory_id)
+        trajectory_id = group.trajectories[0].trajectory_id
+        return cls(store, generation, slot, events, trajectory_id, statistics, blamed)
 
     async def one_request(self) -> Trajectory:
         """Run it to its end; what is kept then."""
@@ -96,6 +102,8 @@ class Bench:
         (request,) = self.generation._requests.values()
         assert request.task is not None
         await asyncio.wait_for(asyncio.wait([request.task]), 10)
+        if not request.task.cancelled() and (error := request.task.exception()) is not None:
+            raise error  # here, as in a run, it must not vanish
         return self.store.load_trajectory(self.trajectory_id)
 
     @property
@@ -169,6 +177,76 @@ def test_no_await_is_between_the_last_tokens_and_their_end(
         monkeypatch.setattr(bench.store, "sync", noted)
         await bench.one_request()
         assert states == [TrajectoryState.FINISHED]
+        await bench.store.close()
+
+    run(body())
+
+
+@pytest.mark.parametrize(
+    "more", [chunk(9, end="stop"), chunk(9), LOST], ids=["end", "token", "error"]
+)
+def test_the_old_stream_of_a_lost_engine_is_not_heard_when_its_trajectory_runs_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: TokenChunk | EngineError
+) -> None:
+    """It had said that the response is complete, which was then restarted on another engine."""
+
+    async def body() -> None:
+        bench = Bench.of(tmp_path, config_of(), chunk(7, STOP, end="stop"), more)
+        committed = bench.store.sync
+
+        async def lost_and_restarted_meanwhile() -> int:
+            monkeypatch.undo()
+            bench.generation.forget_engine(bench.slot)
+            bench.store.restart(bench.trajectory_id)
+            bench.store.set_state(bench.trajectory_id, TrajectoryState.RUNNING)
+            return await committed()
+
+        monkeypatch.setattr(bench.store, "sync", lost_and_restarted_meanwhile)
+        kept = await bench.one_request()
+        assert (kept.state, kept.segments) == (TrajectoryState.RUNNING, ())
+        assert bench.slot.errors_in_row == 0
+        await bench.store.close()
+
+    run(body())
+
+
+def test_what_an_engine_says_after_the_end_is_a_warning_and_nothing_else(tmp_path: Path) -> None:
+    async def body() -> None:
+        script = chunk(7, STOP, end="stop"), chunk(9), chunk(9, end="stop")
+        bench = Bench.of(tmp_path, config_of(), *script)
+        kept = await bench.one_request()
+        assert bench.outcomes == [ev.Finished(bench.trajectory_id)]
+        assert [s.token_ids.tolist() for s in kept.segments] == [[7, STOP]]
+        assert bench.statistics.tokens == 2
+        assert "engine scripted went on" in bench.statistics.warnings["said_after_its_end"]
+        await bench.store.close()
+
+    run(body())
+
+
+def test_who_ends_behind_the_last_abort_is_not_blamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @dataclass
+    class Slow(Scripted):
+        told: asyncio.Event = field(default_factory=asyncio.Event)
+
+        async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
+            await self.told.wait()
+            yield chunk(end="abort")
+
+        async def abort(self, request_ids: list[str]) -> None:
+            self.told.set()
+
+    async def body() -> None:
+        monkeypatch.setattr("megatron_async.rollout.generation._ABORT_TRIES", 1)
+        bench = Bench.of(tmp_path, config_of())
+        bench.slot.client = Slow([])  # type: ignore[assignment]
+        bench.generation.submit(bench.trajectory_id, bench.slot)
+        await asyncio.sleep(0)
+        await bench.generation.abort(bench.generation.of())
+        assert bench.outcomes == [ev.Aborted(bench.trajectory_id)]
+        assert bench.blamed == []
         await bench.store.close()
 
     run(body())

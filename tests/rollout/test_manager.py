@@ -15,7 +15,12 @@ import pytest
 
 from megatron_async.config import RunConfig
 from megatron_async.errors import ComponentFailure, ProcessKilled
-from megatron_async.rollout.interfaces import GenerationRequest, TokenChunk
+from megatron_async.rollout.interfaces import (
+    EngineError,
+    EngineStatus,
+    GenerationRequest,
+    TokenChunk,
+)
 from megatron_async.rollout.manager import NotAttached, ResumePoint, UpdateReport
 from megatron_async.rollout.simulated_engine import SimulatedEngine
 from megatron_async.trajectory.batch import TokenBatch
@@ -337,6 +342,36 @@ def test_an_engine_that_was_being_restarted_when_the_trainer_was_lost_comes_back
         while (batch := await trainer.manager.next_batch()) is None:
             await trainer.publish(1, 0)
         assert batch.step == 0 and len(engines.all) == 2
+        await trainer.manager.stop()
+
+    run(body())
+
+
+def test_a_late_error_of_an_engine_that_was_replaced_is_not_blamed_on_its_successor(
+    tmp_path: Path,
+) -> None:
+    """It has the same id."""
+    asked, go_on = asyncio.Event(), asyncio.Event()
+
+    class Slow(SimulatedEngine):
+        async def status(self) -> EngineStatus:
+            asked.set()
+            await go_on.wait()
+            raise EngineError("the old engine0 has gone")
+
+    async def body() -> None:
+        trainer = Trainer(tmp_path, settings("async", max_restarts=5))
+        await trainer.manager.start()
+        trainer.engines.all[0].__class__ = Slow
+        await trainer.begin(ResumePoint(0))
+        await asked.wait()
+        driver = trainer.manager._driver
+        driver.engine_failed("engine0", "killed")
+        while not driver.engines():
+            await asyncio.sleep(0.01)
+        go_on.set()
+        await asyncio.sleep(0.05)
+        assert driver.engines() == [trainer.engines.all[1]]
         await trainer.manager.stop()
 
     run(body())
