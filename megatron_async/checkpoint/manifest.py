@@ -8,6 +8,7 @@ Invariants
 - Checkpoints are ordered by (lineage, step): after a rollback the surviving line is newer, however
   far the abandoned one had come.
 - Removal takes the manifest away first: what is half removed is no checkpoint.
+- Only regular files inside the directory are opened, whatever name the manifest gives them.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import json
 import logging
 import os
 import shutil
+import stat
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megatron_async.errors import UserError
@@ -126,6 +128,20 @@ def step_directory(root: Path | str, step: int) -> Path:
     return Path(root) / f"step_{step:06d}"
 
 
+def file_in(folder: Path, name: str) -> Path:
+    """The file that the checkpoint in `folder` calls `name`. Raises CorruptCheckpoint or OSError.
+
+    Whoever wrote the checkpoint chose the name, and to open a pipe would wait for a writer.
+    """
+    place = PurePosixPath(name)
+    if place.is_absolute() or ".." in place.parts or "\0" in name:
+        raise CorruptCheckpoint(f"{name!r} is not a name inside the checkpoint")
+    path = folder / place
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise CorruptCheckpoint(f"{name} is no regular file")
+    return path
+
+
 def hash_file(path: Path) -> FileRecord:
     """Read a file once. Raises OSError."""
     digest, size = hashlib.sha256(), 0
@@ -185,7 +201,10 @@ def faults(path: Path, files: Mapping[str, FileRecord]) -> list[str]:
     found = []
     for name, record in sorted(files.items()):
         try:
-            actual = hash_file(path / name)
+            actual = hash_file(file_in(path, name))
+        except CorruptCheckpoint as error:
+            found.append(str(error))
+            continue
         except OSError as error:
             found.append(f"{name} cannot be read ({error.strerror})")
             continue
@@ -199,7 +218,7 @@ def faults(path: Path, files: Mapping[str, FileRecord]) -> list[str]:
 def read_checkpoint(path: Path) -> Checkpoint:
     """Read and check a manifest, but not the files. Raises CorruptCheckpoint."""
     try:
-        text = (path / MANIFEST_NAME).read_text()
+        text = file_in(path, MANIFEST_NAME).read_text()
     except OSError as error:
         raise CorruptCheckpoint(f"{MANIFEST_NAME} cannot be read: {error.strerror}") from error
     return Checkpoint(path, Manifest.from_json(text))

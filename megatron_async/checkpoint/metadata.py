@@ -9,6 +9,7 @@ Invariants
   the rest, what torch's `weights_only` allows.
 - The checks pass before torch or Megatron-core read the same bytes with plain `pickle`.
 - No memory is taken for what the files are too short to hold.
+- Only regular files inside the checkpoint's folder are read, whatever name it gives.
 
 Not covered: a pickle or an archive that is made to need far more memory than it has bytes, or a
 file whose bytes are said to be many pieces. Reading them may end the process.
@@ -27,7 +28,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from megatron_async.checkpoint.manifest import CorruptCheckpoint
+from megatron_async.checkpoint.manifest import CorruptCheckpoint, file_in
 
 METADATA_NAME: Final = ".metadata"
 COMMON_NAME: Final = "common.pt"  # Megatron-core's name for what no rank shares
@@ -81,7 +82,7 @@ def check_metadata(folder: Path) -> Metadata:
     """Raises CorruptCheckpoint when the metadata is missing, torn, or more than metadata."""
     with (
         corrupt_where(f"{METADATA_NAME} cannot be read"),
-        (folder / METADATA_NAME).open("rb") as stream,
+        file_in(folder, METADATA_NAME).open("rb") as stream,
     ):
         content = _MetadataUnpickler(stream).load()
     if not isinstance(content, Metadata):
@@ -90,13 +91,15 @@ def check_metadata(folder: Path) -> Metadata:
 
 
 def check_objects(folder: Path, part: int = 0, parts: int = 1) -> None:
-    """`check_metadata`, and a share of the objects that are no tensors: every `parts`-th.
+    """`check_metadata`, the files, and a share of the objects (no tensors): every `parts`-th.
 
     torch reads tensors with `weights_only` itself, and everything else without. Raises
     CorruptCheckpoint.
     """
     metadata = check_metadata(folder)
     with corrupt_where(f"{METADATA_NAME} describes no objects"):
+        for name in {info.relative_path for info in (metadata.storage_data or {}).values()}:
+            file_in(folder, name)  # torch opens those of the tensors as they are named
         # Any field may be left out or replaced. And not "those that are called bytes": what is
         # called a tensor and is none must not slip by.
         stored = [
@@ -108,7 +111,9 @@ def check_objects(folder: Path, part: int = 0, parts: int = 1) -> None:
     for name, info in stored[part::parts]:
         _check_object(name, stored_bytes(folder, f"object {name}", info))
     if part == 0:
-        _check_object(COMMON_NAME, folder / COMMON_NAME)
+        with corrupt_where(f"{COMMON_NAME} cannot be read"):
+            common = file_in(folder, COMMON_NAME)
+        _check_object(COMMON_NAME, common)
 
 
 def stored_length(folder: Path, what: str, info: _StorageInfo) -> int:
@@ -117,7 +122,7 @@ def stored_length(folder: Path, what: str, info: _StorageInfo) -> int:
         if info.transform_descriptors:
             raise CorruptCheckpoint(f"{what} is stored in a form that no save of ours has")
         begin, end = info.offset, info.offset + info.length
-        size = (folder / info.relative_path).stat().st_size  # 0 of what is no file
+        size = file_in(folder, info.relative_path).stat().st_size
         if not 0 <= begin <= end <= size:
             raise CorruptCheckpoint(
                 f"{what} is said to be bytes {begin} to {end} of {info.relative_path}, which has "
@@ -131,7 +136,7 @@ def stored_bytes(folder: Path, what: str, info: _StorageInfo) -> io.BytesIO:
     length = stored_length(folder, what, info)
     with (
         corrupt_where(f"{what} cannot be read"),
-        (folder / info.relative_path).open("rb") as stream,
+        file_in(folder, info.relative_path).open("rb") as stream,
     ):
         stream.seek(info.offset)
         return io.BytesIO(stream.read(length))

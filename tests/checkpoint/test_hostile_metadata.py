@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
@@ -107,10 +108,37 @@ def test_metadata_that_lacks_a_field_or_has_another_in_its_place_is_corrupt(
 def test_bytes_that_no_file_has_are_not_read(folder: Path) -> None:
     metadata = read(folder)
     entry = metadata.storage_data[OBJECT]
-    metadata.storage_data[OBJECT] = replace(entry, relative_path="/dev/zero", length=2**40)
+    metadata.storage_data[OBJECT] = replace(entry, length=2**40)
     write(folder, metadata)
-    told = f"object random is said to be bytes 0 to {2**40} of /dev/zero, which has 0"
+    told = f"object random is said to be bytes 0 to {2**40} of object, which has {entry.length}"
     with pytest.raises(CorruptCheckpoint, match=told):
+        check_objects(folder)
+
+
+@pytest.mark.parametrize("name", ["/dev/zero", "{folder}/object", "../{folder.name}/object"])
+@pytest.mark.parametrize("key", ["random", "weight"])
+def test_a_name_that_leads_out_of_the_checkpoint_is_not_followed(
+    folder: Path, key: str, name: str
+) -> None:
+    """Tensors too: torch would open their files as they are named."""
+    metadata = read(folder)
+    name = name.format(folder=folder)
+    entry = metadata.storage_data[OBJECT if key == "random" else weight(metadata)]
+    entry.relative_path = name
+    write(folder, metadata)
+    with pytest.raises(CorruptCheckpoint, match=f"'{name}' is not a name inside the checkpoint"):
+        check_objects(folder)
+    if key == "weight":
+        with pytest.raises(CorruptCheckpoint, match="is not a name inside the checkpoint"):
+            ShardReader(folder).read("weight", ())
+
+
+@pytest.mark.parametrize("name", ["object", METADATA_NAME, COMMON_NAME])
+def test_a_pipe_is_refused_before_it_is_opened(folder: Path, name: str) -> None:
+    """Nobody writes to it: to open it would wait for ever."""
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(CorruptCheckpoint, match=f"{name} is no regular file"):
         check_objects(folder)
 
 

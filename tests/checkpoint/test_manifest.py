@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from megatron_async.checkpoint.manifest import (
     CorruptCheckpoint,
     Layout,
     Manifest,
+    faults,
     finalise,
     find_latest,
     hash_file,
@@ -121,6 +123,18 @@ def test_a_checkpoint_that_a_person_names_must_be_there_and_intact(tmp_path: Pat
     (path / "data.distcp").write_bytes(b"")
     with pytest.raises(UserError, match="0 bytes, its manifest says 7"):
         open_checkpoint(path)
+
+
+@pytest.mark.parametrize("name", ["/dev/null", "../outside", "pipe", "a\0b"])
+def test_only_regular_files_of_its_own_are_read(tmp_path: Path, name: str) -> None:
+    """The record is that of an empty file: read, each of the first three would pass."""
+    path = write(tmp_path, 2)
+    (tmp_path / "outside").touch()
+    os.mkfifo(path / "pipe")
+    nothing = hash_file(tmp_path / "outside")
+    kind = "is no regular file" if name == "pipe" else "is not a name inside the checkpoint"
+    (sentence,) = faults(path, {name: nothing})
+    assert sentence.endswith(kind)
 
 
 def test_an_existing_directory_of_the_same_step_is_replaced(tmp_path: Path) -> None:
