@@ -179,6 +179,11 @@ _HEALTH_RULES: tuple[tuple[str, str, float, float], ...] = (
 )
 
 
+def unjudged_rules(metrics: Mapping[str, float]) -> frozenset[str]:
+    """The rules of `health_warnings` of which `metrics` say nothing: theirs is absent."""
+    return frozenset(rule for rule, name, _, _ in _HEALTH_RULES if name not in metrics)
+
+
 def health_warnings(metrics: Mapping[str, float]) -> list[HealthWarning]:
     """The rules that `metrics` break: mean weight outside 0.5 to 2, ESS < 0.3, weight std > 1,
     |KL| > 0.1, token chi^2 > 1. A metric that is absent breaks none; NaN breaks its rule."""

@@ -3,7 +3,8 @@
 Invariants
 - A function of the metrics seen so far; the rules themselves live where they are defined
   (`algorithms.metrics`, `scheduler.signatures`).
-- Each is said once when it sets in, and again only after a step at which it did not hold.
+- Each is said once when it sets in, and again only after a step at which it did not hold. A step
+  without the metric of a rule (one that was skipped) says nothing about it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 
-from megatron_async.algorithms.metrics import health_warnings
+from megatron_async.algorithms.metrics import health_warnings, unjudged_rules
 from megatron_async.scheduler.signatures import entropy_growth, ess_collapse
 
 _REMEMBERED_STEPS = 64
@@ -26,9 +27,10 @@ class HealthWatch:
         self._holding: frozenset[str] = frozenset()
 
     def step(self, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-        """(name, message) of each rule that this step breaks and the step before did not."""
+        """(name, message) of each rule that this step breaks and none broke the last time."""
         found = self._broken(metrics)
-        held, self._holding = self._holding, frozenset(name for name, _ in found)
+        held = self._holding
+        self._holding = frozenset(name for name, _ in found) | (held & unjudged_rules(metrics))
         return [(name, message) for name, message in found if name not in held]
 
     def _broken(self, metrics: Mapping[str, float]) -> list[tuple[str, str]]:

@@ -85,6 +85,16 @@ def test_a_signature_is_said_again_after_it_had_ended() -> None:
     assert all(name == "ess_collapse" for warnings in said for name, _ in warnings)
 
 
+def test_a_step_without_the_metric_does_not_end_what_it_was_said_of() -> None:
+    """A step that was skipped, as its gradients were not finite, has none of the rules' metrics."""
+    watch = HealthWatch()
+    sick, well = {"rollout_corr/rollout_is_mean": 7.0}, {"rollout_corr/rollout_is_mean": 1.0}
+    skipped = {"train/skipped": 1.0}
+    steps = [sick, skipped, skipped, sick, skipped, well, skipped, sick]
+    said = [watch.step(metrics) for metrics in steps]
+    assert [step for step, warnings in enumerate(said) if warnings] == [0, 7]
+
+
 def test_entropy_that_rises_on_and_on_is_said_once() -> None:
     watch = HealthWatch()
     said = [watch.step({"actor/entropy": 1.2**step}) for step in range(30)]
