@@ -105,7 +105,7 @@ def launch_run(
     Raises UserError, or ComponentFailure when sbatch fails.
     """
     if resume is not None:
-        directory, config = RunDirectory.find(resume, overrides)
+        directory, config = RunDirectory.find(resume, overrides, "--resume")
     else:
         assert config_file is not None
         config = load_config(config_file, overrides)
@@ -130,12 +130,32 @@ def launch_run(
         return said + by_hand(config, directory, rollout_nodes)
     job_file = directory.path / "job.sbatch"
     job_file.write_text(script)
-    done = subprocess.run(
-        ["sbatch", str(job_file)], capture_output=True, text=True, timeout=_SUBMIT_SECONDS
-    )
+    try:
+        answer = _submit(job_file)
+    except ComponentFailure as error:
+        if not places:
+            raise
+        moved = ", ".join(str(place) for place in places)
+        raise ComponentFailure(
+            f"{error}; the run goes on from step {from_step} all the same, as newer checkpoints "
+            f"were set aside before: {moved}"
+        ) from error
+    return f"{said}{answer}; logs in {directory.logs}"
+
+
+def _submit(job_file: Path) -> str:
+    """What sbatch says. Raises ComponentFailure when it fails or says nothing in time."""
+    command = ["sbatch", str(job_file)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SUBMIT_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        raise ComponentFailure(
+            f"sbatch {job_file} did not answer for {_SUBMIT_SECONDS:g} s; squeue shows whether "
+            "the job was taken"
+        ) from error
     if done.returncode != 0:
         raise ComponentFailure(f"sbatch {job_file} failed: {done.stderr.strip()}")
-    return f"{said}{done.stdout.strip()}; logs in {directory.logs}"
+    return done.stdout.strip()
 
 
 def job_script(

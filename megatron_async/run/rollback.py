@@ -5,8 +5,8 @@ the newer ones out of its sight, once, before anything starts: they get another 
 
 Invariants
 - Everything that can be refused is refused before the first name changes.
-- The newest goes first. A crash in between leaves a run that goes on from one of its checkpoints,
-  and the same command goes on with the rest.
+- The newest goes first, each durably before the next. A crash or a power loss in between leaves a
+  run that goes on from one of its checkpoints, and the same command goes on with the rest.
 - What the abandoned steps had trained is scored again by the line that a resume begins: nothing
   here touches the store.
 """
@@ -18,7 +18,12 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_async.checkpoint.manifest import Checkpoint, list_checkpoints, open_checkpoint
+from megatron_async.checkpoint.manifest import (
+    Checkpoint,
+    list_checkpoints,
+    open_checkpoint,
+    sync_directory,
+)
 from megatron_async.errors import UserError
 from megatron_async.run.directory import RunDirectory
 from megatron_async.trajectory.store_lock import check_not_in_use
@@ -52,7 +57,14 @@ def rollback_to(directory: RunDirectory, step: int) -> Rollback:
     with closing(StoreReader(directory.store_file)) as reader:
         content = reader.content()
     check_serves(directory.store_file, content.tree, content.exported, target.manifest.version)
-    return Rollback(target, tuple(kept[:place]))
+    newer = tuple(kept[:place])
+    for checkpoint in newer:
+        if (taken := _place_aside(checkpoint)).exists():
+            raise UserError(
+                f"--from-step is {step}, and checkpoint {checkpoint.path} cannot be set aside: "
+                f"{taken} exists already"
+            )
+    return Rollback(target, newer)
 
 
 def _steps(kept: Sequence[Checkpoint]) -> str:
@@ -62,10 +74,17 @@ def _steps(kept: Sequence[Checkpoint]) -> str:
     return f"step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}"
 
 
+def _place_aside(checkpoint: Checkpoint) -> Path:
+    return checkpoint.path.with_name(f"abandoned_{checkpoint.manifest.version}")
+
+
 def _set_aside(checkpoint: Checkpoint) -> Path:
-    place = checkpoint.path.with_name(f"abandoned_{checkpoint.manifest.version}")
+    place = _place_aside(checkpoint)
     try:
-        return checkpoint.path.rename(place)
+        checkpoint.path.rename(place)
+        # else a power loss may bring it back, and a plain resume would go on from it
+        sync_directory(place.parent)
+        return place
     except OSError as error:
         raise UserError(
             f"checkpoint {checkpoint.path} cannot be set aside as {place}: {error.strerror}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import stat
 import subprocess
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_async.config import load_config
-from megatron_async.errors import UserError
+from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.run.directory import RunDirectory
 from megatron_async.run.launch import ROOT, Cluster, launch_run
 from megatron_async.tasks.tokenizer import write_character_tokenizer
@@ -129,6 +130,32 @@ def test_what_is_refused_makes_nothing(
 def test_scripts_are_valid_bash(script: Path) -> None:
     done = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True, timeout=10)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_job_that_is_not_taken_leaves_word_of_what_was_set_aside(
+    settings: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = RunDirectory.create(load_config(settings, []))
+    asyncio.run(TrajectoryStore.open(directory.store_file).close())
+    for step in (2, 4):
+        write(directory.checkpoints, step)
+    sbatch = tmp_path / "bin" / "sbatch"
+    sbatch.parent.mkdir()
+    sbatch.write_text("#!/bin/sh\necho queue is closed >&2\nexit 1\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{sbatch.parent}:{os.environ['PATH']}")
+
+    def submit(from_step: int | None) -> str:
+        with pytest.raises(ComponentFailure) as failed:
+            launch_run(
+                None, directory.path, [], GPUS, slurm=True, dry_run=False, from_step=from_step
+            )
+        return str(failed.value)
+
+    assert submit(None).endswith("failed: queue is closed")
+    sentence = submit(2)
+    assert "failed: queue is closed; the run goes on from step 2 all the same" in sentence
+    assert sentence.endswith(f"set aside before: {directory.checkpoints}/abandoned_0.4")
 
 
 def test_going_back_is_done_once_before_any_node_starts(settings: Path, tmp_path: Path) -> None:

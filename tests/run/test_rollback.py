@@ -22,6 +22,7 @@ from megatron_async.checkpoint.manifest import (
 )
 from megatron_async.config.rollout import StoreConfig
 from megatron_async.errors import UserError
+from megatron_async.run import rollback
 from megatron_async.run.directory import RunDirectory
 from megatron_async.run.rollback import rollback_to
 from megatron_async.trajectory.store import TrajectoryStore
@@ -142,6 +143,28 @@ def test_a_step_without_checkpoint_is_refused_with_those_that_there_are(
 def test_a_run_without_checkpoints_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--from-step is 2, .* it keeps none$"):
         rollback_to(RunDirectory(tmp_path), 2)
+
+
+def test_a_name_that_is_taken_is_refused_before_anything_is_set_aside(run: RunDirectory) -> None:
+    """Somebody copied an abandoned checkpoint back where they should have moved it."""
+    (run.checkpoints / "abandoned_0.4").mkdir()
+    (run.checkpoints / "abandoned_0.4" / "kept").touch()
+    with pytest.raises(UserError, match=r"_000004 cannot be set aside: .*_0\.4 exists already$"):
+        rollback_to(run, 2)
+    assert resume(run) == (0, 6)
+
+
+def test_each_is_aside_for_good_before_the_next(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power loss brings back what was not made durable: never an older one without the newer."""
+    durable = []
+    monkeypatch.setattr(rollback, "sync_directory", lambda path: durable.append(names(run)))
+    rollback_to(run, 2).carry_out()
+    assert durable == [
+        ["abandoned_0.6", "step_000002", "step_000004"],
+        ["abandoned_0.4", "abandoned_0.6", "step_000002"],
+    ]
 
 
 def test_a_corrupt_checkpoint_is_refused_and_the_newer_ones_stay(run: RunDirectory) -> None:
