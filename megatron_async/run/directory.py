@@ -100,13 +100,15 @@ class RunDirectory:
         return directory
 
     @classmethod
-    def find(cls, path: Path | str, overrides: list[str]) -> tuple[RunDirectory, RunConfig]:
+    def find(
+        cls, path: Path | str, overrides: list[str], named_by: str = "run directory"
+    ) -> tuple[RunDirectory, RunConfig]:
         """An existing run and its settings with `overrides` on top; writes nothing, so that both
-        can be checked first. Raises UserError.
+        can be checked first. Raises UserError naming what gave the path, e.g. an option.
         """
         directory = cls(Path(path).absolute())
         if not directory.config_file.exists():
-            raise UserError(f"--resume {path}: there is no run (no config.yaml) in that directory")
+            raise UserError(f"{named_by} {path}: there is no run (no config.yaml) in it")
         return directory, load_config(directory.config_file, overrides)
 
     @classmethod

@@ -27,8 +27,11 @@ def test_a_name_that_is_taken_is_refused(tmp_path: Path) -> None:
 
 
 def test_resuming_what_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="there is no run"):
-        RunDirectory.open(tmp_path / "nowhere", [])
+    nowhere = tmp_path / "nowhere"
+    with pytest.raises(UserError, match=f"^run directory {nowhere}: there is no run"):
+        RunDirectory.open(nowhere, [])
+    with pytest.raises(UserError, match=f"^--resume {nowhere}: there is no run"):
+        RunDirectory.find(nowhere, [], "--resume")
 
 
 def test_a_root_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
