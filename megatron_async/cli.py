@@ -101,7 +101,7 @@ def train(
     if resume is not None:
         if config is not None:
             raise UserError(f"--resume {resume} has its own config.yaml; --config {config} is idle")
-        found, settings = RunDirectory.find(resume, list(overrides or []))
+        found, settings = RunDirectory.find(resume, list(overrides or []), "--resume")
     else:
         settings = load_config(_need(config, "train"), list(overrides or []))
     check_one_machine(settings)
@@ -355,7 +355,7 @@ def trajectories(
     if state is not None and state not in set(TrajectoryState):
         raise UserError(f"--state is {state!r}; it must be one of {', '.join(TrajectoryState)}")
     console = Console(soft_wrap=True)
-    with closing(StoreReader(directory.store_file)) as reader:
+    with closing(StoreReader(directory.store_file)) as reader, reader.at_one_moment():
         if show is not None:
             found = store_exported.find(reader, show)
             tokenizer = load_tokenizer(settings.model.path)

@@ -2,7 +2,8 @@
 
 Invariants
 - Only lines whose removal from the database is committed are read; what a crash left beyond them is
-  in the database still. So with the store's own rows every trajectory is there once.
+  in the database still. So with the store's own rows every trajectory is there once, if both are
+  read at one moment (`StoreReader.at_one_moment`): compaction may go on.
 - A line that is not what compaction writes raises UserError naming the file and the line.
 """
 

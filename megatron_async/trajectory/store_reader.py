@@ -15,6 +15,7 @@ import itertools
 import json
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -139,10 +140,22 @@ def read_rows(connection: sqlite3.Connection, table: str) -> Iterator[Row]:
         yield schema.opened(table, row)
 
 
-def read_content(connection: sqlite3.Connection) -> StoreContent:
-    """Raises DamagedStore or sqlite3.DatabaseError when anything is not what was written."""
+@contextmanager
+def at_one_moment(connection: sqlite3.Connection) -> Iterator[None]:
+    """All reads inside see one state of the file; inside another one it is part of that."""
+    if connection.in_transaction:
+        yield
+        return
     connection.execute("BEGIN")
     try:
+        yield
+    finally:
+        connection.execute("COMMIT")
+
+
+def read_content(connection: sqlite3.Connection) -> StoreContent:
+    """Raises DamagedStore or sqlite3.DatabaseError when anything is not what was written."""
+    with at_one_moment(connection):
         progress = next(read_rows(connection, "progress"), None)
         documents = {row[0]: str(row[1]) for row in read_rows(connection, "document")}
         lines = [Line(*row) for row in read_rows(connection, "lines")]  # type: ignore[arg-type]
@@ -164,8 +177,6 @@ def read_content(connection: sqlite3.Connection) -> StoreContent:
                 for row in read_rows(connection, "trajectories")
             },
         )
-    finally:
-        connection.execute("COMMIT")
     members = {
         i
         for row in content.groups.values()
@@ -286,6 +297,10 @@ class StoreReader:
     def export_file(self) -> Path:
         """Where compaction puts what it takes out; see `store_exported`."""
         return schema.export_file(self._path)
+
+    def at_one_moment(self) -> AbstractContextManager[None]:
+        """What is read inside belongs together, whatever the run writes meanwhile."""
+        return at_one_moment(self._connection)
 
     def holds(self, trajectory_id: int) -> bool:
         """Whether this trajectory is in the store now."""

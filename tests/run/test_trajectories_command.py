@@ -15,7 +15,9 @@ from megatron_async.config.rollout import StoreConfig
 from megatron_async.errors import UserError
 from megatron_async.run.directory import RunDirectory
 from megatron_async.tasks.tokenizer import write_character_tokenizer
+from megatron_async.trajectory import store_exported
 from megatron_async.trajectory.store import TrajectoryStore
+from megatron_async.trajectory.store_reader import StoreReader, TrajectorySummary
 from megatron_async.trajectory.types import DropReason
 from tests.trajectory.builders import prompt, scored_group
 
@@ -89,6 +91,29 @@ def test_exported_ones_are_listed_on_demand(run: RunDirectory) -> None:
     assert "more are in" not in output
     assert rows(call(run, "--state", "dropped", "--exported")) == [6, 7]
     assert rows(call(run, "--state", "batched")) == []
+
+
+def test_what_compaction_moves_during_a_look_is_listed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path)
+    file, read = run.path / "export" / "trajectories.jsonl", store_exported.summaries
+
+    async def compact() -> None:
+        settings = StoreConfig(compact_after_checkpoints=1)
+        store = TrajectoryStore.open(run.store_file, settings, lineage=1, step=3, parent=0)
+        store.mark_batched([4, 5], 3)
+        await store.checkpoint_finalised(4, [4])
+        await store.close()
+
+    def read_then_compact(reader: StoreReader) -> list[TrajectorySummary]:
+        found = read(reader)
+        asyncio.run(compact())
+        return found
+
+    monkeypatch.setattr(store_exported, "summaries", read_then_compact)
+    assert rows(call(run, "--limit", "0", "--exported")) == list(range(70))
+    assert len(file.read_text().splitlines()) == EXPORTED + 4
 
 
 @pytest.mark.parametrize(("wanted", "state"), [(30, "scored"), (4, "batched (step 2)")])
