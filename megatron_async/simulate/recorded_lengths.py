@@ -4,13 +4,21 @@ A file is a JSON list, one number a line, or JSONL whose objects hold `response_
 `response_ids`, or `segments` (the lines of `export/trajectories.jsonl`: tokens that the environment
 wrote are not counted). Where an object says `finish_reason`, `length` is a response that was cut,
 and null is one that never ended (it was dropped before).
+
+Invariants
+- Lines are read one by one and only their lengths are kept: an export may be larger than the
+  memory. (A JSON list is read whole.)
+- Of a run's own export, what is behind the last committed removal is left out, as a run that goes
+  on, or one that was killed, may have a torn line there.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +27,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_async.errors import UserError
+from megatron_async.run.directory import RunDirectory
+from megatron_async.trajectory.store_reader import StoreReader
 
 Array = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
@@ -57,35 +67,58 @@ def read_recorded(path: Path, setting: str) -> Recorded:
 
     An unfinished response without any token says nothing and is left out.
     """
-    entries = [
-        (number, *_length(entry), _ending(entry))
-        for number, entry in enumerate(_entries(path, setting), start=1)
-    ]
-    for number, tokens, shown, ending in entries:
+    lengths, censored, ended = array("d"), bytearray(), bytearray()
+    for number, entry in enumerate(_entries(path, setting), start=1):
+        (tokens, shown), ending = _length(entry), _ending(entry)
         unstarted = tokens == 0 and ending is None
         if tokens is None or not (tokens >= 1 or unstarted):
             raise UserError(f"{setting} {path}: entry {number} is not a length: {shown}")
-    kept = [(float(tokens or 0), ending) for _, tokens, _, ending in entries if tokens]
-    if not kept:
+        if not unstarted:
+            lengths.append(tokens)
+            censored.append(ending in (None, "length"))
+            ended.append(ending is not None)
+    if not lengths:
         raise UserError(f"{setting} {path} holds no length")
     return Recorded(
-        np.array([tokens for tokens, _ in kept]),
-        np.array([ending in (None, "length") for _, ending in kept]),
-        np.array([ending is not None for _, ending in kept]),
+        np.array(lengths), np.array(censored).astype(bool), np.array(ended).astype(bool)
     )
 
 
-def _entries(path: Path, setting: str) -> list[Any]:
+def _entries(path: Path, setting: str) -> Iterator[Any]:
+    committed, place, seen = _committed_bytes(path), 0, False
     try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                place += len(line)
+                if place > committed:
+                    return
+                if not line.strip():
+                    continue
+                is_list, seen = not seen and line.lstrip().startswith(b"["), True
+                where = "" if is_list else f", line {number},"
+                found = _parsed(line + file.read() if is_list else line, f"{setting} {path}{where}")
+                if is_list:
+                    yield from found
+                    return
+                yield found
+    except OSError as error:
         raise UserError(f"{setting} {path} cannot be read: {error}") from error
+
+
+def _parsed(text: bytes, where: str) -> Any:
     try:
-        if text.lstrip().startswith("["):
-            return list(json.loads(text))
-        return [json.loads(line) for line in text.splitlines() if line.strip()]
-    except json.JSONDecodeError as error:
-        raise UserError(f"{setting} {path} is not JSON or numbers: {error}") from error
+        return json.loads(text.decode())
+    except ValueError as error:
+        raise UserError(f"{where} is not JSON or numbers: {error}") from error
+
+
+def _committed_bytes(path: Path) -> float:
+    """How far `path` may be read: no limit, unless it is the export of a run that is there."""
+    store = RunDirectory(path.absolute().parent.parent).store_file
+    if not store.exists():
+        return math.inf
+    with closing(StoreReader(store)) as reader:
+        return reader.exported().bytes if reader.export_file == path.absolute() else math.inf
 
 
 def _length(entry: Any) -> tuple[float | None, object]:

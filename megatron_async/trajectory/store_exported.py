@@ -31,7 +31,7 @@ from megatron_async.trajectory.types import (
 
 def missing_line(reader: StoreReader) -> str:
     """Says how many trajectories have left the database, and where they are; empty: none has."""
-    exported = _exported(reader)
+    exported = reader.exported()
     count = exported.batched + sum(exported.dropped.values())
     if not count:
         return ""
@@ -42,7 +42,7 @@ def missing_line(reader: StoreReader) -> str:
 
 def summaries(reader: StoreReader) -> list[TrajectorySummary]:
     """The exported trajectories by id. Raises UserError when the file cannot be read."""
-    found = [_summary(t) for t in _trajectories(reader.export_file, _exported(reader))]
+    found = [_summary(t) for t in _trajectories(reader.export_file, reader.exported())]
     return sorted(found, key=lambda summary: summary.trajectory_id)
 
 
@@ -50,13 +50,9 @@ def find(reader: StoreReader, trajectory_id: int) -> Trajectory:
     """From the store or from its export. Raises UserError when it is in neither."""
     if reader.holds(trajectory_id):
         return reader.trajectory(trajectory_id)
-    for trajectory in _trajectories(reader.export_file, _exported(reader), only=trajectory_id):
+    for trajectory in _trajectories(reader.export_file, reader.exported(), only=trajectory_id):
         return trajectory
     return reader.trajectory(trajectory_id)  # which says why there is none
-
-
-def _exported(reader: StoreReader) -> Exported:
-    return reader.content().exported
 
 
 def _trajectories(file: Path, exported: Exported, only: int | None = None) -> Iterator[Trajectory]:

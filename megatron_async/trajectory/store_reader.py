@@ -153,9 +153,16 @@ def at_one_moment(connection: sqlite3.Connection) -> Iterator[None]:
         connection.execute("COMMIT")
 
 
+def read_exported(connection: sqlite3.Connection) -> Exported:
+    """Raises DamagedStore or sqlite3.DatabaseError."""
+    documents = {row[0]: str(row[1]) for row in read_rows(connection, "document")}
+    return Exported.from_json(documents[2]) if 2 in documents else Exported()
+
+
 def read_content(connection: sqlite3.Connection) -> StoreContent:
     """Raises DamagedStore or sqlite3.DatabaseError when anything is not what was written."""
     with at_one_moment(connection):
+        exported = read_exported(connection)
         progress = next(read_rows(connection, "progress"), None)
         documents = {row[0]: str(row[1]) for row in read_rows(connection, "document")}
         lines = [Line(*row) for row in read_rows(connection, "lines")]  # type: ignore[arg-type]
@@ -164,7 +171,7 @@ def read_content(connection: sqlite3.Connection) -> StoreContent:
         content = StoreContent(
             position=0 if progress is None else _integer(progress[1]),
             counters=Counters.from_json(documents[1]) if 1 in documents else Counters(),
-            exported=Exported.from_json(documents[2]) if 2 in documents else Exported(),
+            exported=exported,
             tree=LineTree(lines),
             checkpoints=[
                 PolicyVersion(_integer(row[1]), _integer(row[2]))
@@ -306,6 +313,13 @@ class StoreReader:
         """Whether this trajectory is in the store now."""
         query = f"SELECT 1 FROM trajectories WHERE trajectory_id = {int(trajectory_id)}"
         return any(True for _ in self._execute(query))
+
+    def exported(self) -> Exported:
+        """What compaction has taken out by now. Raises UserError for a damaged file."""
+        try:
+            return read_exported(self._connection)
+        except (sqlite3.Error, DamagedStore) as error:
+            raise _unreadable(self._path, error) from error
 
     def content(self) -> StoreContent:
         """Everything but tokens, at one moment. Raises UserError for a damaged file."""

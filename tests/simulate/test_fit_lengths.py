@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -138,6 +139,40 @@ def test_a_runs_own_export_is_a_file_of_lengths(export: Path) -> None:
     config = LengthConfig(distribution="file", path=str(export))
     source = GroupSource(config, RewardConfig(), group_size=8, longest=100, seed=1)
     assert set(source.group(0)[0]) <= set(range(10, 40))
+
+
+@pytest.mark.parametrize("behind", ['{"segm', '{"response_length": 5, "finish_reason": "stop"}\n'])
+def test_what_no_removal_has_committed_is_left_out(
+    export: Path, monkeypatch: pytest.MonkeyPatch, behind: str
+) -> None:
+    """Compaction that goes on, or that a kill has ended, leaves it behind the committed lines."""
+    with export.open("a") as file:
+        file.write(behind)
+    assert sorted(read_lengths(export)) == list(range(10, 40))
+    monkeypatch.chdir(export.parent)
+    assert sorted(read_lengths(Path(export.name))) == list(range(10, 40)), "however it is named"
+
+
+def test_a_torn_line_of_any_other_file_is_named(export: Path) -> None:
+    copied = export.with_name("copy.jsonl")
+    copied.write_text(export.read_text()[:-10])
+    with pytest.raises(UserError, match=rf"{copied}, line 32, is not JSON or numbers"):
+        read_lengths(copied)
+
+
+def test_only_lengths_are_held_in_memory(tmp_path: Path) -> None:
+    """Less than the file has bytes; its numbers would take five times as many."""
+    file = tmp_path / "long.jsonl"
+    line = json.dumps({"response_ids": [100_000] * 5000}) + "\n"
+    with file.open("w") as stream:
+        stream.writelines(line for _ in range(50))
+    tracemalloc.start()
+    try:
+        assert set(read_lengths(file)) == {5000.0}
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < file.stat().st_size
 
 
 def test_the_command_prints_settings_that_simulate_takes(export: Path) -> None:
