@@ -2,8 +2,9 @@
 
 Invariants
 - Counters only grow; a batch's metrics are differences since the batch before it (the first batch:
-  since this process began), so that they add up along a run that was resumed.
-- What was not measured is left out: KV usage before an engine's first report.
+  since this process began), so that along the batches of one process they add up.
+- What was not measured is left out: KV usage before an engine's first report, and what the engine
+  had preempted by then.
 - Times are wall-clock seconds of the driver's process.
 - Generation time is the time in which requests may run: it stands still from the emission of a
   batch (without `overlap`) or from the beginning of a weight update until that update has ended.

@@ -5,7 +5,12 @@ PipelineRL counts lag so: a bound in samples does not move when the batch size d
 Invariants
 - The lag of a trajectory is that of its oldest trained token (SEMANTICS.md section 1). Version a in
   batch n: the trajectories of batches a .. n - 1 on the current line, which is 0 on-policy.
-- A batch that the trainer could not use has trained nothing.
+- A batch that the trainer could not use has trained nothing, for the batches that are packed after
+  it was dropped.
+
+After a resume, the size of a batch that compaction has taken is not known: it counts with the usual
+size, and one of which a part was taken with what is left. Lags that reach back over such a batch
+are estimates.
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ class SamplesTrained:
         batch_size: int = 0,
         sizes: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
-        """`sizes` of the batches before `first_step`; one that is not there had `batch_size`."""
+        """`sizes` of the batches before `first_step`; one that is not there counts `batch_size`."""
         self._before = [0]  # [n]: in batches 0 .. n - 1
         for step in range(first_step):
             self.add(step, sizes.get(step, batch_size))

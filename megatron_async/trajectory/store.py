@@ -406,7 +406,11 @@ class TrajectoryStore:
         return self._state.counters.next_group
 
     def batch_sizes(self) -> dict[int, int]:
-        """Step -> trajectories of its batch along the current line, those not compacted yet."""
+        """Step -> trajectories of its batch along the current line that the store still has.
+
+        0 if the trainer dropped the batch; of what compaction has begun to take, only what is left,
+        and a batch that it has taken whole is not in there.
+        """
         return self._state.batch_sizes()
 
     def counts(self) -> dict[str, int]:

@@ -88,10 +88,7 @@ class StoreState:
         return dict(counts)
 
     def batch_sizes(self) -> dict[int, int]:
-        """Step -> trajectories of its batch along the current line; 0 if the trainer dropped it.
-
-        A batch of which compaction has taken everything is left out.
-        """
+        """See `TrajectoryStore.batch_sizes`."""
         on_path = Consumption.at(self.tree, self.lineage)
         return {
             batch.step: len(batch.ids())
