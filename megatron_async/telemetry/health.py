@@ -27,7 +27,7 @@ class HealthWatch:
         self._holding: frozenset[str] = frozenset()
 
     def step(self, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-        """(name, message) of each rule that this step breaks and none broke the last time."""
+        """(name, message) of each rule broken here that was not at the last step to tell of it."""
         found = self._broken(metrics)
         held = self._holding
         self._holding = frozenset(name for name, _ in found) | (held & unjudged_rules(metrics))
