@@ -8,14 +8,27 @@ here: the driver turns time limits into events, and the one time there is came w
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar, dataclass_transform
 
 from megatron_async.trajectory.types import DropReason, PolicyVersion, TrajectoryState
+
+_T = TypeVar("_T")
+
+
+@dataclass_transform(frozen_default=True)
+def _message(cls: type[_T]) -> type[_T]:
+    """A dataclass that nothing may change, which is the type checker's to see to.
+
+    `frozen=True` would check it again at run time, for which its constructor takes four times as
+    long; a boundary makes thousands of messages at once.
+    """
+    return dataclass(slots=True, unsafe_hash=True)(cls)
+
 
 # ---------------------------------------------------------------- events
 
 
-@dataclass(frozen=True, slots=True)
+@_message
 class GroupSpec:
     """A prompt that became a group: its N trajectories and the prompt's length in tokens."""
 
@@ -25,14 +38,14 @@ class GroupSpec:
     priority: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@_message
 class PromptsAvailable:
     """New groups may be started (answer to `RequestPrompts`). Empty = the source is exhausted."""
 
     groups: tuple[GroupSpec, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@_message
 class RecoveredTrajectory:
     """What the store knows of one unconsumed trajectory after a restart.
 
@@ -50,7 +63,7 @@ class RecoveredTrajectory:
     drop_reason: DropReason | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@_message
 class Recovered:
     """A group found in the store at a resume, oldest group first."""
 
@@ -58,7 +71,7 @@ class Recovered:
     trajectories: tuple[RecoveredTrajectory, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@_message
 class EngineUp:
     """An engine holds `version` and may serve up to `max_running` requests at once."""
 
@@ -68,7 +81,7 @@ class EngineUp:
     max_running: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@_message
 class EngineDown:
     """An engine is gone; whatever ran there is partial now, with the tokens that arrived.
 
@@ -79,7 +92,7 @@ class EngineDown:
     engine_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@_message
 class TokensArrived:
     """`count` more tokens of a running trajectory, all made by policy number `version`."""
 
@@ -88,21 +101,21 @@ class TokensArrived:
     version: int
 
 
-@dataclass(frozen=True, slots=True)
+@_message
 class Finished:
     """Generation of a trajectory is complete (its last tokens have been reported before)."""
 
     trajectory_id: int
 
 
-@dataclass(frozen=True, slots=True)
+@_message
 class Aborted:
     """A request ended without finishing (asked for, or the engine's doing): it is partial now."""
 
     trajectory_id: int
 
 
-@dataclass(frozen=True, slots=True)
+@_message
 class ManyAborted:
     """Requests that ended early one right after the other, each with its last tokens.
 
@@ -114,7 +127,7 @@ class ManyAborted:
     requests: tuple[tuple[int, ...], ...]
 
 
-@dataclass(frozen=True, slots=True)
+@_message
 class RewardReady:
     """The verifier's judgement. `reward=None`: it failed and the setting says drop."""
 
@@ -122,7 +135,7 @@ class RewardReady:
     reward: float | None
 
 
-@dataclass(frozen=True, slots=True)
+@_message
 class EngineLoad:
     """A load report: share of KV in use (0-1) and preemptions since the last report."""
 
@@ -131,7 +144,7 @@ class EngineLoad:
     preemptions: int
 
 
-@dataclass(frozen=True, slots=True)
+@_message
 class BatchTaken:
     """The trainer took the emitted batch of `step` and works on it.
 
@@ -143,14 +156,14 @@ class BatchTaken:
     at_seconds: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@_message
 class UpdateRequested:
     """The trainer has made version `number` and wants to publish it."""
 
     number: int
 
 
-@dataclass(frozen=True, slots=True)
+@_message
 class WeightsPublished:
     """All engines that are up hold this version now."""
 
@@ -176,14 +189,14 @@ Event = (
 # ---------------------------------------------------------------- actions
 
 
-@dataclass(frozen=True, slots=True)
+@_message
 class RequestPrompts:
     """`count` more groups are wanted."""
 
     count: int
 
 
-@dataclass(frozen=True, slots=True)
+@_message
 class Submit:
     """Start a trajectory on an engine, or go on with it from its stored tokens."""
 
@@ -192,7 +205,7 @@ class Submit:
     resume: bool
 
 
-@dataclass(frozen=True, slots=True)
+@_message
 class Abort:
     """End a running request early; it will be `Aborted` (or `Finished`, if that came first)."""
 
@@ -200,21 +213,21 @@ class Abort:
     engine_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@_message
 class Score:
     """Send a finished trajectory to the verifier."""
 
     trajectory_id: int
 
 
-@dataclass(frozen=True, slots=True)
+@_message
 class Restart:
     """Forget a trajectory's tokens and reward; it starts again from its prompt."""
 
     trajectory_id: int
 
 
-@dataclass(frozen=True, slots=True)
+@_message
 class Drop:
     """A trajectory leaves the run; neither an engine nor a verifier works on it any more."""
 
@@ -222,7 +235,7 @@ class Drop:
     reason: DropReason
 
 
-@dataclass(frozen=True, slots=True)
+@_message
 class EmitBatch:
     """Batch for update `step`: complete, scored groups, in this order.
 
@@ -234,26 +247,26 @@ class EmitBatch:
     mask_before: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@_message
 class PauseEngines:
     """Stop generation for a weight transfer, with SGLang's mode of that name."""
 
     mode: Literal["in_place", "retract"]
 
 
-@dataclass(frozen=True, slots=True)
+@_message
 class AllowUpdate:
     """Engines are ready (idle or paused): the weight transfer of `number` may begin."""
 
     number: int
 
 
-@dataclass(frozen=True, slots=True)
+@_message
 class ResumeEngines:
     """Generation goes on after a transfer."""
 
 
-@dataclass(frozen=True, slots=True)
+@_message
 class Warn:
     """A failure signature was seen, by its name, with what to change."""
 
