@@ -39,7 +39,8 @@ Tokens = list[tuple[int, int]]
 class Request:
     """A trajectory, on an engine or between two of them.
 
-    `before`: tokens from earlier stints, `reported`: from this one as far as they were taken.
+    `before`: tokens from earlier stints, `reported`: from this one as far as they were taken,
+    `written`: all of these by version.
     While it runs: it `joined` at one decode step and is complete at another, `finish_at`.
     """
 
@@ -52,11 +53,22 @@ class Request:
     joined: float = 0.0
     finish_at: float = 0.0
     reported: int = 0
+    written: Tokens = field(default_factory=list)
 
     @property
     def tokens(self) -> int:
         """All that were taken so far."""
         return self.before + self.reported
+
+    def write(self, tokens: Tokens) -> None:
+        """Tokens of this stint were taken."""
+        written = self.written
+        version, count = tokens[0]
+        if written and written[-1][0] == version:
+            written[-1] = (version, written[-1][1] + count)
+            written += tokens[1:]
+        else:
+            written += tokens
 
     def end_stint(self) -> None:
         """What was taken is what it will come back with."""
@@ -201,7 +213,7 @@ class Engine:
         return out
 
     def take_tokens(self, request: Request) -> Tokens:
-        """Tokens since the last report, by version."""
+        """Tokens since the last report, by version; the request has them as `written` from now."""
         joined, first = request.joined, request.reported
         generated = int(self.steps - joined + _CLOSE)
         if generated > request.remaining:
@@ -211,9 +223,15 @@ class Engine:
         request.reported = generated
         began, version = self._switches[-1]
         if began - joined + _CLOSE < first + 1:
-            return [(version, generated - first)]  # nearly always: one version since then
+            tokens = [(version, generated - first)]  # nearly always: one version since then
+        else:
+            tokens = self._by_version(request, first, generated)
+        request.write(tokens)
+        return tokens
+
+    def _by_version(self, request: Request, first: int, end: int) -> Tokens:
+        """Tokens `first` to `end` of this stint."""
         out: Tokens = []
-        end = generated
         for began, version in reversed(self._switches):
             start = max(first, self._tokens_at(request, began))
             if start < end:
@@ -241,16 +259,17 @@ class Engine:
         """Take requests out, each with the tokens not reported yet; without those not here."""
         running, waiting = self.running, self._waiting
         out: list[tuple[int, Tokens]] = []
+        gone = []
         for trajectory_id in trajectory_ids:
-            request = running.get(trajectory_id)
+            request = running.pop(trajectory_id, None)
             if request is not None:
                 out.append((trajectory_id, self.take_tokens(request)))
-                self._leave(request)
-                request.end_stint()
+                gone.append(request)
             elif waiting.pop(trajectory_id, None) is not None:
                 out.append((trajectory_id, []))
-        if not running:
-            self._finishing.clear()
+        self._free(gone)
+        for request in gone:
+            request.end_stint()
         return out
 
     def admit(self) -> None:
@@ -295,19 +314,26 @@ class Engine:
         heapq.heappush(self._finishing, (finish_at, trajectory_id))
 
     def _leave(self, request: Request) -> None:
-        """Free its KV, and its prompt's when no other member of its group runs here."""
-        groups = self._groups
         del self.running[request.trajectory_id]
-        left = groups[request.group_id] - 1
-        done = self.steps - request.joined
-        self.kv -= request.before + (done if done < request.remaining else request.remaining)
-        if left:
-            groups[request.group_id] = left
-        else:
-            del groups[request.group_id]
-            self.kv -= request.prompt
+        self._free((request,))
+
+    def _free(self, gone: Iterable[Request]) -> None:
+        """The KV of requests that ran, and of prompts that no other member of a group runs with."""
+        groups = self._groups
         if not self.running:
             self.kv = 0.0  # no rounding error survives an idle moment
+            groups.clear()
+            self._finishing.clear()
+            return
+        for request in gone:
+            done = self.steps - request.joined
+            self.kv -= request.before + (done if done < request.remaining else request.remaining)
+            left = groups[request.group_id] - 1
+            if left:
+                groups[request.group_id] = left
+            else:
+                del groups[request.group_id]
+                self.kv -= request.prompt
 
     def _forget_gone(self) -> None:
         finishing = self._finishing

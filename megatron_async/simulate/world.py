@@ -18,7 +18,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -53,25 +53,15 @@ def rare_collections() -> Iterator[None]:
 
 @dataclass(slots=True, eq=False)
 class Response(Request):
-    """A simulated trajectory: its reward, and what is written, by version."""
+    """A simulated trajectory and its reward."""
 
     reward: float = 0.0
-    versions: Tokens = field(default_factory=list)
-
-    def append(self, written: Tokens) -> None:
-        """More tokens."""
-        versions = self.versions
-        for version, count in written:
-            if versions and versions[-1][0] == version:
-                versions[-1] = (version, versions[-1][1] + count)
-            else:
-                versions.append((version, count))
 
     def restart(self) -> None:
         """Back to the prompt."""
         self.remaining += self.before
         self.before = self.reported = 0
-        self.versions = []
+        self.written = []
 
 
 class World:
@@ -207,10 +197,7 @@ class World:
                 self._wrote(request, engine.take_tokens(request))
 
     def _wrote(self, request: Request, written: Tokens) -> None:
-        if not written:
-            return
         trajectory_id = request.trajectory_id
-        self._responses[trajectory_id].append(written)
         told = _told(trajectory_id, written)
         for place in range(1, len(told), 2):
             arrived = ev.TokensArrived(trajectory_id, told[place], told[place + 1])
@@ -237,14 +224,13 @@ class World:
 
     def _abort(self, actions: Sequence[ev.Abort]) -> None:
         """End requests. One that finishes at this very moment is not there; its event is queued."""
-        responses, ended = self._responses, []
+        ended: list[tuple[int, ...]] = []
         for engine_id, same in itertools.groupby(actions, attrgetter("engine_id")):
             engine = self._engines[engine_id]
             self._touch(engine)
-            for trajectory_id, written in engine.cancel(action.trajectory_id for action in same):
-                if written:
-                    responses[trajectory_id].append(written)
-                ended.append(_told(trajectory_id, written))
+            ended += itertools.starmap(
+                _told, engine.cancel(action.trajectory_id for action in same)
+            )
         if ended:
             self._under_way -= len(ended)
             self._events.append(ev.ManyAborted(tuple(ended)))
@@ -295,7 +281,7 @@ class World:
             for group_id in action.group_ids
             for trajectory_id in range(group_id * size, (group_id + 1) * size)
         ]
-        self.statistics.batch(action.step, [r.versions for r in responses], action.mask_before)
+        self.statistics.batch(action.step, [r.written for r in responses], action.mask_before)
         self._batches.append((action.step, [r.prompt + r.tokens for r in responses]))
         self._train_next()
 
