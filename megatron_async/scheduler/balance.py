@@ -132,14 +132,14 @@ class Placement:
         ]
         heapq.heapify(self._heap)
 
-    def choose(self, group: GroupEntry) -> EngineEntry | None:
-        """Engine for one more trajectory of `group`, or None when no engine can take it.
+    def choose(self, group: GroupEntry) -> EngineEntry:
+        """Engine for one more trajectory of `group`. Raises IndexError when none has room.
 
         An engine that serves the group already is preferred while it carries no more than its
         share of N' and the surplus load is not above what the shared prompt saves.
         """
         best, serving = self._least_loaded(), group.serving
-        if best is None or not serving or best.engine_id in serving:
+        if not serving or best.engine_id in serving:
             return best
         shared = self._least_loaded_of(serving)
         if shared is None:
@@ -148,9 +148,9 @@ class Placement:
         within_share = len(shared.running) * len(self._serving) < self._concurrency
         return shared if within_share and surplus <= group.spec.prompt_tokens else best
 
-    def _least_loaded(self) -> EngineEntry | None:
+    def _least_loaded(self) -> EngineEntry:
         heap = self._heap
-        while heap:
+        while True:
             _, running, _, engine = heap[0]
             if len(engine.running) == running:  # nothing was submitted to it since
                 return engine
@@ -159,7 +159,6 @@ class Placement:
                 heapq.heapreplace(heap, (load, len(engine.running), engine.index, engine))
             else:
                 heapq.heappop(heap)
-        return None
 
     def _least_loaded_of(self, engine_ids: Iterable[str]) -> EngineEntry | None:
         """Of these engines, as far as they hold the version and have room."""

@@ -20,7 +20,7 @@ engines, `admission` how many groups may start, `lag` the bound, `ready` complet
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_async.config.schedule import ScheduleConfig
@@ -30,6 +30,7 @@ from megatron_async.scheduler.admission import Occupancy, new_groups_allowed, ri
 from megatron_async.scheduler.balance import Fleet
 from megatron_async.scheduler.boundary import UpdateGate
 from megatron_async.scheduler.lifecycle import Actions, Lifecycle
+from megatron_async.scheduler.state import TrajectoryEntry
 from megatron_async.scheduler.view import SchedulerView, snapshot
 from megatron_async.trajectory.types import PolicyVersion
 
@@ -277,44 +278,40 @@ class Scheduler:
         born_stale = self._version.number < self._life.lag.floor
         if self._awaits_version or born_stale or self._draining or self._gate.closed:
             return
-        limit, number = self.concurrency, self._version.number
-        fleet, life, work = self._fleet, self._life, self._life.work
-        placement = None
-        while fleet.in_flight < limit:
-            entry = work.peek()
-            if entry is None:
-                if not self._start_group():
-                    break
-                continue
-            if placement is None:
-                placement = fleet.placement(self._version, limit)
-            engine = placement.choose(entry.group)
-            if engine is None:
+        life = self._life
+        while free := self._free_slots():
+            entries = life.work.take(free)
+            if entries:
+                self._submit(entries, out)
+            elif not self._start_group():
+                self._request_prompts(free, out)
                 return
-            work.pop()
-            life.submitted(entry, engine, number)
+
+    def _free_slots(self) -> int:
+        """Requests that may be submitted now: what N' leaves and engines of the version take."""
+        free = max(0, self.concurrency - self._fleet.in_flight)
+        room = self._fleet.room(self._version)
+        return free if room is None else min(free, room)
+
+    def _submit(self, entries: Sequence[TrajectoryEntry], out: Actions) -> None:
+        """Trajectories from the work queue, no more than there are free slots."""
+        placement = self._fleet.placement(self._version, self.concurrency)
+        choose, submitted, number = placement.choose, self._life.submitted, self._version.number
+        for entry in entries:
+            engine = choose(entry.group)
+            submitted(entry, engine, number)
             out.append(ev.Submit(entry.trajectory_id, engine.engine_id, entry.tokens > 0))
-        if fleet.in_flight < limit:
-            self._request_prompts(limit, out)
 
     def _start_group(self) -> bool:
-        """Let the next new group in, if there is one and every limit allows it."""
-        if not len(self._life.fresh) or self._fleet.room(self._version) == 0:
-            return False
-        if self._groups_allowed() == 0:
+        """Let the next new group in, if there is one and the limits on groups allow it."""
+        if not len(self._life.fresh) or self._groups_allowed() == 0:
             return False
         self._life.start_group()
         return True
 
-    def _request_prompts(self, limit: int, out: Actions) -> None:
+    def _request_prompts(self, free: int, out: Actions) -> None:
         """Ask for as many groups as free slots take and the limits allow; one answer at a time."""
         if self._prompts_requested or self._exhausted or len(self._life.fresh):
-            return
-        free = limit - self._fleet.in_flight
-        room = self._fleet.room(self._version)
-        if room is not None:
-            free = min(free, room)
-        if free <= 0:
             return
         wanted = -(-free // self._config.group_size)
         allowed = self._groups_allowed()

@@ -4,13 +4,15 @@ Invariants
 - Partial trajectories come first, then members of started groups that have no token yet, then new
   groups; within each class higher priority first.
 - Partial trajectories follow `buffer_order`; everything else is oldest first.
-- Pushing and taking cost O(log n), amortised. A place that became invalid (dropped, restarted,
-  finished late) is skipped when it surfaces, and swept out when such places are the majority.
+- Pushing and taking cost O(log n) each, amortised; taking a large part of the queue is one sort.
+  A place that became invalid (dropped, restarted, finished late) is skipped when it surfaces, and
+  swept out when such places are the majority.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 from typing import Any, Literal
 
 from megatron_async.scheduler.state import GroupEntry, TrajectoryEntry
@@ -19,6 +21,8 @@ BufferOrder = Literal["oldest_first", "newest_first", "longest_first"]
 _Item = tuple[Any, ...]
 """Integers in order of importance, the place in order of arrival, and the entry."""
 _SWEEP_FROM = 64
+_FEW, _LARGE_PART = 8, 8
+"""Taking more than these few and than one in so many sorts the queue, which is cheaper then."""
 
 
 class WorkQueue:
@@ -27,6 +31,7 @@ class WorkQueue:
     def __init__(self, order: BufferOrder) -> None:
         self._order = order
         self._heap: list[_Item] = []
+        self._pushed: list[_Item] = []
         self._waiting = 0
         self._arrivals = 0
 
@@ -35,8 +40,8 @@ class WorkQueue:
         if not entry.place:
             self._waiting += 1
         self._arrivals = entry.place = self._arrivals + 1
-        heap, group = self._heap, entry.group
-        priority, order, place = -group.spec.priority, group.order, entry.place
+        group, place = entry.group, entry.place
+        priority, order = -group.spec.priority, group.order
         item: _Item
         if not entry.tokens:
             item = (1, priority, order, entry.index, place, entry)
@@ -46,10 +51,15 @@ class WorkQueue:
             item = (0, priority, -order, -entry.index, place, entry)
         else:
             item = (0, priority, -entry.tokens, order, entry.index, place, entry)
-        heapq.heappush(heap, item)
-        if len(heap) > 2 * self._waiting + _SWEEP_FROM:
-            self._heap = [item for item in heap if item[-1].place == item[-2]]
+        self._pushed.append(item)
+        if len(self._heap) + len(self._pushed) > 2 * self._waiting + _SWEEP_FROM:
+            self._heap, self._pushed = self._valid(), []
             heapq.heapify(self._heap)
+
+    def _valid(self) -> list[_Item]:
+        return [
+            item for item in itertools.chain(self._heap, self._pushed) if item[-1].place == item[-2]
+        ]
 
     def remove(self, entry: TrajectoryEntry) -> None:
         """`entry` waits no more, if it did."""
@@ -57,21 +67,30 @@ class WorkQueue:
             entry.place = 0
             self._waiting -= 1
 
-    def peek(self) -> TrajectoryEntry | None:
-        """The next trajectory, still queued; None when there is no work."""
-        heap = self._heap
-        while heap:
-            item = heap[0]
-            entry: TrajectoryEntry = item[-1]
-            if entry.place == item[-2]:
-                return entry
-            heapq.heappop(heap)
-        return None
+    def take(self, count: int) -> list[TrajectoryEntry]:
+        """The next `count` trajectories in order, or as many as there are."""
+        if count > _FEW + (len(self._heap) + len(self._pushed)) // _LARGE_PART:
+            valid = sorted(self._valid())
+            taken = [item[-1] for item in valid[:count]]
+            self._heap = valid[count:]  # sorted, therefore a heap
+        else:
+            taken = self._pop(count)
+        self._pushed = []
+        for entry in taken:
+            entry.place = 0
+        self._waiting -= len(taken)
+        return taken
 
-    def pop(self) -> None:
-        """Take what `peek` returned."""
-        heapq.heappop(self._heap)[-1].place = 0
-        self._waiting -= 1
+    def _pop(self, count: int) -> list[TrajectoryEntry]:
+        heap = self._heap
+        for item in self._pushed:
+            heapq.heappush(heap, item)
+        taken: list[TrajectoryEntry] = []
+        while heap and len(taken) < count:
+            item = heapq.heappop(heap)
+            if item[-1].place == item[-2]:
+                taken.append(item[-1])
+        return taken
 
 
 class FreshGroups:

@@ -13,11 +13,10 @@ def entries(count: int) -> list[TrajectoryEntry]:
     return group.members
 
 
-def drained(queue: WorkQueue) -> list[int]:
-    taken = []
-    while (entry := queue.peek()) is not None:
-        queue.pop()
-        taken.append(entry.trajectory_id)
+def drained(queue: WorkQueue, at_once: int = 1) -> list[int]:
+    taken: list[int] = []
+    while entries := queue.take(at_once):
+        taken += [entry.trajectory_id for entry in entries]
     return taken
 
 
