@@ -278,18 +278,21 @@ class Scheduler:
         born_stale = self._version.number < self._life.lag.floor
         if self._awaits_version or born_stale or self._draining or self._gate.closed:
             return
-        life = self._life
-        while free := self._free_slots():
-            entries = life.work.take(free)
+        free, work = self._free_slots(), self._life.work
+        while free:
+            entries = work.take(free)
             if entries:
                 self._submit(entries, out)
+                free -= len(entries)
             elif not self._start_group():
                 self._request_prompts(free, out)
                 return
 
     def _free_slots(self) -> int:
         """Requests that may be submitted now: what N' leaves and engines of the version take."""
-        free = max(0, self.concurrency - self._fleet.in_flight)
+        free = self.concurrency - self._fleet.in_flight
+        if free <= 0:
+            return 0
         room = self._fleet.room(self._version)
         return free if room is None else min(free, room)
 

@@ -281,24 +281,25 @@ class Engine:
         # No less than a preemption frees, or what was preempted would come straight back.
         reserve = max(limits.reserve_tokens, limits.retract_steps)
         most = limits.max_running or math.inf
-        admitted = 0
-        for request in waiting.values():
-            count = len(running) + 1
-            cached = request.group_id in groups
-            needed = request.before if cached else request.before + request.prompt
+        if not running:
+            self._next_report = max(self._next_report, self.steps + limits.chunk_tokens)
+        entered = []
+        for count, request in enumerate(waiting.values(), start=len(running) + 1):
+            needed = request.before
+            if request.group_id not in groups:
+                needed += request.prompt
             if count > 1 and (self.kv + needed + reserve * count > capacity or count > most):
                 break
             self._enter(request, needed)
-            admitted += 1
-        for _ in range(admitted):
-            waiting.popitem(last=False)
+            entered.append(request)
+        for request in entered:
+            del waiting[request.trajectory_id]
+            running[request.trajectory_id] = request
 
     def _enter(self, request: Request, needed: int) -> None:
-        if not self.running:
-            self._next_report = max(self._next_report, self.steps + self.limits.chunk_tokens)
-        trajectory_id, group_id, before = request.trajectory_id, request.group_id, request.before
-        groups, counters, steps = self._groups, self.counters, self.steps
-        self.running[trajectory_id] = request
+        """Prefill the `needed` tokens of a request; it decodes from now on."""
+        group_id, before = request.group_id, request.before
+        groups, counters = self._groups, self.counters
         groups[group_id] = groups.get(group_id, 0) + 1
         self.kv += needed
         pairs = needed * (before + request.prompt - needed / 2)
@@ -308,10 +309,10 @@ class Engine:
             counters.preempted_prefill += needed
         elif before:
             counters.resumed_prefill += needed
-        request.joined = steps
-        request.finish_at = finish_at = steps + request.remaining
+        request.joined = self.steps
+        request.finish_at = finish_at = self.steps + request.remaining
         request.reported = 0
-        heapq.heappush(self._finishing, (finish_at, trajectory_id))
+        heapq.heappush(self._finishing, (finish_at, request.trajectory_id))
 
     def _leave(self, request: Request) -> None:
         del self.running[request.trajectory_id]

@@ -8,6 +8,7 @@ Invariants
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -124,30 +125,20 @@ class Statistics:
 
     def batch(self, step: int, versions: Sequence[Tokens], mask_before: int | None) -> None:
         """A batch is emitted; tokens before version `mask_before` are not trained."""
-        total = off_policy = 0
-        lag_sum = 0.0
-        lag_max = 0
-        trajectories = samples_sum = samples_max = 0
-        for written in versions:
-            first = True
-            for version, count in written:
-                if mask_before is not None and version < mask_before:
-                    continue
-                if first:  # the oldest that is trained: versions never fall
-                    first = False
-                    samples = self._trained.between(version, step)
-                    trajectories += 1
-                    samples_sum += samples
-                    samples_max = max(samples_max, samples)
-                lag = step - version
-                total += count
-                lag_sum += lag * count
-                if lag:
-                    off_policy += count
-                    lag_max = max(lag_max, lag)
+        if mask_before is not None:
+            versions = [[run for run in written if run[0] >= mask_before] for written in versions]
+        tokens: dict[int, int] = {}
+        for version, count in itertools.chain.from_iterable(versions):
+            lag = step - version
+            tokens[lag] = tokens.get(lag, 0) + count
+        total = sum(tokens.values())
+        lag_sum = float(sum(lag * count for lag, count in tokens.items()))
+        of_tokens = (total, lag_sum, max(tokens, default=0), total - tokens.get(0, 0))
+        # a trajectory's oldest trained version comes first: versions never fall
+        samples = [self._trained.between(written[0][0], step) for written in versions if written]
+        of_samples = (len(samples), sum(samples), max(samples, default=0))
         self._trained.add(step, len(versions))
-        of_samples = (trajectories, samples_sum, samples_max)
-        self.lags.append(BatchLag(step, total, lag_sum, lag_max, off_policy, *of_samples))
+        self.lags.append(BatchLag(step, *of_tokens, *of_samples))
 
     def published(self, at: float, update_seconds: float, concurrency: int) -> None:
         """New weights are out."""
