@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
+import pytest
+
 from megatron_async.scheduler.events import GroupSpec
 from megatron_async.scheduler.state import TrajectoryEntry, new_group
-from megatron_async.scheduler.work import WorkQueue
+from megatron_async.scheduler.work import BufferOrder, WorkQueue
 
 
 def entries(count: int) -> list[TrajectoryEntry]:
@@ -38,6 +42,29 @@ def test_a_removed_entry_never_surfaces() -> None:
     queue.remove(members[0])
     queue.remove(members[0])
     assert drained(queue) == [1, 2]
+
+
+@pytest.mark.parametrize("order", ["oldest_first", "newest_first", "longest_first"])
+def test_many_taken_at_once_come_in_the_order_of_single_ones(order: BufferOrder) -> None:
+    def filled() -> WorkQueue:
+        queue, chance = WorkQueue(order), random.Random(1)
+        members = entries(300)
+        chance.shuffle(members)
+        for entry in members:
+            entry.tokens = chance.randrange(50)
+            queue.push(entry)
+        for entry in members[::3]:
+            queue.remove(entry)
+        for entry in members[::6]:
+            queue.push(entry)
+        return queue
+
+    singly = drained(filled())
+    assert len(singly) == len(set(singly)) == 250
+    assert drained(filled(), 40) == drained(filled(), 1000) == singly
+    queue = filled()
+    mixed = [entry.trajectory_id for count in (3, 100, 1, 1000) for entry in queue.take(count)]
+    assert mixed == singly and not queue.take(1)
 
 
 def test_invalid_places_do_not_pile_up() -> None:

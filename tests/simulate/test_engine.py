@@ -170,3 +170,24 @@ def test_a_cancelled_request_in_the_queue_never_runs() -> None:
     assert engine.cancel([1]) == [(1, [])]
     assert engine.cancel([1]) == []
     assert list(drive(engine)) == [0]
+
+
+@pytest.mark.parametrize("cancelled", [range(2), range(4), range(6)])
+def test_requests_that_leave_together_free_what_each_had(cancelled: range) -> None:
+    engine = make(slots=4)
+    for i in range(6):
+        engine.submit(Request(i, i // 2, 100, 0, 50))
+    engine.admit()
+    requests = dict(engine.running)
+    engine.forecast()
+    engine.advance(engine.now + engine.stall + 0.1)
+    told = engine.cancel(cancelled)
+    assert [trajectory_id for trajectory_id, _ in told] == list(cancelled)
+    for trajectory_id, tokens in told:
+        if trajectory_id in requests:
+            request = requests[trajectory_id]
+            assert tokens == request.written == [(0, request.before)]
+            assert request.before + request.remaining == 50 and request.before > 0
+    left = len(engine.running)
+    assert left == max(0, 4 - len(cancelled))
+    assert engine.kv == pytest.approx(left // 2 * 100 + left * engine.steps)

@@ -13,6 +13,7 @@ from megatron_async.config.load import merge
 from megatron_async.errors import UserError
 from megatron_async.scheduler.record import Recorder, read_record, replay
 from megatron_async.simulate.build import build_world, simulate
+from megatron_async.simulate.statistics import BatchLag, Statistics
 from megatron_async.simulate.world import World
 from megatron_async.trajectory.types import PolicyVersion
 
@@ -169,3 +170,11 @@ def test_unequal_shared_gpus_are_refused() -> None:
     settings = merge(SMALL, {"parallel": {"ranks": 4}, "simulate": {"placement": "colocated"}})
     with pytest.raises(UserError, match=r"parallel\.ranks 4"):
         build_world(build_config(merge(settings, {"schedule": {"preset": "copris"}})))
+
+
+def test_masked_tokens_have_no_lag() -> None:
+    statistics = Statistics([])
+    written = [[(3, 10), (5, 20)], [(4, 1)]]
+    for mask_before in (None, 4):
+        statistics.batch(5, written, mask_before)
+    assert statistics.lags == [BatchLag(5, 31, 21.0, 2, 11), BatchLag(5, 21, 1.0, 1, 1)]
