@@ -173,8 +173,12 @@ def test_unequal_shared_gpus_are_refused() -> None:
 
 
 def test_masked_tokens_have_no_lag() -> None:
-    statistics = Statistics([])
-    written = [[(3, 10), (5, 20)], [(4, 1)]]
-    for mask_before in (None, 4):
-        statistics.batch(5, written, mask_before)
-    assert statistics.lags == [BatchLag(5, 31, 21.0, 2, 11), BatchLag(5, 21, 1.0, 1, 1)]
+    whole, masked = Statistics([]), Statistics([])
+    for step in range(5):
+        for statistics in (whole, masked):
+            statistics.batch(step, [[(step, 1)]], None)
+    written = [[(3, 10), (5, 20)], [(4, 1)], [(3, 7)]]
+    whole.batch(5, written, None)
+    masked.batch(5, written, 4)
+    assert whole.lags[-1] == BatchLag(5, 38, 35.0, 2, 18, 3, 5, 2)
+    assert masked.lags[-1] == BatchLag(5, 21, 1.0, 1, 1, 2, 1, 1)
