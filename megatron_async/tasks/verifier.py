@@ -300,9 +300,9 @@ class RayVerifierPool:
         idle = self._queue()
         actor = await idle.get()  # bounded: every holder gives its actor back within the limit
         try:
-            judgement = await asyncio.wait_for(
-                actor.judge.remote(prompt.payload, text), self._limit
-            )
+            # Not `wait_for`: until Python 3.12 it may give a result although it is cancelled.
+            async with asyncio.timeout(self._limit):
+                judgement = await actor.judge.remote(prompt.payload, text)
         except TimeoutError as error:
             raise ComponentFailure(
                 f"a verifier actor gave no answer within {self._limit:.0f} s"
