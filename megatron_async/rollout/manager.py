@@ -3,13 +3,14 @@
 It is a plain class that a Ray actor (`rollout/actors.py`) or a test holds. The trainer's calls come
 in a fixed order: `attach`, then again and again `next_batch` (a batch, or the news that stale
 engines want weights), `begin_update`, the transfer itself (which the trainer does), `end_update`,
-and `evaluate` when that says so.
+and `evaluate` when that says so. Every call says of which line its trainer is.
 
 Invariants
 - An update counts only for engines that agree on their checksum and whose log-probs of the probe
   sequence agree with the trainer's (SEMANTICS.md section 5). One that does not is sent the weights
   once more; if that does not help either, it is replaced.
-- An update or evaluation during which another trainer attaches publishes nothing for that one.
+- A trainer that has been replaced changes nothing for its successor: neither by a call that begins
+  later (`_session_of`, the door of every call) nor by one that was under way (`_still`).
 - `checkpoint_finalised` is called after the manifest exists, never before.
 """
 
@@ -42,7 +43,7 @@ from megatron_async.weights.http import EngineAddress
 
 
 class NotAttached(ComponentFailure):
-    """No trainer is attached: a manager that was started again has forgotten the one it had."""
+    """This trainer must attach: a manager that was started again has forgotten the one it had."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,9 +95,11 @@ class _Session:
     recorder: Recorder | None
 
 
-def _replaced(lineage: int, by: _Session) -> ComponentFailure:
+def _replaced(lineage: int, by: int) -> ComponentFailure:
+    if by == lineage:
+        return ComponentFailure(f"the trainer of lineage {lineage} has attached once more")
     return ComponentFailure(
-        f"the trainer of lineage {lineage} has been replaced by that of lineage {by.resume.lineage}"
+        f"the trainer of lineage {lineage} has been replaced by that of lineage {by}"
     )
 
 
@@ -147,7 +150,7 @@ class RolloutManager:
 
     async def _attach(self, resume: ResumePoint) -> None:
         if self._session is not None and resume.lineage < self._session.resume.lineage:
-            raise _replaced(resume.lineage, self._session)
+            raise _replaced(resume.lineage, self._session.resume.lineage)
         await self._detach()
         store = TrajectoryStore.open(
             self._store_file,
@@ -208,10 +211,22 @@ class RolloutManager:
     def _driver(self) -> RolloutDriver:
         return self._attached.driver
 
-    def _still(self, version: PolicyVersion) -> None:
-        """After a wait. Raises ComponentFailure when the trainer of `version` has been replaced."""
-        if self._attached.resume.lineage != version.lineage:
-            raise _replaced(version.lineage, self._attached)
+    def _session_of(self, lineage: int) -> _Session:
+        """What the trainer of `lineage` that makes a call has attached.
+
+        Raises ComponentFailure when it has been replaced, NotAttached when it must attach first.
+        """
+        session = self._session
+        if session is None or session.resume.lineage < lineage:
+            raise NotAttached(f"no trainer of lineage {lineage} is attached to the rollout manager")
+        if session.resume.lineage > lineage:
+            raise _replaced(lineage, session.resume.lineage)
+        return session
+
+    def _still(self, session: _Session) -> None:
+        """After a wait. Raises ComponentFailure when the trainer of `session` was replaced."""
+        if self._attached is not session:
+            raise _replaced(session.resume.lineage, self._attached.resume.lineage)
 
     def status(self) -> dict[str, Any]:
         """Queue and buffer sizes and counters, for the progress display; empty before `attach`."""
@@ -222,25 +237,27 @@ class RolloutManager:
 
     # ------------------------------------------------------------ batches
 
-    async def next_batch(self) -> TokenBatch | None:
+    async def next_batch(self, lineage: int) -> TokenBatch | None:
         """The next batch, or None when stale engines want weights. Raises ComponentFailure."""
-        driver, limit = self._driver, self._config.trainer.wait_for_batch_seconds
+        driver = self._session_of(lineage).driver
+        limit = self._config.trainer.wait_for_batch_seconds
         batch = await driver.next_batch(limit)
         if batch is not None and self._devices.shared:
             await driver.until_idle(limit)  # what was ended early is on its way out
         await self._devices.rest(driver.engines())
         return batch
 
-    def drop_batch(self, step: int, reason: str) -> None:
+    def drop_batch(self, lineage: int, step: int, reason: str) -> None:
         """The trainer could not use the batch of `step` (all its trajectories are dropped)."""
-        self._driver.drop_batch(step, DropReason(reason))
+        self._session_of(lineage).driver.drop_batch(step, DropReason(reason))
 
     # ------------------------------------------------------------ weights
 
-    async def begin_update(self, number: int) -> list[EngineAddress]:
+    async def begin_update(self, lineage: int, number: int) -> list[EngineAddress]:
         """Make engines ready for version `number`; returns those that must receive it."""
-        version = PolicyVersion(self._attached.resume.lineage, number)
-        engines = await self._driver.begin_update(version, self._config.weights.timeout_seconds)
+        session, version = self._session_of(lineage), PolicyVersion(lineage, number)
+        engines = await session.driver.begin_update(version, self._config.weights.timeout_seconds)
+        self._still(session)
         if self._devices.shared:  # who gave its memory away has lost its weights
             engines = self._driver.engines()
             await self._devices.rest(engines)
@@ -253,12 +270,13 @@ class RolloutManager:
             )
             left = self._driver.engines()
             engines = [engine for engine in engines if engine in left]
-        self._still(version)
+        self._still(session)
         self._addressed = {engine.engine_id for engine in engines}
         return [EngineAddress(engine.engine_id, engine.url) for engine in engines]
 
     async def end_update(
         self,
+        lineage: int,
         number: int,
         engine_ids: Sequence[str],
         probe_ids: IntArray | None,
@@ -270,7 +288,7 @@ class RolloutManager:
         the check (`weights.verify`). An engine that fails it is stale again. Raises
         ComponentFailure when no engine is left after the last step.
         """
-        version = PolicyVersion(self._attached.resume.lineage, number)
+        session, version = self._session_of(lineage), PolicyVersion(lineage, number)
         for engine_id in self._addressed - set(engine_ids):
             self._driver.engine_failed(engine_id, f"engine {engine_id} did not take {version}")
         holders = [e for e in self._driver.engines() if e.engine_id in set(engine_ids)]
@@ -282,18 +300,20 @@ class RolloutManager:
         # What an idle engine has cached was made by other weights (`kv: keep` does not flush).
         await self._tell(stale, lambda engine: engine.flush_cache())
         if probe_ids is not None:
-            holders = await self._compare_checksums(holders, version)
-        self._still(version)
+            holders = await self._compare_checksums(session, holders, version)
+        self._still(session)
         if last:
-            await self._driver.quiesce()
+            await session.driver.quiesce()
             await self._tell(holders, lambda engine: engine.flush_cache())
         else:
             self._driver.end_update(version, [e.engine_id for e in holders])
         mean = worst = None
         if probe_ids is not None and probe_logprobs is not None:
-            holders, mean, worst = await self._probe(holders, version, probe_ids, probe_logprobs)
+            holders, mean, worst = await self._probe(
+                session, holders, version, probe_ids, probe_logprobs
+            )
             self._doubted -= {engine.engine_id for engine in holders}
-        self._still(version)
+        self._still(session)
         if last and not holders:
             raise ComponentFailure(f"no engine holds the last version, {version}: {self._why}")
         self._holders = holders
@@ -306,39 +326,44 @@ class RolloutManager:
         self, engines: Iterable[EngineClient], what: Callable[[EngineClient], Awaitable[None]]
     ) -> None:
         """One after the other; an engine that fails is taken out of service."""
+        session = self._attached
         for engine in engines:
+            failure = None
             try:
                 await what(engine)
             except EngineError as error:
-                self._driver.engine_failed(engine.engine_id, str(error))
+                failure = str(error)
+            self._still(session)
+            if failure is not None:
+                session.driver.engine_failed(engine.engine_id, failure)
 
     def _evaluation_due(self, number: int) -> bool:
         every = self._config.eval.every_steps
         at_an_end = number in (0, self._config.steps)
         return at_an_end or (every > 0 and number % every == 0)
 
-    async def evaluate(self, number: int) -> EvalResult:
+    async def evaluate(self, lineage: int, number: int) -> EvalResult:
         """Held-out accuracy of version `number`, after the `end_update` that says that it is due.
 
         Raises ComponentFailure when no engine that holds it is left, or past the limit.
         """
-        version = PolicyVersion(self._attached.resume.lineage, number)
+        session, version = self._session_of(lineage), PolicyVersion(lineage, number)
         limit = self._config.eval.timeout_seconds
         try:
             async with asyncio.timeout(limit):
-                result = await self._evaluate_on_living(version)
+                result = await self._evaluate_on_living(session, version)
         except TimeoutError as error:
             raise ComponentFailure(
                 f"the evaluation of {version} did not end within {limit:g} s, eval.timeout_seconds"
             ) from error
-        self._still(version)
+        self._still(session)
         if number >= self._config.steps:
             await self._devices.rest(self._driver.engines())
         return result
 
-    async def _evaluate_on_living(self, version: PolicyVersion) -> EvalResult:
+    async def _evaluate_on_living(self, session: _Session, version: PolicyVersion) -> EvalResult:
         """Begun anew on those that are left when one dies."""
-        left = [engine for engine in self._driver.engines() if engine in self._holders]
+        left = [engine for engine in session.driver.engines() if engine in self._holders]
         if not left:
             raise ComponentFailure(f"no engine that holds {version} is left to evaluate it")
         while True:
@@ -346,6 +371,7 @@ class RolloutManager:
                 return await self._evaluate(left, tag=f"eval-{version}-on{len(left)}")
             except EngineError as error:
                 dead = [engine for engine in left if not await engine.healthy()]
+                self._still(session)
                 left = [engine for engine in left if engine not in dead]
                 for engine in dead:
                     self._driver.engine_failed(engine.engine_id, str(error))
@@ -377,7 +403,7 @@ class RolloutManager:
             self._driver.engine_stale(name, why)
 
     async def _compare_checksums(
-        self, engines: Sequence[EngineClient], version: PolicyVersion
+        self, session: _Session, engines: Sequence[EngineClient], version: PolicyVersion
     ) -> list[EngineClient]:
         """Those engines that hold `version`, with the checksum that most of them have.
 
@@ -388,11 +414,12 @@ class RolloutManager:
             try:
                 return engine, await engine.checksum(), await engine.version()
             except EngineError as error:
+                self._still(session)
                 self._driver.engine_failed(engine.engine_id, str(error))
                 return None
 
         answers = [a for a in await asyncio.gather(*map(ask, engines)) if a is not None]
-        self._still(version)
+        self._still(session)
         counts = Counter(checksum for _, checksum, held in answers if held == version).most_common()
         # Two that are equally common: nobody can say which is right.
         clear = bool(counts) and counts[0][1] > sum(n for _, n in counts[1:2])
@@ -417,6 +444,7 @@ class RolloutManager:
 
     async def _probe(
         self,
+        session: _Session,
         engines: Sequence[EngineClient],
         version: PolicyVersion,
         probe_ids: IntArray,
@@ -426,7 +454,7 @@ class RolloutManager:
         scored = await asyncio.gather(
             *(engine.score(probe_ids) for engine in engines), return_exceptions=True
         )
-        self._still(version)
+        self._still(session)
         limit = self._config.weights.probe_tolerance
         good: list[EngineClient] = []
         means, maxima = [0.0], [0.0]
@@ -452,14 +480,19 @@ class RolloutManager:
 
     # ------------------------------------------------------------ checkpoints
 
-    async def position(self) -> dict[str, Any]:
+    async def position(self, lineage: int) -> dict[str, Any]:
         """What a checkpoint must keep of the rollout side (`ResumePoint` is made from it).
 
         The trainer is about to hold all of its memory: engines that share it rest.
         """
-        await self._devices.rest(self._driver.engines())
-        return {"store_position": await self._attached.store.sync(durable=True)}
+        session = self._session_of(lineage)
+        await self._devices.rest(session.driver.engines())
+        position = await session.store.sync(durable=True)
+        self._still(session)
+        return {"store_position": position}
 
-    async def checkpoint_finalised(self, step: int, kept_steps: Sequence[int]) -> None:
+    async def checkpoint_finalised(
+        self, lineage: int, step: int, kept_steps: Sequence[int]
+    ) -> None:
         """The manifest of `step` exists; `kept_steps` can still be restored."""
-        await self._attached.store.checkpoint_finalised(step, kept_steps)
+        await self._session_of(lineage).store.checkpoint_finalised(step, kept_steps)

@@ -1,8 +1,9 @@
 """The trainer's line to the rollout manager: Ray calls, every one with a time limit.
 
 Only trainer rank 0 holds one. A failure of the rollout side arrives as `ComponentFailure` with the
-manager's own sentence; the loss of a manager that Ray starts again as `ManagerLost`, after which
-the trainer attaches anew and goes on.
+manager's own sentence, the loss of a manager that Ray starts again as `ManagerLost`, after which
+the trainer attaches anew and goes on. Every call says of which line the trainer is: the manager
+refuses one that has been replaced.
 """
 
 from __future__ import annotations
@@ -98,8 +99,10 @@ class RayLink:
         self._config = config
         self._stop_asked = stop_asked
         self._manager: Any = None
+        self._lineage = 0
 
     def attach(self, resume: ResumePoint) -> None:
+        self._lineage = resume.lineage
         limit = self._config.engines.start_timeout_seconds + _CALL_SECONDS
         began = time.monotonic()
         deadline, dead_until = began + limit, began + _DEAD_SECONDS
@@ -107,7 +110,8 @@ class RayLink:
             self._manager = _manager_actor(limit)
         while True:
             try:
-                self._call("attach", max(deadline - time.monotonic(), _RETRY_SECONDS), resume)
+                left = max(deadline - time.monotonic(), _RETRY_SECONDS)
+                self._receive("attach", self._send("attach", resume), left)
                 return
             except ManagerLost as lost:  # an attach that was lost half-way is simply repeated
                 dead = isinstance(lost.__cause__, ActorDiedError)
@@ -160,11 +164,11 @@ class RayLink:
         ray.shutdown()
 
     def _call(self, method: str, limit: float, *arguments: Any) -> Any:
-        return self._receive(method, self._send(method, *arguments), limit)
+        return self._receive(method, self._send(method, self._lineage, *arguments), limit)
 
     def _call_unless_stopped(self, method: str, limit: float, *arguments: Any) -> Any:
         """`_call`, given up with StopAsked as soon as the run is asked to stop."""
-        answer = self._send(method, *arguments)
+        answer = self._send(method, self._lineage, *arguments)
         deadline = time.monotonic() + limit
         while time.monotonic() < deadline:
             if ray.wait([answer], timeout=_LOOK_SECONDS)[0]:

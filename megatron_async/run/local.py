@@ -64,6 +64,7 @@ class LocalLink:
     def __init__(self, config: RunConfig, manager: RolloutManager) -> None:
         self._config = config
         self._manager = manager
+        self._lineage = 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout", daemon=True)
 
@@ -86,19 +87,21 @@ class LocalLink:
             self._loop.close()
 
     def attach(self, resume: ResumePoint) -> None:
+        self._lineage = resume.lineage
         self._call(self._manager.attach(resume))
 
     def next_batch(self) -> TokenBatch | None:
-        return self._call(self._manager.next_batch())  # type: ignore[no-any-return]
+        return self._call(self._manager.next_batch(self._lineage))  # type: ignore[no-any-return]
 
     def drop_batch(self, step: int, reason: str) -> None:
         async def drop() -> None:
-            self._manager.drop_batch(step, reason)
+            self._manager.drop_batch(self._lineage, step, reason)
 
         self._call(drop())
 
     def begin_update(self, number: int) -> list[EngineAddress]:
-        return self._call(self._manager.begin_update(number))  # type: ignore[no-any-return]
+        work = self._manager.begin_update(self._lineage, number)
+        return self._call(work)  # type: ignore[no-any-return]
 
     def end_update(
         self,
@@ -107,18 +110,21 @@ class LocalLink:
         probe_ids: IntArray | None,
         probe_logprobs: FloatArray | None,
     ) -> UpdateReport:
-        work = self._manager.end_update(number, engine_ids, probe_ids, probe_logprobs)
+        work = self._manager.end_update(
+            self._lineage, number, engine_ids, probe_ids, probe_logprobs
+        )
         return self._call(work)  # type: ignore[no-any-return]
 
     def evaluate(self, number: int) -> EvalResult:
         limit = self._config.eval.timeout_seconds + _CALL_SECONDS
-        return self._call(self._manager.evaluate(number), limit)  # type: ignore[no-any-return]
+        work = self._manager.evaluate(self._lineage, number)
+        return self._call(work, limit)  # type: ignore[no-any-return]
 
     def position(self) -> dict[str, Any]:
-        return self._call(self._manager.position())  # type: ignore[no-any-return]
+        return self._call(self._manager.position(self._lineage))  # type: ignore[no-any-return]
 
     def checkpoint_finalised(self, step: int, kept_steps: Sequence[int]) -> None:
-        self._call(self._manager.checkpoint_finalised(step, kept_steps))
+        self._call(self._manager.checkpoint_finalised(self._lineage, step, kept_steps))
 
     def _call(self, work: Coroutine[Any, Any, Any], limit: float = _CALL_SECONDS) -> Any:
         try:

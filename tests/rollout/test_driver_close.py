@@ -64,9 +64,9 @@ async def stop_under_judgements(folder: Path, verdict: Callable[[], float | None
     assert isinstance(engine, Lingering)
     engine.sent, engine.cancelling = sent, cancelling
     await manager.attach(ResumePoint(0))
-    await manager.begin_update(0)
+    await manager.begin_update(0, 0)
     engine.set_weights(PolicyVersion(0, 0))
-    await manager.end_update(0, [engine.engine_id], None, None)
+    await manager.end_update(0, 0, [engine.engine_id], None, None)
     while not sent or verifier.asked < len(sent) - 1:
         await asyncio.sleep(0.01)
     before = len(sent)

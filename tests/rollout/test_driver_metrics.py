@@ -66,8 +66,8 @@ def test_lag_counts_the_samples_trained_since_a_trajectory_began(
             await train(trainer, lineage, step)
             step += 1
             if step == resumed_at:
-                position = (await trainer.manager.position())["store_position"]
-                await trainer.manager.checkpoint_finalised(step, [step])
+                position = (await trainer.manager.position(0))["store_position"]
+                await trainer.manager.checkpoint_finalised(0, step, [step])
                 await trainer.manager.stop()
                 trainer, lineage = Trainer(tmp_path, config), 1
                 await trainer.manager.start()
@@ -184,7 +184,7 @@ def test_warnings_come_with_the_next_update_whatever_asked_for_it(tmp_path: Path
         trainer.engines.all[1].crash("injected crash")
         warnings: tuple[tuple[str, str], ...] = ()
         while not warnings:
-            await trainer.manager.next_batch()
+            await trainer.manager.next_batch(0)
             warnings = (await trainer.publish(0, 1)).warnings
         assert [name for name, _ in warnings] == ["engine_failed"]
         assert "injected crash" in warnings[0][1]

@@ -53,9 +53,9 @@ async def one_batch(manager: RolloutManager, engines: Engines) -> None:
     """Attach a trainer, publish its weights and ask for its batch; the defect comes up."""
     await manager.attach(ResumePoint(0))
     manager._driver._scheduler.__class__ = Defective
-    await manager.begin_update(0)
+    await manager.begin_update(0, 0)
     engine = engines.all[0]
     engine.set_weights(PolicyVersion(0, 0))
-    await manager.end_update(0, [engine.engine_id], None, None)
+    await manager.end_update(0, 0, [engine.engine_id], None, None)
     with pytest.raises(LookupError):
-        await manager.next_batch()
+        await manager.next_batch(0)

@@ -6,9 +6,10 @@ Simulated engines in this process, a trainer that only says what a real one woul
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from megatron_async.rollout.interfaces import (
     GenerationRequest,
     TokenChunk,
 )
-from megatron_async.rollout.manager import NotAttached, ResumePoint, UpdateReport
+from megatron_async.rollout.manager import NotAttached, ResumePoint, RolloutManager, UpdateReport
 from megatron_async.rollout.simulated_engine import SimulatedEngine
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.store_reader import StoreReader
@@ -49,21 +50,23 @@ class Trainer:
     def __init__(self, folder: Path, config: RunConfig, task: Fixed | None = None) -> None:
         self.engines = Engines()
         self.manager = manager_of(folder, config, self.engines, task)
+        self.lineage = 0
 
     async def publish(self, lineage: int, number: int) -> UpdateReport:
-        addresses = await self.manager.begin_update(number)
+        self.lineage = lineage
+        addresses = await self.manager.begin_update(lineage, number)
         for engine in self.engines.all:
             if await engine.healthy():
                 engine.set_weights(PolicyVersion(lineage, number))
         ids = [address.engine_id for address in addresses]
-        return await self.manager.end_update(number, ids, None, None)
+        return await self.manager.end_update(lineage, number, ids, None, None)
 
     async def begin(self, resume: ResumePoint) -> None:
         await self.manager.attach(resume)
         await self.publish(resume.lineage, resume.step)
 
     async def batch(self) -> TokenBatch:
-        batch = await self.manager.next_batch()
+        batch = await self.manager.next_batch(self.lineage)
         assert batch is not None
         return batch
 
@@ -94,8 +97,8 @@ def test_a_resumed_run_goes_on_with_the_prompts_after_those_it_had_admitted(
         await trainer.manager.start()
         await trainer.begin(ResumePoint(0))
         await train(trainer, 0, range(3))
-        position = (await trainer.manager.position())["store_position"]
-        await trainer.manager.checkpoint_finalised(3, [3])
+        position = (await trainer.manager.position(0))["store_position"]
+        await trainer.manager.checkpoint_finalised(0, 3, [3])
         await train(trainer, 0, range(3, 6))
         if lost == "everything":
             await trainer.manager.stop()  # killed for real in tests/crash
@@ -128,7 +131,7 @@ def test_engines_that_a_dead_trainer_left_paused_serve_its_successor(
         await trainer.manager.start()
         await trainer.begin(ResumePoint(0))
         assert (await trainer.batch()).step == 0
-        await trainer.manager.begin_update(1)
+        await trainer.manager.begin_update(0, 1)
         assert trainer.engines.all[0]._paused
         await trainer.begin(ResumePoint(1, 0, parent=0))
         assert (await trainer.batch()).step == 0
@@ -150,7 +153,7 @@ def test_a_manager_that_was_lost_goes_on_with_the_line_at_the_trainers_step(
         second = Trainer(tmp_path, settings("async"))
         await second.manager.start()
         with pytest.raises(NotAttached):
-            await second.manager.next_batch()
+            await second.manager.next_batch(0)
         await second.begin(ResumePoint(0, 1))
         batch = await second.batch()
         assert batch.step == 1
@@ -200,10 +203,10 @@ def test_what_a_replaced_trainer_still_says_changes_nothing_for_its_successor(
         [engine] = trainer.engines.all
         engine.__class__ = Slow
         number = 100 if last else 1
-        await manager.begin_update(number)
+        await manager.begin_update(0, number)
         engine.set_weights(PolicyVersion(0, number))
         late = asyncio.create_task(
-            manager.end_update(number, [engine.engine_id], np.arange(4, dtype=np.int32), None)
+            manager.end_update(0, number, [engine.engine_id], np.arange(4, dtype=np.int32), None)
         )
         await verifying.wait()
         await manager.attach(ResumePoint(1, 0, parent=0))
@@ -218,6 +221,62 @@ def test_what_a_replaced_trainer_still_says_changes_nothing_for_its_successor(
     run(body())
 
 
+LATE: dict[str, Callable[[RolloutManager], Any]] = {
+    "next_batch": lambda manager: manager.next_batch(0),
+    "drop_batch": lambda manager: manager.drop_batch(0, 0, "nonfinite"),
+    "begin_update": lambda manager: manager.begin_update(0, 1),
+    "end_update": lambda manager: manager.end_update(0, 1, ["engine0"], None, None),
+    "evaluate": lambda manager: manager.evaluate(0, 0),
+    "position": lambda manager: manager.position(0),
+    "checkpoint_finalised": lambda manager: manager.checkpoint_finalised(0, 1, [1]),
+}
+
+
+@pytest.mark.parametrize("call", LATE)
+def test_a_call_that_a_replaced_trainer_makes_later_is_refused(tmp_path: Path, call: str) -> None:
+    """It was at work, outside of any call, when its successor attached."""
+
+    async def body() -> None:
+        trainer = Trainer(tmp_path, settings("async"))
+        manager = trainer.manager
+        await manager.start()
+        await trainer.begin(ResumePoint(0))
+        await trainer.batch()
+        await trainer.begin(ResumePoint(1, 0, parent=0))
+        batch = await trainer.batch()
+        with pytest.raises(ComponentFailure, match="0 has been replaced by that of lineage 1"):
+            answer = LATE[call](manager)
+            if asyncio.iscoroutine(answer):
+                await answer
+        assert manager.status()["version"] == "1.0"
+        assert manager.status()["states"]["dropped"] == 0
+        await trainer.publish(1, 1)
+        following = await trainer.batch()
+        assert following.step == 1
+        assert not set(following.trajectory_ids_S) & set(batch.trajectory_ids_S)
+        await manager.stop()
+        with closing(StoreReader(tmp_path / "store.sqlite")) as reader:
+            assert not reader.content().checkpoints
+
+    run(body())
+
+
+def test_a_trainer_that_the_manager_does_not_know_must_attach(tmp_path: Path) -> None:
+    """Nobody is attached, or only the trainer before it: its link attaches again at this."""
+
+    async def body() -> None:
+        manager = Trainer(tmp_path, settings("async")).manager
+        await manager.start()
+        with pytest.raises(NotAttached, match="no trainer of lineage 0"):
+            await manager.next_batch(0)
+        await manager.attach(ResumePoint(0))
+        with pytest.raises(NotAttached, match="no trainer of lineage 1"):
+            await manager.next_batch(1)
+        await manager.stop()
+
+    run(body())
+
+
 def test_an_engine_that_dies_in_an_evaluation_is_left_out_of_it(tmp_path: Path) -> None:
     async def body() -> None:
         trainer = Trainer(tmp_path, settings("async", engines=2))
@@ -225,7 +284,7 @@ def test_an_engine_that_dies_in_an_evaluation_is_left_out_of_it(tmp_path: Path) 
         await trainer.manager.attach(ResumePoint(0))
         trainer.engines.all[1].crash_after(3)
         assert (await trainer.publish(0, 0)).evaluation_due
-        assert (await trainer.manager.evaluate(0)).answers == 2
+        assert (await trainer.manager.evaluate(0, 0)).answers == 2
         assert (await trainer.batch()).step == 0
         await trainer.manager.stop()
 
@@ -249,7 +308,7 @@ def test_an_evaluation_is_no_part_of_the_update_and_has_a_limit_of_its_own(tmp_p
         await trainer.manager.attach(ResumePoint(0))
         assert (await trainer.publish(0, 0)).evaluation_due
         with pytest.raises(ComponentFailure, match=r"within 0\.2 s, eval\.timeout_seconds"):
-            await trainer.manager.evaluate(0)
+            await trainer.manager.evaluate(0, 0)
         assert (await trainer.batch()).step == 0
         await trainer.manager.stop()
 
@@ -302,7 +361,7 @@ def test_no_engine_is_sent_weights_at_a_boundary_while_an_ended_request_still_le
         first.__class__ = second.__class__ = Leaving
         assert (await trainer.batch()).step == 0
         leaving.clear()
-        update = asyncio.create_task(trainer.manager.begin_update(1))
+        update = asyncio.create_task(trainer.manager.begin_update(0, 1))
         await asyncio.sleep(0.1)
         assert not update.done()
         second.crash()
@@ -339,7 +398,7 @@ def test_an_engine_that_was_being_restarted_when_the_trainer_was_lost_comes_back
             await asyncio.sleep(0.01)
         engines.blocked = False
         await trainer.begin(ResumePoint(1, 0, parent=0))
-        while (batch := await trainer.manager.next_batch()) is None:
+        while (batch := await trainer.manager.next_batch(1)) is None:
             await trainer.publish(1, 0)
         assert batch.step == 0 and len(engines.all) == 2
         await trainer.manager.stop()

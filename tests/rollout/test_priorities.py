@@ -49,9 +49,9 @@ async def submitted(folder: Path, resume: ResumePoint) -> list[int]:
     assert isinstance(engine, Endless)
     engine.asked, engine.given = [], PolicyVersion(resume.lineage, 0)
     await manager.attach(resume)
-    await manager.begin_update(0)
+    await manager.begin_update(resume.lineage, 0)
     engine.set_weights(engine.given)
-    await manager.end_update(0, [engine.engine_id], None, None)
+    await manager.end_update(resume.lineage, 0, [engine.engine_id], None, None)
     while len(engine.asked) < 8 or manager.status()["tokens"] < 8:
         await asyncio.sleep(0.01)
     await manager.stop()

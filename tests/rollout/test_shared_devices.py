@@ -93,14 +93,14 @@ class Run:
         return all(engine.memory == memory for engine in self.engines)
 
     async def publish(self, number: int) -> None:
-        addresses = await self.manager.begin_update(number)
+        addresses = await self.manager.begin_update(0, number)
         assert self.all_hold(frozenset({"weights"})), "the trainer still holds its weights"
         assert len(addresses) == len(self.engines), "memory that is given back loses its weights"
         for engine in self.engines:
             engine.set_weights(PolicyVersion(0, number))
         ids = [address.engine_id for address in addresses]
-        if (await self.manager.end_update(number, ids, None, None)).evaluation_due:
-            await self.manager.evaluate(number)
+        if (await self.manager.end_update(0, number, ids, None, None)).evaluation_due:
+            await self.manager.evaluate(0, number)
 
 
 @pytest.mark.parametrize("preset", ["rapid", "sync", "copris"])
@@ -112,10 +112,10 @@ def test_engines_rest_whenever_the_trainer_works(tmp_path: Path, preset: str) ->
         await it.publish(0)
         for step in range(3):
             assert it.all_hold(ALL)
-            batch = await it.manager.next_batch()
+            batch = await it.manager.next_batch(0)
             assert batch is not None and batch.step == step
             assert it.all_hold(frozenset()), "the trainer trains now"
-            await it.manager.position()
+            await it.manager.position(0)
             await it.publish(step + 1)
         assert it.all_hold(frozenset()), "after the last step the trainer exports"
         for engine in it.engines:
@@ -133,7 +133,7 @@ def test_a_checkpoint_in_the_middle_of_generation_puts_engines_to_rest(tmp_path:
         await it.begin()
         await it.publish(0)
         assert it.all_hold(ALL)
-        await it.manager.position()
+        await it.manager.position(0)
         assert it.all_hold(frozenset())
         await it.manager.stop()
 
@@ -151,10 +151,10 @@ def test_an_engine_that_comes_back_waits_for_weights_at_rest_with_the_others(
         while len(it.launcher.all) < 3:
             await asyncio.sleep(0.01)
         del it.launcher.all[1]
-        batch = await it.manager.next_batch()
+        batch = await it.manager.next_batch(0)
         if batch is None:  # the news came before the batch
             await it.publish(0)
-            batch = await it.manager.next_batch()
+            batch = await it.manager.next_batch(0)
         assert batch is not None
         assert it.all_hold(frozenset())
         await it.publish(1)

@@ -68,12 +68,12 @@ class Run:
         self.manager = manager_of(folder, config, engines)
 
     async def publish(self, number: int) -> UpdateReport:
-        addresses = await self.manager.begin_update(number)
+        addresses = await self.manager.begin_update(0, number)
         for engine in self.engines.now.values():
             engine.set_weights(PolicyVersion(0, number), f"weights {number}")
         expected = await SimulatedEngine("trainer", MODEL).score(PROBE)
         ids = [address.engine_id for address in addresses]
-        return await self.manager.end_update(number, ids, PROBE, expected)
+        return await self.manager.end_update(0, number, ids, PROBE, expected)
 
     async def train(self, steps: int) -> int:
         """As the trainer's loop does; the number of publications."""
@@ -82,7 +82,7 @@ class Run:
         await self.publish(0)
         done, published = 0, 1
         while done < steps:
-            if await self.manager.next_batch() is not None:
+            if await self.manager.next_batch(0) is not None:
                 done += 1
             await self.publish(done)
             published += 1

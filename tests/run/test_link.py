@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ from ray.exceptions import RaySystemError
 
 from megatron_async.config import RunConfig, build_config
 from megatron_async.errors import ComponentFailure
-from megatron_async.rollout.manager import ResumePoint
-from megatron_async.run.link import RayLink, _manager_actor
+from megatron_async.rollout.manager import ResumePoint, RolloutManager
+from megatron_async.run.link import RayLink, RolloutLink, _manager_actor
 from megatron_async.run.stop import StopAsked
 
 
@@ -88,6 +89,38 @@ def test_a_manager_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(ray, "get_actor", lambda name: (_ for _ in ()).throw(ValueError(name)))
     with pytest.raises(ComponentFailure, match="waited 0 s for the rollout manager"):
         _manager_actor(0.1)
+
+
+CALLS: dict[str, Callable[[RolloutLink], Any]] = {
+    "next_batch": lambda link: link.next_batch(),
+    "drop_batch": lambda link: link.drop_batch(4, "nonfinite"),
+    "begin_update": lambda link: link.begin_update(4),
+    "end_update": lambda link: link.end_update(4, ["engine0"], None, None),
+    "evaluate": lambda link: link.evaluate(4),
+    "position": lambda link: link.position(),
+    "checkpoint_finalised": lambda link: link.checkpoint_finalised(4, [2, 4]),
+}
+
+
+@pytest.mark.parametrize("method", CALLS)
+def test_every_call_says_of_which_line_its_trainer_is(
+    monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """So that the manager can refuse one that was replaced; and its parameters are those sent."""
+    sent: dict[str, tuple[Any, ...]] = {}
+
+    def note(manager: Manager, name: str, *arguments: Any) -> str:
+        sent[name] = arguments
+        return name
+
+    monkeypatch.setattr(Manager, "remote", note)
+    ours, _ = link(monkeypatch, [])
+    monkeypatch.setattr(ray, "wait", lambda answers, timeout: (answers, []))
+    ours.attach(ResumePoint(3, 4))
+    CALLS[method](ours)
+    taken = inspect.signature(getattr(RolloutManager, method)).bind(None, *sent[method])
+    assert taken.arguments["lineage"] == 3
+    assert {taken.arguments.get(name, 4) for name in ("step", "number")} == {4}
 
 
 @pytest.mark.parametrize("method", ["next_batch", "evaluate"])
