@@ -151,7 +151,7 @@ class RolloutManager:
     async def _attach(self, resume: ResumePoint) -> None:
         if self._session is not None and resume.lineage < self._session.resume.lineage:
             raise _replaced(resume.lineage, self._session.resume.lineage)
-        await self._detach()
+        await self._detach(lambda before: _replaced(before.resume.lineage, resume.lineage))
         store = TrajectoryStore.open(
             self._store_file,
             self._config.store,
@@ -187,10 +187,11 @@ class RolloutManager:
         self._fleet.attach(driver)
         await self._devices.rest(driver.engines())
 
-    async def _detach(self) -> None:
+    async def _detach(self, why: Callable[[_Session], ComponentFailure]) -> None:
         session, self._session = self._session, None
         self._fleet.detach()
         if session is not None:
+            session.driver.fail(why(session))  # whoever waits for it waits in vain
             await session.driver.close()
             if session.recorder is not None:
                 session.recorder.close()
@@ -198,7 +199,7 @@ class RolloutManager:
     async def stop(self) -> None:
         """Keep every token, close the store, end the engines."""
         async with self._attaching:
-            await self._detach()
+            await self._detach(lambda _: ComponentFailure("the rollout manager was stopped"))
             await self._fleet.stop()
 
     @property
@@ -239,9 +240,10 @@ class RolloutManager:
 
     async def next_batch(self, lineage: int) -> TokenBatch | None:
         """The next batch, or None when stale engines want weights. Raises ComponentFailure."""
-        driver = self._session_of(lineage).driver
-        limit = self._config.trainer.wait_for_batch_seconds
+        session = self._session_of(lineage)
+        driver, limit = session.driver, self._config.trainer.wait_for_batch_seconds
         batch = await driver.next_batch(limit)
+        self._still(session)
         if batch is not None and self._devices.shared:
             await driver.until_idle(limit)  # what was ended early is on its way out
         await self._devices.rest(driver.engines())

@@ -261,6 +261,55 @@ def test_a_call_that_a_replaced_trainer_makes_later_is_refused(tmp_path: Path, c
     run(body())
 
 
+@pytest.mark.parametrize(
+    ("end", "why"),
+    [
+        (lambda manager: manager.attach(ResumePoint(1, 0, parent=0)), "by that of lineage 1"),
+        (lambda manager: manager.attach(ResumePoint(0)), "lineage 0 has attached once more"),
+        (lambda manager: manager.stop(), "the rollout manager was stopped"),
+    ],
+    ids=["replaced", "attached again", "stopped"],
+)
+def test_who_waits_for_a_batch_that_cannot_come_any_more_is_told_at_once(
+    tmp_path: Path, end: Callable[[RolloutManager], Any], why: str
+) -> None:
+    async def body() -> None:
+        manager = Trainer(tmp_path, settings("async")).manager
+        await manager.start()
+        await manager.attach(ResumePoint(0))
+        assert await manager.next_batch(0) is None
+        manager._driver._stale.clear()  # as if there were none: nothing but a batch will do
+        late = asyncio.create_task(manager.next_batch(0))
+        await asyncio.sleep(0.05)
+        await end(manager)
+        async with asyncio.timeout(1):  # trainer.wait_for_batch_seconds is 5
+            with pytest.raises(ComponentFailure, match=why):
+                await late
+        await manager.stop()
+
+    run(body())
+
+
+def test_a_batch_that_is_there_when_its_trainer_is_replaced_is_not_given_to_it(
+    tmp_path: Path,
+) -> None:
+    async def body() -> None:
+        trainer = Trainer(tmp_path, settings("async"))
+        manager = trainer.manager
+        await manager.start()
+        await trainer.begin(ResumePoint(0))
+        while not manager._driver._batches.qsize():
+            await asyncio.sleep(0.01)
+        late = asyncio.create_task(manager.next_batch(0))
+        await asyncio.sleep(0)
+        await manager.attach(ResumePoint(1, 0, parent=0))
+        with pytest.raises(ComponentFailure):
+            await late
+        await manager.stop()
+
+    run(body())
+
+
 def test_a_trainer_that_the_manager_does_not_know_must_attach(tmp_path: Path) -> None:
     """Nobody is attached, or only the trainer before it: its link attaches again at this."""
 
