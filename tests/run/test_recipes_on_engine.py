@@ -81,7 +81,7 @@ def test_recipe_trains_and_accounts_for_every_trajectory(
     recipe: str, tmp_path: Path, model: Path, engine: SGLangProcess
 ) -> None:
     config = settings(recipe, tmp_path, model)
-    # Random weights are never right: a reward that varies makes every loss have a gradient.
+    # Random weights are never right: a reward that varies in each group gives a gradient.
     verifier = LengthParity()
     directory = RunDirectory.create(config)
     train_locally(config, directory, [engine.url], verifier)
@@ -109,12 +109,12 @@ def test_recipe_trains_and_accounts_for_every_trajectory(
 
 
 class LengthParity:
-    """A verifier whose reward depends on the answer only: the parity of its token sum."""
+    """A verifier whose reward depends on the length only: each group has responses of 12 and 16."""
 
     async def score(
         self, prompt: object, response_ids: list[int]
     ) -> tuple[float, dict[str, float]]:
-        return float(sum(response_ids) % 2), {}
+        return float(len(response_ids) % 8 == 0), {}
 
 
 def test_the_real_verifier_judges_what_the_engine_says(
