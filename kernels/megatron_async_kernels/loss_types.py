@@ -1,65 +1,125 @@
-"""The loss interface as plain data, field for field that of `megatron_async.algorithms.interface`.
+"""The one loss interface: what a loss reads, its thresholds, and what it returns.
 
-The kernels are usable without megatron_async, so they carry their own copy of the types; a test
-holds the two equal. `mirror` turns any object with the same attributes into these types, so that
-callers pass theirs as they are.
+`losses.policy_loss(inputs, config, denominators) -> LossOutput` is the reference implementation;
+a fused kernel that takes and returns the same structs may replace it.
 
 Invariants
-- Packed streams of T tokens; S whole sequences end to end, told apart by `cu_seqlens_S1`.
+- Every array is a packed stream of T tokens; S whole sequences lie end to end, `cu_seqlens_S1`
+  tells them apart. A sequence is never split over two calls.
 - A token with mask 0 contributes nothing, whatever its other values are (NaN included).
-- `dlogp_T` is d loss_sum / d logprobs_T in closed form; denominators are global.
+- Denominators are global (over data-parallel ranks and microbatches of one optimizer step) and
+  come from outside, so the sum of `loss_sum`, of `dlogp_T` as a gradient, and of the metric sums
+  over any split of the minibatch is the same.
+- The gradient is returned, not recorded: `dlogp_T` is d loss_sum / d logprobs_T in closed form.
+- c(x) = clamp(x, -SAFETY_BOUND, SAFETY_BOUND) bounds every exponent; beyond it the gradient of a
+  ratio is 0, as autograd through clamp has it.
+
+Notation used below: m the mask, p the log-prob under the current policy, mu = `rollout_logprobs_T`,
+b the reference of the ratio (`ratio_to`: mu or `old_logprobs_T`), A the advantage,
+l = p - b, r = exp(c(l)), v = `is_weights_T` or 1, n_i the kept tokens of sequence i.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeVar
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
+from megatron_async.errors import NonFiniteError
+
 SAFETY_BOUND = 20.0
 GSPO_LOG_BOUND = 10.0
-NUM_LAG_BINS = 9
+NUM_LAG_BINS = 9  # lags 0 to 7, and 8 or more
+
+Surrogate = Literal["reinforce", "aipo", "ppo_clip", "gspo", "cispo", "sft"]
+Aggregation = Literal[
+    "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"
+]
+RejectionLevel = Literal["token", "seq_sum", "seq_mean", "seq_max"]
+Divergence = Literal["k1", "k2", "k3"]
 
 
 @dataclass(frozen=True)
 class RejectionRule:
-    """Keep where lower <= statistic <= upper; statistics of x = c(log π − log μ)."""
+    """Keep where lower <= statistic <= upper (bounds inclusive, already in the statistic's space).
 
-    level: Literal["token", "seq_sum", "seq_mean", "seq_max"]
-    divergence: Literal["k1", "k2", "k3"]
+    Per token with x = c(p - mu): k1 = -x, k2 = x^2 / 2, k3 = exp(x) - 1 - x. `seq_sum`, `seq_mean`
+    and `seq_max` reduce it over the masked tokens of a sequence (0 for a sequence without any) and
+    decide for the whole sequence. For k1 the bounds are logarithms of ratio bounds.
+    """
+
+    level: RejectionLevel
+    divergence: Divergence
     lower: float
     upper: float
 
 
 @dataclass(frozen=True)
 class LossConfig:
-    """Every threshold of the loss; the formulas stand in `loss_reference` and docs/kernels.md."""
+    """Every threshold of the loss. Built from `AlgorithmConfig` by `loss_settings`.
 
-    surrogate: Literal["reinforce", "aipo", "ppo_clip", "gspo", "cispo", "sft"] = "ppo_clip"
+    Per-token loss l_t and its derivative d_t with respect to p (loss_sum = sum_t a_t l_t):
+
+    reinforce  -v w A p            d = -v w A      w detached, see `weight_level`
+    aipo       -v min(r, delta) A  d = -v r A where r <= delta and |l| <= SAFETY_BOUND, else 0
+    ppo_clip   v max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)); with A < 0 and `dual_clip` C
+               also v min(that, -A C).  d = -v A r where the unclipped term is the one taken
+               (ties count as unclipped) and |l| <= SAFETY_BOUND, else 0
+    gspo       as ppo_clip without dual clip, with r replaced by
+               s = exp(min(mean_i(p - b), GSPO_LOG_BOUND)) of the token's sequence (mean over its
+               kept tokens; no safety bound below); d = -v A s where unclipped and the mean is
+               <= GSPO_LOG_BOUND, else 0 (the token form: each token owns 1/n_i of the sequence)
+    cispo      -v u A p            d = -v u A      u = clip(r, 1 - clip_low, 1 + clip_high) detached
+    sft        -p                  d = -1          (neither advantage nor weights)
+
+    a_t: token_mean 1/N_tokens; seq_mean_token_mean 1/(N_sequences n_i); seq_mean_token_sum
+    1/N_sequences; seq_mean_token_sum_norm 1/(N_sequences `fixed_normalizer`); 0 where mask or
+    rejection is 0. n_i counts the tokens of sequence i that are kept here; the N are given.
+
+    KL to the reference, added as kl_coef * a_t * q (d = p - ref, x = c(d),
+    y = min(r, `kl_weight_upper`) * v, detached in k2, differentiable in k3):
+    k2  y d^2 / 2                              derivative y d
+    k3  y k, k = exp(-x) - 1 + x               derivative y (1 - exp(-x)) [|d| <= SAFETY_BOUND]
+                                               + y k [r <= kl_weight_upper and |l| <= SAFETY_BOUND]
+    Entropy: -entropy_coef * a_t * H, d/dH = -entropy_coef * a_t.
+    """
+
+    surrogate: Surrogate = "ppo_clip"
     ratio_to: Literal["rollout", "old"] = "rollout"
-    aggregation: Literal[
-        "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"
-    ] = "token_mean"
+    aggregation: Aggregation = "token_mean"
     fixed_normalizer: float = 1.0
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
     aipo_delta: float = 8.0
+    # reinforce: w = exp(c(l)) per token or exp(c(sum_i m l)) per sequence; `weight_upper` alone
+    # truncates above (min), with `weight_lower` weights outside [lower, upper] become 0 (IcePop).
+    # The result is divided by `Denominators.weight_mean`.
     weight_level: Literal["none", "token", "sequence"] = "none"
     weight_upper: float | None = None
     weight_lower: float | None = None
+    # Bypass mode only: evaluated on p - mu here; a token is kept when all rules keep it.
     rejection: tuple[RejectionRule, ...] = ()
     kl_estimator: Literal["none", "k2", "k3"] = "none"
     kl_coef: float = 0.0
     kl_weight_upper: float = 2.0
     entropy_coef: float = 0.0
+    # RAPID's eta in the reported staleness; changes no gradient.
     staleness_clip: float = 2.0
 
 
 @dataclass(frozen=True, eq=False)
 class LossInputs:
-    """One microbatch: floating arrays [T], `mask_T` 0/1, `cu_seqlens_S1` int [S + 1]."""
+    """One microbatch. Floating arrays [T]; `mask_T` 0/1; `cu_seqlens_S1` int32 or int64 [S + 1].
+
+    `old_logprobs_T` is needed with `ratio_to: old`, `ref_logprobs_T` with a KL estimator,
+    `entropy_T` with an entropy bonus (and is only reported otherwise). `is_weights_T` are the
+    detached weights of decoupled correction, `mask_T` is after its rejection. `lag_T` (int, n - a)
+    is used in metrics only; None counts as 0. Nothing here is differentiated through.
+    """
 
     logprobs_T: torch.Tensor
     rollout_logprobs_T: torch.Tensor
@@ -75,62 +135,107 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class Denominators:
-    """Global counts of one optimizer step; 0 is read as 1."""
+    """Global counts of one optimizer step, over data-parallel ranks and microbatches.
+
+    `tokens` and `sequences` count mask-1 tokens, and sequences with at least one, after decoupled
+    and before bypass rejection (which verl 0.9.1 does as well: its counts are fixed before the
+    loss runs). `weight_mean` is the batch-normalisation factor of `reinforce` weights, else 1.
+    Counts of 0 are read as 1: nothing is trained and the loss is 0.
+    """
 
     tokens: float
     sequences: float
     weight_mean: float = 1.0
 
 
+# Sums over tokens or sequences, additive over microbatches and ranks. k = m * kept by rejection;
+# L = p - mu, w = exp(c(L)), W_i = exp(c(sum_i m L)) over sequences with a mask-1 token.
 SUM_NAMES: tuple[str, ...] = (
-    "tokens",
-    "kept_tokens",
-    "sequences",
-    "kept_sequences",
-    "loss",
-    "policy_loss",
-    "kl_loss",
-    "entropy_loss",
-    "log_ratio",
-    "k3",
-    "is_weight",
-    "is_weight_sq",
-    "seq_weight",
-    "seq_weight_sq",
-    "seq_staleness",
-    "seq_weight_clipped",
-    "ratio",
-    "ratio_log",
-    "coefficient",
-    "coefficient_sq",
-    "clip_high",
-    "clip_low",
-    "clip_dual",
-    "entropy",
-    "advantage",
-    "advantage_sq",
-    "ref_k1",
-    "ref_k3",
-    "lag",
-    "off_policy_tokens",
+    "tokens",  # sum m
+    "kept_tokens",  # sum k
+    "sequences",  # sequences with a mask-1 token
+    "kept_sequences",  # sequences with a kept token
+    "loss",  # loss_sum
+    "policy_loss",  # its surrogate part
+    "kl_loss",  # its KL part, kl_coef included
+    "entropy_loss",  # its entropy part, entropy_coef included
+    "log_ratio",  # sum m L, unclamped
+    "k3",  # sum m (exp(c(L)) - 1 - c(L))
+    "is_weight",  # sum m w
+    "is_weight_sq",  # sum m w^2
+    "seq_weight",  # sum_i W_i
+    "seq_weight_sq",  # sum_i W_i^2
+    "seq_staleness",  # sum_i min(c(sum_i m L), log staleness_clip)
+    "seq_weight_clipped",  # sequences with W_i > staleness_clip
+    "ratio",  # sum k r (gspo: s), the ratio to `ratio_to`; sft: 0
+    "ratio_log",  # sum k c(l); sft: 0
+    "coefficient",  # sum k x, x the weight in use: reinforce v w / weight_mean, cispo v u,
+    # aipo v min(r, delta), ppo_clip and gspo v, sft 1
+    "coefficient_sq",  # sum k x^2
+    "clip_high",  # ppo_clip, gspo: clipped term taken (strictly larger), r > 1 + clip_high;
+    # cispo: r > 1 + clip_high; aipo: r > delta; reinforce: raw weight > weight_upper
+    "clip_low",  # the same below: r < 1 - clip_low; reinforce: raw weight < weight_lower
+    "clip_dual",  # ppo_clip: dual clip taken (strictly smaller)
+    "entropy",  # sum m H, 0 without entropy
+    "advantage",  # sum m A
+    "advantage_sq",  # sum m A^2
+    "ref_k1",  # sum m (p - ref), 0 without reference
+    "ref_k3",  # sum m (exp(-x) - 1 + x), x = c(p - ref)
+    "lag",  # sum m lag
+    "off_policy_tokens",  # sum m [lag > 0]
 )
 LAG_SUM_NAMES: tuple[str, ...] = ("lag_tokens", "lag_weight", "lag_weight_sq", "lag_log_ratio")
 MAX_NAMES: tuple[str, ...] = (
-    "log_ratio_max",
-    "log_ratio_neg_min",
-    "seq_log_weight_max",
-    "seq_log_weight_neg_min",
+    "log_ratio_max",  # max L over mask-1 tokens, -inf without any
+    "log_ratio_neg_min",  # max -L
+    "seq_log_weight_max",  # max_i sum_i m L
+    "seq_log_weight_neg_min",  # max_i -sum_i m L
     "lag_max",
 )
 
 
 @dataclass(frozen=True, eq=False)
 class LossMetrics:
-    """float64 sums [len(SUM_NAMES)], by-lag sums [4, NUM_LAG_BINS], maxima [len(MAX_NAMES)]."""
+    """float64 sums [len(SUM_NAMES)], by-lag sums [4, NUM_LAG_BINS] and maxima [len(MAX_NAMES)].
+
+    Rows of `lag_sums_LB` follow LAG_SUM_NAMES (sums of m, m w, m w^2, m L by lag bin
+    min(lag, NUM_LAG_BINS - 1)). Sums add and maxima take the larger over microbatches and ranks.
+    """
 
     sums_M: torch.Tensor
     lag_sums_LB: torch.Tensor
     maxima_E: torch.Tensor
+
+    @classmethod
+    def empty(cls, device: torch.device | str = "cpu") -> LossMetrics:
+        """The neutral element of `merge`."""
+        return cls(
+            torch.zeros(len(SUM_NAMES), dtype=torch.float64, device=device),
+            torch.zeros(len(LAG_SUM_NAMES), NUM_LAG_BINS, dtype=torch.float64, device=device),
+            torch.full((len(MAX_NAMES),), -math.inf, dtype=torch.float64, device=device),
+        )
+
+    def merge(self, other: LossMetrics) -> LossMetrics:
+        """Of two microbatches together."""
+        return LossMetrics(
+            self.sums_M + other.sums_M,
+            self.lag_sums_LB + other.lag_sums_LB,
+            torch.maximum(self.maxima_E, other.maxima_E),
+        )
+
+    def all_reduce(self, group: torch.distributed.ProcessGroup) -> LossMetrics:
+        """Of all ranks of `group` together (two collectives)."""
+        flat = torch.cat([self.sums_M, self.lag_sums_LB.reshape(-1)])
+        maxima_E = self.maxima_E.clone()
+        torch.distributed.all_reduce(flat, group=group)
+        torch.distributed.all_reduce(maxima_E, torch.distributed.ReduceOp.MAX, group=group)
+        sums_M, lag_flat = flat.split([len(SUM_NAMES), flat.numel() - len(SUM_NAMES)])
+        return LossMetrics(sums_M, lag_flat.view_as(self.lag_sums_LB), maxima_E)
+
+    def sums(self) -> dict[str, float]:
+        """Sums and maxima by name (one copy to the host); `metrics.finalize` makes means."""
+        names = SUM_NAMES + MAX_NAMES
+        return dict(zip(names, torch.cat([self.sums_M, self.maxima_E]).tolist(), strict=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,57 +248,56 @@ class LossOutput:
     metrics: LossMetrics
 
 
-class NonFiniteInput(ArithmeticError):
-    """A tensor that must be finite is not at a trained token; names the tensor."""
+class _Attach(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: torch.autograd.function.FunctionCtx,
+        loss: torch.Tensor,
+        logprobs_T: torch.Tensor,
+        entropy_T: torch.Tensor | None,
+        dlogp_T: torch.Tensor,
+        dentropy_T: torch.Tensor | None,
+    ) -> torch.Tensor:
+        ctx.dlogp_T, ctx.dentropy_T = dlogp_T, dentropy_T  # type: ignore[attr-defined]
+        return loss.clone()
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        dentropy_T = ctx.dentropy_T  # type: ignore[attr-defined]
+        entropy_grad_T = None if dentropy_T is None else grad * dentropy_T
+        return None, grad * ctx.dlogp_T, entropy_grad_T, None, None  # type: ignore[attr-defined]
 
 
-Mirrored = TypeVar("Mirrored", LossConfig, LossInputs, Denominators, RejectionRule)
+def attach_gradient(
+    output: LossOutput, logprobs_T: torch.Tensor, entropy_T: torch.Tensor | None = None
+) -> torch.Tensor:
+    """A scalar with value `loss_sum` whose backward hands the closed-form gradients on.
 
-
-def mirror(kind: type[Mirrored], other: Any) -> Mirrored:
-    """`other` as `kind`, by attribute names; itself where it already is one."""
-    if isinstance(other, kind):
-        return other
-    values = {field.name: getattr(other, field.name) for field in fields(kind)}
-    if "rejection" in values:
-        values["rejection"] = tuple(mirror(RejectionRule, rule) for rule in values["rejection"])
-    return kind(**values)
-
-
-def floating_inputs(inputs: LossInputs) -> dict[str, torch.Tensor]:
-    """The present floating streams by the names that errors use."""
-    named = {
-        "logprobs": inputs.logprobs_T,
-        "rollout_logprobs": inputs.rollout_logprobs_T,
-        "old_logprobs": inputs.old_logprobs_T,
-        "ref_logprobs": inputs.ref_logprobs_T,
-        "advantages": inputs.advantages_T,
-        "entropy": inputs.entropy_T,
-        "is_weights": inputs.is_weights_T,
-    }
-    return {name: tensor for name, tensor in named.items() if tensor is not None}
-
-
-def require_inputs(inputs: LossInputs, config: LossConfig) -> None:
-    """Raise ValueError where `config` needs a stream that is missing or lengths differ."""
-    needed = (
-        ("old_logprobs_T", inputs.old_logprobs_T, config.ratio_to == "old"),
-        ("ref_logprobs_T", inputs.ref_logprobs_T, config.kl_estimator != "none"),
-        ("entropy_T", inputs.entropy_T, config.entropy_coef != 0.0),
+    For trainers whose log-probs are part of an autograd graph. Data-parallel ranks hold shares of
+    one sum: their gradients are added, not averaged.
+    """
+    dlogp_T = output.dlogp_T.to(logprobs_T.dtype)
+    dentropy_T = output.dentropy_T
+    if entropy_T is None or dentropy_T is None:
+        return _Attach.apply(output.loss_sum, logprobs_T, None, dlogp_T, None)
+    return _Attach.apply(
+        output.loss_sum, logprobs_T, entropy_T, dlogp_T, dentropy_T.to(entropy_T.dtype)
     )
-    for name, tensor_T, required in needed:
-        if required and tensor_T is None:
-            raise ValueError(f"the loss needs {name}, got None")
-    shape = inputs.mask_T.shape
-    for name, tensor in floating_inputs(inputs).items():
-        if tensor.shape != shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, the mask {tuple(shape)}")
 
 
-def raise_non_finite(inputs: LossInputs) -> None:
-    """Raise NonFiniteInput naming the first stream that is not finite at a trained token."""
-    untrained_T = inputs.mask_T == 0
-    for name, tensor in floating_inputs(inputs).items():
-        bad = int((~torch.isfinite(tensor) & ~untrained_T).sum())
-        if bad:
-            raise NonFiniteInput(f"{name} has {bad} non-finite values among its trained tokens")
+def check_finite(tensors: Mapping[str, torch.Tensor | None], mask_T: torch.Tensor) -> None:
+    """Raise NonFiniteError naming the first tensor with a NaN or infinity where the mask is not 0.
+
+    One transfer to the host however many tensors there are.
+    """
+    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    if not present:
+        return
+    untrained = mask_T == 0
+    flags = [(torch.isfinite(tensor) | untrained).all() for tensor in present.values()]
+    for name, finite in zip(present, torch.stack(flags).tolist(), strict=True):
+        if not finite:
+            bad = int((~torch.isfinite(present[name]) & ~untrained).sum())
+            raise NonFiniteError(f"{name} has {bad} non-finite values among its trained tokens")
