@@ -20,7 +20,7 @@ from megatron_async_kernels import (
     LossInputs,
     describe_backend,
     is_loss,
-    reference_is_loss,
+    policy_loss,
     reference_token_logprob,
     token_logprob,
 )
@@ -249,7 +249,7 @@ def loss_table(rates: Rates, clock: Clock) -> str:
                 config: LossConfig = config,
                 counts: Denominators = counts,
             ) -> object:
-                return reference_is_loss(inputs, config, counts, check=False)
+                return policy_loss(inputs, config, counts, check=False)
 
             kernel_ms = milliseconds(kernel, repeats=11, warmup=3)
             # Five streams of 4 bytes read and one written; the second pass reads three again.

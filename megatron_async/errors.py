@@ -15,7 +15,3 @@ class ComponentFailure(Exception):
 
 class ProcessKilled(ComponentFailure):
     """A process was ended by a signal, not by its own doing: starting it again may well work."""
-
-
-class NonFiniteError(ArithmeticError):
-    """A tensor that must be finite is not; names the tensor. The trainer skips the step."""

@@ -1,16 +1,15 @@
 """Triton kernels for token log-probs and importance-ratio losses, with torch references."""
 
 from megatron_async_kernels.backend import describe_backend, resolve_backend
-from megatron_async_kernels.fused import FusedOutput, token_logprob_is_loss
 from megatron_async_kernels.is_loss import is_loss
-from megatron_async_kernels.loss_reference import reference_is_loss
+from megatron_async_kernels.loss_torch import policy_loss
 from megatron_async_kernels.loss_types import (
     Denominators,
     LossConfig,
     LossInputs,
     LossMetrics,
     LossOutput,
-    NonFiniteInput,
+    NonFiniteError,
     RejectionRule,
 )
 from megatron_async_kernels.reference import reference_token_logprob
@@ -18,18 +17,16 @@ from megatron_async_kernels.token_logprob import token_logprob
 
 __all__ = [
     "Denominators",
-    "FusedOutput",
     "LossConfig",
     "LossInputs",
     "LossMetrics",
     "LossOutput",
-    "NonFiniteInput",
+    "NonFiniteError",
     "RejectionRule",
     "describe_backend",
     "is_loss",
-    "reference_is_loss",
+    "policy_loss",
     "reference_token_logprob",
     "resolve_backend",
     "token_logprob",
-    "token_logprob_is_loss",
 ]

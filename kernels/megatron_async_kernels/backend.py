@@ -9,6 +9,7 @@ import torch
 
 from megatron_async_kernels.chunked import ChunkedKernels
 from megatron_async_kernels.head_types import HeadKernels
+from megatron_async_kernels.triton_loss_spec import MAX_RULES
 
 Backend = Literal["auto", "reference", "chunked", "triton"]
 BACKENDS: tuple[str, ...] = ("auto", "reference", "chunked", "triton")
@@ -43,6 +44,18 @@ def head_kernels(name: str) -> HeadKernels:
 
         return TritonKernels()
     raise ValueError(f"no head kernels named {name!r}")
+
+
+def describe_loss(*, cuda: bool, triton: str | None) -> str:
+    """One line for `doctor`: what `is_loss` runs as on a machine with these, and the exception.
+
+    `triton` is its version, None where it is not installed.
+    """
+    if not cuda:
+        return "plain torch (no CUDA device)"
+    if triton is None:
+        return "plain torch (triton is not installed)"
+    return f"triton {triton}; plain torch with more than {MAX_RULES} rejection rules"
 
 
 def describe_backend() -> str:

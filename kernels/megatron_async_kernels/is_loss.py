@@ -1,8 +1,8 @@
 """`is_loss`: ratio, correction, surrogate, gradient and metrics in one pass over the tokens.
 
 Invariants
-- Same structs in and out as `megatron_async.algorithms.interface`; any object with the same
-  attributes is taken.
+- Triton and torch take and return the same structs and raise the same errors; they differ by
+  rounding, and in that Triton does not look at `old_logprobs_T` where the ratio is not to it.
 - One read of the streams where a token's loss depends on the token alone, two where it depends on
   its sequence (`needs_sequences`).
 - The result repeats bit for bit: no atomics, fixed order of summation.
@@ -11,14 +11,13 @@ Invariants
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import fields
 
 import torch
 from torch import Tensor
 
 from megatron_async_kernels.backend import Backend, resolve_backend
-from megatron_async_kernels.loss_reference import reference_is_loss
+from megatron_async_kernels.loss_torch import policy_loss
 from megatron_async_kernels.loss_types import (
     MAX_NAMES,
     NUM_LAG_BINS,
@@ -28,15 +27,14 @@ from megatron_async_kernels.loss_types import (
     LossInputs,
     LossMetrics,
     LossOutput,
-    mirror,
-    raise_non_finite,
-    require_inputs,
+    check_finite,
 )
 from megatron_async_kernels.triton_loss_spec import (
     AT,
     CHUNK,
     LAG_OFFSET,
     LAG_STRIDE,
+    MAX_RULES,
     MAX_WIDTH,
     NUM_SEQUENCE_VALUES,
     NUM_SLOT_COLUMNS,
@@ -45,18 +43,15 @@ from megatron_async_kernels.triton_loss_spec import (
     loss_spec,
 )
 
-if TYPE_CHECKING:
-    from megatron_async_kernels.triton_head import PartialStats
-
 BLOCK = 512
 WARPS = 8
 SEQUENCE_BLOCK = 128
 
 
 def is_loss(
-    inputs: LossInputs | Any,
-    config: LossConfig | Any,
-    denominators: Denominators | Any,
+    inputs: LossInputs,
+    config: LossConfig,
+    denominators: Denominators,
     *,
     backend: Backend = "auto",
     check: bool = True,
@@ -64,58 +59,43 @@ def is_loss(
     """Loss, dLoss/dlogp and metric sums of one microbatch of whole sequences.
 
     Args
-        inputs, config, denominators: as in `megatron_async.algorithms.interface`.
-        backend: "auto" is triton on CUDA and plain torch elsewhere ("chunked" is the same there:
-            nothing in this function is larger than its inputs).
+        backend: "auto" is triton on CUDA, unless there are more than MAX_RULES rejection rules, and
+            plain torch elsewhere ("chunked" and "reference" are plain torch: nothing in this
+            function is larger than its inputs).
         check: read the count of non-finite tokens back (one synchronisation) and raise.
 
     Raises
-        NonFiniteInput: `check` and a stream is not finite at a trained token; names the stream.
-        ValueError: `config` needs a stream that is missing, or shapes differ.
+        NonFiniteError: `check` and a stream is not finite at a trained token; names the stream.
+        ValueError: a stream that `config` needs is missing, shapes differ, or `backend` is
+            "triton" and the config is beyond its limits.
     """
-    stream = mirror(LossInputs, inputs)
-    settings, counts = mirror(LossConfig, config), mirror(Denominators, denominators)
-    name = resolve_backend(backend, stream.logprobs_T.device, stream.logprobs_T.dtype)
-    if name != "triton":
-        return reference_is_loss(stream, settings, counts, check=check)
-    require_inputs(stream, settings)
-    spec = loss_spec(stream, settings)
-    result = launch_loss(stream, spec, counts)
-    if check and float(result.nonfinite) > 0:
-        raise_non_finite(stream)
-    return result.output
+    name = resolve_backend(backend, inputs.logprobs_T.device, inputs.logprobs_T.dtype)
+    if name != "triton" or (backend == "auto" and len(config.rejection) > MAX_RULES):
+        return policy_loss(inputs, config, denominators, check=check)
+    inputs.require(config)
+    stream = _contiguous(inputs)
+    output, nonfinite = _launch(stream, loss_spec(stream, config), denominators)
+    if check and float(nonfinite) > 0:
+        check_finite(stream.streams(), stream.mask_T)
+    return output
 
 
-@dataclass(frozen=True, eq=False)
-class FinishedHead:
-    """Where the fused kernel writes what it finishes, each [R]; entropy None if not wanted."""
+def _contiguous(inputs: LossInputs) -> LossInputs:
+    """The same streams with stride 1, as the kernels index them; none is copied without need."""
+    streams = {field.name: getattr(inputs, field.name) for field in fields(LossInputs)}
+    return LossInputs(
+        **{
+            name: None if stream is None else stream.contiguous()
+            for name, stream in streams.items()
+        }
+    )
 
-    partial: PartialStats
-    rows_R: Tensor
-    logprobs_R: Tensor
-    log_sum_exp_R: Tensor
-    entropy_R: Tensor | None
 
-
-@dataclass(frozen=True, eq=False)
-class LossResult:
+def _launch(
+    inputs: LossInputs, spec: LossSpec, denominators: Denominators
+) -> tuple[LossOutput, Tensor]:
     """The output, and how many trained tokens had a stream that is not finite ([], on device)."""
-
-    output: LossOutput
-    nonfinite: Tensor
-
-
-def launch_loss(
-    inputs: LossInputs,
-    spec: LossSpec,
-    denominators: Denominators,
-    head: FinishedHead | None = None,
-) -> LossResult:
-    """Run the kernels. With `head`, streams are [T] but sequences, gradients and log-probs [R].
-
-    `inputs.cu_seqlens_S1` counts the tokens of the gradients' space (T, or R with `head`).
-    """
-    num_tokens = int((inputs.mask_T if head is None else head.logprobs_R).shape[0])
+    num_tokens = int(inputs.mask_T.shape[0])
     num_sequences = int(inputs.cu_seqlens_S1.shape[0]) - 1
     device = inputs.mask_T.device
     blocks = -(-num_tokens // CHUNK)
@@ -127,7 +107,7 @@ def launch_loss(
     dlogp = torch.empty(num_tokens, dtype=torch.float32, device=device)
     dentropy = torch.empty_like(dlogp) if spec.config.entropy_coef != 0.0 else None
     if num_tokens > 0:
-        _run_passes(inputs, spec, denominators, head, dlogp, dentropy, sums_PX, maxima_PX)
+        _run_passes(inputs, spec, denominators, dlogp, dentropy, sums_PX, maxima_PX)
     sums_X = sums_PX.sum(dim=0)
     maxima_X = maxima_PX.amax(dim=0) if len(maxima_PX) else sums_X.new_full((8,), -math.inf)
     lag_sums_LB = sums_X[LAG_OFFSET:].view(4, LAG_STRIDE)[:, :NUM_LAG_BINS]
@@ -137,14 +117,13 @@ def launch_loss(
         maxima_X[4] = torch.where(sums_X[AT.tokens] > 0, 0.0, -math.inf)
     metrics = LossMetrics(sums_X[: len(SUM_NAMES)], lag_sums_LB, maxima_X[: len(MAX_NAMES)])
     output = LossOutput(sums_X[AT.loss].to(torch.float32), dlogp, dentropy, metrics)
-    return LossResult(output, sums_X[AT.nonfinite])
+    return output, sums_X[AT.nonfinite]
 
 
 def _run_passes(
     inputs: LossInputs,
     spec: LossSpec,
     denominators: Denominators,
-    head: FinishedHead | None,
     dlogp: Tensor,
     dentropy: Tensor | None,
     sums_PX: Tensor,
@@ -167,29 +146,15 @@ def _run_passes(
     )
     # A stream that this specialisation does not read is passed as some array that exists.
     unused = dlogp
-    logprobs = inputs.logprobs_T if head is None else head.logprobs_R
-    entropy = inputs.entropy_T if head is None else head.entropy_R
-    finished = {
-        "log_sum_exp": unused if head is None else head.log_sum_exp_R,
-        "entropy": unused if entropy is None else entropy,
-        "max_in": unused if head is None else head.partial.max_PR,
-        "sum_in": unused if head is None else head.partial.sum_PR,
-        "weighted_in": unused if head is None else head.partial.weighted_PR,
-        "target_in": unused if head is None else head.partial.target_R,
-        "stats_stride": num_tokens,
-        "num_splits": 1 if head is None else head.partial.splits,
-    }
     shared = {
-        "logprobs": logprobs,
+        "logprobs": inputs.logprobs_T,
         "rollout": inputs.rollout_logprobs_T,
         "old": unused if inputs.old_logprobs_T is None else inputs.old_logprobs_T,
         "mask": inputs.mask_T,
-        "rows": inputs.cu_seqlens_S1 if head is None else head.rows_R,
         "cu_seqlens": inputs.cu_seqlens_S1,
         "slots": slots,
         "num_tokens": num_tokens,
         "num_sequences": num_sequences,
-        **finished,
         "CHUNK": CHUNK,
         "BLOCK": BLOCK,
         "SLOT_WIDTH": NUM_SLOT_COLUMNS,
@@ -219,12 +184,13 @@ def _run_passes(
             num_warps=4,
         )
 
-    def tokens(token_spec: LossSpec) -> None:
+    def tokens() -> None:
         token_pass_kernel[(blocks,)](
             **shared,
             **widths,
             reference=unused if inputs.ref_logprobs_T is None else inputs.ref_logprobs_T,
             advantages=inputs.advantages_T,
+            entropy=unused if inputs.entropy_T is None else inputs.entropy_T,
             correction=unused if inputs.is_weights_T is None else inputs.is_weights_T,
             lag=inputs.cu_seqlens_S1 if inputs.lag_T is None else inputs.lag_T,
             values=values,
@@ -237,17 +203,16 @@ def _run_passes(
             LAG_OFFSET=LAG_OFFSET,
             LAG_STRIDE=LAG_STRIDE,
             NUM_LAGS=NUM_LAG_BINS,
-            SPEC=token_spec,
+            SPEC=spec,
         )
 
     with on_device(dlogp):
         if spec.two_pass:
             sequence_pass_kernel[(blocks,)](**shared, SPEC=spec)
             sequences()
-            # The first pass has finished the log-probs.
-            tokens(replace(spec, combine=False))
+            tokens()
         else:
-            tokens(spec)
+            tokens()
             sequences()
 
 

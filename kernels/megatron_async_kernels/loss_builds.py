@@ -42,36 +42,29 @@ COMPILED_CONFIGS: dict[str, LossConfig] = {
     ),
     "gspo": LossConfig(surrogate="gspo", aggregation="seq_mean_token_mean"),
 }
-_INT64 = {"lag", "rows", "cu_seqlens"}
+_INT64 = {"lag", "cu_seqlens"}
 _FLOAT64 = {"slots", "sums", "maxima"}
-_INTEGERS = {"num_tokens", "num_sequences", "stats_stride", "num_splits", "first_row"}
+_INTEGERS = {"num_tokens", "num_sequences", "first_row"}
 _SCALARS = {"scale", "inv_weight_mean", "log_staleness_clip"}
 
 
 def loss_builds() -> Iterator[KernelBuild]:
-    """Every kernel of `is_loss` and of the fused entry for each of `COMPILED_CONFIGS`."""
+    """Every kernel of `is_loss` for each of `COMPILED_CONFIGS`."""
     for name, config in COMPILED_CONFIGS.items():
         two_pass = needs_sequences(config)
-        for fused in (False, True):
-            spec = LossSpec(
-                config=config,
-                num_rules=len(config.rejection),
-                two_pass=two_pass,
-                has_mask=not fused,
-                has_correction=config.ratio_to == "old",
-                has_reference=config.kl_estimator != "none",
-                has_entropy=config.entropy_coef != 0.0,
-                has_lag=True,
-                combine=fused and not two_pass,
-                gather=fused,
-            )
-            label = f"{name}{', fused' if fused else ''}"
-            yield _build("tokens", label, token_pass_kernel, BLOCK, WARPS, spec)
-            if two_pass:
-                first = LossSpec(**{**vars(spec), "combine": fused})
-                yield _build("sequence sums", label, sequence_pass_kernel, BLOCK, WARPS, first)
-            if not fused:
-                yield _build("sequences", label, sequence_kernel, SEQUENCE_BLOCK, 4, spec)
+        spec = LossSpec(
+            config=config,
+            num_rules=len(config.rejection),
+            two_pass=two_pass,
+            has_correction=config.ratio_to == "old",
+            has_reference=config.kl_estimator != "none",
+            has_entropy=config.entropy_coef != 0.0,
+            has_lag=True,
+        )
+        yield _build("tokens", name, token_pass_kernel, BLOCK, WARPS, spec)
+        if two_pass:
+            yield _build("sequence sums", name, sequence_pass_kernel, BLOCK, WARPS, spec)
+        yield _build("sequences", name, sequence_kernel, SEQUENCE_BLOCK, 4, spec)
 
 
 def _build(

@@ -1,6 +1,6 @@
-"""The loss of one microbatch: the reference implementation of `interface`.
+"""The loss of one microbatch in plain torch, on any device and in float64 too.
 
-Invariants: those of `interface`; nothing here needs or builds an autograd graph.
+Invariants: those of `loss_types`; nothing here needs or builds an autograd graph.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import math
 
 import torch
 
-from megatron_async.algorithms import surrogates
-from megatron_async.algorithms.interface import (
+from megatron_async_kernels import surrogates
+from megatron_async_kernels.loss_types import (
     LAG_SUM_NAMES,
     NUM_LAG_BINS,
     SUM_NAMES,
@@ -22,16 +22,24 @@ from megatron_async.algorithms.interface import (
     RejectionRule,
     check_finite,
 )
-from megatron_async.algorithms.packed import masked, segment_max, segment_sum, spread
+from megatron_async_kernels.packed import masked, segment_max, segment_sum, spread
 
 
 @torch.no_grad()
-def policy_loss(inputs: LossInputs, config: LossConfig, denominators: Denominators) -> LossOutput:
+def policy_loss(
+    inputs: LossInputs, config: LossConfig, denominators: Denominators, *, check: bool = True
+) -> LossOutput:
     """Loss, gradient and metric sums of one microbatch of whole sequences.
 
-    Computes in the dtype of `logprobs_T`, at least float32. Raises NonFiniteError naming the input
-    that is not finite, ValueError when an input that `config` needs is missing.
+    Computes in the dtype of `logprobs_T`, at least float32.
+
+    Raises
+        NonFiniteError: `check` and a stream is not finite at a trained token; names the stream.
+        ValueError: a stream that `config` needs is missing, or shapes differ.
     """
+    inputs.require(config)
+    if check:
+        check_finite(inputs.streams(), inputs.mask_T)
     stream = _Stream(inputs, config)
     kept_T = stream.mask_T * rejection_keep(
         stream.log_ratio_T, stream.mask_T, inputs.cu_seqlens_S1, config.rejection
@@ -58,22 +66,9 @@ def policy_loss(inputs: LossInputs, config: LossConfig, denominators: Denominato
 
 
 class _Stream:
-    """The inputs, checked, in one dtype, and exactly 0 at untrained tokens."""
+    """The inputs in one dtype, and exactly 0 at untrained tokens."""
 
     def __init__(self, inputs: LossInputs, config: LossConfig) -> None:
-        _require(inputs, config)
-        check_finite(
-            {
-                "logprobs": inputs.logprobs_T,
-                "rollout_logprobs": inputs.rollout_logprobs_T,
-                "old_logprobs": inputs.old_logprobs_T,
-                "ref_logprobs": inputs.ref_logprobs_T,
-                "advantages": inputs.advantages_T,
-                "entropy": inputs.entropy_T,
-                "is_weights": inputs.is_weights_T,
-            },
-            inputs.mask_T,
-        )
         dtype = torch.promote_types(inputs.logprobs_T.dtype, torch.float32)
 
         def read(tensor_T: torch.Tensor | None, default: float = 0.0) -> torch.Tensor:
@@ -101,17 +96,6 @@ class _Stream:
             if lag_T is None
             else masked(lag_T.to(torch.int64), inputs.mask_T)
         )
-
-
-def _require(inputs: LossInputs, config: LossConfig) -> None:
-    needed = (
-        ("old_logprobs_T", inputs.old_logprobs_T, config.ratio_to == "old"),
-        ("ref_logprobs_T", inputs.ref_logprobs_T, config.kl_estimator != "none"),
-        ("entropy_T", inputs.entropy_T, config.entropy_coef != 0.0),
-    )
-    for name, tensor_T, required in needed:
-        if required and tensor_T is None:
-            raise ValueError(f"the loss needs {name}, got None")
 
 
 def divergence(log_ratio_T: torch.Tensor, name: str) -> torch.Tensor:

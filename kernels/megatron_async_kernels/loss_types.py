@@ -1,7 +1,7 @@
 """The one loss interface: what a loss reads, its thresholds, and what it returns.
 
-`losses.policy_loss(inputs, config, denominators) -> LossOutput` is the reference implementation;
-a fused kernel that takes and returns the same structs may replace it.
+`is_loss(inputs, config, denominators) -> LossOutput` computes it, by Triton on CUDA and by
+`loss_torch.policy_loss` elsewhere; both take and return these structs.
 
 Invariants
 - Every array is a packed stream of T tokens; S whole sequences lie end to end, `cu_seqlens_S1`
@@ -28,11 +28,14 @@ from typing import Literal
 
 import torch
 
-from megatron_async.errors import NonFiniteError
-
 SAFETY_BOUND = 20.0
 GSPO_LOG_BOUND = 10.0
 NUM_LAG_BINS = 9  # lags 0 to 7, and 8 or more
+
+
+class NonFiniteError(ArithmeticError):
+    """A tensor that must be finite is not; names the tensor. A trainer skips the step."""
+
 
 Surrogate = Literal["reinforce", "aipo", "ppo_clip", "gspo", "cispo", "sft"]
 Aggregation = Literal[
@@ -59,7 +62,7 @@ class RejectionRule:
 
 @dataclass(frozen=True)
 class LossConfig:
-    """Every threshold of the loss. Built from `AlgorithmConfig` by `loss_settings`.
+    """Every threshold of the loss.
 
     Per-token loss l_t and its derivative d_t with respect to p (loss_sum = sum_t a_t l_t):
 
@@ -131,6 +134,34 @@ class LossInputs:
     entropy_T: torch.Tensor | None = None
     is_weights_T: torch.Tensor | None = None
     lag_T: torch.Tensor | None = None
+
+    def streams(self) -> dict[str, torch.Tensor]:
+        """The floating streams that are present, by the names that errors use."""
+        named = {
+            "logprobs": self.logprobs_T,
+            "rollout_logprobs": self.rollout_logprobs_T,
+            "old_logprobs": self.old_logprobs_T,
+            "ref_logprobs": self.ref_logprobs_T,
+            "advantages": self.advantages_T,
+            "entropy": self.entropy_T,
+            "is_weights": self.is_weights_T,
+        }
+        return {name: stream for name, stream in named.items() if stream is not None}
+
+    def require(self, config: LossConfig) -> None:
+        """Raise ValueError where `config` needs a stream that is missing or lengths differ."""
+        needed = (
+            ("old_logprobs_T", self.old_logprobs_T, config.ratio_to == "old"),
+            ("ref_logprobs_T", self.ref_logprobs_T, config.kl_estimator != "none"),
+            ("entropy_T", self.entropy_T, config.entropy_coef != 0.0),
+        )
+        for name, stream_T, required in needed:
+            if required and stream_T is None:
+                raise ValueError(f"the loss needs {name}, got None")
+        shape = self.mask_T.shape
+        for name, stream in self.streams().items():
+            if stream.shape != shape:
+                raise ValueError(f"{name} has shape {tuple(stream.shape)}, the mask {tuple(shape)}")
 
 
 @dataclass(frozen=True)

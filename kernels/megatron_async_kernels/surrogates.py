@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_async.algorithms.interface import GSPO_LOG_BOUND, SAFETY_BOUND, LossConfig
+from megatron_async_kernels.loss_types import GSPO_LOG_BOUND, SAFETY_BOUND, LossConfig
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_async_kernels.triton_loss_reads import first_sequence, read_logprob, read_stream
+from megatron_async_kernels.triton_loss_reads import first_sequence, read_stream
 from megatron_async_kernels.triton_loss_terms import bounded_exp, divergence, token_keep
 
 
@@ -56,19 +56,10 @@ def sequence_pass_kernel(
     rollout,
     old,
     mask,
-    rows,
     cu_seqlens,
-    log_sum_exp,
-    entropy,
-    max_in,
-    sum_in,
-    weighted_in,
-    target_in,
     slots,
     num_tokens,
     num_sequences,
-    stats_stride,
-    num_splits,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     SLOT_WIDTH: tl.constexpr,
@@ -98,32 +89,12 @@ def sequence_pass_kernel(
             lanes = base + tl.arange(0, BLOCK)
             inside = lanes < num_tokens
             mine = (lanes >= position) & (lanes < end)
-            at = lanes
-            if SPEC.gather:
-                at = tl.load(rows + lanes, mask=inside, other=0)
-            trained = mine
-            if SPEC.has_mask:
-                trained = mine & (tl.load(mask + lanes, mask=inside, other=0.0) != 0)
-            logp, _ = read_logprob(
-                logprobs,
-                log_sum_exp,
-                entropy,
-                max_in,
-                sum_in,
-                weighted_in,
-                target_in,
-                lanes,
-                inside,
-                stats_stride,
-                num_splits,
-                BLOCK,
-                SPEC,
-            )
-            logp = tl.where(trained, logp, 0.0)
-            log_ratio = logp - read_stream(rollout, at, inside, trained)
+            trained = mine & (tl.load(mask + lanes, mask=inside, other=0.0) != 0)
+            logp = read_stream(logprobs, lanes, inside, trained)
+            log_ratio = logp - read_stream(rollout, lanes, inside, trained)
             anchor = log_ratio
             if SPEC.config.ratio_to == "old":
-                anchor = logp - read_stream(old, at, inside, trained)
+                anchor = logp - read_stream(old, lanes, inside, trained)
             weight, clamped, _ = bounded_exp(log_ratio)
             on = trained.to(tl.float32)
             keep = token_keep(on, weight, clamped, SPEC)

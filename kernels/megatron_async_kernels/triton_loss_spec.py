@@ -42,15 +42,10 @@ class LossSpec:
     config: LossConfig
     num_rules: int
     two_pass: bool
-    has_mask: bool
     has_correction: bool
     has_reference: bool
     has_entropy: bool
     has_lag: bool
-    # The log-probs are still partial statistics of the head: finish them here.
-    combine: bool = False
-    # Streams other than the log-probs are read at `rows[i]` (masked rows were compacted away).
-    gather: bool = False
     at: Any = AT
 
 
@@ -64,9 +59,7 @@ def needs_sequences(config: LossConfig) -> bool:
     )
 
 
-def loss_spec(
-    inputs: LossInputs, config: LossConfig, *, combine: bool = False, gather: bool = False
-) -> LossSpec:
+def loss_spec(inputs: LossInputs, config: LossConfig) -> LossSpec:
     """The specialisation for these inputs.
 
     Raises
@@ -78,11 +71,8 @@ def loss_spec(
         config=config,
         num_rules=len(config.rejection),
         two_pass=needs_sequences(config),
-        has_mask=not gather,
         has_correction=inputs.is_weights_T is not None,
         has_reference=inputs.ref_logprobs_T is not None,
         has_entropy=inputs.entropy_T is not None,
         has_lag=inputs.lag_T is not None,
-        combine=combine,
-        gather=gather,
     )

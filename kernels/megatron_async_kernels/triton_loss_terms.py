@@ -2,9 +2,9 @@
 # mypy: allow-untyped-defs
 # Nested ifs keep the compiler from evaluating a branch that does not exist.
 # ruff: noqa: SIM102
-"""The loss of a block of tokens as a device function, shared by the plain and the fused kernels.
+"""The loss of a block of tokens as a device function.
 
-Formulas and their sources stand in `loss_reference`; names follow it. Everything is elementwise
+Formulas and their sources stand in `surrogates`; names follow it. Everything is elementwise
 over a block of lanes in float32; SPEC is a `LossSpec`.
 """
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_async_kernels.triton_loss_reads import first_sequence, read_logprob, read_stream
+from megatron_async_kernels.triton_loss_reads import first_sequence, read_stream
 from megatron_async_kernels.triton_loss_terms import (
     bounded_exp,
     k3_of,
@@ -38,14 +38,8 @@ def token_pass_kernel(
     correction,
     mask,
     lag,
-    rows,
-    cu_seqlens,
-    log_sum_exp,
     entropy,
-    max_in,
-    sum_in,
-    weighted_in,
-    target_in,
+    cu_seqlens,
     values,
     slots,
     dlogp,
@@ -54,8 +48,6 @@ def token_pass_kernel(
     maxima,
     num_tokens,
     num_sequences,
-    stats_stride,
-    num_splits,
     scale,
     inv_weight_mean,
     CHUNK: tl.constexpr,
@@ -105,38 +97,20 @@ def token_pass_kernel(
             lanes = base + tl.arange(0, BLOCK)
             inside = lanes < num_tokens
             mine = (lanes >= position) & (lanes < end)
-            at = lanes
-            if SPEC.gather:
-                at = tl.load(rows + lanes, mask=inside, other=0)
-            trained = mine
-            if SPEC.has_mask:
-                trained = mine & (tl.load(mask + lanes, mask=inside, other=0.0) != 0)
+            trained = mine & (tl.load(mask + lanes, mask=inside, other=0.0) != 0)
             on = trained.to(tl.float32)
-            logp, ent = read_logprob(
-                logprobs,
-                log_sum_exp,
-                entropy,
-                max_in,
-                sum_in,
-                weighted_in,
-                target_in,
-                lanes,
-                inside,
-                stats_stride,
-                num_splits,
-                BLOCK,
-                SPEC,
-            )
-            logp = tl.where(trained, logp, 0.0)
-            ent = tl.where(trained, ent, 0.0)
-            advantage = read_stream(advantages, at, inside, trained)
-            log_ratio = logp - read_stream(rollout, at, inside, trained)
+            logp = read_stream(logprobs, lanes, inside, trained)
+            ent = zeros
+            if SPEC.has_entropy:
+                ent = read_stream(entropy, lanes, inside, trained)
+            advantage = read_stream(advantages, lanes, inside, trained)
+            log_ratio = logp - read_stream(rollout, lanes, inside, trained)
             anchor = log_ratio
             if SPEC.config.ratio_to == "old":
-                anchor = logp - read_stream(old, at, inside, trained)
+                anchor = logp - read_stream(old, lanes, inside, trained)
             v = on
             if SPEC.has_correction:
-                v = read_stream(correction, at, inside, trained)
+                v = read_stream(correction, lanes, inside, trained)
             finite = log_ratio + anchor + advantage + v + ent
 
             weight, clamped, _ = bounded_exp(log_ratio)
@@ -150,7 +124,7 @@ def token_pass_kernel(
             gradient = slope * a
             policy_sum += value * a
             if SPEC.has_reference:
-                distance = logp - read_stream(reference, at, inside, trained)
+                distance = logp - read_stream(reference, lanes, inside, trained)
                 finite += distance
                 inverse, negative, _ = bounded_exp(-distance)
                 distance_sum += distance
@@ -186,7 +160,7 @@ def token_pass_kernel(
             log_max = tl.maximum(log_max, tl.where(trained, log_ratio, float("-inf")))
             log_neg_min = tl.maximum(log_neg_min, tl.where(trained, -log_ratio, float("-inf")))
             if SPEC.has_lag:
-                lag_of = tl.load(lag + at, mask=inside, other=0).to(tl.int32)
+                lag_of = tl.load(lag + lanes, mask=inside, other=0).to(tl.int32)
                 lag_of = tl.where(trained, lag_of, 0)
                 lag_sum += lag_of.to(tl.float32)
                 n_off += tl.where(lag_of > 0, on, 0.0)

@@ -1,12 +1,7 @@
 """Advantages, rollout correction, losses and off-policy metrics: pure functions of tensors."""
 
-from megatron_async.algorithms.algorithm import (
-    Algorithm,
-    build_algorithm,
-    build_sft_algorithm,
-)
-from megatron_async.algorithms.correction import compute_rollout_correction
-from megatron_async.algorithms.interface import (
+from megatron_async_kernels.loss_torch import policy_loss
+from megatron_async_kernels.loss_types import (
     Denominators,
     LossConfig,
     LossInputs,
@@ -14,8 +9,14 @@ from megatron_async.algorithms.interface import (
     LossOutput,
     attach_gradient,
 )
+
+from megatron_async.algorithms.algorithm import (
+    Algorithm,
+    build_algorithm,
+    build_sft_algorithm,
+)
+from megatron_async.algorithms.correction import compute_rollout_correction
 from megatron_async.algorithms.loss_settings import loss_config
-from megatron_async.algorithms.losses import policy_loss
 from megatron_async.algorithms.metrics import finalize, health_warnings
 
 __all__ = [

@@ -10,8 +10,7 @@ Invariants
 from __future__ import annotations
 
 import torch
-
-from megatron_async.errors import NonFiniteError
+from megatron_async_kernels.loss_types import NonFiniteError
 
 
 def group_advantages(

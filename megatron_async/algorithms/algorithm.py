@@ -29,7 +29,17 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
+from megatron_async_kernels import is_loss
 from megatron_async_kernels.backend import Backend
+from megatron_async_kernels.loss_torch import generation_log_weight
+from megatron_async_kernels.loss_types import (
+    Denominators,
+    LossInputs,
+    LossOutput,
+    check_finite,
+)
+from megatron_async_kernels.packed import segment_sum, spread
+from megatron_async_kernels.surrogates import bounded_exp, truncate
 from torch import distributed
 
 from megatron_async.algorithms import advantages
@@ -38,19 +48,9 @@ from megatron_async.algorithms.correction import (
     correct,
     weight_mean,
 )
-from megatron_async.algorithms.interface import (
-    Denominators,
-    LossInputs,
-    LossOutput,
-    check_finite,
-)
-from megatron_async.algorithms.kernel_loss import compute_loss
 from megatron_async.algorithms.loss_settings import loss_config
-from megatron_async.algorithms.losses import generation_log_weight
 from megatron_async.algorithms.metrics import batch_staleness
-from megatron_async.algorithms.packed import segment_sum, spread
 from megatron_async.algorithms.reduce import Reducer
-from megatron_async.algorithms.surrogates import bounded_exp, truncate
 from megatron_async.config import RunConfig
 from megatron_async.config.algorithm import AlgorithmConfig
 from megatron_async.config.recipes import recipe_defaults
@@ -253,10 +253,10 @@ class Algorithm:
         )
 
     def loss(
-        self, inputs: LossInputs, denominators: Denominators, *, backend: Backend | None = None
+        self, inputs: LossInputs, denominators: Denominators, *, backend: Backend = "auto"
     ) -> LossOutput:
-        """The loss of one microbatch; `backend` overrides the choice of `kernel_loss`."""
-        return compute_loss(inputs, self.loss_config, denominators, backend=backend)
+        """The loss of one microbatch; `backend` as in `is_loss`."""
+        return is_loss(inputs, self.loss_config, denominators, backend=backend)
 
     def correction_metrics(
         self,

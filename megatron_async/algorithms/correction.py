@@ -17,6 +17,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from megatron_async_kernels.loss_torch import generation_log_weight, rejection_statistic
+from megatron_async_kernels.loss_types import RejectionRule, check_finite
+from megatron_async_kernels.packed import segment_sum, spread
+from megatron_async_kernels.surrogates import bounded_exp, truncate
 from torch import distributed
 
 from megatron_async.algorithms.correction_metrics import (
@@ -25,11 +29,7 @@ from megatron_async.algorithms.correction_metrics import (
     rejection_metrics,
     weight_metrics,
 )
-from megatron_async.algorithms.interface import RejectionRule, check_finite
-from megatron_async.algorithms.losses import generation_log_weight, rejection_statistic
-from megatron_async.algorithms.packed import segment_sum, spread
 from megatron_async.algorithms.reduce import Reducer
-from megatron_async.algorithms.surrogates import bounded_exp, truncate
 from megatron_async.config.algorithm import RolloutCorrectionConfig
 from megatron_async.config.thresholds import (
     ParsedRejection,

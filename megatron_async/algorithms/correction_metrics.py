@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from megatron_async_kernels.loss_types import SAFETY_BOUND
+from megatron_async_kernels.packed import segment_sum
 
-from megatron_async.algorithms.interface import SAFETY_BOUND
-from megatron_async.algorithms.packed import segment_sum
 from megatron_async.algorithms.reduce import Reducer
 from megatron_async.config.thresholds import ParsedRejection
 

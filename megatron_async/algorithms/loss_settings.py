@@ -6,8 +6,9 @@ Invariant: the only place that knows what a named loss is made of; losses and ke
 
 from __future__ import annotations
 
+from megatron_async_kernels.loss_types import LossConfig
+
 from megatron_async.algorithms.correction import rejection_rules
-from megatron_async.algorithms.interface import LossConfig
 from megatron_async.config.algorithm import AlgorithmConfig
 from megatron_async.config.thresholds import parse_weight_threshold
 

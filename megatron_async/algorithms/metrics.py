@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from megatron_async_kernels.loss_types import LAG_SUM_NAMES, NUM_LAG_BINS, LossMetrics
 
-from megatron_async.algorithms.interface import LAG_SUM_NAMES, NUM_LAG_BINS, LossMetrics
 from megatron_async.algorithms.reduce import Reducer
 
 

@@ -16,9 +16,8 @@ from functools import cache
 from typing import Literal
 
 import torch
-from megatron_async_kernels import describe_backend
+from megatron_async_kernels.backend import describe_backend, describe_loss
 
-from megatron_async.algorithms.kernel_loss import describe_loss
 from megatron_async.config.model import ModelConfig
 from megatron_async.errors import UserError
 from megatron_async.trainer.device import has_cuda

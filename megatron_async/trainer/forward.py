@@ -20,10 +20,14 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron_async_kernels.loss_types import (
+    LossMetrics,
+    LossOutput,
+    NonFiniteError,
+    attach_gradient,
+)
 from torch import Tensor
 
-from megatron_async.algorithms.interface import LossMetrics, LossOutput, attach_gradient
-from megatron_async.errors import NonFiniteError
 from megatron_async.trainer.microbatch import IndexArray, MicrobatchPlan, plan_microbatches
 from megatron_async.trainer.packed import PackedInputs, TokenLogprobs, pack_inputs
 from megatron_async.trainer.parallel import RankLayout

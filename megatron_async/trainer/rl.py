@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from megatron_async_kernels.loss_types import Denominators, LossOutput
 
 from megatron_async.algorithms.algorithm import Algorithm
-from megatron_async.algorithms.interface import Denominators, LossOutput
 from megatron_async.trainer.forward import LossFunction, Microbatch
 from megatron_async.trainer.packed import TokenLogprobs
 from megatron_async.trajectory.batch import TokenBatch

@@ -7,9 +7,9 @@ with respect to a log-prob is -1/N. The surrogate `sft` of the loss interface is
 from __future__ import annotations
 
 import torch
+from megatron_async_kernels import is_loss
+from megatron_async_kernels.loss_types import Denominators, LossConfig, LossInputs, LossOutput
 
-from megatron_async.algorithms.interface import Denominators, LossConfig, LossInputs, LossOutput
-from megatron_async.algorithms.kernel_loss import compute_loss
 from megatron_async.trainer.forward import LossFunction, Microbatch
 from megatron_async.trainer.packed import TokenLogprobs
 from megatron_async.trajectory.batch import TokenBatch
@@ -24,7 +24,7 @@ def sft_loss(batch: TokenBatch) -> LossFunction:
 
     def loss(micro: Microbatch, output: TokenLogprobs) -> LossOutput:
         zeros_R = torch.zeros_like(output.logprobs_R, requires_grad=False)
-        return compute_loss(
+        return is_loss(
             LossInputs(
                 logprobs_T=output.logprobs_R.detach(),
                 rollout_logprobs_T=zeros_R,

@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
+from megatron_async_kernels.loss_types import LossMetrics, NonFiniteError
 
 from megatron_async.algorithms.algorithm import build_algorithm
-from megatron_async.algorithms.interface import LossMetrics
 from megatron_async.algorithms.metrics import finalize
 from megatron_async.checkpoint.start import load_checkpoint_weights
 from megatron_async.config import RunConfig
-from megatron_async.errors import ComponentFailure, NonFiniteError
+from megatron_async.errors import ComponentFailure
 from megatron_async.trainer.device import current_device
 from megatron_async.trainer.forward import LossFunction, PolicyRunner
 from megatron_async.trainer.hf_config import parameter_dtype

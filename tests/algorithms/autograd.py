@@ -9,8 +9,7 @@ from __future__ import annotations
 import itertools
 
 import torch
-
-from megatron_async.algorithms.interface import Denominators, LossConfig, LossInputs
+from megatron_async_kernels.loss_types import Denominators, LossConfig, LossInputs
 
 
 def autograd_loss(

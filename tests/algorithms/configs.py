@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 
 from hypothesis import strategies as st
-
-from megatron_async.algorithms.interface import LossConfig, RejectionRule
+from megatron_async_kernels.loss_types import LossConfig, RejectionRule
 
 RULES = [
     RejectionRule("token", "k1", math.log(0.5), math.log(4.0)),

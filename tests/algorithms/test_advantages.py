@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron_async_kernels.loss_types import NonFiniteError
 
 from megatron_async.algorithms import advantages
-from megatron_async.errors import NonFiniteError
 from tests.algorithms import oracle
 from tests.algorithms.cases import assert_close
 

@@ -7,17 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from megatron_async_kernels.loss_types import LossMetrics, NonFiniteError
 
 from megatron_async.algorithms.algorithm import (
     Algorithm,
     build_algorithm,
     build_sft_algorithm,
 )
-from megatron_async.algorithms.interface import LossMetrics
 from megatron_async.algorithms.metrics import finalize
 from megatron_async.config import build_config
 from megatron_async.config.recipes import RECIPES
-from megatron_async.errors import NonFiniteError
 from megatron_async.trajectory.batch import TokenBatch
 from tests.algorithms import oracle
 from tests.algorithms.batches import current_logprobs, oracle_rows, token_batch

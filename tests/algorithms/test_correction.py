@@ -7,9 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megatron_async_kernels.loss_types import NonFiniteError
 
 from megatron_async.algorithms.correction import compute_rollout_correction
-from megatron_async.errors import NonFiniteError
 from tests.algorithms import oracle
 from tests.algorithms.cases import Case, assert_close, cases
 

@@ -7,8 +7,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from megatron_async.algorithms.interface import (
+from megatron_async_kernels.loss_torch import (
+    policy_loss,
+    rejection_keep,
+    rejection_statistic,
+)
+from megatron_async_kernels.loss_types import (
     LAG_SUM_NAMES,
     MAX_NAMES,
     SUM_NAMES,
@@ -16,16 +20,12 @@ from megatron_async.algorithms.interface import (
     LossConfig,
     LossInputs,
     LossMetrics,
+    NonFiniteError,
     RejectionRule,
     attach_gradient,
     check_finite,
 )
-from megatron_async.algorithms.losses import (
-    policy_loss,
-    rejection_keep,
-    rejection_statistic,
-)
-from megatron_async.errors import NonFiniteError
+
 from tests.algorithms import oracle
 from tests.algorithms.autograd import autograd_loss
 from tests.algorithms.cases import Case, assert_close, cases

@@ -5,15 +5,15 @@ import math
 import numpy as np
 import pytest
 import torch
-
-from megatron_async.algorithms.interface import (
+from megatron_async_kernels.loss_torch import policy_loss
+from megatron_async_kernels.loss_types import (
     Denominators,
     LossConfig,
     LossInputs,
     LossMetrics,
     RejectionRule,
 )
-from megatron_async.algorithms.losses import policy_loss
+
 from megatron_async.algorithms.metrics import (
     batch_staleness,
     effective_sample_size,

@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from megatron_async_kernels import is_loss, token_logprob, token_logprob_is_loss, triton_head
+from megatron_async_kernels import is_loss, token_logprob, triton_head
 from megatron_async_kernels.triton_configs import head_configs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -86,20 +86,3 @@ def test_loss_launches_bind(compiled: list[str], lengths: list[int]) -> None:
     one_pass = ["token_pass_kernel", "sequence_kernel"]
     two_passes = ["sequence_pass_kernel", "sequence_kernel", "token_pass_kernel"]
     assert compiled == one_pass + two_passes
-
-
-@pytest.mark.parametrize("name", ["ppo, kl k3, entropy", "gspo"])
-def test_fused_launches_bind(compiled: list[str], name: str) -> None:
-    inputs = make_inputs([3, 40], mask_share=1.0, dtype=torch.float32)
-    token_logprob_is_loss(
-        torch.zeros(43, 64, dtype=torch.bfloat16),
-        torch.zeros(600, 64, dtype=torch.bfloat16),
-        torch.zeros(43, dtype=torch.int64),
-        inputs,
-        CONFIGS[name],
-        DENOMINATORS,
-        backend="triton",
-        check=False,
-    )
-    assert compiled[0] == "head_stats_kernel"
-    assert "combine_kernel" not in compiled

@@ -3,8 +3,7 @@
 import math
 
 import torch
-
-from megatron_async.algorithms.packed import masked, segment_max, segment_sum, spread
+from megatron_async_kernels.packed import masked, segment_max, segment_sum, spread
 
 CU_SEQLENS = torch.tensor([0, 2, 2, 5])
 

@@ -1,16 +1,18 @@
-"""The loss kernels against the torch reference, in the interpreter."""
+"""The loss kernels in the interpreter: against the torch loss, and against the NumPy oracle."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
 from megatron_async_kernels.is_loss import is_loss
-from megatron_async_kernels.loss_reference import reference_is_loss
-from megatron_async_kernels.loss_types import LossConfig, LossInputs, NonFiniteInput
+from megatron_async_kernels.loss_torch import policy_loss
+from megatron_async_kernels.loss_types import LossConfig, LossInputs, NonFiniteError
 from megatron_async_kernels.triton_head import interpreted
 
+from tests.algorithms import oracle
 from tests.kernels.loss_cases import CONFIGS, DENOMINATORS, assert_same_output, make_inputs
 
 pytestmark = pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRET=1")
@@ -27,7 +29,7 @@ def compare(inputs: LossInputs, config: LossConfig) -> None:
         if isinstance(value := getattr(inputs, field.name), torch.Tensor)
         and value.is_floating_point()
     }
-    expected = reference_is_loss(dataclasses.replace(inputs, **wide), config, DENOMINATORS)
+    expected = policy_loss(dataclasses.replace(inputs, **wide), config, DENOMINATORS)
     actual = is_loss(inputs, config, DENOMINATORS, backend="triton")
     assert_same_output(actual, expected, rtol=3e-5, atol=2e-5)
 
@@ -53,7 +55,7 @@ def test_masks(name: str, mask_share: float) -> None:
 def test_beyond_the_safety_bound(name: str) -> None:
     """Exact where exp(20) is not involved: sums of weights up to 5e8 swamp absolute tolerances."""
     inputs = make_inputs([40, 700], drift=15.0, dtype=torch.float32)
-    expected = reference_is_loss(inputs, CONFIGS[name], DENOMINATORS)
+    expected = policy_loss(inputs, CONFIGS[name], DENOMINATORS)
     actual = is_loss(inputs, CONFIGS[name], DENOMINATORS, backend="triton")
     scale = float(expected.dlogp_T.abs().max())
     torch.testing.assert_close(
@@ -85,5 +87,46 @@ def test_non_finite_input_is_named(stream: str) -> None:
     broken_T = getattr(inputs, stream).clone()
     broken_T[17] = -torch.inf
     broken = dataclasses.replace(inputs, **{stream: broken_T})
-    with pytest.raises(NonFiniteInput, match=stream.removesuffix("_T")):
+    with pytest.raises(NonFiniteError, match=stream.removesuffix("_T")):
         is_loss(broken, LossConfig(), DENOMINATORS, backend="triton")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_numpy_oracle_agrees(name: str) -> None:
+    """Independent of the torch loss: loops over Python floats."""
+    inputs = make_inputs([5, 0, 60, 1, 30], dtype=torch.float32)
+    expected = oracle.loss(rows_of(inputs), CONFIGS[name], *dataclasses.astuple(DENOMINATORS))
+    actual = is_loss(inputs, CONFIGS[name], DENOMINATORS, backend="triton")
+    close = {"rel": 3e-5, "abs": 2e-5}
+    assert float(actual.loss_sum) == pytest.approx(expected.value, **close)
+    trained_R = actual.dlogp_T[inputs.mask_T != 0].tolist()
+    assert trained_R == pytest.approx([x for row in expected.dlogp for x in row], **close)
+    for metric, value in actual.metrics.sums().items():
+        assert value == pytest.approx(expected.sums.get(metric, 0.0), **close), metric
+
+
+def rows_of(inputs: LossInputs) -> list[list[dict[str, float]]]:
+    """The trained tokens of each sequence as the oracle reads them."""
+    streams = {
+        "p": inputs.logprobs_T,
+        "rollout": inputs.rollout_logprobs_T,
+        "old": inputs.old_logprobs_T,
+        "ref": inputs.ref_logprobs_T,
+        "entropy": inputs.entropy_T,
+        "advantage": inputs.advantages_T,
+        "v": inputs.is_weights_T,
+        "lag": inputs.lag_T,
+    }
+    values = {name: stream.tolist() for name, stream in streams.items() if stream is not None}
+    trained = (inputs.mask_T != 0).tolist()
+    return [
+        [{name: column[t] for name, column in values.items()} for t in range(a, b) if trained[t]]
+        for a, b in itertools.pairwise(inputs.cu_seqlens_S1.tolist())
+    ]
+
+
+def test_strided_streams() -> None:
+    inputs = make_inputs([40, 7], dtype=torch.float32)
+    strided_T = torch.stack([inputs.logprobs_T, inputs.logprobs_T + 1.0], dim=1)[:, 0]
+    assert not strided_T.is_contiguous()
+    compare(dataclasses.replace(inputs, logprobs_T=strided_T), CONFIGS["ppo"])

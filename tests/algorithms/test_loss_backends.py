@@ -1,34 +1,31 @@
-"""The kernels behind the algorithm: same numbers, same errors, chosen by device."""
+"""The loss behind the algorithm: the same numbers on every backend, the same errors."""
 
 from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 import torch
-from megatron_async_kernels import NonFiniteInput
-from megatron_async_kernels.loss_types import LossConfig as KernelLossConfig
-from megatron_async_kernels.loss_types import mirror
-from megatron_async_kernels.triton_loss_spec import loss_spec
-
-from megatron_async.algorithms.algorithm import Algorithm, build_algorithm
-from megatron_async.algorithms.interface import (
+from megatron_async_kernels import is_loss
+from megatron_async_kernels.loss_torch import policy_loss
+from megatron_async_kernels.loss_types import (
     Denominators,
     LossConfig,
     LossInputs,
     LossMetrics,
     LossOutput,
+    NonFiniteError,
     RejectionRule,
 )
-from megatron_async.algorithms.kernel_loss import compute_loss, kernel_inputs, plain_reason
-from megatron_async.algorithms.losses import policy_loss
+from megatron_async_kernels.triton_loss_spec import loss_spec
+
+from megatron_async.algorithms.algorithm import Algorithm, build_algorithm
 from megatron_async.config import build_config
 from megatron_async.config.model import ModelConfig
 from megatron_async.config.recipes import RECIPES
-from megatron_async.errors import NonFiniteError
 from megatron_async.trainer.capabilities import Capabilities, choose
 from tests.algorithms.batches import current_logprobs, token_batch
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CUDA = torch.device("cuda")
 RULE = RejectionRule("token", "k1", -1.0, 1.0)
 
 # Every recipe as it is, then what no recipe has: entropy, rules in the loss, weights, gspo.
@@ -92,17 +89,6 @@ def assert_same(actual: LossOutput, expected: LossOutput, tolerance: float) -> N
         torch.testing.assert_close(*pair, **close)
 
 
-@pytest.mark.parametrize("seed", [0, 3])
-@pytest.mark.parametrize("name", SETTINGS)
-def test_the_kernel_package_gives_the_plain_loss(name: str, seed: int) -> None:
-    algorithm = algorithm_of(name)
-    inputs, denominators = microbatch(algorithm, seed)
-    actual = algorithm.loss(inputs, denominators, backend="reference")
-    expected = policy_loss(inputs, algorithm.loss_config, denominators)
-    assert actual.dlogp_T.dtype == torch.float64 and bool(expected.dlogp_T.any())
-    assert_same(actual, expected, 1e-9)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("name", SETTINGS)
@@ -138,28 +124,21 @@ def _single(dtype: torch.dtype) -> torch.dtype:
         ("is_weights_T", "is_weights"),
     ],
 )
-@pytest.mark.parametrize("backend", [None, "reference"])
-def test_a_non_finite_input_is_named_and_comes_from_the_chosen_implementation(
-    field: str, name: str, backend: Any
-) -> None:
+def test_a_non_finite_input_is_named(field: str, name: str) -> None:
     algorithm = algorithm_of("weights")
     inputs, denominators = microbatch(algorithm, 0)
     last = int(inputs.mask_T.nonzero()[-1])
     broken_T = getattr(inputs, field).clone()
     broken_T[last] = torch.nan
-    with pytest.raises(NonFiniteError, match=rf"^{name} has 1 non-finite") as caught:
-        algorithm.loss(replace(inputs, **{field: broken_T}), denominators, backend=backend)
-    # Also shows which implementation ran: on the CPU the plain one unless asked otherwise.
-    assert isinstance(caught.value.__cause__, NonFiniteInput) == (backend is not None)
+    with pytest.raises(NonFiniteError, match=rf"^{name} has 1 non-finite"):
+        algorithm.loss(replace(inputs, **{field: broken_T}), denominators)
 
 
 def test_a_non_finite_untrained_token_does_not_matter() -> None:
     algorithm = algorithm_of("grpo")
     inputs, denominators = microbatch(algorithm, 0)
     broken_T = torch.where(inputs.mask_T == 0, torch.nan, inputs.advantages_T)
-    actual = algorithm.loss(
-        replace(inputs, advantages_T=broken_T), denominators, backend="reference"
-    )
+    actual = algorithm.loss(replace(inputs, advantages_T=broken_T), denominators)
     assert_same(actual, algorithm.loss(inputs, denominators), 1e-9)
 
 
@@ -167,48 +146,26 @@ def test_a_missing_input_is_named() -> None:
     algorithm = algorithm_of("grpo")
     inputs, denominators = microbatch(algorithm, 0)
     with pytest.raises(ValueError, match="old_logprobs_T"):
-        algorithm.loss(replace(inputs, old_logprobs_T=None), denominators, backend="reference")
-
-
-def test_strided_streams_reach_the_kernels_contiguous() -> None:
-    inputs, _ = microbatch(algorithm_of("grpo"), 0)
-    strided_T = torch.stack([inputs.logprobs_T, inputs.logprobs_T + 1.0], dim=1)[:, 0]
-    taken = kernel_inputs(replace(inputs, logprobs_T=strided_T, lag_T=None))
-    assert not strided_T.is_contiguous() and taken.logprobs_T.is_contiguous()
-    assert torch.equal(taken.logprobs_T, strided_T)
-    assert taken.mask_T is inputs.mask_T and taken.lag_T is None
-
-
-def test_the_device_chooses() -> None:
-    assert plain_reason(CUDA, LossConfig()) is None
-    assert plain_reason(CPU, LossConfig()) == "tensors on cpu"
+        algorithm.loss(replace(inputs, old_logprobs_T=None), denominators)
 
 
 @pytest.mark.parametrize(("count", "fits"), [(4, True), (5, False)])
-def test_more_rules_than_the_kernels_hold_are_computed_plainly(count: int, fits: bool) -> None:
+def test_triton_refuses_more_rules_than_it_holds(count: int, fits: bool) -> None:
     config = LossConfig(rejection=(RULE,) * count)
     inputs, denominators = microbatch(algorithm_of("copris"), 0)
-    kernel_config = mirror(KernelLossConfig, config)
     if fits:
-        assert plain_reason(CUDA, config) is None
-        assert loss_spec(kernel_inputs(inputs), kernel_config).num_rules == count
+        assert loss_spec(inputs, config).num_rules == count
     else:
-        assert plain_reason(CUDA, config) == "more than 4 rejection rules"
         with pytest.raises(ValueError, match="at most 4 rejection rules, got 5"):
-            compute_loss(inputs, config, denominators, backend="triton")
+            is_loss(inputs, config, denominators, backend="triton")
 
 
 @pytest.mark.parametrize(
     ("cuda", "triton", "line"),
     [
         (None, "3.8.0", "plain torch (no CUDA device)"),
-        ("12.9", "3.8.0", "kernel, triton 3.8.0; plain torch with more than 4 rejection rules"),
-        (
-            "12.9",
-            None,
-            "kernel, torch version (triton is not installed); "
-            "plain torch with more than 4 rejection rules",
-        ),
+        ("12.9", "3.8.0", "triton 3.8.0; plain torch with more than 4 rejection rules"),
+        ("12.9", None, "plain torch (triton is not installed)"),
     ],
 )
 def test_doctor_says_what_computes_the_loss(
