@@ -33,6 +33,7 @@ from megatron_async.trainer.parallel import seed_everything
 from megatron_async.trainer.rope import inverse_frequencies, rotary_angles
 from megatron_async.weights.architecture import Architecture
 from megatron_async.weights.families import read_architecture
+from megatron_async.weights.placement import placed_parameters
 
 
 class PolicyModel(GPTModel):
@@ -59,6 +60,7 @@ class PolicyModel(GPTModel):
         self.architecture = architecture
         self.backends = backends
         self.logprob_chunk_tokens = logprob_chunk_tokens
+        self._mark_experts()
         # Plain attributes: no state to save, and float32 whatever the model's precision.
         self._inv_freq = inverse_frequencies(architecture.rope, architecture.head_dim)
         self._local_inv_freq: Tensor | None = None
@@ -95,6 +97,17 @@ class PolicyModel(GPTModel):
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
+
+    def _mark_experts(self) -> None:
+        """Have the gradients of experts summed over the ranks that hold the same experts.
+
+        No expert is split over tensor ranks, so each tensor rank runs its own tokens through whole
+        experts. Megatron marks them so (`allreduce` false: the expert data-parallel group) only
+        where `parallel.expert` is above 1; elsewhere tensor ranks would keep their own shares.
+        """
+        for placed in placed_parameters([self], self.architecture):
+            if placed.rule.expert:
+                placed.parameter.allreduce = False  # type: ignore[attr-defined]
 
     def _pad_for_sequence_parallel(self, packed: PackedInputs) -> PackedInputs:
         multiple = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
