@@ -23,6 +23,7 @@ import math
 import sqlite3
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TextIO
 
@@ -33,6 +34,7 @@ from megatron_async.config.rollout import StoreConfig
 from megatron_async.trajectory import store_schema as schema
 from megatron_async.trajectory.packing import line_number
 from megatron_async.trajectory.store_compactor import Compactor
+from megatron_async.trajectory.store_export import cut_uncommitted
 from megatron_async.trajectory.store_lock import lock_store
 from megatron_async.trajectory.store_reader import assemble, read_chunks
 from megatron_async.trajectory.store_records import GroupRecord, TrajectoryRecord
@@ -85,20 +87,21 @@ class TrajectoryStore:
             state = load_state(path, lineage=lineage, step=step, parent=parent, position=position)
             if state.recovery is not None:
                 logger.warning("%s", state.recovery.sentence)
-            return cls(path, settings or StoreConfig(), lock, state)
+            cut_uncommitted(schema.export_file(path), state.exported.bytes)
         except BaseException:
             lock.close()
             raise
+        return cls(path, settings or StoreConfig(), lock, state)
 
     def __init__(self, path: Path, settings: StoreConfig, lock: TextIO, state: StoreState) -> None:
         """Use `open`."""
-        self._path, self._settings, self._lock, self._state = path, settings, lock, state
+        self._path, self._settings, self._state = path, settings, state
         self._branch_points = state.tree.branch_points(state.lineage)
         self._counts = state.counts()  # kept: a person's status is asked for again and again
         self._due: dict[int, float] = {}  # trajectory -> when its buffer got its first token
         self._timer: asyncio.TimerHandle | None = None
         self._reading: sqlite3.Connection | None = None
-        self._writer = StoreWriter(path, state.position)
+        self._writer = StoreWriter(path, state.position, lock)
         self._compactor = Compactor(state, self._writer, settings, self.export_file)
         line = state.line
         self._writer.put("lines", (line.lineage, line.parent, line.branch_step))
@@ -138,19 +141,18 @@ class TrajectoryStore:
         return schema.export_file(self._path)
 
     async def close(self) -> None:
-        """Write what is buffered, end the thread, release the file."""
+        """Write what is buffered, let compaction end, then the thread, which releases the file.
+
+        Raises ComponentFailure when the thread does not end in time; the file stays locked then.
+        """
         if self._timer is not None:
             self._timer.cancel()
-        try:
-            try:
-                await self._compactor.finish()
-            finally:  # whatever became of the compaction: nobody writes once the lock is given up
-                self.flush()
-                await asyncio.to_thread(self._writer.close)
-        finally:
+        async with AsyncExitStack() as ending:  # each in turn, whatever became of the one before
             if self._reading is not None:
-                self._reading.close()
-            self._lock.close()
+                ending.callback(self._reading.close)
+            ending.push_async_callback(asyncio.to_thread, self._writer.close)
+            ending.push_async_callback(self._compactor.finish)
+            self.flush()
 
     # ------------------------------------------------------------ a trajectory's life
 

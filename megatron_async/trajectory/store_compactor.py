@@ -29,12 +29,10 @@ class Compactor:
     def __init__(
         self, state: StoreState, writer: StoreWriter, settings: StoreConfig, export_file: Path
     ) -> None:
-        """Cuts the export file back to what is committed. Raises OSError."""
         self._state, self._writer = state, writer
         self._after = settings.compact_after_checkpoints
         self._file = export_file if settings.export == "jsonl" else None
         self._task: asyncio.Task[None] | None = None
-        export.cut_uncommitted(export_file, state.exported.bytes)
 
     def start(self, kept: Sequence[int | PolicyVersion]) -> None:
         """Begin, with the checkpoints that can still be restored."""

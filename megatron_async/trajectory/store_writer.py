@@ -7,6 +7,8 @@ Invariants
 - The first error ends the thread; it is raised at the next call and by every barrier and job that
   still waits, and nothing is written after it.
 - A barrier is done when everything handed over before it is committed (and, if `durable`, on disk).
+- The store's lock is released by the thread, after its last write: while it lives, and be it in an
+  fsync that hangs, nobody else writes.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from megatron_async.errors import ComponentFailure
 from megatron_async.trajectory import store_schema as schema
@@ -54,12 +56,14 @@ class StoreWriter:
         self,
         path: Path,
         position: int,
+        lock: TextIO,
         *,
         max_pending_bytes: int = 64 * 1024 * 1024,
         stall_seconds: float = 60.0,
     ) -> None:
         self._path = path
         self._position = position
+        self._lock = lock
         self._max_pending = max_pending_bytes
         self._stall_seconds = stall_seconds
         self._pending = _Pending()
@@ -210,6 +214,8 @@ class StoreWriter:
                 connection.close()
         except BaseException as error:  # noqa: BLE001 - kept, and raised at the next call
             self._fail(error, pending)
+        finally:
+            self._lock.close()
 
     def _take(self) -> _Pending | None:
         """What has gathered; None when closing and empty."""

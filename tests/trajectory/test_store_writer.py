@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 
 from megatron_async.config.rollout import StoreConfig
-from megatron_async.errors import ComponentFailure
+from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.trajectory.store import TrajectoryStore
+from megatron_async.trajectory.store_lock import lock_store
 from megatron_async.trajectory.store_reader import StoreReader
 from megatron_async.trajectory.store_writer import StoreWriter, _Pending
-from tests.trajectory.builders import STORE, prompt
+from megatron_async.trajectory.types import TrajectoryState
+from tests.trajectory.builders import STORE, append, expected, prompt, response
 from tests.trajectory.test_store_compaction import train
 
 
@@ -30,7 +32,7 @@ class GivenUp(Future[int]):
 def test_a_waiter_that_gives_up_meanwhile_does_not_keep_the_error_from_the_others(
     tmp_path: Path,
 ) -> None:
-    writer = StoreWriter(tmp_path / STORE, 0)
+    writer = StoreWriter(tmp_path / STORE, 0, lock_store(tmp_path / STORE))
     finished, barrier, job = Future[int](), Future[int](), Future[int]()
     finished.set_result(1)
     pending = _Pending(barriers=[finished, GivenUp(), barrier], jobs=[(lambda _: 0, job)])
@@ -75,5 +77,51 @@ def test_a_store_whose_compaction_has_failed_keeps_its_rows_and_leaves_no_thread
         reader = StoreReader(tmp_path / STORE)
         assert late in {entry.trajectory_id for entry in reader.summaries()}
         reader.close()
+
+    asyncio.run(scenario())
+
+
+def test_nobody_else_writes_while_the_thread_of_a_closed_store_still_does(tmp_path: Path) -> None:
+    """A write to a network disk may hang for longer than anybody waits for it."""
+
+    async def scenario() -> None:
+        old = TrajectoryStore.open(tmp_path / STORE)
+        end_of_write = threading.Event()
+        old._writer._stall_seconds = 0.2
+        old._writer.run(lambda _: end_of_write.wait(20))
+        with pytest.raises(ComponentFailure, match=r"did not end within 0 s"):
+            await old.close()
+        with pytest.raises(UserError, match="in use by this process, in which an earlier write"):
+            TrajectoryStore.open(tmp_path / STORE, lineage=1)
+        end_of_write.set()
+        old._writer._thread.join(20)
+        new = TrajectoryStore.open(tmp_path / STORE, lineage=1)
+        await new.close()
+
+    asyncio.run(scenario())
+
+
+def test_what_is_buffered_is_written_before_a_stop_waits_for_compaction(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
+        await train(store, 0)
+        running = store.add_group(prompt(), 1).trajectories[0].trajectory_id
+        store.set_state(running, TrajectoryState.RUNNING)
+        append(store, running, 0, 10)
+        go_on = asyncio.Event()
+
+        async def long_compaction(kept: object) -> None:
+            await asyncio.wait_for(go_on.wait(), 20)
+
+        store._compactor._compact = long_compaction  # type: ignore[assignment, method-assign]
+        await store.checkpoint_finalised(1, [1])
+        closing = asyncio.create_task(store.close())
+        await asyncio.sleep(0)
+        await store.sync()  # it is open: the stop waits for the compaction
+        reader = StoreReader(tmp_path / STORE)
+        assert response(reader.trajectory(running)) == expected(running, 10)
+        reader.close()
+        go_on.set()
+        await closing
 
     asyncio.run(scenario())
