@@ -9,6 +9,8 @@ Prints one table and, with --out, writes it with the command and the date. Lines
   (of both threads together: what a busy machine changes least).
 - longest append: the largest time that one call of `append` took, the event loop's stall.
 - longest loop gap: the largest pause that a 1 ms ticker saw in the same loop, minus its period.
+- durable commit: a small write and `sync(durable=True)`, as at the emission of each batch: median
+  and longest of 50.
 - reopen: `TrajectoryStore.open` of a store killed with all trajectories running.
 - list: all trajectories by state, as `megatron-async trajectories` reads them.
 - salvage: opening the same file with a page of zeros in its middle.
@@ -77,6 +79,18 @@ async def append_all(store: TrajectoryStore, ids: list[int], chunks: int) -> dic
     return {"wall": wall, "cpu": cpu, "append": longest, "gap": gap}
 
 
+async def durable_commits(store: TrajectoryStore, ids: list[int]) -> list[float]:
+    """Milliseconds of each."""
+    took = []
+    for trajectory_id in ids[:50]:
+        store.set_state(trajectory_id, TrajectoryState.PARTIAL)
+        store.set_state(trajectory_id, TrajectoryState.RUNNING)
+        before = time.perf_counter()
+        await store.sync(durable=True)
+        took.append((time.perf_counter() - before) * 1e3)
+    return took
+
+
 async def measure(directory: Path, trajectories: int, tokens: int) -> list[tuple[str, str]]:
     """The table's lines about the store itself."""
     path = directory / "run" / "trajectories.sqlite"
@@ -92,6 +106,7 @@ async def measure(directory: Path, trajectories: int, tokens: int) -> list[tuple
     chunks = -(-tokens // CHUNK)
     took = await append_all(store, ids, chunks)
     total = len(ids) * chunks * CHUNK
+    durable = await durable_commits(store, ids)
     killed = directory / "killed"
     shutil.copytree(path.parent, killed, ignore=shutil.ignore_patterns("*-shm", "*.lock"))
     await store.close()
@@ -127,6 +142,7 @@ async def measure(directory: Path, trajectories: int, tokens: int) -> list[tuple
         ("the same, per CPU second", f"{total / took['cpu'] / 1e6:.2f} M tokens"),
         ("longest append", f"{took['append'] * 1e3:.1f} ms"),
         ("longest loop gap", f"{took['gap'] * 1e3:.1f} ms"),
+        ("durable commit", f"{np.median(durable):.1f} ms, longest {max(durable):.1f} ms"),
         ("file", f"{size / 2**20:.1f} MiB, {size / total:.2f} bytes/token (8 are data)"),
         ("reopen after a kill", f"{reopen:.2f} s"),
         ("list", f"{listing:.2f} s"),

@@ -383,7 +383,7 @@ class RolloutDriver:
     async def _emit(self, action: ev.EmitBatch) -> None:
         groups = [self._store.load_group(group_id) for group_id in action.group_ids]
         self._store.mark_batched(action.group_ids, action.step)
-        await self._store.sync()
+        position = await self._store.sync(durable=True)  # else a power loss: it is trained twice
         batch = pack_groups(
             groups,
             step=action.step,
@@ -394,7 +394,9 @@ class RolloutDriver:
         )
         metrics = self.statistics.batch_metrics(batch, self._scheduler.view())
         masked = {f"rollout/{name}": value for name, value in batch.extra_metrics.items()}
-        self._batches.put_nowait(replace(batch, extra_metrics={**metrics, **masked}))
+        self._batches.put_nowait(
+            replace(batch, extra_metrics={**metrics, **masked}, store_position=position)
+        )
         if self._recorder is not None:
             self._recorder.flush()
 

@@ -11,6 +11,7 @@ Invariants
 from __future__ import annotations
 
 import json
+import os
 import secrets
 from dataclasses import dataclass
 from enum import Enum
@@ -130,7 +131,7 @@ class RunDirectory:
         """A number that no line of this run has had: 0 for the first, then 1, 2, ... Durable."""
         counter = self.path / "lineage"
         lineage = int(counter.read_text()) + 1 if counter.exists() else 0
-        write_atomically(counter, str(lineage))
+        write_atomically(counter, str(lineage), durable=True)
         return lineage
 
     def report_failure(self, sentence: str, exit_code: int, attempt: int = 0) -> None:
@@ -178,16 +179,30 @@ class RunDirectory:
         self.outcome_file.unlink(missing_ok=True)
 
 
-def write_atomically(path: Path, text: str, *, private: bool = False) -> None:
+def write_atomically(
+    path: Path, text: str, *, private: bool = False, durable: bool = False
+) -> None:
     """All of `text` or nothing, also for a reader at the same time.
 
-    `private`: nobody but this user can read it.
+    `private`: nobody but this user can read it; `durable`: it survives a power loss.
     """
     # Not the process id: on a shared file system another node's process may have the same.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         temporary.touch(mode=0o600 if private else 0o666)
         temporary.write_text(text)
+        if durable:
+            _sync(temporary)
         temporary.replace(path)
+        if durable:
+            _sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -153,12 +153,22 @@ def train_locally(
         lineage = directory.next_lineage()
         trainer = PolicyTrainer(config, lineage=lineage)
         link = stack.enter_context(LocalLink(config, manager))
-        link.attach(ResumePoint(lineage, trainer.step))
+        resume = ResumePoint(lineage, trainer.step)
+        link.attach(resume)
         publisher = WeightPublisher(config, trainer.model, Path(directory.path) / "weights")
         stack.callback(publisher.close)
         metrics = stack.enter_context(MetricsWriter(directory.metrics_file, None, lineage=lineage))
         checkpoints = CheckpointManager(directory.checkpoints, config.checkpoint)
         memory = trainer_memory(config, trainer)
         TrainLoop(
-            LoopParts(config, trainer, publisher, checkpoints, link, metrics, memory=memory)
+            LoopParts(
+                config,
+                trainer,
+                publisher,
+                checkpoints,
+                link,
+                metrics,
+                resume=resume,
+                memory=memory,
+            )
         ).run()

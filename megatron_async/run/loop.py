@@ -11,14 +11,15 @@ Invariants
   saves a checkpoint before it gives the memory away.
 - A run that is asked to stop ends between two steps, with a finalised checkpoint of the last one.
 - A rollout manager that was lost costs no step: the trainer attaches to its successor at the step
-  that it has reached, on the same line, and repeats what was not answered.
+  that it has reached, on the same line, and repeats what was not answered. It passes the store's
+  position of its newest batch, so that a store that has lost a batch since is found out.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
@@ -45,8 +46,8 @@ T = TypeVar("T")
 class LoopParts:
     """What the loop works with; `link` and `metrics` only on rank 0.
 
-    `parent` is the line of the checkpoint that the run went on from; `memory` gives the trainer's
-    device memory away where engines share it; `rank_zero` is how ranks wait for the first one.
+    `resume` is where this line began; `memory` gives the trainer's device memory away where engines
+    share it; `rank_zero` is how ranks wait for the first one.
     """
 
     config: RunConfig
@@ -56,7 +57,7 @@ class LoopParts:
     link: RolloutLink | None
     metrics: MetricsWriter | None
     stop: StopRequest = field(default_factory=StopRequest)
-    parent: int | None = None
+    resume: ResumePoint = field(default_factory=ResumePoint)
     memory: TrainerMemory = field(default_factory=AlwaysThere)
     rank_zero: RankZero = field(default_factory=RankZero)
 
@@ -72,6 +73,7 @@ class TrainLoop:
         self._updates_sent = 0
         self._health = HealthWatch()
         self._saved_step = parts.trainer.step
+        self._store_position = parts.resume.store_position
         self._colocated = not isinstance(parts.memory, AlwaysThere)
         self._untold: list[Finalised] = []
         self._unevaluated = False
@@ -123,7 +125,9 @@ class TrainLoop:
 
     def _attach_again(self) -> None:
         """To a manager that was started again; its engines are new and want weights."""
-        here = ResumePoint(self._trainer.version.lineage, self._trainer.step, self._parts.parent)
+        here = replace(
+            self._parts.resume, step=self._trainer.step, store_position=self._store_position
+        )
         self._parts.rank_zero.does(lambda: self._link.attach(here))
 
     @property
@@ -132,6 +136,7 @@ class TrainLoop:
         return self._parts.link
 
     def _step(self, batch: TokenBatch, waited: float) -> None:
+        self._store_position = batch.store_position
         began = time.monotonic()
         self._parts.memory.hold(Residence.ALL)
         report = self._trainer.train_batch(batch)

@@ -84,7 +84,7 @@ def train(directory: RunDirectory, config: RunConfig, ray_address: str, stop: St
             link,
             metrics,
             stop,
-            resume.parent,
+            resume,
             trainer_memory(config, trainer),
             rank_zero,
         )

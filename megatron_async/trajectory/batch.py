@@ -30,6 +30,7 @@ class TokenBatch:
     `lag_T` is `step - version`, 0 where untrained; a policy token masked for staleness keeps its
     number in `version_T`. `old_logprobs_T` and `ref_logprobs_T` are filled in by the trainer,
     `advantages_T` and `is_weights_T` (decoupled correction) by the algorithm; `None` until then.
+    `store_position`: where the store stood when the batch was durable, for the next `attach`.
     """
 
     step: int
@@ -51,6 +52,7 @@ class TokenBatch:
     ref_logprobs_T: FloatArray | None = None
     is_weights_T: FloatArray | None = None
     extra_metrics: dict[str, float] = field(default_factory=dict)
+    store_position: int = 0
 
     @property
     def num_sequences(self) -> int:

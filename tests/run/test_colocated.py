@@ -39,7 +39,7 @@ def said_by_a_loop() -> list[str]:
 
     trainer.train_batch = train_batch
     link = SimpleNamespace(
-        next_batch=note("generate", SimpleNamespace(step=0)),
+        next_batch=note("generate", SimpleNamespace(step=0, store_position=1)),
         begin_update=note("engines take weights", []),
         end_update=note("engines wake", SimpleNamespace(evaluation_due=False)),
         position=note("engines rest", {}),

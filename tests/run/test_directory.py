@@ -1,6 +1,8 @@
 """The run directory: complete or not a run, never shared, small files that are never torn."""
 
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ import pytest
 from megatron_async.config import build_config
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.run.directory import RunDirectory
+from tests.trajectory.disk import keeping, needs_compiler
 
 
 def test_a_new_run_writes_its_settings_and_opening_reads_them_back(tmp_path: Path) -> None:
@@ -64,6 +67,19 @@ def test_lineages_count_up_and_the_first_failure_stays(tmp_path: Path) -> None:
     directory.report_failure("a consequence", 2)
     assert directory.take_failure() == {"sentence": "the cause", "exit_code": 1}
     assert directory.take_failure() is None
+
+
+@needs_compiler
+def test_a_power_loss_does_not_give_a_lineage_out_twice(tmp_path: Path) -> None:
+    run, durable = tmp_path / "run", tmp_path / "durable"
+    run.mkdir()
+    code = (
+        "import sys; from pathlib import Path; from megatron_async.run.directory import *; "
+        "[RunDirectory(Path(sys.argv[1])).next_lineage() for _ in range(3)]"
+    )
+    command = [sys.executable, "-c", code, str(run)]
+    subprocess.run(command, env=keeping(run, durable), check=True, timeout=60)
+    assert RunDirectory(durable).next_lineage() == 3
 
 
 def test_the_sentence_that_a_process_left_is_raised_as_what_it_was(tmp_path: Path) -> None:

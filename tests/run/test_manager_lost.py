@@ -35,14 +35,15 @@ class ForgetfulLink:
 
     def attach(self, resume: Any) -> None:
         self._attached, self._fresh = True, True
-        self.said.append(("attach", resume.lineage, resume.step, resume.parent))
+        place = (resume.lineage, resume.step, resume.parent, resume.store_position)
+        self.said.append(("attach", *place))
 
     def next_batch(self) -> Any:
         self._call("next_batch")
         if self._fresh:  # the engines of a new manager want weights first
             self._fresh = False
             return None
-        return SimpleNamespace(step=self._trainer.step)
+        return SimpleNamespace(step=self._trainer.step, store_position=100 + self._trainer.step)
 
     def begin_update(self, number: int) -> list[Any]:
         self._call("begin_update", number)
@@ -67,6 +68,7 @@ class ForgetfulLink:
 def train(lost_at: set[int]) -> tuple[list[Any], list[int]]:
     """A loop of two steps over stand-ins, one checkpoint a step; what was asked, what trained."""
     from megatron_async.checkpoint.manager import Finalised
+    from megatron_async.rollout.manager import ResumePoint
     from megatron_async.run.loop import LoopParts, TrainLoop
     from megatron_async.trajectory.types import PolicyVersion
 
@@ -97,8 +99,9 @@ def train(lost_at: set[int]) -> tuple[list[Any], list[int]]:
         weights=SimpleNamespace(probe_tokens=4, verify="never"),
     )
     publisher: Any = SimpleNamespace(publish=lambda engines, version: [])
+    resume = ResumePoint(4, 0, 3, 99)
     loop = TrainLoop(
-        LoopParts(config, trainer, publisher, checkpoints, link, None, parent=3)  # type: ignore[arg-type]
+        LoopParts(config, trainer, publisher, checkpoints, link, None, resume=resume)  # type: ignore[arg-type]
     )
     assert loop.run()
     return link.said, trained
@@ -117,11 +120,13 @@ def lose_everywhere() -> dict[int, tuple[list[Any], list[int]]]:
 def test_at_whichever_call_it_is_lost_every_step_is_trained_once(tmp_path: Path) -> None:
     found = run_ranks(lose_everywhere, 1, timeout_seconds=60)[0]
     undisturbed = found.pop(0)[0]
-    assert ("attach", 4, 0, 3) not in undisturbed
+    assert not any(line[0] == "attach" for line in undisturbed)
     for call, (said, trained) in found.items():
         assert trained == [0, 1], call
         attached = [line for line in said if line[0] == "attach"]
         assert len(attached) == int(call <= len(undisturbed)), call
+        for *_, step, _, position in attached:  # that of the newest batch, or of the resume
+            assert position == 99 + step, call
         answered = [line for line in said if line[-1] != "lost"]
         for step in (1, 2):
             assert ("finalised", step) in answered
@@ -131,7 +136,7 @@ def test_at_whichever_call_it_is_lost_every_step_is_trained_once(tmp_path: Path)
     lost = said.index(("end_update", 1, "lost"))
     assert said[lost : lost + 4] == [
         ("end_update", 1, "lost"),
-        ("attach", 4, 1, 3),
+        ("attach", 4, 1, 3, 100),
         ("begin_update", 1),
         ("end_update", 1),
     ]

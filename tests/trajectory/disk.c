@@ -1,0 +1,153 @@
+/* Preloaded into a process under test: keeps what a power loss would leave, or takes a local file
+ * system's abilities away, for files below DISK_ROOT.
+ *
+ * DISK_KEEP=DIR     at every fsync the file's content is copied to DIR, under its path below the
+ *                   root; at that of a directory, what was renamed and removed in it so far is
+ *                   renamed and removed there. So DIR holds what is certain to survive a power loss.
+ * DISK_NO_FLOCK=1   flock fails with ENOSYS, as on Lustre mounted without -o flock.
+ * DISK_NO_SHM=1     *-shm cannot be mapped for sharing, as where SQLite's log cannot work.
+ */
+#define _GNU_SOURCE
+#include <dirent.h>
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/file.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+/* The path of `fd` relative to DISK_ROOT ("" for itself), or NULL. */
+static const char *below_root(int fd, char path[PATH_MAX]) {
+    const char *root = getenv("DISK_ROOT");
+    char link[64];
+    snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+    ssize_t length = root ? readlink(link, path, PATH_MAX - 1) : -1;
+    if (length < 0) return NULL;
+    path[length] = 0;
+    size_t prefix = strlen(root);
+    if (strncmp(path, root, prefix) || (path[prefix] != '/' && path[prefix])) return NULL;
+    return path[prefix] ? path + prefix + 1 : path + prefix;
+}
+
+/* Files that were copied: which copy holds what inode. */
+static struct {
+    ino_t inode;
+    char copy[2 * PATH_MAX];
+} kept[64];
+static int kept_count;
+
+static void note(ino_t inode, const char *copy) {
+    int place = 0;
+    for (int i = 0; i < kept_count; i++)
+        if (kept[i].inode == inode) kept[i].inode = 0; /* renamed, or the number was used again */
+    while (place < kept_count && strcmp(kept[place].copy, copy)) place++;
+    if (place == kept_count && kept_count++ == sizeof kept / sizeof *kept) abort();
+    kept[place].inode = inode;
+    strcpy(kept[place].copy, copy);
+}
+
+/* The directory's names as they are now: what was renamed and removed in it so far. */
+static void keep_names(const char *path, const char *copy) {
+    char name[3 * PATH_MAX], real[2 * PATH_MAX];
+    struct stat status;
+    struct dirent *entry;
+    DIR *now = opendir(path), *then = opendir(copy);
+    while (now && (entry = readdir(now))) {
+        snprintf(real, sizeof real, "%s/%s", path, entry->d_name);
+        snprintf(name, sizeof name, "%s/%s", copy, entry->d_name);
+        for (int i = 0; i < kept_count && !stat(real, &status); i++)
+            if (kept[i].inode == status.st_ino && strcmp(kept[i].copy, name)
+                && !rename(kept[i].copy, name))
+                strcpy(kept[i].copy, name);
+    }
+    while (then && (entry = readdir(then))) {
+        snprintf(real, sizeof real, "%s/%s", path, entry->d_name);
+        snprintf(name, sizeof name, "%s/%s", copy, entry->d_name);
+        if (access(real, F_OK)) unlink(name);
+    }
+    if (now) closedir(now);
+    if (then) closedir(then);
+}
+
+static void keep(int fd) {
+    const char *target = getenv("DISK_KEEP");
+    char path[PATH_MAX], copy[2 * PATH_MAX], block[1 << 16];
+    struct stat status;
+    const char *name = target ? below_root(fd, path) : NULL;
+    if (!name || fstat(fd, &status)) return;
+    snprintf(copy, sizeof copy, "%s/%s", target, name);
+    if (S_ISDIR(status.st_mode)) {
+        keep_names(path, copy);
+        return;
+    }
+    for (char *slash = copy + strlen(target) + 1; (slash = strchr(slash, '/')); slash++) {
+        *slash = 0;
+        mkdir(copy, 0777);
+        *slash = '/';
+    }
+    /* By the descriptor itself where it can be read: closing a second one of the same file would
+     * give up the process's locks on it. */
+    int readable = (fcntl(fd, F_GETFL) & O_ACCMODE) != O_WRONLY;
+    int from = readable ? fd : open(path, O_RDONLY);
+    int to = open(copy, O_WRONLY | O_CREAT | O_TRUNC, 0666);
+    off_t at = 0;
+    ssize_t count = 0;
+    while (from >= 0 && to >= 0 && (count = pread(from, block, sizeof block, at)) > 0) {
+        if (write(to, block, count) != count) abort();
+        at += count;
+    }
+    if (from < 0 || to < 0 || count < 0) abort();
+    if (!readable) close(from);
+    close(to);
+    note(status.st_ino, copy);
+}
+
+#define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
+
+int fsync(int fd) {
+    int result = REAL(fsync)(fd);
+    if (!result) keep(fd);
+    return result;
+}
+
+int fdatasync(int fd) {
+    int result = REAL(fdatasync)(fd);
+    if (!result) keep(fd);
+    return result;
+}
+
+int flock(int fd, int operation) {
+    char path[PATH_MAX];
+    if (getenv("DISK_NO_FLOCK") && below_root(fd, path)) {
+        errno = ENOSYS;
+        return -1;
+    }
+    return REAL(flock)(fd, operation);
+}
+
+static int refused(int fd, int flags) {
+    char path[PATH_MAX];
+    const char *name = (flags & MAP_SHARED) && getenv("DISK_NO_SHM") ? below_root(fd, path) : NULL;
+    return name && strlen(name) > 4 && !strcmp(name + strlen(name) - 4, "-shm");
+}
+
+void *mmap(void *at, size_t length, int protection, int flags, int fd, off_t offset) {
+    if (fd >= 0 && refused(fd, flags)) {
+        errno = ENODEV;
+        return MAP_FAILED;
+    }
+    return REAL(mmap)(at, length, protection, flags, fd, offset);
+}
+
+void *mmap64(void *at, size_t length, int protection, int flags, int fd, off64_t offset) {
+    if (fd >= 0 && refused(fd, flags)) {
+        errno = ENODEV;
+        return MAP_FAILED;
+    }
+    return REAL(mmap64)(at, length, protection, flags, fd, offset);
+}
