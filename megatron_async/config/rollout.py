@@ -10,7 +10,7 @@ from megatron_async.config.base import Settings
 
 
 class TaskConfig(Settings):
-    """Where prompts come from and who judges the answers."""
+    """Where prompts come from and how responses are scored."""
 
     kind: Literal["reasoning_gym", "jsonl"] = Field(
         "reasoning_gym", description="Procedural tasks, or prompts and answers from a JSONL file."
@@ -39,7 +39,7 @@ class TaskConfig(Settings):
         "<answer>...</answer>, else the last \\boxed{...}, else the whole text.",
     )
     full_score_only: bool = Field(
-        True, description="Reward 1 for the verifier's full score, else 0; false: its own score."
+        True, description="Reward 1 for the scorer's full score, else 0; false: its own score."
     )
     heldout_share: float = Field(
         0.1, gt=0, lt=1, description="Share of problems (by hash of their text) kept for eval."
@@ -52,11 +52,11 @@ class TaskConfig(Settings):
     )
     train_seed: int = Field(1, description="Seed of the training problems.")
     eval_seed: int = Field(1_000_003, description="Seed of the held-out problems.")
-    verifier_timeout_seconds: float = Field(10.0, gt=0, description="Limit of one judgement.")
+    verifier_timeout_seconds: float = Field(10.0, gt=0, description="Limit of one score.")
     on_verifier_timeout: Literal["zero", "drop"] = Field(
-        "zero", description="A judgement past its limit: reward 0, or the trajectory is dropped."
+        "zero", description="A score past its limit: reward 0, or the trajectory is dropped."
     )
-    verifier_workers: int = Field(1, ge=1, description="Verifier processes.")
+    verifier_workers: int = Field(1, ge=1, description="Scorer processes.")
 
     @model_validator(mode="after")
     def _shares(self) -> Self:

@@ -368,6 +368,7 @@ class RolloutDriver:
             [s.token_ids for s in trajectory.segments] or [np.zeros(0, np.int32)]
         )
         reward, detail = await self._verifier.score(trajectory.prompt, response.tolist())
+        self.statistics.scored(detail)
         if reward is not None:
             await self._store.set_reward(trajectory_id, reward, detail)
         self._feed(ev.RewardReady(trajectory_id, reward))

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from megatron_async.scheduler.view import SchedulerView
+from megatron_async.tasks.base import SCORER_FAULTS
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.sample_lag import SamplesTrained
 from megatron_async.trajectory.types import DropReason
@@ -39,6 +40,7 @@ class _Marks:
     filtered_tokens: int = 0
     restarted: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
 
 
 class RolloutStatistics:
@@ -60,6 +62,7 @@ class RolloutStatistics:
         self._clock = clock
         self.tokens = 0
         self.dropped_by_reason: Counter[str] = Counter()
+        self.scorer_faults: Counter[str] = Counter()
         self.warnings: dict[str, str] = {}
         self._new_warnings: list[tuple[str, str]] = []
         self._marks = _Marks(at=clock())
@@ -103,6 +106,11 @@ class RolloutStatistics:
     def engine_lost(self, engine_id: str) -> None:
         """Its last report says nothing any more."""
         self._kv_usage.pop(engine_id, None)
+
+    def scored(self, detail: Mapping[str, float]) -> None:
+        """A score has come, with these parts."""
+        for part, metric in SCORER_FAULTS.items():
+            self.scorer_faults[metric] += int(detail.get(part, 0))
 
     def dropped(self, reason: str) -> None:
         """A trajectory left the run."""
@@ -187,6 +195,9 @@ class RolloutStatistics:
         for reason in DropReason:
             news = self.dropped_by_reason[reason] - self._marks.dropped[reason]
             metrics[f"rollout/dropped_{reason}"] = float(news)
+        for name in SCORER_FAULTS.values():
+            news = self.scorer_faults[name] - self._marks.faults[name]
+            metrics[f"rollout/{name}"] = float(news)
         reports = self._kv_reports or list(self._kv_usage.values())
         if reports:
             metrics["rollout/kv_usage"] = float(np.mean(reports))
@@ -205,5 +216,6 @@ class RolloutStatistics:
             filtered_tokens=view.filtered_tokens,
             restarted=view.restarted,
             dropped=Counter(self.dropped_by_reason),
+            faults=Counter(self.scorer_faults),
         )
         return metrics
