@@ -4,7 +4,7 @@ Invariants
 - Counters only grow; a batch's metrics are differences since the batch before it (the first batch:
   since this process began), so that along the batches of one process they add up.
 - What was not measured is left out: KV usage before an engine's first report, and what the engine
-  had preempted by then.
+  had preempted by then; the time of a score where there was none.
 - Times are wall-clock seconds of the driver's process.
 - Generation time is the time in which requests may run: it stands still from the emission of a
   batch (without `overlap`) or from the beginning of a weight update until that update has ended.
@@ -39,6 +39,8 @@ class _Marks:
     wasted_tokens: int = 0
     filtered_tokens: int = 0
     restarted: int = 0
+    scores: int = 0
+    score_seconds: float = 0.0
     dropped: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
 
@@ -79,6 +81,10 @@ class RolloutStatistics:
         self._preemptions = 0
         self._kv_usage: dict[str, float] = {}
         self._kv_reports: list[float] = []
+        self._unscored = 0
+        self._longest_queue = 0
+        self._scores = 0
+        self._score_seconds = 0.0
 
     def running_changed(self, running: int) -> None:
         """`running` requests are in flight from now on."""
@@ -103,12 +109,20 @@ class RolloutStatistics:
         self._kv_usage[engine_id] = kv_usage
         self._kv_reports.append(kv_usage)
 
+    def score_wanted(self) -> None:
+        """One more response waits for its score."""
+        self._unscored += 1
+        self._longest_queue = max(self._longest_queue, self._unscored)
+
     def engine_lost(self, engine_id: str) -> None:
         """Its last report says nothing any more."""
         self._kv_usage.pop(engine_id, None)
 
-    def scored(self, detail: Mapping[str, float]) -> None:
-        """A score has come, with these parts."""
+    def scored(self, detail: Mapping[str, float], seconds: float) -> None:
+        """A score has come, with these parts, so long after the response's end; or none came."""
+        self._unscored -= 1
+        self._scores += 1
+        self._score_seconds += seconds
         for part, metric in SCORER_FAULTS.items():
             self.scorer_faults[metric] += int(detail.get(part, 0))
 
@@ -191,7 +205,14 @@ class RolloutStatistics:
             "rollout/wasted_tokens": float(view.wasted_tokens - self._marks.wasted_tokens),
             "rollout/filtered_tokens": float(view.filtered_tokens - self._marks.filtered_tokens),
             "rollout/restarted": float(view.restarted - self._marks.restarted),
+            "rollout/score_queue": float(self._unscored),
+            "rollout/score_queue_max": float(self._longest_queue),
         }
+        scores = self._scores - self._marks.scores
+        if scores:
+            waited = self._score_seconds - self._marks.score_seconds
+            metrics["rollout/score_seconds"] = waited / scores
+        self._longest_queue = self._unscored
         for reason in DropReason:
             news = self.dropped_by_reason[reason] - self._marks.dropped[reason]
             metrics[f"rollout/dropped_{reason}"] = float(news)
@@ -215,6 +236,8 @@ class RolloutStatistics:
             wasted_tokens=view.wasted_tokens,
             filtered_tokens=view.filtered_tokens,
             restarted=view.restarted,
+            scores=self._scores,
+            score_seconds=self._score_seconds,
             dropped=Counter(self.dropped_by_reason),
             faults=Counter(self.scorer_faults),
         )
