@@ -11,6 +11,8 @@ Prints one table and, with --out, writes it with the command and the date. Lines
 - longest loop gap: the largest pause that a 1 ms ticker saw in the same loop, minus its period.
 - durable commit: a small write and `sync(durable=True)`, as at the emission of each batch: median
   and longest of 50.
+- compaction: 256 consumed trajectories of 4096 tokens leave the store: tokens per second, and the
+  longest that a commit and the event loop waited meanwhile.
 - reopen: `TrajectoryStore.open` of a store killed with all trajectories running.
 - list: all trajectories by state, as `megatron-async trajectories` reads them.
 - salvage: opening the same file with a page of zeros in its middle.
@@ -40,7 +42,7 @@ from megatron_async.config.rollout import StoreConfig
 from megatron_async.trajectory.store import TrajectoryStore
 from megatron_async.trajectory.store_reader import StoreReader
 from megatron_async.trajectory.store_schema import PAGE_BYTES, chunk_data
-from megatron_async.trajectory.types import PolicyVersion, Prompt, TrajectoryState
+from megatron_async.trajectory.types import FinishReason, PolicyVersion, Prompt, TrajectoryState
 
 CHUNK = 64
 _TICK = 0.001
@@ -89,6 +91,61 @@ async def durable_commits(store: TrajectoryStore, ids: list[int]) -> list[float]
         await store.sync(durable=True)
         took.append((time.perf_counter() - before) * 1e3)
     return took
+
+
+async def compaction(directory: Path) -> tuple[str, str]:
+    """One line of the table."""
+    settings = StoreConfig(chunk_tokens=CHUNK, compact_after_checkpoints=1)
+    store = TrajectoryStore.open(directory / "compacted" / "trajectories.sqlite", settings)
+    random = np.random.default_rng(0)
+    tokens = random.integers(0, 150_000, 4096).astype(np.int32)
+    logprobs = -random.random(4096).astype(np.float32)
+    groups = []
+    for _ in range(32):
+        group = store.add_group(Prompt(np.arange(200, dtype=np.int32), "benchmark"), 8)
+        groups.append(group.group_id)
+        for trajectory_id in (t.trajectory_id for t in group.trajectories):
+            store.set_state(trajectory_id, TrajectoryState.RUNNING)
+            for start in range(0, len(tokens), CHUNK):
+                part = slice(start, start + CHUNK)
+                version = PolicyVersion(0, 0)
+                store.append(trajectory_id, tokens[part], logprobs[part], version, "engine-0")
+            await store.finish(trajectory_id, FinishReason.STOP)
+            await store.set_reward(trajectory_id, 1.0)
+    store.mark_batched(groups, 0)
+    await store.sync(durable=True)
+    gap = wait = 0.0
+    running = True
+
+    async def ticker() -> None:
+        nonlocal gap
+        while running:
+            before = time.perf_counter()
+            await asyncio.sleep(_TICK)
+            gap = max(gap, time.perf_counter() - before - _TICK)
+
+    async def commits() -> None:
+        nonlocal wait
+        while running:
+            before = time.perf_counter()
+            await store.sync()
+            wait = max(wait, time.perf_counter() - before)
+            await asyncio.sleep(20 * _TICK)
+
+    watching = [asyncio.create_task(ticker()), asyncio.create_task(commits())]
+    before = time.perf_counter()
+    await store.checkpoint_finalised(1, [1])
+    await store._compactor.finish()
+    took = time.perf_counter() - before
+    running = False
+    await asyncio.gather(*watching)
+    exported = store.export_file.stat().st_size
+    await store.close()
+    total = 256 * len(tokens)
+    return "compaction", (
+        f"{total / took / 1e6:.2f} M tokens/s; longest commit {wait * 1e3:.0f} ms, longest loop "
+        f"gap {gap * 1e3:.0f} ms; {exported / total:.1f} bytes/token exported"
+    )
 
 
 async def measure(directory: Path, trajectories: int, tokens: int) -> list[tuple[str, str]]:
@@ -144,6 +201,7 @@ async def measure(directory: Path, trajectories: int, tokens: int) -> list[tuple
         ("longest loop gap", f"{took['gap'] * 1e3:.1f} ms"),
         ("durable commit", f"{np.median(durable):.1f} ms, longest {max(durable):.1f} ms"),
         ("file", f"{size / 2**20:.1f} MiB, {size / total:.2f} bytes/token (8 are data)"),
+        await compaction(directory),
         ("reopen after a kill", f"{reopen:.2f} s"),
         ("list", f"{listing:.2f} s"),
         ("salvage, one page lost", f"{salvage:.2f} s, {cut} trajectories cut"),

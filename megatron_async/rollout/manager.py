@@ -152,7 +152,9 @@ class RolloutManager:
         if self._session is not None and resume.lineage < self._session.resume.lineage:
             raise _replaced(resume.lineage, self._session.resume.lineage)
         await self._detach(lambda before: _replaced(before.resume.lineage, resume.lineage))
-        store = TrajectoryStore.open(
+        # On a thread: a large file takes seconds, in which engines want to be heard.
+        store = await asyncio.to_thread(
+            TrajectoryStore.open,
             self._store_file,
             self._config.store,
             lineage=resume.lineage,

@@ -100,24 +100,20 @@ class Child:
         )
 
 
-def start_torchrun(
+def torchrun_command(
     ranks: int,
     module: str,
     *arguments: str,
-    log_file: Path,
-    environment: Mapping[str, str],
     max_restarts: int = 0,
     meeting: Sequence[str] = ("--standalone",),
-) -> Child:
+) -> list[str]:
     """`torchrun` of this interpreter for this machine's ranks.
 
-    `environment`: from `run.environment.trainer_environment`. `meeting`: how it finds the agents of
-    other machines (`run/meeting.py`).
+    `meeting`: how it finds those of other machines (`run/meeting.py`).
     """
-    command = [
+    return [
         *(sys.executable, "-m", "torch.distributed.run", *meeting),
         f"--nproc-per-node={ranks}",
         f"--max-restarts={max_restarts}",
         *("-m", module, *arguments),
     ]
-    return Child(command, log_file, environment)

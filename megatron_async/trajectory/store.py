@@ -102,7 +102,7 @@ class TrajectoryStore:
         self._timer: asyncio.TimerHandle | None = None
         self._reading: sqlite3.Connection | None = None
         self._writer = StoreWriter(path, state.position, lock)
-        self._compactor = Compactor(state, self._writer, settings, self.export_file)
+        self._compactor = Compactor(path, state, self._writer, settings)
         line = state.line
         self._writer.put("lines", (line.lineage, line.parent, line.branch_step))
         state.counters.lines = [

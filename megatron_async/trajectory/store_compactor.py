@@ -1,37 +1,48 @@
-"""Runs compaction in the background of the event loop, a few groups for each transaction.
+"""Runs compaction in the background, a few groups for each transaction.
 
 Invariants
+- Neither commits nor the event loop wait for it: lines are made on a thread with a connection of
+  its own, and what the writer's thread does for it is done in pieces of milliseconds.
 - One compaction at a time; its error is raised by the next `finish`, which everybody calls before
   the next one starts and before the store is closed.
-- Every removal is limited in time (`StoreWriter.wait`), and so is `finish`.
+- Every piece is limited in time, and so is `finish`. A thread that still writes lines after its
+  limit keeps the store locked to its end: nobody else appends to the file meanwhile.
 - What is in memory is forgotten after the removal is committed, never before.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import sqlite3
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from megatron_async.config.rollout import StoreConfig
+from megatron_async.errors import ComponentFailure
 from megatron_async.trajectory import store_export as export
+from megatron_async.trajectory import store_schema as schema
 from megatron_async.trajectory.store_state import StoreState
 from megatron_async.trajectory.store_writer import StoreWriter
 from megatron_async.trajectory.types import PolicyVersion
 
-_GROUPS_PER_REMOVAL = 16
+_CHUNKS_PER_REMOVAL = 2048  # removed in about 5 ms; a larger group is removed whole all the same
+T = TypeVar("T")
 
 
 class Compactor:
     """Takes out of a store's state and file what no restorable checkpoint needs."""
 
     def __init__(
-        self, state: StoreState, writer: StoreWriter, settings: StoreConfig, export_file: Path
+        self, path: Path, state: StoreState, writer: StoreWriter, settings: StoreConfig
     ) -> None:
-        self._state, self._writer = state, writer
+        """`path` is the store's file, which `writer` writes."""
+        self._path, self._state, self._writer = path, state, writer
         self._after = settings.compact_after_checkpoints
-        self._file = export_file if settings.export == "jsonl" else None
+        self._file = schema.export_file(path) if settings.export == "jsonl" else None
         self._task: asyncio.Task[None] | None = None
 
     def start(self, kept: Sequence[int | PolicyVersion]) -> None:
@@ -59,18 +70,56 @@ class Compactor:
             },
         )
         whole = await asyncio.to_thread(export.plan, now, kept, self._after)
-        for start in range(0, len(whole.groups), _GROUPS_PER_REMOVAL):
+        for groups in self._pieces(whole.groups):
             change = export.removal(
-                whole.groups[start : start + _GROUPS_PER_REMOVAL],
+                groups,
                 whole,
                 groups=now.groups,
                 batches=state.batches,
                 dropped=now.dropped,
                 exported=state.exported,
             )
-            job = partial(export.apply_removal, change=change, export_file=self._file)
-            state.exported = await self._writer.wait(self._writer.run(job))
+            if self._file is not None:
+                length = await self._write_lines(change, self._file)
+                change = replace(change, exported=replace(change.exported, bytes=length))
+            await self._run(partial(export.apply_removal, change=change))
+            state.exported = change.exported
             state.batches.update((batch.id, batch) for batch in change.batches)
             for group_id in change.groups:
                 for trajectory_id in state.groups.pop(group_id).trajectory_ids:
                     del state.records[trajectory_id]
+        while await self._run(export.give_back_pages):
+            pass
+
+    def _pieces(self, groups: Sequence[int]) -> Iterator[list[int]]:
+        """Groups that are removed together."""
+        piece: list[int] = []
+        chunks = 0
+        for group_id in groups:
+            piece.append(group_id)
+            members = self._state.groups[group_id].trajectory_ids
+            chunks += sum(self._state.records[i].chunks for i in members)
+            if chunks >= _CHUNKS_PER_REMOVAL:
+                yield piece
+                piece, chunks = [], 0
+        if piece:
+            yield piece
+
+    async def _write_lines(self, change: export.Removal, file: Path) -> int:
+        lock = self._writer.share_lock()
+
+        def write() -> int:
+            with lock, closing(schema.connect(self._path, read_only=True)) as connection:
+                return export.write_lines(connection, change, file)
+
+        try:
+            async with asyncio.timeout(self._writer.stall_seconds):
+                return await asyncio.to_thread(write)
+        except TimeoutError as error:
+            raise ComponentFailure(
+                f"export {file} took no line for {self._writer.stall_seconds:g} s"
+            ) from error
+
+    async def _run(self, job: Callable[[sqlite3.Connection], T]) -> T:
+        """On the writer's thread; what waits to be committed goes first."""
+        return await self._writer.wait(self._writer.run(job))

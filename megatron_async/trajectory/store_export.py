@@ -7,6 +7,8 @@ Invariants
 - A line is in the export file exactly when its trajectory is out of the database: lines are on disk
   before the removal is committed, and the length of the file is committed with the removal. What a
   crash leaves beyond that length is cut off at the next open.
+- Lines are read and written on a thread and a connection of their own; the writer's thread only
+  removes, in pieces of milliseconds (`apply_removal`, `give_back_pages`), between commits.
 """
 
 from __future__ import annotations
@@ -15,18 +17,21 @@ import json
 import os
 import sqlite3
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import orjson
+
 from megatron_async.trajectory import store_schema as schema
 from megatron_async.trajectory.store_lineage import Consumption, LineTree, reached
-from megatron_async.trajectory.store_reader import Exported, assemble, prompt_of, read_chunks
+from megatron_async.trajectory.store_reader import Exported, assemble, read_chunks
 from megatron_async.trajectory.store_schema import BatchRow, GroupRow, TrajectoryRow, pack_ids
 from megatron_async.trajectory.types import PolicyVersion, Segment
 
-_VACUUM_PAGES = 4096
+_PAGES_GIVEN_BACK = 256  # at once: about 4 ms
 
 
 @dataclass(frozen=True)
@@ -167,43 +172,50 @@ def removal(
     )
 
 
-def apply_removal(
-    connection: sqlite3.Connection, change: Removal, export_file: Path | None
-) -> Exported:
-    """Write the lines, then remove; on the writer's thread. Raises OSError, DamagedStore."""
-    rows = [_load(connection, group_id) for group_id in change.groups]
-    length = change.exported.bytes
-    if export_file is not None:
-        lines = [
-            json.dumps(line)
-            for group, trajectories in rows
-            for line in _lines(connection, group, trajectories, change.consumed_by)
-        ]
-        length = append_lines(export_file, lines)
-    exported = replace(change.exported, bytes=length)
+def write_lines(connection: sqlite3.Connection, change: Removal, export_file: Path) -> int:
+    """Append the lines of what `change` removes, and force them to disk; returns the file's length.
+
+    Raises OSError, DamagedStore.
+    """
+    lines = (
+        line
+        for group_id in change.groups
+        for line in _lines(connection, group_id, change.consumed_by)
+    )
+    return append_lines(export_file, lines)
+
+
+def apply_removal(connection: sqlite3.Connection, change: Removal) -> None:
+    """Remove, in one transaction. Raises DamagedStore."""
     connection.execute("BEGIN IMMEDIATE")
     try:
-        for group, _ in rows:
+        for group_id in change.groups:
+            group = _group(connection, group_id)
             ids = (group.first_trajectory, group.first_trajectory + group.size - 1)
             connection.execute("DELETE FROM chunks WHERE trajectory_id BETWEEN ? AND ?", ids)
             connection.execute("DELETE FROM trajectories WHERE trajectory_id BETWEEN ? AND ?", ids)
-            connection.execute("DELETE FROM groups WHERE group_id = ?", (group.group_id,))
+            connection.execute("DELETE FROM groups WHERE group_id = ?", (group_id,))
         for batch in change.batches:
             _replace(connection, "batches", batch)
-        _replace(connection, "document", exported.to_row())
+        _replace(connection, "document", change.exported.to_row())
     except BaseException:
         connection.execute("ROLLBACK")
         raise
     connection.execute("COMMIT")
-    connection.execute(f"PRAGMA incremental_vacuum({_VACUUM_PAGES})").fetchall()
-    return exported
 
 
-def append_lines(path: Path, lines: Sequence[str]) -> int:
+def give_back_pages(connection: sqlite3.Connection) -> bool:
+    """Some of the free pages leave the file; False when there are none left."""
+    # Not `execute`: it makes one step of a statement that has no columns, and that is one page.
+    connection.executescript(f"PRAGMA incremental_vacuum({_PAGES_GIVEN_BACK})")
+    return bool(connection.execute("PRAGMA freelist_count").fetchone()[0])
+
+
+def append_lines(path: Path, lines: Iterable[bytes]) -> int:
     """Append, force to disk; returns the length of the file. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(line + "\n" for line in lines)
+    with path.open("ab") as file:
+        file.writelines(line + b"\n" for line in lines)
         file.flush()
         os.fsync(file.fileno())
         return file.tell()
@@ -224,57 +236,54 @@ def _replace(connection: sqlite3.Connection, table: str, values: schema.Row) -> 
     connection.execute(f"INSERT OR REPLACE INTO {table} VALUES ({', '.join('?' * len(row))})", row)
 
 
-def _load(connection: sqlite3.Connection, group_id: int) -> tuple[GroupRow, list[TrajectoryRow]]:
+def _group(connection: sqlite3.Connection, group_id: int) -> GroupRow:
     found = connection.execute("SELECT * FROM groups WHERE group_id = ?", (group_id,)).fetchone()
     if found is None:
         raise schema.DamagedStore(f"group {group_id} is missing")
-    group = GroupRow.of(schema.opened("groups", found))
-    rows = connection.execute(
-        "SELECT * FROM trajectories WHERE trajectory_id BETWEEN ? AND ? ORDER BY trajectory_id",
-        (group.first_trajectory, group.first_trajectory + group.size - 1),
-    )
-    return group, [TrajectoryRow(*schema.opened("trajectories", row)) for row in rows]  # type: ignore[arg-type]
+    return GroupRow.of(schema.opened("groups", found))
 
 
 def _lines(
-    connection: sqlite3.Connection,
-    group: GroupRow,
-    rows: Sequence[TrajectoryRow],
-    consumed_by: Mapping[int, PolicyVersion],
-) -> list[dict[str, Any]]:
-    chunks = read_chunks(connection, [row.trajectory_id for row in rows])
-    prompt = prompt_of(group)
-    lines = []
-    for row in rows:
+    connection: sqlite3.Connection, group_id: int, consumed_by: Mapping[int, PolicyVersion]
+) -> Iterator[bytes]:
+    group = _group(connection, group_id)
+    found = connection.execute(
+        "SELECT * FROM trajectories WHERE trajectory_id BETWEEN ? AND ? ORDER BY trajectory_id",
+        (group.first_trajectory, group.first_trajectory + group.size - 1),
+    )
+    for values in found.fetchall():
+        row = TrajectoryRow(*schema.opened("trajectories", values))  # type: ignore[arg-type]
+        chunks = read_chunks(connection, [row.trajectory_id])
         tokens = assemble(row, chunks.get(row.trajectory_id, ()))
         batch = consumed_by.get(row.trajectory_id)
-        lines.append(
-            {
-                "trajectory_id": row.trajectory_id,
-                "group_id": row.group_id,
-                "task": prompt.task,
-                "prompt": {
-                    "token_ids": prompt.token_ids.tolist(),
-                    "payload": prompt.payload,
-                    "priority": prompt.priority,
-                },
-                "segments": [_segment(segment) for segment in tokens.segments],
-                "complete": tokens.complete,
-                "finish_reason": row.finish_reason,
-                "reward": row.reward,
-                "reward_detail": json.loads(row.reward_detail),
-                "batch": None if batch is None else {"lineage": batch[0], "step": batch[1]},
-                "drop_reason": row.drop_reason if batch is None else None,
-            }
-        )
-    return lines
+        line = {
+            "trajectory_id": row.trajectory_id,
+            "group_id": row.group_id,
+            "task": group.task,
+            "prompt": {
+                "token_ids": np.frombuffer(group.token_ids, dtype="<i4"),
+                "payload": orjson.Fragment(group.payload),
+                "priority": group.priority,
+            },
+            "segments": [_segment(segment) for segment in tokens.segments],
+            "complete": tokens.complete,
+            "finish_reason": row.finish_reason,
+            "reward": row.reward,
+            "reward_detail": orjson.Fragment(row.reward_detail),
+            "batch": None if batch is None else {"lineage": batch[0], "step": batch[1]},
+            "drop_reason": row.drop_reason if batch is None else None,
+        }
+        yield orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def _segment(segment: Segment) -> dict[str, Any]:
+    logprobs: Any = segment.logprobs
+    if not np.isfinite(logprobs).all():  # JSON has no infinity, Python's dialect of it has
+        logprobs = orjson.Fragment(json.dumps(logprobs.tolist()))
     return {
         "version": str(segment.version),
         "engine_id": segment.engine_id,
         "from_environment": segment.from_environment,
-        "token_ids": segment.token_ids.tolist(),
-        "logprobs": segment.logprobs.tolist(),
+        "token_ids": segment.token_ids,
+        "logprobs": logprobs,
     }

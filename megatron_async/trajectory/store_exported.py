@@ -59,7 +59,8 @@ def _trajectories(file: Path, exported: Exported, only: int | None = None) -> It
     """In the order of the file, not beyond its committed length; `only` one of them."""
     if not exported.bytes:
         return
-    beginning = b"" if only is None else f'{{"trajectory_id": {only},'.encode()
+    # Exports of earlier versions have a space before the number.
+    beginnings = tuple(f'{{"trajectory_id":{space}{only},'.encode() for space in ("", " "))
     place = 0
     try:
         with file.open("rb") as lines:
@@ -67,7 +68,7 @@ def _trajectories(file: Path, exported: Exported, only: int | None = None) -> It
                 place += len(line)
                 if place > exported.bytes:
                     return
-                if line.startswith(beginning):
+                if only is None or line.startswith(beginnings):
                     yield _parsed(line, f"{file}, line {number}")
     except OSError as error:
         raise UserError(f"export {file} cannot be read: {error.strerror}") from error

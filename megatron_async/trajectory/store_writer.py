@@ -14,6 +14,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import os
 import sqlite3
 import threading
 from collections.abc import Callable
@@ -65,7 +66,7 @@ class StoreWriter:
         self._position = position
         self._lock = lock
         self._max_pending = max_pending_bytes
-        self._stall_seconds = stall_seconds
+        self.stall_seconds = stall_seconds
         self._pending = _Pending()
         self._changed = threading.Condition()
         self._urgent = threading.Event()
@@ -87,6 +88,12 @@ class StoreWriter:
     def pending_bytes(self) -> int:
         """What waits for the next transaction."""
         return self._pending.size
+
+    def share_lock(self) -> TextIO:
+        """The store stays locked until this is closed too. For who writes beside it."""
+        with self._changed:
+            self._check()
+            return os.fdopen(os.dup(self._lock.fileno()))
 
     def add_chunk(self, row: Row, size: int, trajectory: Row | None = None) -> int:
         """Append one chunk row; returns the number of the transaction that it will be in.
@@ -153,11 +160,11 @@ class StoreWriter:
         """The result of a barrier or a job. Raises ComponentFailure after `stall_seconds`."""
         try:
             # Not `wait_for`: until Python 3.12 it may give a result although it is cancelled.
-            async with asyncio.timeout(self._stall_seconds):
+            async with asyncio.timeout(self.stall_seconds):
                 return await asyncio.wrap_future(future)
         except TimeoutError as error:
             raise ComponentFailure(
-                f"trajectory store {self._path} committed nothing for {self._stall_seconds:g} s"
+                f"trajectory store {self._path} committed nothing for {self.stall_seconds:g} s"
             ) from error
 
     def close(self) -> None:
@@ -166,10 +173,10 @@ class StoreWriter:
             self._closing = True
             self._urgent.set()
             self._changed.notify()
-        self._thread.join(self._stall_seconds)
+        self._thread.join(self.stall_seconds)
         if self._thread.is_alive():
             raise ComponentFailure(
-                f"the writer of {self._path} did not end within {self._stall_seconds:.0f} s"
+                f"the writer of {self._path} did not end within {self.stall_seconds:.0f} s"
             )
         if self._error is not None:
             raise self._failure() from self._error
@@ -186,12 +193,12 @@ class StoreWriter:
     def _wait_for_room(self) -> None:
         roomy = self._changed.wait_for(
             lambda: self._pending.size < self._max_pending or self._error is not None,
-            self._stall_seconds,
+            self.stall_seconds,
         )
         self._check()
         if not roomy:
             raise ComponentFailure(
-                f"trajectory store {self._path} took nothing for {self._stall_seconds:.0f} s "
+                f"trajectory store {self._path} took nothing for {self.stall_seconds:.0f} s "
                 f"with {self._pending.size >> 20} MiB waiting"
             )
 

@@ -6,6 +6,7 @@ Simulated engines in this process, a trainer that only says what a real one woul
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import closing
 from pathlib import Path
@@ -25,6 +26,7 @@ from megatron_async.rollout.interfaces import (
 from megatron_async.rollout.manager import NotAttached, ResumePoint, RolloutManager, UpdateReport
 from megatron_async.rollout.simulated_engine import SimulatedEngine
 from megatron_async.trajectory.batch import TokenBatch
+from megatron_async.trajectory.store import TrajectoryStore
 from megatron_async.trajectory.store_reader import StoreReader
 from megatron_async.trajectory.types import PolicyVersion, Prompt
 from tests.rollout.stand_ins import Engines, Fixed, manager_of, run, settings
@@ -120,6 +122,32 @@ def test_a_resumed_run_goes_on_with_the_prompts_after_those_it_had_admitted(
         ]
     assert len(trained) == 12 * config.schedule.group_size, "a trajectory is in two batches"
     assert sorted([*trained.values(), *waiting]) == sorted(2 * list(range(admitted)))
+
+
+def test_engines_are_heard_while_a_store_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large file takes seconds."""
+    heard = threading.Event()
+    open_store = TrajectoryStore.open
+
+    def slowly(*arguments: Any, **named: Any) -> TrajectoryStore:
+        assert heard.wait(20)
+        return open_store(*arguments, **named)
+
+    async def body() -> None:
+        trainer = Trainer(tmp_path, settings("async"))
+        await trainer.manager.start()
+        monkeypatch.setattr(TrajectoryStore, "open", slowly)
+        attaching = asyncio.create_task(trainer.manager.attach(ResumePoint(0)))
+        await asyncio.sleep(0.05)
+        assert trainer.manager.status() == {}
+        heard.set()
+        await attaching
+        assert trainer.manager.status()["states"]["pending"] == 0
+        await trainer.manager.stop()
+
+    run(body())
 
 
 @pytest.mark.parametrize("preset", ["pipeline", "async"])

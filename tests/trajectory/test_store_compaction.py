@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
+import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_async.config.rollout import StoreConfig
 from megatron_async.errors import UserError
+from megatron_async.trajectory import store_compactor, store_export
 from megatron_async.trajectory.store import TrajectoryStore
-from megatron_async.trajectory.store_export import restorable
+from megatron_async.trajectory.store_export import apply_removal, restorable, write_lines
+from megatron_async.trajectory.store_exported import find
 from megatron_async.trajectory.store_lineage import Line, LineTree
+from megatron_async.trajectory.store_reader import StoreReader
 from megatron_async.trajectory.store_schema import BatchRow
-from megatron_async.trajectory.types import DropReason, PolicyVersion
-from tests.trajectory.builders import STORE, expected, prompt, scored_group, snapshot
+from megatron_async.trajectory.types import (
+    DropReason,
+    FinishReason,
+    PolicyVersion,
+    TrajectoryState,
+)
+from tests.trajectory.builders import STORE, V0, expected, prompt, scored_group, snapshot
 
 
 def exported(path: Path) -> list[dict[str, Any]]:
@@ -135,6 +147,95 @@ def test_lines_of_a_removal_that_was_not_committed_are_cut_off(tmp_path: Path) -
         assert [line["trajectory_id"] for line in exported(tmp_path / "crashed")] == [0, 1, 2, 3]
         await again.close()
         await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_commits_and_the_event_loop_go_on_while_lines_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+
+    def on_a_slow_disk(*arguments: Any) -> int:
+        assert go_on.wait(30)
+        return write_lines(*arguments)
+
+    monkeypatch.setattr(store_export, "write_lines", on_a_slow_disk)
+
+    async def scenario() -> None:
+        store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
+        await train(store, 0)
+        await store.sync(durable=True)
+        await store.checkpoint_finalised(1, [1])
+        await train(store, 1)  # each of its trajectories waits for commits
+        assert exported(tmp_path) == []
+        go_on.set()
+        await store._compactor.finish()
+        assert [line["trajectory_id"] for line in exported(tmp_path)] == [0, 1]
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_commits_come_between_the_pieces_of_a_removal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is submitted during one piece does not wait for the next."""
+    monkeypatch.setattr(store_compactor, "_CHUNKS_PER_REMOVAL", 2)
+    commits: list[int] = []
+
+    def noted(connection: sqlite3.Connection, change: store_export.Removal) -> None:
+        apply_removal(connection, change)
+        commits.append(store.position())
+        store._writer.put("document", store._state.counters.to_row())
+
+    monkeypatch.setattr(store_export, "apply_removal", noted)
+
+    async def scenario() -> None:
+        nonlocal store
+        store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
+        for step in range(3):
+            await train(store, step)  # two trajectories, a chunk each
+        await checkpoint(store, 3, [3])
+        assert len(exported(tmp_path)) == 6
+        await store.close()
+
+    store: TrajectoryStore
+    asyncio.run(scenario())
+    assert len(commits) == 3
+    assert commits == sorted(set(commits)), "two pieces without a commit between them"
+
+
+def test_space_is_given_back(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
+        for step in range(8):
+            await train(store, step, size=8, count=4000)
+        before = await store._writer.wait(store._writer.run(_pages))
+        await checkpoint(store, 8, [8])
+        after = await store._writer.wait(store._writer.run(_pages))
+        await store.close()
+        assert before > 200
+        assert after < 30
+
+    asyncio.run(scenario())
+
+
+def test_a_log_prob_that_is_not_finite_is_exported_as_it_is(tmp_path: Path) -> None:
+    values = np.array([-0.1, -np.inf, -3e-8], dtype=np.float32)
+
+    async def scenario() -> None:
+        store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
+        i = store.add_group(prompt(), 1).trajectories[0].trajectory_id
+        store.set_state(i, TrajectoryState.RUNNING)
+        store.append(i, [1, 2, 3], values, V0, "e0")
+        await store.finish(i, FinishReason.STOP)
+        await store.set_reward(i, 1.0)
+        store.mark_batched([0], 0)
+        await checkpoint(store, 1, [1])
+        await store.close()
+        with closing(StoreReader(tmp_path / STORE)) as reader:
+            np.testing.assert_array_equal(find(reader, i).segments[0].logprobs, values)
 
     asyncio.run(scenario())
 

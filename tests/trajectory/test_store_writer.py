@@ -11,6 +11,7 @@ import pytest
 
 from megatron_async.config.rollout import StoreConfig
 from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.trajectory import store_export
 from megatron_async.trajectory.store import TrajectoryStore
 from megatron_async.trajectory.store_lock import lock_store
 from megatron_async.trajectory.store_reader import StoreReader
@@ -50,11 +51,11 @@ def test_a_compaction_that_hangs_ends_with_a_sentence(tmp_path: Path) -> None:
         await train(store, 0)
         go_on = threading.Event()
         await store.checkpoint_finalised(1, [1])
-        store._writer._stall_seconds = 0.2
+        store._writer.stall_seconds = 0.2
         store._writer.run(lambda _: go_on.wait(20))  # what the compaction asks for comes after it
         with pytest.raises(ComponentFailure, match=r"committed nothing for 0\.2 s"):
             await asyncio.wait_for(store._compactor.finish(), 5)
-        store._writer._stall_seconds = 20.0
+        store._writer.stall_seconds = 20.0
         go_on.set()
         await store.close()
 
@@ -87,7 +88,7 @@ def test_nobody_else_writes_while_the_thread_of_a_closed_store_still_does(tmp_pa
     async def scenario() -> None:
         old = TrajectoryStore.open(tmp_path / STORE)
         end_of_write = threading.Event()
-        old._writer._stall_seconds = 0.2
+        old._writer.stall_seconds = 0.2
         old._writer.run(lambda _: end_of_write.wait(20))
         with pytest.raises(ComponentFailure, match=r"did not end within 0 s"):
             await old.close()
@@ -125,3 +126,31 @@ def test_what_is_buffered_is_written_before_a_stop_waits_for_compaction(tmp_path
         await closing
 
     asyncio.run(scenario())
+
+
+def test_nobody_else_writes_while_lines_of_a_closed_store_are_still_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end_of_write = threading.Event()
+
+    def hang(*_: object) -> int:
+        assert end_of_write.wait(20)
+        return 0
+
+    monkeypatch.setattr(store_export, "write_lines", hang)
+
+    async def scenario() -> None:
+        old = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
+        await train(old, 0)
+        old._writer.stall_seconds = 0.5
+        await old.checkpoint_finalised(1, [1])
+        with pytest.raises(ComponentFailure, match=r"trajectories.jsonl took no line for 0.5 s"):
+            await old.close()
+        assert not old._writer._thread.is_alive()
+        with pytest.raises(UserError, match="in use by this process"):
+            TrajectoryStore.open(tmp_path / STORE, lineage=1, step=1)
+        end_of_write.set()
+
+    asyncio.run(scenario())  # which waits for the thread
+    new = TrajectoryStore.open(tmp_path / STORE, lineage=1, step=1)
+    asyncio.run(new.close())
