@@ -1,4 +1,4 @@
-"""Packaging of megatron_async and its kernels.
+"""Packaging of megatron_async; its kernels are a distribution of their own (`kernels/`).
 
 Exact pins are those whose behaviour the code was measured against; the full pinned environment of
 a run is `launch/requirements-*.txt`, which `launch/setup_env.sh` installs.
@@ -12,13 +12,10 @@ setup(
     description="Asynchronous RL for language models on Megatron-core and SGLang",
     license="Apache-2.0",
     python_requires=">=3.11",
-    packages=[
-        *find_packages(include=["megatron_async", "megatron_async.*"]),
-        *find_packages(where="kernels", include=["megatron_async_kernels*"]),
-    ],
-    package_dir={"megatron_async_kernels": "kernels/megatron_async_kernels"},
-    package_data={"megatron_async": ["py.typed"], "megatron_async_kernels": ["py.typed"]},
+    packages=find_packages(include=["megatron_async", "megatron_async.*"]),
+    package_data={"megatron_async": ["py.typed"]},
     install_requires=[
+        "megatron-async-kernels==0.1.0",
         "torch>=2.11",
         "megatron-core==0.16.1",
         "transformers==5.19.0",

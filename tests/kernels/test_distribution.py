@@ -1,0 +1,31 @@
+"""The kernels are a distribution of their own: torch and triton are all they import."""
+
+from __future__ import annotations
+
+import ast
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+KERNELS = Path(__file__).parents[2] / "kernels"
+FILES = sorted(KERNELS.rglob("*.py"))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_torch_and_triton_are_all_that_is_imported(file: Path) -> None:
+    imported = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add((node.module or "").partition(".")[0])
+    allowed = {"torch", "triton", "megatron_async_kernels", *sys.stdlib_module_names}
+    assert imported <= allowed
+
+
+def test_it_says_what_it_needs() -> None:
+    project = tomllib.loads((KERNELS / "pyproject.toml").read_text())["project"]
+    needs = [requirement.partition(">")[0] for requirement in project["dependencies"]]
+    assert needs == ["torch", "triton"]
