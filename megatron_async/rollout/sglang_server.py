@@ -10,6 +10,7 @@ the work; a forked one has it already):
   could not be attributed; the hook uses SGLang's own plugin registry and its own span function.
 - `POST /receive_weights`, for weights that come as differences (sglang_receiver.py).
 - Of weights that are broadcast, the next bucket is received while one is loaded (sglang_ahead.py).
+- No request reuses a prompt prefix that older weights have computed (sglang_prefix.py).
 - A lifeline: the server ends itself at once, with all its processes, as soon as whoever started it
   is gone or lets go. The starter holds the write end of a pipe whose read end is named in the
   environment. (To SIGTERM alone SGLang listens every five seconds.)
@@ -66,22 +67,24 @@ def install() -> None:
         sglang_attention.register()
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from megatron_async.rollout import sglang_ahead
+    from megatron_async.rollout import sglang_ahead, sglang_prefix
 
     if HookRegistry._hooks.get(_ACCEPT):
         return
     ahead = sglang_ahead.AheadHooks()
-    HookRegistry.register(_ACCEPT, _report_versions_of_unfinished, HookType.AFTER)
-    HookRegistry.register(sglang_ahead.RECEIVE, ahead.receive, HookType.AROUND)
-    HookRegistry.register(sglang_ahead.LEAVE, ahead.leave, HookType.AROUND)
-    HookRegistry.register(sglang_ahead.BEGIN, ahead.begin, HookType.BEFORE)
+    before, after, around = HookType.BEFORE, HookType.AFTER, HookType.AROUND
+    hooks: tuple[tuple[str, Callable[..., Any], HookType, str], ...] = (
+        (_ACCEPT, _report_versions_of_unfinished, after, "tokens have no policy version"),
+        (sglang_ahead.RECEIVE, ahead.receive, around, "weights cannot be received"),
+        (sglang_ahead.LEAVE, ahead.leave, around, "weight-update groups cannot be left"),
+        (sglang_ahead.BEGIN, ahead.begin, before, "weight updates cannot be begun"),
+        (sglang_prefix.QUEUE, sglang_prefix.before_queue, before, "old prefixes are reused"),
+        (sglang_prefix.CHANGE, sglang_prefix.after_change, after, "old prefixes are reused"),
+    )
+    for target, hook, kind, _ in hooks:
+        HookRegistry.register(target, hook, kind)
     HookRegistry.apply_hooks()
-    for target, without in (
-        (_ACCEPT, "streamed tokens cannot be attributed to policy versions"),
-        (sglang_ahead.RECEIVE, "weights cannot be received"),
-        (sglang_ahead.LEAVE, "weight-update groups cannot be left"),
-        (sglang_ahead.BEGIN, "weight updates cannot be begun"),
-    ):
+    for target, _, _, without in hooks:
         if target not in HookRegistry._patched:
             raise RuntimeError(f"SGLang has no {target}: {without}")
 

@@ -14,7 +14,8 @@ Invariants
   the queue and are prefilled again in full when there is room.
 - A request that is taken out loses the part of a token that it was at; whole tokens never get lost.
 - Prefill stops decoding for its duration. A prompt that a running request of the same group has in
-  the cache is neither prefilled nor counted twice.
+  the cache is neither prefilled nor counted twice, unless older weights computed it: after an
+  update that keeps the cache, only those that run go on with what they have.
 - A token belongs to the version that the engine held when its decode step ended.
 """
 
@@ -40,7 +41,7 @@ class Request:
     """A trajectory, on an engine or between two of them.
 
     `before`: tokens from earlier stints, `reported`: from this one as far as they were taken,
-    `written`: all of these by version.
+    `written`: all of these by version. `prefixes`: which prefixes it shares (`Engine`).
     While it runs: it `joined` at one decode step and is complete at another, `finish_at`.
     """
 
@@ -53,6 +54,7 @@ class Request:
     joined: float = 0.0
     finish_at: float = 0.0
     reported: int = 0
+    prefixes: int = 0
     written: Tokens = field(default_factory=list)
 
     @property
@@ -103,7 +105,10 @@ class Limits:
 
 @dataclass(slots=True, eq=False)
 class Engine:
-    """State of one engine; `stamp` changes with every forecast, so that old ones are void."""
+    """State of one engine; `stamp` changes with every forecast, so that old ones are void.
+
+    `prefixes` counts the updates that kept the cache: prompts are shared since the last of them.
+    """
 
     engine_id: str
     costs: EngineCosts
@@ -115,10 +120,12 @@ class Engine:
     stall: float = 0.0
     paused: bool = False
     stamp: int = 0
+    prefixes: int = 0
     running: dict[int, Request] = field(default_factory=dict)
     counters: EngineCounters = field(default_factory=EngineCounters)
     _waiting: OrderedDict[int, Request] = field(default_factory=OrderedDict)
-    _groups: dict[int, int] = field(default_factory=dict)
+    _groups: dict[tuple[int, int], int] = field(default_factory=dict)
+    _keeps: bool = False
     _finishing: list[tuple[float, int]] = field(default_factory=list)
     _switches: list[tuple[float, int]] = field(default_factory=lambda: [(0.0, 0)])
     _next_report: float = 0.0
@@ -286,7 +293,7 @@ class Engine:
         entered = []
         for count, request in enumerate(waiting.values(), start=len(running) + 1):
             needed = request.before
-            if request.group_id not in groups:
+            if (request.group_id, self.prefixes) not in groups:
                 needed += request.prompt
             if count > 1 and (self.kv + needed + reserve * count > capacity or count > most):
                 break
@@ -298,9 +305,10 @@ class Engine:
 
     def _enter(self, request: Request, needed: int) -> None:
         """Prefill the `needed` tokens of a request; it decodes from now on."""
-        group_id, before = request.group_id, request.before
+        shared, before = (request.group_id, self.prefixes), request.before
         groups, counters = self._groups, self.counters
-        groups[group_id] = groups.get(group_id, 0) + 1
+        groups[shared] = groups.get(shared, 0) + 1
+        request.prefixes = self.prefixes
         self.kv += needed
         pairs = needed * (before + request.prompt - needed / 2)
         self.stall += self.costs.prefill(needed, pairs)
@@ -329,11 +337,12 @@ class Engine:
         for request in gone:
             done = self.steps - request.joined
             self.kv -= request.before + (done if done < request.remaining else request.remaining)
-            left = groups[request.group_id] - 1
+            shared = (request.group_id, request.prefixes)
+            left = groups[shared] - 1
             if left:
-                groups[request.group_id] = left
+                groups[shared] = left
             else:
-                del groups[request.group_id]
+                del groups[shared]
                 self.kv -= request.prompt
 
     def _forget_gone(self) -> None:
@@ -348,6 +357,7 @@ class Engine:
     def pause(self, *, recompute: bool) -> None:
         """Stop for a weight transfer; `recompute`: the KV of running requests is given up."""
         self.paused = True
+        self._keeps = not recompute
         if not recompute or not self.running:
             return
         tokens, pairs = 0, 0.0
@@ -366,6 +376,7 @@ class Engine:
     def load(self, version: int) -> None:
         """Other weights from now on."""
         self.version = version
+        self.prefixes += self._keeps
         self._switches.append((self.steps, version))
 
     @property

@@ -161,6 +161,24 @@ def test_a_pause_stops_time_and_recompute_costs_a_prefill() -> None:
         assert list(drive(engine)) == [0]
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_prompt_that_older_weights_computed_is_not_shared(recompute: bool) -> None:
+    engine = make()
+    engine.submit(Request(0, 7, 100, 0, 50))
+    engine.admit()
+    engine.pause(recompute=recompute)
+    engine.load(1)
+    engine.resume()
+    for trajectory_id in (1, 2):
+        engine.submit(Request(trajectory_id, 7, 100, 0, 50))
+    engine.admit()
+    assert engine.kv == (100 if recompute else 200), "members that began together share"
+    assert engine.cancel([0])
+    assert engine.kv == 100
+    engine.cancel([1, 2])
+    assert engine.kv == 0
+
+
 def test_a_cancelled_request_in_the_queue_never_runs() -> None:
     engine = make(capacity=200)
     engine.submit(Request(0, 0, 100, 0, 50))
