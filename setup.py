@@ -24,6 +24,7 @@ setup(
         "ray[default]==2.60.0",
         "aiohttp>=3.14",
         "numpy>=2.0",
+        "psutil>=7.0",
         "pydantic>=2.14",
         "pyyaml>=6.0",
         "rich>=15.0",

@@ -1,5 +1,6 @@
 # What every node of a cluster launch sets; sourced by launch/slurm/* and launch/torchrun/*.
-# The one place for modules, containers, NCCL and InfiniBand. Nothing here needs root.
+# The one place for modules, containers, NCCL and InfiniBand. Nothing here needs root. What a role
+# needs wherever it runs is in megatron_async/run/environment.py.
 #
 #   MEGATRON_ASYNC_VENV       the Python environment     (default: .venv in the repository)
 #   MEGATRON_ASYNC_SETUP      a file to source first: module load ..., proxies, paths
@@ -29,12 +30,3 @@ export TORCH_NCCL_ASYNC_ERROR_HANDLING="${TORCH_NCCL_ASYNC_ERROR_HANDLING:-1}"
 #export NCCL_IB_HCA="mlx5"
 # `INFO` says which transport every pair of ranks uses: the first thing to look at when it is slow.
 export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
-
-# Only for trainer ranks: an inference engine has other needs, and cannot share memory in expandable
-# segments with its own ranks.
-TRAINER_ENV=(
-  # Tensor parallelism overlaps communication with computation only with one hardware queue.
-  "CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
-  # Fragmentation from sequences of ever-changing length.
-  "PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"
-)

@@ -2,7 +2,7 @@
 
 from megatron_async_kernels.backend import describe_backend, resolve_backend
 from megatron_async_kernels.is_loss import is_loss
-from megatron_async_kernels.loss_torch import policy_loss
+from megatron_async_kernels.loss_torch import OwnLoss, policy_loss
 from megatron_async_kernels.loss_types import (
     Denominators,
     LossConfig,
@@ -22,6 +22,7 @@ __all__ = [
     "LossMetrics",
     "LossOutput",
     "NonFiniteError",
+    "OwnLoss",
     "RejectionRule",
     "describe_backend",
     "is_loss",

@@ -72,6 +72,8 @@ def is_loss(
     name = resolve_backend(backend, inputs.logprobs_T.device, inputs.logprobs_T.dtype)
     if name != "triton" or (backend == "auto" and len(config.rejection) > MAX_RULES):
         return policy_loss(inputs, config, denominators, check=check)
+    if config.surrogate == "own":
+        raise ValueError("a loss of the user's is plain torch: call policy_loss with it")
     inputs.require(config)
     stream = _contiguous(inputs)
     output, nonfinite = _launch(stream, loss_spec(stream, config), denominators)

@@ -6,6 +6,8 @@ Invariants: those of `loss_types`; nothing here needs or builds an autograd grap
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import fields
 
 import torch
 
@@ -24,18 +26,31 @@ from megatron_async_kernels.loss_types import (
 )
 from megatron_async_kernels.packed import masked, segment_max, segment_sum, spread
 
+# A loss of the user's: from the streams of whole sequences (0 at untrained tokens; `logprobs_T` and
+# `entropy_T` require gradients) to the loss of each token, [T]. It may couple the tokens of a
+# sequence, not those of two: a batch is split into microbatches of whole sequences.
+OwnLoss = Callable[[LossInputs], torch.Tensor]
+
 
 @torch.no_grad()
 def policy_loss(
-    inputs: LossInputs, config: LossConfig, denominators: Denominators, *, check: bool = True
+    inputs: LossInputs,
+    config: LossConfig,
+    denominators: Denominators,
+    *,
+    check: bool = True,
+    own: OwnLoss | None = None,
 ) -> LossOutput:
     """Loss, gradient and metric sums of one microbatch of whole sequences.
 
-    Computes in the dtype of `logprobs_T`, at least float32.
+    Computes in the dtype of `logprobs_T`, at least float32. With surrogate `own`, `own` gives the
+    loss of each token and autograd its gradient; aggregation, rejection, KL and entropy bonus are
+    those of `config` all the same.
 
     Raises
         NonFiniteError: `check` and a stream is not finite at a trained token; names the stream.
-        ValueError: a stream that `config` needs is missing, or shapes differ.
+        ValueError: a stream that `config` needs is missing, shapes differ, or `own` returns
+            anything but a tensor of shape [T].
     """
     inputs.require(config)
     if check:
@@ -44,9 +59,16 @@ def policy_loss(
     kept_T = stream.mask_T * rejection_keep(
         stream.log_ratio_T, stream.mask_T, inputs.cu_seqlens_S1, config.rejection
     )
-    terms = _surrogate(stream, kept_T, config, denominators)
     scale_T = token_scale(kept_T, inputs.cu_seqlens_S1, config, denominators)
-    policy_T, dlogp_T = terms.value_T * scale_T, terms.dlogp_T * scale_T
+    dentropy_T = None
+    if config.surrogate == "own":
+        if own is None:
+            raise ValueError("surrogate 'own' needs the function that computes it")
+        terms = surrogates.own(stream.anchor_ratio_T)
+        policy_T, dlogp_T, dentropy_T = _differentiated(own, inputs, scale_T)
+    else:
+        terms = _surrogate(stream, kept_T, config, denominators)
+        policy_T, dlogp_T = terms.value_T * scale_T, terms.dlogp_T * scale_T
     kl_T = torch.zeros_like(policy_T)
     if config.kl_estimator != "none":
         value_T, slope_T = surrogates.kl_to_reference(
@@ -55,14 +77,53 @@ def policy_loss(
         kl_T = config.kl_coef * value_T * scale_T
         dlogp_T = dlogp_T + config.kl_coef * slope_T * scale_T
     entropy_T = torch.zeros_like(policy_T)
-    dentropy_T = None
     if config.entropy_coef != 0.0:
-        dentropy_T = -config.entropy_coef * scale_T
-        entropy_T = dentropy_T * stream.entropy_T
+        bonus_T = -config.entropy_coef * scale_T
+        entropy_T = bonus_T * stream.entropy_T
+        dentropy_T = bonus_T if dentropy_T is None else dentropy_T + bonus_T
     parts_3T = torch.stack([policy_T, kl_T, entropy_T])
     parts_3 = parts_3T.double().sum(dim=1)
     metrics = _metrics(stream, kept_T, terms, parts_3, config)
     return LossOutput(parts_3.sum().to(policy_T.dtype), dlogp_T, dentropy_T, metrics)
+
+
+def _differentiated(
+    own: OwnLoss, inputs: LossInputs, scale_T: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Scaled loss of each token, d of its sum by the log-probs, and by the entropy if it counts."""
+    shown = _without_untrained(inputs, scale_T.dtype)
+    leaves = [shown.logprobs_T.requires_grad_()]
+    if shown.entropy_T is not None:
+        leaves.append(shown.entropy_T.requires_grad_())
+    with torch.enable_grad():
+        value_T = own(shown)
+        if not isinstance(value_T, torch.Tensor) or value_T.shape != scale_T.shape:
+            got = tuple(value_T.shape) if isinstance(value_T, torch.Tensor) else type(value_T)
+            raise ValueError(f"the loss returned {got}, not a tensor [{len(scale_T)}]")
+        check_finite({"own loss": value_T}, scale_T)
+        policy_T = masked(value_T, scale_T) * scale_T
+        slopes: list[torch.Tensor | None] = [None] * len(leaves)
+        if policy_T.requires_grad:
+            slopes = list(torch.autograd.grad(policy_T.sum(), leaves, allow_unused=True))
+    # A function that couples tokens may reach untrained ones too; those are not the policy's.
+    slopes = [None if slope is None else masked(slope, shown.mask_T) for slope in slopes]
+    dlogp_T = torch.zeros_like(scale_T) if slopes[0] is None else slopes[0]
+    return policy_T.detach(), dlogp_T, slopes[1] if len(slopes) > 1 else None
+
+
+def _without_untrained(inputs: LossInputs, dtype: torch.dtype) -> LossInputs:
+    """Copies of the streams, 0 at untrained tokens."""
+
+    def copy(stream_T: torch.Tensor) -> torch.Tensor:
+        kept_T = masked(stream_T, inputs.mask_T)
+        return kept_T.to(dtype) if kept_T.is_floating_point() else kept_T
+
+    streams = {
+        field.name: copy(stream_T)
+        for field in fields(LossInputs)
+        if field.name != "cu_seqlens_S1" and (stream_T := getattr(inputs, field.name)) is not None
+    }
+    return LossInputs(**streams, cu_seqlens_S1=inputs.cu_seqlens_S1)
 
 
 class _Stream:

@@ -37,7 +37,7 @@ class NonFiniteError(ArithmeticError):
     """A tensor that must be finite is not; names the tensor. A trainer skips the step."""
 
 
-Surrogate = Literal["reinforce", "aipo", "ppo_clip", "gspo", "cispo", "sft"]
+Surrogate = Literal["reinforce", "aipo", "ppo_clip", "gspo", "cispo", "sft", "own"]
 Aggregation = Literal[
     "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"
 ]
@@ -77,6 +77,7 @@ class LossConfig:
                <= GSPO_LOG_BOUND, else 0 (the token form: each token owns 1/n_i of the sequence)
     cispo      -v u A p            d = -v u A      u = clip(r, 1 - clip_low, 1 + clip_high) detached
     sft        -p                  d = -1          (neither advantage nor weights)
+    own        what a function of the user returns, d by autograd (`loss_torch.policy_loss`)
 
     a_t: token_mean 1/N_tokens; seq_mean_token_mean 1/(N_sequences n_i); seq_mean_token_sum
     1/N_sequences; seq_mean_token_sum_norm 1/(N_sequences `fixed_normalizer`); 0 where mask or
@@ -201,7 +202,7 @@ SUM_NAMES: tuple[str, ...] = (
     "ratio",  # sum k r (gspo: s), the ratio to `ratio_to`; sft: 0
     "ratio_log",  # sum k c(l); sft: 0
     "coefficient",  # sum k x, x the weight in use: reinforce v w / weight_mean, cispo v u,
-    # aipo v min(r, delta), ppo_clip and gspo v, sft 1
+    # aipo v min(r, delta), ppo_clip and gspo v, sft and own 1
     "coefficient_sq",  # sum k x^2
     "clip_high",  # ppo_clip, gspo: clipped term taken (strictly larger), r > 1 + clip_high;
     # cispo: r > 1 + clip_high; aipo: r > delta; reinforce: raw weight > weight_upper

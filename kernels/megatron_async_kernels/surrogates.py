@@ -196,6 +196,14 @@ def sft(logprobs_T: torch.Tensor) -> Terms:
     return Terms(-logprobs_T, -one_T, one_T, zero_T, zero_T, never_T, never_T, never_T)
 
 
+def own(log_ratio_T: torch.Tensor) -> Terms:
+    """What is reported of a loss of the user's; its value and derivative are not known here."""
+    never_T = torch.zeros_like(log_ratio_T, dtype=torch.bool)
+    zero_T, one_T = torch.zeros_like(log_ratio_T), torch.ones_like(log_ratio_T)
+    ratio_T, clamped_T, _ = bounded_exp(log_ratio_T)
+    return Terms(zero_T, zero_T, one_T, ratio_T, clamped_T, never_T, never_T, never_T)
+
+
 def kl_to_reference(
     logprobs_T: torch.Tensor,
     ref_logprobs_T: torch.Tensor,

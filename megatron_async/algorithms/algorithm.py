@@ -29,7 +29,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
-from megatron_async_kernels import is_loss
+from megatron_async_kernels import is_loss, policy_loss
 from megatron_async_kernels.backend import Backend
 from megatron_async_kernels.loss_torch import generation_log_weight
 from megatron_async_kernels.loss_types import (
@@ -50,6 +50,7 @@ from megatron_async.algorithms.correction import (
 )
 from megatron_async.algorithms.loss_settings import loss_config
 from megatron_async.algorithms.metrics import batch_staleness
+from megatron_async.algorithms.own_loss import own_loss
 from megatron_async.algorithms.reduce import Reducer
 from megatron_async.config import RunConfig
 from megatron_async.config.algorithm import AlgorithmConfig
@@ -126,6 +127,7 @@ class Algorithm:
     ) -> None:
         self.config = config
         self.loss_config = loss_config(config)
+        self._own_loss = own_loss(config)
         self.device = torch.device(device)
         self._max_response_length = max_response_length
 
@@ -256,6 +258,8 @@ class Algorithm:
         self, inputs: LossInputs, denominators: Denominators, *, backend: Backend = "auto"
     ) -> LossOutput:
         """The loss of one microbatch; `backend` as in `is_loss`."""
+        if self._own_loss is not None:
+            return policy_loss(inputs, self.loss_config, denominators, own=self._own_loss)
         return is_loss(inputs, self.loss_config, denominators, backend=backend)
 
     def correction_metrics(

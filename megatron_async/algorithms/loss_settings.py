@@ -11,6 +11,7 @@ from megatron_async_kernels.loss_types import LossConfig
 from megatron_async.algorithms.correction import rejection_rules
 from megatron_async.config.algorithm import AlgorithmConfig
 from megatron_async.config.thresholds import parse_weight_threshold
+from megatron_async.import_path import is_import_path
 
 
 def loss_config(config: AlgorithmConfig) -> LossConfig:
@@ -21,7 +22,7 @@ def loss_config(config: AlgorithmConfig) -> LossConfig:
     `correction.rollout_is` is the weight of `reinforce`, and rejection happens in the loss.
     """
     loss, correction = config.loss, config.correction
-    surrogate, level = str(loss.name), "none"
+    surrogate, level = "own" if is_import_path(loss.name) else str(loss.name), "none"
     threshold: float | str | None = None
     if loss.name == "reinforce":
         level, threshold = loss.weight, loss.weight_threshold

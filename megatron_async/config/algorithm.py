@@ -16,9 +16,10 @@ from pydantic import Field, field_validator, model_validator
 
 from megatron_async.config.base import Settings
 from megatron_async.config.thresholds import parse_rejection, parse_weight_threshold
+from megatron_async.import_path import is_import_path
 
 RecipeName = Literal["copris", "pipeline_rl", "prime_rl", "rapid", "grpo", "dapo", "pg", "sft"]
-LossName = Literal["ppo_clip", "reinforce", "aipo", "rapid", "gspo", "cispo", "sft"]
+LOSSES: Final = ("ppo_clip", "reinforce", "aipo", "rapid", "gspo", "cispo", "sft")
 EstimatorName = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "pg", "rapid", "none"]
 AggregationName = Literal[
     "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"
@@ -151,7 +152,14 @@ class AdvantageConfig(Settings):
 class LossSettings(Settings):
     """The surrogate loss and its thresholds (docs/algorithms.md has every formula)."""
 
-    name: LossName = Field("ppo_clip", description="Surrogate.")
+    name: str = Field(
+        "ppo_clip",
+        description=f"One of {', '.join(LOSSES)}, or a function of your own: package.module:name, "
+        "or file.py:name beside the YAML file (`loss: NAME` stands for `loss: {name: NAME}`).",
+    )
+    arguments: dict[str, Any] = Field(
+        default_factory=dict, description="Keyword arguments of a function of your own."
+    )
     aggregation: AggregationName = Field("token_mean", description="How tokens are averaged.")
     fixed_normalizer: float = Field(
         1.0, gt=0, description="Divisor of seq_mean_token_sum_norm, e.g. the longest response."
@@ -174,10 +182,25 @@ class LossSettings(Settings):
         "ratio is a detached weight.",
     )
 
+    @field_validator("name")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        if value not in LOSSES and not is_import_path(value):
+            raise ValueError(
+                f"is {value!r}; it must be one of {', '.join(LOSSES)}, or the import path of a "
+                "function of your own (package.module:name or file.py:name)"
+            )
+        return value
+
     @model_validator(mode="after")
     def _threshold(self) -> Self:
         if self.weight_threshold is not None:
             parse_weight_threshold(self.weight_threshold, "weight_threshold")
+        if self.arguments and not is_import_path(self.name):
+            raise ValueError(
+                "loss.arguments are those of a function of your own, but loss.name is "
+                f"{self.name!r}"
+            )
         return self
 
 

@@ -6,6 +6,11 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Settings(BaseModel):
-    """A frozen group of settings; a misspelt key is an error, not a silent default."""
+    """A frozen group of settings; a misspelt key is an error, not a silent default.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    No number is infinite or NaN: comparisons with it would hold, or fail, without a word.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
+    )

@@ -20,6 +20,7 @@ from megatron_async.config.presets import SCHEDULE_PRESETS, schedule_defaults
 from megatron_async.config.recipes import RECIPES, recipe_defaults
 from megatron_async.config.run import RunConfig
 from megatron_async.errors import UserError
+from megatron_async.import_path import anchored
 
 _MAX_BASE_DEPTH = 8
 
@@ -49,6 +50,7 @@ def read_yaml(path: Path, depth: int = 0) -> dict[str, Any]:
         content = {}
     if not isinstance(content, dict):
         raise UserError(f"config file {path} must hold a mapping, got {type(content).__name__}")
+    content = anchored(content, path.parent)
     base = content.pop("base", None)
     if base is None:
         return content
@@ -66,6 +68,7 @@ def parse_override(text: str) -> dict[str, Any]:
         raise UserError(f"override {text!r}: the value is not valid YAML") from error
     if isinstance(parsed, str):
         parsed = _number(parsed)
+    parsed = anchored(parsed, Path.cwd())
     for key in reversed(dotted.split(".")):
         parsed = {key: parsed}
     return parsed  # type: ignore[no-any-return]
@@ -83,6 +86,7 @@ def _number(text: str) -> str | float:
 
 def build_config(settings: Mapping[str, Any]) -> RunConfig:
     """Recipe and preset defaults below `settings`, checked. Raises UserError."""
+    settings = _expanded(settings)
     recipe = _named(settings, "algorithm", "recipe", "copris", RECIPES)
     below = recipe_defaults(recipe)
     preset = _named(merge(below, settings), "schedule", "preset", "copris", SCHEDULE_PRESETS)
@@ -91,6 +95,14 @@ def build_config(settings: Mapping[str, Any]) -> RunConfig:
         return RunConfig.model_validate(merge(below, settings))
     except ValidationError as error:
         raise UserError(describe(error)) from error
+
+
+def _expanded(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`algorithm.loss: NAME` as `algorithm.loss.name: NAME`, so that defaults merge below it."""
+    algorithm = settings.get("algorithm")
+    if isinstance(algorithm, Mapping) and isinstance(algorithm.get("loss"), str):
+        return merge(settings, {"algorithm": {"loss": {"name": algorithm["loss"]}}})
+    return settings
 
 
 def _named(

@@ -1,7 +1,8 @@
 """Named recipes: which schedule, advantage, loss, correction and hyper-parameters a source uses.
 
 Precedence (SEMANTICS.md section 3): recipe < schedule preset < YAML file < command line.
-Sources: copris CoPRIS, arXiv 2511.05589 (its surrogate is assumed to be GRPO's, clip 0.2 assumed);
+Sources: copris CoPRIS, arXiv 2511.05589, with the values of its authors' script
+(777pomingzi/CoPRIS, CoPRIS_scripts/run_CoPRIS.sh);
 pipeline_rl PipelineRL, arXiv 2509.19128; prime_rl PRIME-RL (delta and form assumed); rapid RAPID;
 grpo DeepSeekMath, arXiv 2402.03300, with the KL of RAPID's baseline; dapo DAPO, arXiv 2503.14476;
 pg and sft as in RAPID's comparison. RAPID's N_step of 32 is read as generations, so 8 groups of 4
@@ -19,10 +20,10 @@ from typing import Any, Final
 RECIPES: Final[MappingProxyType[str, dict[str, dict[str, Any]]]] = MappingProxyType(
     {
         "copris": {
-            "schedule": {"preset": "copris", "concurrency": 1024},
+            "schedule": {"preset": "copris", "concurrency": 1024, "groups_per_batch": 64},
             "algorithm": {
                 "advantage": {"estimator": "grpo"},
-                "loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
+                "loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.28, "dual_clip": 10.0},
                 "correction": {"preset": "bypass"},
             },
         },

@@ -7,10 +7,16 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from megatron_async.config.base import Settings
+from megatron_async.config.sampling_contract import (
+    LARGEST_TEMPERATURE,
+    LEAST_TEMPERATURE,
+    check_extra_args,
+    temperature_fits,
+)
 
 
 class TaskConfig(Settings):
-    """Where prompts come from and who judges the answers."""
+    """Where prompts come from and how responses are scored."""
 
     kind: Literal["reasoning_gym", "jsonl"] = Field(
         "reasoning_gym", description="Procedural tasks, or prompts and answers from a JSONL file."
@@ -39,7 +45,7 @@ class TaskConfig(Settings):
         "<answer>...</answer>, else the last \\boxed{...}, else the whole text.",
     )
     full_score_only: bool = Field(
-        True, description="Reward 1 for the verifier's full score, else 0; false: its own score."
+        True, description="Reward 1 for the scorer's full score, else 0; false: its own score."
     )
     heldout_share: float = Field(
         0.1, gt=0, lt=1, description="Share of problems (by hash of their text) kept for eval."
@@ -52,11 +58,11 @@ class TaskConfig(Settings):
     )
     train_seed: int = Field(1, description="Seed of the training problems.")
     eval_seed: int = Field(1_000_003, description="Seed of the held-out problems.")
-    verifier_timeout_seconds: float = Field(10.0, gt=0, description="Limit of one judgement.")
+    verifier_timeout_seconds: float = Field(10.0, gt=0, description="Limit of one score.")
     on_verifier_timeout: Literal["zero", "drop"] = Field(
-        "zero", description="A judgement past its limit: reward 0, or the trajectory is dropped."
+        "zero", description="A score past its limit: reward 0, or the trajectory is dropped."
     )
-    verifier_workers: int = Field(1, ge=1, description="Verifier processes.")
+    verifier_workers: int = Field(1, ge=1, description="Scorer processes.")
 
     @model_validator(mode="after")
     def _shares(self) -> Self:
@@ -71,7 +77,9 @@ class TaskConfig(Settings):
 class SamplingConfig(Settings):
     """How training rollouts are sampled."""
 
-    temperature: float = Field(1.0, gt=0, description="Sampling temperature.")
+    temperature: float = Field(
+        1.0, description="Sampling temperature, 0.01 to 100: log-probs are at this temperature."
+    )
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus; < 1 biases the behaviour policy.")
     top_k: int = Field(-1, description="Top-k; -1 = off; else biases the behaviour policy.")
     max_new_tokens: int = Field(1024, ge=1, description="Longest response.")
@@ -80,12 +88,26 @@ class SamplingConfig(Settings):
     )
 
     @model_validator(mode="after")
-    def _unbiased(self) -> Self:
+    def _ratios(self) -> Self:
+        """What engines sample from is what their log-probs describe."""
+        if not temperature_fits(self.temperature):
+            raise ValueError(
+                f"sampling.temperature must lie between {LEAST_TEMPERATURE:g} and "
+                f"{LARGEST_TEMPERATURE:g}, got {self.temperature:g}: beyond, log-probs are not "
+                "those that tokens are drawn with"
+            )
+        if self.top_k != -1 and self.top_k < 1:
+            raise ValueError(f"sampling.top_k must be -1 (off) or at least 1, got {self.top_k}")
         if (self.top_p < 1 or self.top_k != -1) and not self.allow_biased_behaviour:
             raise ValueError(
                 f"sampling.top_p {self.top_p} / top_k {self.top_k} make the behaviour policy "
                 "differ from its log-probs; set sampling.allow_biased_behaviour: true to accept "
                 "that"
+            )
+        if self.top_k == 1 and self.temperature != 1:
+            raise ValueError(
+                "sampling.top_k 1 decodes greedily, with log-probs of temperature 1: set "
+                f"sampling.temperature 1, got {self.temperature:g}, or a larger top_k"
             )
         return self
 
@@ -132,7 +154,11 @@ class EngineConfig(Settings):
     max_running_requests: int | None = Field(None, description="Requests in one decode batch.")
     context_length: int | None = Field(None, description="Longest prompt + response.")
     stream_interval: int = Field(16, ge=1, description="Tokens between two stream events.")
-    extra_args: list[str] = Field(default_factory=list, description="More SGLang arguments.")
+    extra_args: list[str] = Field(
+        default_factory=list,
+        description="More SGLang arguments; those that have a setting here, or that would make "
+        "log-probs differ from what is sampled, are refused.",
+    )
     host: str = Field(
         "127.0.0.1",
         description="Address that servers bind to; `node`: that of the node each of them is on.",
@@ -148,6 +174,11 @@ class EngineConfig(Settings):
     max_manager_restarts: int = Field(
         3, ge=0, description="Restarts of the rollout manager (by Ray) before the run stops."
     )
+
+    @model_validator(mode="after")
+    def _arguments(self) -> Self:
+        check_extra_args(self.extra_args)
+        return self
 
 
 class WeightsConfig(Settings):

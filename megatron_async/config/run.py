@@ -21,6 +21,11 @@ from megatron_async.config.rollout import (
     TaskConfig,
     WeightsConfig,
 )
+from megatron_async.config.sampling_contract import (
+    LARGEST_TEMPERATURE,
+    LEAST_TEMPERATURE,
+    temperature_fits,
+)
 from megatron_async.config.schedule import ScheduleConfig
 from megatron_async.config.simulate import SimulateConfig
 
@@ -50,12 +55,21 @@ class EvalConfig(Settings):
     """Evaluation on problems that training never sees."""
 
     prompts: int = Field(256, ge=1, description="Held-out problems.")
-    temperature: float = Field(0.0, ge=0, description="0 = greedy.")
+    temperature: float = Field(0.0, description="0 = greedy; else 0.01 to 100.")
     samples: int = Field(1, ge=1, description="Answers per problem; accuracy is their mean.")
     every_steps: int = Field(0, ge=0, description="Also during training; 0 = only at its ends.")
     timeout_seconds: float = Field(
         3600.0, gt=0, description="Limit of one evaluation; the trainer waits for it."
     )
+
+    @model_validator(mode="after")
+    def _temperature(self) -> Self:
+        if self.temperature != 0 and not temperature_fits(self.temperature):
+            raise ValueError(
+                f"eval.temperature must be 0 (greedy) or lie between {LEAST_TEMPERATURE:g} and "
+                f"{LARGEST_TEMPERATURE:g}, got {self.temperature:g}"
+            )
+        return self
 
 
 class TelemetryConfig(Settings):

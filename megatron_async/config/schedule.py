@@ -66,10 +66,16 @@ class ScheduleConfig(Settings):
         "oldest_first", description="Order in which buffered partial trajectories are resumed."
     )
     ring_batches: int = Field(
-        2, ge=1, description="Complete batches that may wait between generation and training."
+        2,
+        ge=1,
+        description="Batches' worth of finished groups that may wait for their scores, for a batch "
+        "or for the trainer; no new group starts while there are as many.",
     )
     overflow: Literal["block", "drop_oldest"] = Field(
-        "block", description="When the ring is full: stop starting requests, or drop the oldest."
+        "block",
+        description="When `ring_batches` are full, also after a stall: `block` trains all of it, "
+        "oldest first, before new groups start; `drop_oldest` drops complete groups beyond it, "
+        "oldest first, so that what is trained stays fresh.",
     )
     oversample: float = Field(
         1.0, ge=1.0, le=8.0, description="Groups started per batch, as a multiple of B."

@@ -95,7 +95,9 @@ class RewardConfig(Settings):
         0.5, gt=0, description="A prompt's rate of success is Beta(alpha, beta) distributed."
     )
     success_beta: float = Field(0.5, gt=0, description="See success_alpha.")
-    verifier_seconds: float = Field(0.05, ge=0, description="One judgement, no queue.")
+    verifier_seconds: float = Field(
+        0.05, ge=0, description="One score, by one of at most task.verifier_workers scorers."
+    )
 
 
 class SimulateConfig(Settings):

@@ -367,7 +367,10 @@ class RolloutDriver:
         response = np.concatenate(
             [s.token_ids for s in trajectory.segments] or [np.zeros(0, np.int32)]
         )
+        self.statistics.score_wanted()
+        asked = time.monotonic()
         reward, detail = await self._verifier.score(trajectory.prompt, response.tolist())
+        self.statistics.scored(detail, time.monotonic() - asked)
         if reward is not None:
             await self._store.set_reward(trajectory_id, reward, detail)
         self._feed(ev.RewardReady(trajectory_id, reward))

@@ -31,6 +31,7 @@ from pathlib import Path
 import psutil
 
 from megatron_async.config.rollout import EngineConfig
+from megatron_async.config.sampling_contract import without_breaking_variables
 from megatron_async.errors import ComponentFailure, ProcessKilled
 from megatron_async.rollout.nodes import free_port
 from megatron_async.rollout.sglang_server import (
@@ -128,9 +129,11 @@ def server_environment(
 ) -> dict[str, str]:
     """The environment of one server: offline, a cheap health check, one thread per CPU rank.
 
+    Nothing in it changes what is sampled or the log-probs of it.
+
     The key is here because every user of the machine can read command lines.
     """
-    environment = dict(base)
+    environment = without_breaking_variables(base)
     environment[KEY_VARIABLE] = settings.api_key
     environment["HF_HUB_OFFLINE"] = "1"
     environment["PYTHONUNBUFFERED"] = "1"

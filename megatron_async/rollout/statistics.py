@@ -4,7 +4,7 @@ Invariants
 - Counters only grow; a batch's metrics are differences since the batch before it (the first batch:
   since this process began), so that along the batches of one process they add up.
 - What was not measured is left out: KV usage before an engine's first report, and what the engine
-  had preempted by then.
+  had preempted by then; the time of a score where there was none.
 - Times are wall-clock seconds of the driver's process.
 - Generation time is the time in which requests may run: it stands still from the emission of a
   batch (without `overlap`) or from the beginning of a weight update until that update has ended.
@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from megatron_async.scheduler.view import SchedulerView
+from megatron_async.tasks.base import SCORER_FAULTS
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.sample_lag import SamplesTrained
 from megatron_async.trajectory.types import DropReason
@@ -38,7 +39,10 @@ class _Marks:
     wasted_tokens: int = 0
     filtered_tokens: int = 0
     restarted: int = 0
+    scores: int = 0
+    score_seconds: float = 0.0
     dropped: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
 
 
 class RolloutStatistics:
@@ -60,6 +64,7 @@ class RolloutStatistics:
         self._clock = clock
         self.tokens = 0
         self.dropped_by_reason: Counter[str] = Counter()
+        self.scorer_faults: Counter[str] = Counter()
         self.warnings: dict[str, str] = {}
         self._new_warnings: list[tuple[str, str]] = []
         self._marks = _Marks(at=clock())
@@ -76,6 +81,10 @@ class RolloutStatistics:
         self._preemptions = 0
         self._kv_usage: dict[str, float] = {}
         self._kv_reports: list[float] = []
+        self._unscored = 0
+        self._longest_queue = 0
+        self._scores = 0
+        self._score_seconds = 0.0
 
     def running_changed(self, running: int) -> None:
         """`running` requests are in flight from now on."""
@@ -100,9 +109,22 @@ class RolloutStatistics:
         self._kv_usage[engine_id] = kv_usage
         self._kv_reports.append(kv_usage)
 
+    def score_wanted(self) -> None:
+        """One more response waits for its score."""
+        self._unscored += 1
+        self._longest_queue = max(self._longest_queue, self._unscored)
+
     def engine_lost(self, engine_id: str) -> None:
         """Its last report says nothing any more."""
         self._kv_usage.pop(engine_id, None)
+
+    def scored(self, detail: Mapping[str, float], seconds: float) -> None:
+        """A score has come, with these parts, so long after the response's end; or none came."""
+        self._unscored -= 1
+        self._scores += 1
+        self._score_seconds += seconds
+        for part, metric in SCORER_FAULTS.items():
+            self.scorer_faults[metric] += int(detail.get(part, 0))
 
     def dropped(self, reason: str) -> None:
         """A trajectory left the run."""
@@ -183,10 +205,20 @@ class RolloutStatistics:
             "rollout/wasted_tokens": float(view.wasted_tokens - self._marks.wasted_tokens),
             "rollout/filtered_tokens": float(view.filtered_tokens - self._marks.filtered_tokens),
             "rollout/restarted": float(view.restarted - self._marks.restarted),
+            "rollout/score_queue": float(self._unscored),
+            "rollout/score_queue_max": float(self._longest_queue),
         }
+        scores = self._scores - self._marks.scores
+        if scores:
+            waited = self._score_seconds - self._marks.score_seconds
+            metrics["rollout/score_seconds"] = waited / scores
+        self._longest_queue = self._unscored
         for reason in DropReason:
             news = self.dropped_by_reason[reason] - self._marks.dropped[reason]
             metrics[f"rollout/dropped_{reason}"] = float(news)
+        for name in SCORER_FAULTS.values():
+            news = self.scorer_faults[name] - self._marks.faults[name]
+            metrics[f"rollout/{name}"] = float(news)
         reports = self._kv_reports or list(self._kv_usage.values())
         if reports:
             metrics["rollout/kv_usage"] = float(np.mean(reports))
@@ -204,6 +236,9 @@ class RolloutStatistics:
             wasted_tokens=view.wasted_tokens,
             filtered_tokens=view.filtered_tokens,
             restarted=view.restarted,
+            scores=self._scores,
+            score_seconds=self._score_seconds,
             dropped=Counter(self.dropped_by_reason),
+            faults=Counter(self.scorer_faults),
         )
         return metrics

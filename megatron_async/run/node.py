@@ -36,12 +36,11 @@ from megatron_async.rollout.nodes import (
     ray_directory,
 )
 from megatron_async.run.directory import Outcome, RunDirectory
+from megatron_async.run.environment import RAY_NODE_ENVIRONMENT, trainer_environment
 from megatron_async.run.meeting import MEET_SECONDS, TrainerNode
 from megatron_async.run.preflight import check_probe_tolerance
-from megatron_async.run.processes import Child, torchrun_command
+from megatron_async.run.processes import Child, start_torchrun
 from megatron_async.run.session import Session
-from megatron_async.run.stop import STOP_FILE_VARIABLE
-from megatron_async.run.train_rank import RAY_ADDRESS_VARIABLE
 
 REQUEUE_CODE = os.EX_TEMPFAIL
 _POLL_SECONDS = 0.5
@@ -49,15 +48,6 @@ _RAY_STOP_SECONDS = 15.0
 # A raylet whose head has gone before it waits long for it, and has nothing else to do by then.
 _RAY_JOINED_STOP_SECONDS = 3.0
 _RAY_KILL_SECONDS = 1.0
-_RAY_ENVIRONMENT = {
-    # What ran on the node has been ended already: nothing is left to drain for 30 seconds.
-    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
-    # By default Ray's workers, and so the engines, give way to every other process.
-    "RAY_worker_niceness": "0",
-    # Ray's own metrics: any free port instead of two fixed ones.
-    "AUTOSCALER_METRIC_PORT": "0",
-    "DASHBOARD_METRIC_PORT": "0",
-}
 
 
 class Node:
@@ -95,7 +85,7 @@ class Node:
                 *arguments,
             ],
             self.directory.logs / f"ray-{self.session.path.name}-{self.name}-{os.getpid()}.log",
-            _RAY_ENVIRONMENT,
+            RAY_NODE_ENVIRONMENT,
         )
         try:
             yield child
@@ -215,15 +205,7 @@ def _run_trainer(node: Node) -> int:
         "--num-gpus=0",
         f"--labels={ROLE_LABEL}={TRAINER_ROLE}",
     ):
-        environment = {
-            RAY_ADDRESS_VARIABLE: address,
-            STOP_FILE_VARIABLE: str(node.session.stop_file),
-        }
-        if "OMP_NUM_THREADS" not in os.environ:
-            environment["OMP_NUM_THREADS"] = "1"
-        command = _torchrun(node)
-        log = node.directory.logs / f"trainer-{node.index}.log"
-        torchrun = Child(command, log, environment)
+        torchrun = _start_ranks(node, address)
         try:
             while (code := torchrun.exit_code()) is None:
                 # The session may end before torchrun does, but only after the outcome of this one.
@@ -235,8 +217,8 @@ def _run_trainer(node: Node) -> int:
     return _trainer_code(node, code, torchrun)
 
 
-def _torchrun(node: Node) -> list[str]:
-    """`torchrun` for this node's ranks."""
+def _start_ranks(node: Node, ray_address: str) -> Child:
+    """`torchrun` with this node's ranks."""
     config = node.config
     if config.parallel.ranks % node.count:
         raise UserError(
@@ -244,10 +226,17 @@ def _torchrun(node: Node) -> list[str]:
             "divide"
         )
     place = TrainerNode(node.session, node.index, node.count, node.address)
-    return torchrun_command(
+    return start_torchrun(
         config.parallel.ranks // node.count,
         "megatron_async.run.train_rank",
         str(node.directory.path),
+        log_file=node.directory.logs / f"trainer-{node.index}.log",
+        environment=trainer_environment(
+            os.environ,
+            ray_address=ray_address,
+            stop_file=node.session.stop_file,
+            hands_memory_to_engines=config.weights.transport == "tensor",
+        ),
         max_restarts=config.trainer.max_restarts,
         meeting=place.meeting(),
     )

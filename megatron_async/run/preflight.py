@@ -74,7 +74,10 @@ def check_probe_tolerance(config: RunConfig) -> None:
 
 def check_run(config: RunConfig) -> None:
     """The model, the parallel layout on it, engines and task, without starting anything."""
+    from megatron_async.algorithms.own_loss import check_own_loss
+
     check_engines(config.engines)
+    check_own_loss(config.algorithm)
     check_model(config.model.path)
     if config.model.checkpoint and not (Path(config.model.checkpoint) / MANIFEST_NAME).is_file():
         raise UserError(

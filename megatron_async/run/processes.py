@@ -100,20 +100,24 @@ class Child:
         )
 
 
-def torchrun_command(
+def start_torchrun(
     ranks: int,
     module: str,
     *arguments: str,
+    log_file: Path,
+    environment: Mapping[str, str],
     max_restarts: int = 0,
     meeting: Sequence[str] = ("--standalone",),
-) -> list[str]:
+) -> Child:
     """`torchrun` of this interpreter for this machine's ranks.
 
-    `meeting`: how it finds those of other machines (`run/meeting.py`).
+    `environment`: from `run.environment.trainer_environment`. `meeting`: how it finds the agents of
+    other machines (`run/meeting.py`).
     """
-    return [
+    command = [
         *(sys.executable, "-m", "torch.distributed.run", *meeting),
         f"--nproc-per-node={ranks}",
         f"--max-restarts={max_restarts}",
         *("-m", module, *arguments),
     ]
+    return Child(command, log_file, environment)

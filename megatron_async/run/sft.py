@@ -20,8 +20,9 @@ from megatron_async.config import RunConfig
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.rollout.nodes import node_address
 from megatron_async.run.directory import RunDirectory
+from megatron_async.run.environment import trainer_environment
 from megatron_async.run.meeting import MEET_SECONDS, TrainerNode
-from megatron_async.run.processes import Child, torchrun_command
+from megatron_async.run.processes import start_torchrun
 from megatron_async.run.session import Session, check_name
 from megatron_async.tasks.base import WorkedExample
 from megatron_async.telemetry.progress import Progress
@@ -42,15 +43,14 @@ def run_sft(
     first = node is None or node.index == 0
     if first:
         directory.take_failure()
-    command = torchrun_command(
+    child = start_torchrun(
         config.parallel.ranks // (1 if node is None else node.count),
         "megatron_async.run.sft",
         *(str(directory.path), str(destination)),
+        log_file=directory.logs / ("sft.log" if node is None else f"sft-{node.index}.log"),
+        environment=trainer_environment(os.environ),
         meeting=("--standalone",) if node is None else node.meeting(),
     )
-    environment = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": "1"}
-    log = directory.logs / ("sft.log" if node is None else f"sft-{node.index}.log")
-    child = Child(command, log, environment)
     try:
         with Progress(
             directory.metrics_file,

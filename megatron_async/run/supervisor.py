@@ -15,10 +15,10 @@ import time
 from typing import TYPE_CHECKING
 
 from megatron_async.config import RunConfig
-from megatron_async.run.devices import RUNNING_RAY_VARIABLE, VISIBLE_VARIABLE, DeviceSplit
+from megatron_async.run.devices import RUNNING_RAY_VARIABLE, DeviceSplit
 from megatron_async.run.directory import RunDirectory
-from megatron_async.run.processes import Child, torchrun_command
-from megatron_async.run.train_rank import RAY_ADDRESS_VARIABLE
+from megatron_async.run.environment import trainer_environment
+from megatron_async.run.processes import Child, start_torchrun
 from megatron_async.telemetry.progress import Progress
 
 if TYPE_CHECKING:  # It imports Ray, which `--help` and a refused config must not wait for.
@@ -56,18 +56,19 @@ class Supervisor:
             ray.shutdown()
 
     def _start_trainers(self, ray_address: str, gpus: str | None) -> Child:
-        command = torchrun_command(
+        return start_torchrun(
             self._config.parallel.ranks,
             "megatron_async.run.train_rank",
             str(self._directory.path),
+            log_file=self._directory.logs / "trainer.log",
+            environment=trainer_environment(
+                os.environ,
+                ray_address=ray_address,
+                gpus=gpus,
+                hands_memory_to_engines=self._config.weights.transport == "tensor",
+            ),
             max_restarts=self._config.trainer.max_restarts,
         )
-        environment = {RAY_ADDRESS_VARIABLE: ray_address}
-        if gpus is not None:
-            environment[VISIBLE_VARIABLE] = gpus
-        if "OMP_NUM_THREADS" not in os.environ:
-            environment["OMP_NUM_THREADS"] = "1"
-        return Child(command, self._directory.logs / "trainer.log", environment)
 
     def _watch(self, rollout: RolloutSide) -> None:
         assert self._trainers is not None

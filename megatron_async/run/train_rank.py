@@ -15,9 +15,8 @@ from contextlib import ExitStack
 from megatron_async.config import RunConfig
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.run.directory import Outcome, RunDirectory
+from megatron_async.run.environment import RAY_ADDRESS_VARIABLE
 from megatron_async.run.stop import StopRequest
-
-RAY_ADDRESS_VARIABLE = "MEGATRON_ASYNC_RAY_ADDRESS"
 
 
 def train(directory: RunDirectory, config: RunConfig, ray_address: str, stop: StopRequest) -> None:

@@ -3,10 +3,15 @@
 Only the start of *groups* is limited here. Members of started groups and partial trajectories are
 always let in (as far as slots go): a batch may be waiting for them, so holding them back could
 hold everything.
+
+Invariants
+- Back-pressure never stops a run: what holds new groups back is finished, at least one batch of it
+  (`ring_batches` >= 1), and goes on without them, to a score, a batch, the trainer or a drop.
 """
 
 from __future__ import annotations
 
+import enum
 import math
 from typing import NamedTuple
 
@@ -16,11 +21,13 @@ from megatron_async.config.schedule import ScheduleConfig
 class Occupancy(NamedTuple):
     """Where the started groups are. `open_groups`: neither in a batch nor dropped.
 
-    `ready_groups` are the complete ones among them, `untaken_batches` were emitted and are not
-    taken by the trainer, `version` is served by the engines, `next_step` is the next batch.
+    `finished_groups` are those among them that wait for scores or for a batch, `ready_groups` the
+    complete ones of these, `untaken_batches` were emitted and are not taken by the trainer,
+    `version` is served by the engines, `next_step` is the next batch.
     """
 
     open_groups: int
+    finished_groups: int
     ready_groups: int
     untaken_batches: int
     version: int
@@ -32,10 +39,26 @@ def groups_started_per_batch(config: ScheduleConfig) -> int:
     return math.ceil(config.groups_per_batch * config.oversample)
 
 
-def ring_full(config: ScheduleConfig, now: Occupancy) -> bool:
-    """Whether the ring between generation and training (`overlap` only) holds all it may."""
-    filled = now.untaken_batches * config.groups_per_batch + now.ready_groups
-    return config.overlap and filled >= config.ring_batches * config.groups_per_batch
+class Cause(enum.Enum):
+    """What new groups wait for when `ring_batches` are full."""
+
+    SCORES = "scores"
+    TRAINER = "trainer"
+
+
+def held_back_by(config: ScheduleConfig, now: Occupancy) -> Cause | None:
+    """What no new group may start for, if so much waits between generation and training.
+
+    Under `overflow: drop_oldest` only what has no score yet counts: the rest makes room by leaving.
+    """
+    limit = config.ring_batches * config.groups_per_batch
+    unscored = now.finished_groups - now.ready_groups
+    complete = now.untaken_batches * config.groups_per_batch + now.ready_groups
+    if config.overflow == "drop_oldest":
+        complete = 0
+    if unscored + complete < limit:
+        return None
+    return Cause.TRAINER if complete >= limit else Cause.SCORES
 
 
 def new_groups_allowed(config: ScheduleConfig, now: Occupancy) -> int | None:
@@ -44,7 +67,7 @@ def new_groups_allowed(config: ScheduleConfig, now: Occupancy) -> int | None:
     - lag bound k: open groups stay within (version + k + 1 - next_step) batches, as in AReaL's
       and PRIME-RL's capacity rules, plus the surplus that `oversample` asks for;
     - `refill: batch`: no more than one (oversampled) batch is open;
-    - `overflow: block` with `overlap`: none while the ring is full.
+    - back-pressure: none while finished groups fill `ring_batches` (`held_back_by`).
     """
     batch = config.groups_per_batch
     limits = []
@@ -54,6 +77,6 @@ def new_groups_allowed(config: ScheduleConfig, now: Occupancy) -> int | None:
         limits.append((batches * batch + surplus if batches > 0 else 0) - now.open_groups)
     if config.refill == "batch":
         limits.append(groups_started_per_batch(config) - now.open_groups)
-    if config.overflow == "block" and ring_full(config, now):
+    if held_back_by(config, now) is not None:
         limits.append(0)
     return max(0, min(limits)) if limits else None

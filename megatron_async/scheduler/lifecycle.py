@@ -7,7 +7,8 @@ Invariants
 - `Drop`, `Restart` and `Score` are said only when no engine or verifier works on the trajectory;
   until then it keeps its slot and carries its fate.
 - After every change no open group is past its deadline, but under `on_stale: mask`.
-- `open_groups` counts groups that were started and neither batched nor dropped.
+- `open_groups` counts groups that were started and neither batched nor dropped;
+  `finished_groups` those of them whose members all have their whole response, scored or not.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class Lifecycle:
         self.lag = LagLedger(config.max_async_level, config.groups_per_batch, first_step)
         self.tally = Tally()
         self.open_groups = 0
+        self.finished_groups = 0
 
     @property
     def none_unfinished(self) -> bool:
@@ -106,13 +108,14 @@ class Lifecycle:
         self.resolve_stale(out)
 
     def _restore(self, entry: TrajectoryEntry, known: ev.RecoveredTrajectory, out: Actions) -> None:
+        if known.state not in (TrajectoryState.FINISHED, TrajectoryState.SCORED):
+            self._queue(entry)
+            return
+        self._finished(entry)
         if known.state is TrajectoryState.SCORED and known.reward is not None:
             self._scored(entry, known.reward, out)
-        elif known.state in (TrajectoryState.FINISHED, TrajectoryState.SCORED):
-            self.tally.move(entry, TrajectoryState.FINISHED)
-            out.append(ev.Score(entry.trajectory_id))
         else:
-            self._queue(entry)
+            out.append(ev.Score(entry.trajectory_id))
 
     # ------------------------------------------------------------ running
 
@@ -164,9 +167,22 @@ class Lifecycle:
             self._meet_fate(entry, out)
         else:
             self.work.remove(entry)
-            self.tally.move(entry, TrajectoryState.FINISHED)
+            self._finished(entry)
             out.append(ev.Score(entry.trajectory_id))
         return True
+
+    def _finished(self, entry: TrajectoryEntry) -> None:
+        """`entry` has its whole response."""
+        self.tally.move(entry, TrajectoryState.FINISHED)
+        entry.group.unfinished -= 1
+        if not entry.group.unfinished:
+            self.finished_groups += 1
+
+    def _unfinished(self, group: GroupEntry) -> None:
+        """A member of `group` that has its whole response is to start again."""
+        if not group.unfinished:
+            self.finished_groups -= 1
+        group.unfinished += 1
 
     def aborted(self, event: ev.Aborted, out: Actions) -> None:
         """A request ended early."""
@@ -282,6 +298,7 @@ class Lifecycle:
             for entry in group.members:
                 del self._trajectories[entry.trajectory_id]
         self.open_groups -= size
+        self.finished_groups -= size
         ids = tuple(group.group_id for group in groups)
         out.append(ev.EmitBatch(step, ids, floor if masked else None))
         self.lag.next_step += 1
@@ -302,6 +319,7 @@ class Lifecycle:
         self._unready(group)
         self.lag.remove(group)
         self.open_groups -= 1
+        self.finished_groups -= not group.unfinished
         for entry in group.members:
             self._doom(entry, Fate.DROP, out, judged)
 
@@ -345,5 +363,7 @@ class Lifecycle:
             for entry in group.members:
                 if entry.fate is None and entry.oldest is not None and entry.oldest < floor:
                     group.unscored += entry.state is TrajectoryState.SCORED
+                    if entry.state in (TrajectoryState.FINISHED, TrajectoryState.SCORED):
+                        self._unfinished(group)
                     self._doom(entry, Fate.RESTART, out, None)
             self.lag.place(group, group.oldest_of_members())

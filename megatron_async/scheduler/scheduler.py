@@ -4,6 +4,8 @@ Invariants, for every point of the policy space
 - At most N' requests are in flight, an aborted one counts until it has ended; slots are full
   whenever there is work that may run and an engine with room that holds the current version.
 - Partial trajectories are submitted first, then the rest of started groups, then new groups.
+- No new group starts while finished groups that wait for scores, for a batch or for the trainer
+  fill `ring_batches` (`admission.py`); what was started always goes on.
 - Nothing is submitted to an engine of another version, between a weight update's request and its
   publication, between a batch and the version made from it (`overlap: false`), or while the lag
   bound would refuse what the current version writes.
@@ -26,7 +28,7 @@ from typing import Any
 from megatron_async.config.schedule import ScheduleConfig
 from megatron_async.scheduler import auto_concurrency, signatures
 from megatron_async.scheduler import events as ev
-from megatron_async.scheduler.admission import Occupancy, new_groups_allowed, ring_full
+from megatron_async.scheduler.admission import Cause, Occupancy, held_back_by, new_groups_allowed
 from megatron_async.scheduler.balance import Fleet
 from megatron_async.scheduler.boundary import UpdateGate
 from megatron_async.scheduler.lifecycle import Actions, Lifecycle
@@ -195,7 +197,7 @@ class Scheduler:
 
     def _batch_taken(self, event: ev.BatchTaken, out: Actions) -> None:
         self._untaken = [step for step in self._untaken if step != event.step]
-        out.extend(self._watch.taken(event.step))
+        out.extend(self._watch.taken(event.step, self._life.tally.unscored))
         if self._auto is not None:
             tokens = self._life.tally.batched_tokens
             self._auto = auto_concurrency.taken(self._auto, event.at_seconds, tokens)
@@ -263,12 +265,12 @@ class Scheduler:
                 )
 
     def _shed_overflow(self, out: Actions) -> None:
-        """`overflow: drop_oldest`: the oldest group of a batch beyond the ring leaves."""
-        if not self._config.overlap or self._config.overflow != "drop_oldest":
+        """`overflow: drop_oldest`: the oldest group of a batch beyond `ring_batches` leaves."""
+        if self._config.overflow != "drop_oldest":
             return
         free = max(0, self._config.ring_batches - len(self._untaken))
         while self._life.ready.count >= (free + 1) * self._config.groups_per_batch:
-            self._watch.ring_full()
+            self._watch.new_groups(Cause.TRAINER)
             self._life.drop_oldest_ready(out)
 
     # ------------------------------------------------------------ submitting
@@ -327,11 +329,11 @@ class Scheduler:
     def _groups_allowed(self) -> int | None:
         now = Occupancy(
             self._life.open_groups,
+            self._life.finished_groups,
             self._life.ready.count,
             len(self._untaken),
             self._version.number,
             self._life.lag.next_step,
         )
-        if ring_full(self._config, now):
-            self._watch.ring_full()
+        self._watch.new_groups(held_back_by(self._config, now))
         return new_groups_allowed(self._config, now)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_async.config.schedule import ScheduleConfig
+from megatron_async.scheduler.admission import Cause
 from megatron_async.scheduler.events import EngineLoad, Warn
 
 PREEMPTED_SHARE = 0.05
@@ -43,14 +44,14 @@ class Streak:
 
 
 class Watch:
-    """The scheduler's own signatures: recomputation storm, queue underflow and overflow."""
+    """The scheduler's own signatures: recomputation storm, queues that are empty or full."""
 
     def __init__(self, config: ScheduleConfig) -> None:
         self._config = config
         self._storms: dict[str, Streak] = {}
         self._underflow = Streak()
-        self._overflow = Streak()
-        self._ring_was_full = False
+        self._held_back = {cause: Streak() for cause in Cause}
+        self._causes: set[Cause | None] = set()
 
     def load(self, event: EngineLoad, running: int, in_flight: int) -> list[Warn]:
         """A load report of an engine with `running` requests, of `in_flight` in all."""
@@ -78,22 +79,32 @@ class Watch:
         )
         return [Warn("queue_underflow", message)]
 
-    def ring_full(self) -> None:
-        """Groups were blocked or dropped since the last batch was taken."""
-        self._ring_was_full = True
+    def new_groups(self, held_back_by: Cause | None) -> None:
+        """New groups could start, or were blocked or dropped for this cause."""
+        self._causes.add(held_back_by)
 
-    def taken(self, step: int) -> list[Warn]:
-        """The trainer took the batch of `step`."""
-        fires = self._overflow.observe(self._ring_was_full)
-        self._ring_was_full = False
-        if not fires:
+    def taken(self, step: int, unscored: int) -> list[Warn]:
+        """The trainer took the batch of `step`; `unscored` responses wait for a score."""
+        seen, self._causes = self._causes, set()
+        if not seen:  # no slot was free for a new group in this step: it shows nothing
             return []
-        message = (
-            f"the ring of complete batches was full for {STREAK} steps in a row up to step {step} "
-            f"(schedule.overflow: {self._config.overflow}): generation outruns training; lower "
-            "schedule.concurrency, use fewer engines, or raise schedule.ring_batches"
+        sets_in = [cause for cause in Cause if self._held_back[cause].observe(cause in seen)]
+        return [self._queue_warning(cause, step, unscored) for cause in sets_in]
+
+    def _queue_warning(self, cause: Cause, step: int, unscored: int) -> Warn:
+        if cause is Cause.SCORES:
+            return Warn(
+                "scoring_backlog",
+                f"new groups were held back for {STREAK} steps in a row up to step {step} because "
+                f"finished ones wait for their scores ({unscored} responses now): scoring is "
+                "slower than generation; raise task.verifier_workers, or make the scorer faster",
+            )
+        return Warn(
+            "queue_overflow",
+            f"complete batches filled schedule.ring_batches for {STREAK} steps in a row up to step "
+            f"{step} (schedule.overflow: {self._config.overflow}): generation outruns training; "
+            "lower schedule.concurrency, use fewer engines, or raise schedule.ring_batches",
         )
-        return [Warn("queue_overflow", message)]
 
 
 def ess_collapse(ess_share: Sequence[float]) -> Warn | None:

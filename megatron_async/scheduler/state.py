@@ -89,11 +89,15 @@ class TrajectoryEntry:
 
 @dataclass(slots=True, eq=False)
 class GroupEntry:
-    """One prompt's trajectories. `order` counts started groups; -1 = none was submitted yet."""
+    """One prompt's trajectories. `order` counts started groups; -1 = none was submitted yet.
+
+    `unfinished` and `unscored` count members: those without a whole response, without a reward.
+    """
 
     spec: GroupSpec
     members: list[TrajectoryEntry] = field(default_factory=list)
     order: int = -1
+    unfinished: int = 0
     unscored: int = 0
     complete: bool = False
     oldest: int | None = None
@@ -123,7 +127,8 @@ class GroupEntry:
 
 def new_group(spec: GroupSpec) -> GroupEntry:
     """A group none of whose trajectories has run."""
-    group = GroupEntry(spec, unscored=len(spec.trajectory_ids))
+    size = len(spec.trajectory_ids)
+    group = GroupEntry(spec, unfinished=size, unscored=size)
     group.members = [
         TrajectoryEntry(trajectory_id, group, index)
         for index, trajectory_id in enumerate(spec.trajectory_ids)

@@ -30,6 +30,11 @@ class Tally:
         self.partial_tokens = 0
         self.off_policy_share = 0.0
 
+    @property
+    def unscored(self) -> int:
+        """Trajectories that have their whole response and no score."""
+        return self.count[TrajectoryState.FINISHED]
+
     def add(self, entries: Sequence[TrajectoryEntry]) -> None:
         """New trajectories, pending."""
         self.count[TrajectoryState.PENDING] += len(entries)

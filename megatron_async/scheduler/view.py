@@ -15,10 +15,12 @@ from megatron_async.trajectory.types import DropReason, PolicyVersion, Trajector
 class SchedulerView:
     """A snapshot. Trajectory counts unless the name says otherwise.
 
-    `finished_waiting`: finished or scored, group not complete. `ring_fill`: batches that wait for
-    the trainer, emitted ones and complete groups / B. `off_policy_share`: share of the newest
-    batch's tokens that an older version than its step's wrote. `wasted_tokens`: of dropped and
-    restarted trajectories; `filtered_tokens` is the part for groups without reward variance.
+    `finished_waiting`: finished or scored, group not complete. `unscored`: finished, no score yet.
+    `finished_groups`: groups whose members all are finished or scored, `complete_groups` those of
+    them that have all scores. `ring_fill`: batches that wait for the trainer, emitted ones and
+    complete groups / B. `off_policy_share`: share of the newest batch's tokens that an older
+    version than its step's wrote. `wasted_tokens`: of dropped and restarted trajectories;
+    `filtered_tokens` is the part for groups without reward variance.
     """
 
     version: PolicyVersion
@@ -30,7 +32,9 @@ class SchedulerView:
     buffered_partial: int
     buffered_tokens: int
     finished_waiting: int
+    unscored: int
     open_groups: int
+    finished_groups: int
     complete_groups: int
     ring_fill: float
     dropped: Mapping[DropReason, int]
@@ -67,7 +71,9 @@ def snapshot(
         buffered_partial=tally.count[TrajectoryState.PARTIAL],
         buffered_tokens=tally.partial_tokens,
         finished_waiting=done - life.ready.trajectories,
+        unscored=tally.unscored,
         open_groups=life.open_groups,
+        finished_groups=life.finished_groups,
         complete_groups=life.ready.count,
         ring_fill=untaken_batches + life.ready.count / config.groups_per_batch,
         dropped=dict(tally.dropped),

@@ -2,9 +2,9 @@
 
 The run's own settings are used wherever they say something: `schedule`, `parallel`, `engines.count`
 and `engines.tensor`, `engines.max_running_requests`, `sampling.max_new_tokens`, `seed`,
-`trainer.microbatch_tokens`. The rest is `simulate`. `engines.max_total_tokens` is not used: KV
-capacity is that of the modelled GPU, of the measured cost model, or
-`simulate.kv_capacity_tokens`.
+`task.verifier_workers`, `trainer.microbatch_tokens`. The rest is `simulate`.
+`engines.max_total_tokens` is not used: KV capacity is that of the modelled GPU, of the measured
+cost model, or `simulate.kv_capacity_tokens`.
 """
 
 from __future__ import annotations
@@ -120,6 +120,7 @@ def build_world(config: RunConfig, recorder: Recorder | None = None) -> World:
         settings,
         engines=[Engine(f"engine-{i}", costs, limits) for i in range(config.engines.count)],
         max_running=config.engines.max_running_requests,
+        most_scorers=config.task.verifier_workers,
         trainer=trainer_costs(config),
         source=source,
         recorder=recorder,

@@ -31,8 +31,10 @@ from megatron_async.scheduler import events as ev
 from megatron_async.scheduler.record import Recorder
 from megatron_async.simulate.engine import Engine, Request, Tokens
 from megatron_async.simulate.lengths import GroupSource
+from megatron_async.simulate.scorers import Scorers
 from megatron_async.simulate.statistics import Statistics, StepRow
 from megatron_async.simulate.trainer_costs import TrainerCosts
+from megatron_async.tasks.scorer_count import ScorerCount
 from megatron_async.trajectory.types import PolicyVersion
 
 _COLLECT_EVERY = 200_000
@@ -74,6 +76,7 @@ class World:
         *,
         engines: list[Engine],
         max_running: int | None,
+        most_scorers: int,
         trainer: TrainerCosts,
         source: GroupSource,
         recorder: Recorder | None = None,
@@ -82,6 +85,7 @@ class World:
         self._settings = settings
         self._engines = {engine.engine_id: engine for engine in engines}
         self._max_running = max_running
+        self._scorers = Scorers(most_scorers, settings.reward.verifier_seconds)
         self._trainer = trainer
         self._source = source
         self._recorder = recorder
@@ -136,6 +140,11 @@ class World:
                     self._settle_engines()
                 else:
                     self._move_clock()
+
+    @property
+    def scorers(self) -> ScorerCount:
+        """How many scorers work now, and why."""
+        return self._scorers.state
 
     def _step(self) -> Callable[[ev.Event], list[ev.Action]]:
         """The scheduler's, recorded if there is a recorder."""
@@ -237,12 +246,17 @@ class World:
 
     def _score(self, action: ev.Score) -> None:
         self._under_way += 1
-        self._later(self._settings.reward.verifier_seconds, self._judge, action.trajectory_id)
+        self._begin_scores(self._scorers.add(action.trajectory_id, self._now))
 
-    def _judge(self, trajectory_id: int) -> None:
+    def _begin_scores(self, trajectory_ids: Iterable[int]) -> None:
+        for trajectory_id in trajectory_ids:
+            self._later(self._scorers.seconds, self._scored, trajectory_id)
+
+    def _scored(self, trajectory_id: int) -> None:
         self._under_way -= 1
         reward = self._responses[trajectory_id].reward
         self._events.append(ev.RewardReady(trajectory_id, reward))
+        self._begin_scores(self._scorers.ended(self._now))
 
     def _restart(self, action: ev.Restart) -> None:
         response = self._responses[action.trajectory_id]

@@ -1,11 +1,11 @@
-"""What a task is: prompts in a fixed order, held-out prompts, worked answers, a way to judge.
+"""What a task is: prompts in a fixed order, held-out prompts, worked answers, a scorer.
 
 Invariants
 - Prompts are a pure function of (settings, position): a run that is resumed at a position asks
   exactly the problems that an uninterrupted run would have asked.
 - No problem is on both sides: whether a problem is held out follows from its own text
   (`is_heldout`) and from nothing else, so no seed, count or order can make training see it.
-- A prompt's payload is JSON; together with the answer's text it is all that judging needs.
+- A prompt's payload is JSON; together with the response's text it is all that a scorer needs.
 """
 
 from __future__ import annotations
@@ -13,9 +13,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any, Final, Protocol
 
 from megatron_async.trajectory.types import IntArray, Prompt
+
+SCORER_FAULTS: Final = MappingProxyType(
+    {
+        "verifier_timeout": "scorer_timeouts",
+        "verifier_crash": "scorer_crashes",
+        "verifier_error": "scorer_errors",
+        "stray_output": "scorer_stray_output",
+    }
+)
+"""How a scorer can fail: the part of a score that counts it, the metric that adds it up."""
 
 _HASH_RANGE = 1 << 64
 
@@ -40,11 +51,10 @@ class WorkedExample:
 
 @dataclass(frozen=True)
 class Judgement:
-    """A verdict on one answer. `reward` is `None` when the verifier itself failed.
+    """A score of one response. `reward` is `None` when the scorer failed and that means a drop.
 
-    `detail` holds numbers for metrics: `score` (the verifier's own, 0-1), `answered` (an answer
-    was found in the text), and `verifier_timeout`, `verifier_crash` or `verifier_error` = 1 where
-    one of these happened.
+    `detail` holds numbers for metrics: `score` (the scorer's own, 0-1), `answered` (an answer was
+    found in the text), and one of `SCORER_FAULTS` where it happened.
     """
 
     reward: float | None
@@ -91,10 +101,10 @@ class ProblemSource(Protocol):
 
 
 class Scorer(Protocol):
-    """The judge itself. May raise or hang: it runs in a process of its own (`verifier.py`)."""
+    """Scores responses. May raise or hang: it runs in a process of its own (`verifier.py`)."""
 
     def score(self, payload: dict[str, Any], text: str) -> Judgement:
-        """Judge a response's text, special tokens already removed."""
+        """The score of a response's text, special tokens already removed."""
         ...
 
 

@@ -1,12 +1,14 @@
-"""Verifiers in processes of their own, with a hard limit on every judgement.
+"""Scorers in processes of their own, with a hard limit on every score.
 
 Invariants
 - A try ends within `task.verifier_timeout_seconds` (plus a process start, where one is due): a
-  process that hangs is killed and the next judgement starts another one.
-- A judgement whose process died is made once more: a kill from outside must not cost an answer its
-  reward. One that timed out, or crashed twice, is scored as `task.on_verifier_timeout` says; one
-  whose verifier raised is a wrong answer. Each kind is counted in the judgement's `detail`.
-- Closing leaves no process behind.
+  process that hangs is killed and the next score starts another one.
+- A score whose process died is asked for once more: a kill from outside must not cost a response
+  its reward. One that timed out, or crashed twice, is treated as `task.on_verifier_timeout` says;
+  one whose scorer raised or returned NaN gets reward 0. Each kind is counted in the score's
+  `detail`, and so is what else came on the reply channel (`stray_output`).
+- A reward belongs to the response that was asked for (see `scorer_process`).
+- Closing leaves no process behind, also none that a scorer started.
 
 `VerifierWorker` owns one process and blocks; `LocalVerifierPool` runs several from threads of this
 process, `RayVerifierPool` one in each of several Ray actors. Both pools have the same face.
@@ -15,14 +17,7 @@ process, `RayVerifierPool` one in each of several Ray actors. Both pools have th
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import selectors
-import subprocess
-import sys
-import tempfile
 import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
@@ -30,87 +25,96 @@ from typing import Any, Final
 from megatron_async.config.rollout import TaskConfig
 from megatron_async.errors import ComponentFailure, ProcessKilled, UserError
 from megatron_async.tasks.base import Judgement
+from megatron_async.tasks.scorer_process import (
+    START_TIMEOUT_SECONDS,
+    ScorerCrash,
+    ScorerProcess,
+    ScorerTimeout,
+)
 from megatron_async.trajectory.types import Prompt
 
-START_TIMEOUT_SECONDS: Final = 120.0
-_STOP_TIMEOUT_SECONDS: Final = 5.0
 _RAY_SLACK_SECONDS: Final = 30.0
-_TRIES: Final = 2  # of a judgement: a second crash is its own fault
+_TRIES: Final = 2  # of a score: a second crash is its own doing
 _STARTS: Final = 5  # of a process that is killed again and again
-_READ_BYTES: Final = 65536
-_ERROR_TAIL_CHARACTERS: Final = 2000
-
-
-class VerifierTimeout(TimeoutError):
-    """No reply within the limit."""
-
-
-class VerifierCrash(RuntimeError):
-    """The process ended before it replied."""
 
 
 class VerifierWorker:
-    """One verifier process: started when first needed, replaced when it hangs or dies.
+    """One scorer process: started when first needed, replaced when it hangs or dies.
 
     Not for several threads at once. Plain enough for `ray.remote`.
     """
 
     def __init__(self, config: TaskConfig) -> None:
         self._config = config
-        self._child: _Child | None = None
+        self._process: ScorerProcess | None = None
+        self._stray = 0
         self.restarts = 0
 
     def start(self) -> None:
         """Have a process ready. Raises UserError, or ComponentFailure if it does not start."""
-        if self._child is not None and not self._child.alive():
+        if self._process is not None and not self._process.alive():
             self._discard()
-        if self._child is None:
-            self._child = self._started()
+        if self._process is None:
+            self._process = self._started()
 
-    def _started(self) -> _Child:
+    def _started(self) -> ScorerProcess:
         """A new process; one that is killed before it is ready is followed by another."""
-        for _ in range(_STARTS - 1):
+        for left in reversed(range(_STARTS)):
+            process = ScorerProcess(self._config)
             try:
-                return _Child.started(self._config)
+                process.ready()
+                break
             except ProcessKilled:
+                if not left:
+                    raise
                 self.restarts += 1
-        return _Child.started(self._config)
+        return process
 
     def judge(self, payload: dict[str, Any], text: str) -> Judgement:
-        """The verdict, within the limit. Raises only what `start` does."""
-        line = json.dumps({"payload": payload, "text": text})
-        for last in (False, True):
+        """The score, within the limit. Raises only what `start` does."""
+        score = self._score({"payload": payload, "text": text})
+        if self._process is not None:
+            self._stray += self._process.take_stray()
+        if self._stray:
+            score.detail["stray_output"] = float(self._stray)
+            self._stray = 0
+        return score
+
+    def _score(self, request: dict[str, Any]) -> Judgement:
+        for _ in range(_TRIES):
             try:
-                reply = self._ask(line)
+                reply = self._ask(request)
                 break
-            except VerifierTimeout:
+            except ScorerTimeout:
                 return self._failed("verifier_timeout")
-            except VerifierCrash:
-                if last:
-                    return self._failed("verifier_crash")
+            except ScorerCrash:
+                continue
+        else:
+            return self._failed("verifier_crash")
         if "error" in reply:
             return Judgement(0.0, {"score": 0.0, "answered": 1.0, "verifier_error": 1.0})
         return Judgement(reply["reward"], reply["detail"])
 
-    def _ask(self, line: str) -> dict[str, Any]:
-        """The reply. After VerifierTimeout or VerifierCrash there is no process."""
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The reply. After ScorerTimeout or ScorerCrash there is no process."""
         self.start()
-        assert self._child is not None
+        assert self._process is not None
         try:
-            return self._child.ask(line, self._config.verifier_timeout_seconds)
-        except (VerifierTimeout, VerifierCrash):
+            return self._process.ask(request, self._config.verifier_timeout_seconds)
+        except (ScorerTimeout, ScorerCrash):
             self._discard()
             raise
 
     def pid(self) -> int | None:
-        """Process id of the verifier, while there is one."""
-        return None if self._child is None else self._child.pid
+        """Process id of the scorer, while there is one."""
+        return None if self._process is None else self._process.pid
 
     def close(self) -> None:
-        """Kill the process."""
-        if self._child is not None:
-            self._child.kill()
-            self._child = None
+        """End the process and all that it started."""
+        if self._process is not None:
+            self._stray += self._process.take_stray()
+            self._process.end()
+            self._process = None
 
     def _discard(self) -> None:
         self.close()
@@ -119,101 +123,6 @@ class VerifierWorker:
     def _failed(self, kind: str) -> Judgement:
         reward = None if self._config.on_verifier_timeout == "drop" else 0.0
         return Judgement(reward, {"score": 0.0, "answered": 1.0, kind: 1.0})
-
-
-class _Child:
-    """A running `verifier_process` and its two pipes, read and written with deadlines."""
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        self._process = process
-        self._in, self._out = process.stdin.fileno(), process.stdout.fileno()
-        os.set_blocking(self._in, False)
-        os.set_blocking(self._out, False)
-        self._unread = b""
-
-    @classmethod
-    def started(cls, config: TaskConfig) -> _Child:
-        command = [sys.executable, "-m", "megatron_async.tasks.verifier_process"]
-        with tempfile.TemporaryFile() as errors:
-            child = cls(
-                subprocess.Popen(
-                    [*command, config.model_dump_json()],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=errors,
-                )
-            )
-            try:
-                first = child.read(time.monotonic() + START_TIMEOUT_SECONDS)
-            except (VerifierTimeout, VerifierCrash) as error:
-                killed = isinstance(error, VerifierCrash) and child.was_killed()
-                child.kill()
-                errors.seek(0)
-                said = errors.read().decode(errors="replace")[-_ERROR_TAIL_CHARACTERS:].strip()
-                raise (ProcessKilled if killed else ComponentFailure)(
-                    f"a verifier process of task {config.name} did not start ({error}): {said}"
-                ) from error
-        if "user_error" in first:
-            child.kill()
-            raise UserError(first["user_error"])
-        return child
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
-    def was_killed(self) -> bool:
-        """Whether a signal ended it; after its output has ended."""
-        try:
-            return self._process.wait(_STOP_TIMEOUT_SECONDS) < 0
-        except subprocess.TimeoutExpired:
-            return False
-
-    def ask(self, line: str, limit_seconds: float) -> dict[str, Any]:
-        """Send one line, wait for one reply. Raises VerifierTimeout or VerifierCrash."""
-        deadline = time.monotonic() + limit_seconds
-        self._write(line.encode() + b"\n", deadline)
-        return self.read(deadline)
-
-    def _write(self, data: bytes, deadline: float) -> None:
-        view = memoryview(data)
-        while view:
-            self._wait(self._in, selectors.EVENT_WRITE, deadline)
-            try:
-                view = view[os.write(self._in, view) :]
-            except BlockingIOError:
-                continue
-            except BrokenPipeError as error:
-                raise VerifierCrash("it closed its input") from error
-
-    def read(self, deadline: float) -> dict[str, Any]:
-        """The next reply. Raises VerifierTimeout or VerifierCrash."""
-        while b"\n" not in self._unread:
-            self._wait(self._out, selectors.EVENT_READ, deadline)
-            piece = os.read(self._out, _READ_BYTES)
-            if not piece:
-                raise VerifierCrash("it ended without a reply")
-            self._unread += piece
-        line, _, self._unread = self._unread.partition(b"\n")
-        return json.loads(line)  # type: ignore[no-any-return]
-
-    def _wait(self, descriptor: int, event: int, deadline: float) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(descriptor, event)
-            if not selector.select(max(0.0, deadline - time.monotonic())):
-                raise VerifierTimeout("no reply within the limit")
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait(_STOP_TIMEOUT_SECONDS)
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None:
-                stream.close()
 
 
 class _ResponseDecoder:

@@ -1,69 +1,224 @@
-"""The child that judges: one JSON request a line on stdin, one JSON reply a line on stdout.
+"""The process that runs a scorer, and the keeper above it that ends what the scorer leaves behind.
+
+    worker ── requests (pipe) ─┬─▶ scorer ── replies (packets) ─┬─▶ worker
+                               └ hang-up ─▶ keeper ── its end ──┘
+
+The worker starts the keeper; the keeper forks the scorer and adopts all its orphans (Linux
+"child subreaper"), also those that began a session of their own.
 
 Invariants
 - It imports neither torch nor transformers.
-- Nothing but replies goes to the reply pipe: what verifier code prints is thrown away once the
-  process is ready, and goes to stderr before.
-- It outlives no parent: it ends when stdin closes, and the kernel's alarm ends it when a judgement
-  runs past `limit` and nobody is left to kill it (a Python thread could not: a hanging big-integer
-  operation never lets it run).
+- When the worker closes the requests or dies, and when the scorer ends, the keeper kills all that
+  the scorer started, then ends itself. The scorer ends with the keeper.
+- Nothing but the harness knows the two channels: their descriptors are high and closed on exec,
+  standard input is empty, standard output and error go to the log through the keeper, at most
+  `_LOG_BYTES` of them.
+- A copy of the scorer process that scorer code forks off neither reads requests nor replies.
+- Rewards and their parts are finite numbers; anything else is an error of the scorer.
 """
 
 from __future__ import annotations
 
-import json
+import ctypes
+import fcntl
+import math
 import os
 import resource
+import select
 import signal
+import socket
 import sys
-from typing import Any, TextIO
+import time
+import traceback
+from contextlib import suppress
+from typing import Any, BinaryIO, Final
+
+import psutil
 
 from megatron_async.config.rollout import TaskConfig
 from megatron_async.errors import UserError
+from megatron_async.tasks.base import Judgement
 from megatron_async.tasks.build import build_scorer
+from megatron_async.tasks.scorer_frames import END_ID, START_ID, read_request, reply_packet
 
-MEMORY_LIMIT_BYTES = 4 << 30
-_ALARM_SLACK_SECONDS = 5.0
+MEMORY_LIMIT_BYTES: Final = 4 << 30
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_HIGH_DESCRIPTOR = 1000
+_LOG_BYTES = 16 << 10
+_TAIL_BYTES = 2000
+_PIECE_BYTES = 4096  # a pipe that is ready takes so much without waiting
+_REAP_MILLISECONDS = 1000.0
+_END_SECONDS = 5.0
+_ERROR_CHARACTERS = 500
 
 
-def serve(config: TaskConfig, requests: TextIO, replies: TextIO) -> None:
-    """Judge until `requests` ends. The first reply is `{"ready": true}`."""
-    scorer = build_scorer(config)
-    silence = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(silence, 1)
-    os.dup2(silence, 2)
-    limit = config.verifier_timeout_seconds + _ALARM_SLACK_SECONDS
-    _reply(replies, {"ready": True})
-    for line in requests:
-        request = json.loads(line)
-        signal.setitimer(signal.ITIMER_REAL, limit)
+class _Replies:
+    """Sends packets as the process that made it; a forked copy of that process ends instead."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._pid = os.getpid()
+
+    def send(self, number: str, content: dict[str, Any]) -> None:
+        if os.getpid() != self._pid:
+            os._exit(0)
+        self._channel.send(reply_packet({"id": number, **content}))
+
+
+def serve(config: TaskConfig, requests: BinaryIO, channel: socket.socket) -> int:
+    """Score until `requests` ends. Exit code 2 when the settings are refused."""
+    replies = _Replies(channel)
+    try:
+        scorer = build_scorer(config)
+    except UserError as error:
+        replies.send(START_ID, {"user_error": str(error)})
+        return 2
+    replies.send(START_ID, {"ready": True})
+    while (request := read_request(requests)) is not None:
         try:
-            judgement = scorer.score(request["payload"], request["text"])
-            reply: dict[str, Any] = {"reward": judgement.reward, "detail": judgement.detail}
-        except Exception as error:  # noqa: BLE001 - third-party verifiers raise anything
-            reply = {"error": f"{type(error).__name__}: {error}"[:500]}
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        _reply(replies, reply)
+            scored = scorer.score(request["payload"], request["text"])
+            replies.send(request["id"], _numbers(scored))
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - scorers raise anything
+            reason = f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS]
+            replies.send(request["id"], {"error": reason})
+            traceback.print_exc()
+    return 0
 
 
-def _reply(replies: TextIO, content: dict[str, Any]) -> None:
-    replies.write(json.dumps(content) + "\n")
-    replies.flush()
+def _numbers(scored: Judgement) -> dict[str, Any]:
+    """The reply's content as plain floats. Raises ValueError for NaN and infinity."""
+    if scored.reward is None:
+        raise ValueError("the scorer returned no reward")
+    numbers = {"reward": float(scored.reward)}
+    numbers.update((str(name), float(value)) for name, value in scored.detail.items())
+    for name, value in numbers.items():
+        if not math.isfinite(value):
+            raise ValueError(f"the scorer returned {name} {value}; it must be a finite number")
+    return {"reward": numbers.pop("reward"), "detail": numbers}
+
+
+def _run_scorer(config: TaskConfig, requests: int, channel: socket.socket, output: int) -> int:
+    """What the forked process does."""
+    keeper = os.getppid()
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != keeper:
+        return 1
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
+    with os.fdopen(requests, "rb") as stream:
+        return serve(config, stream, channel)
+
+
+class _Output:
+    """What the scorer prints: the beginning goes to the log, the end is kept for an error."""
+
+    def __init__(self, source: int) -> None:
+        self.source = source
+        self.tail = b""
+        self._left = _LOG_BYTES
+
+    def pump(self) -> bool:
+        """Pass one piece on; false when there is none."""
+        try:
+            piece = os.read(self.source, _PIECE_BYTES)
+        except BlockingIOError:
+            return False
+        self.tail = (self.tail + piece)[-_TAIL_BYTES:]
+        if self._left and piece:
+            self._log(piece[: self._left])
+            self._left -= min(self._left, len(piece))
+            if not self._left:
+                self._log(b"\n[a scorer process prints more than this log takes]\n")
+        return bool(piece)
+
+    @staticmethod
+    def _log(piece: bytes) -> None:
+        """To standard error, unless its reader is behind: nothing here may wait for a log."""
+        with suppress(OSError):
+            if select.select([], [2], [], 0)[1]:
+                os.write(2, piece)
+
+
+def _keep(scorer: int, requests: int, output: _Output) -> int | None:
+    """Wait until the scorer ends or the worker hangs up. The scorer's exit code, if it ended."""
+    poll = select.poll()
+    poll.register(requests, 0)
+    poll.register(output.source, select.POLLIN)
+    poll.register(os.pidfd_open(scorer), select.POLLIN)
+    while True:
+        ready = dict(poll.poll(_REAP_MILLISECONDS))
+        if output.source in ready and not output.pump():
+            poll.unregister(output.source)
+        code = _reap(scorer)
+        if code is not None or requests in ready:
+            return code
+
+
+def _reap(scorer: int) -> int | None:
+    """Bury all children that have ended. The scorer's exit code, if it is one of them."""
+    code = None
+    with suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                break
+            if pid == scorer:
+                code = os.waitstatus_to_exitcode(status)
+    return code
+
+
+def _end_descendants() -> None:
+    """Kill until no child is left; orphans become children of this process and come next."""
+    deadline = time.monotonic() + _END_SECONDS
+    while time.monotonic() < deadline:
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):
+                process.kill()
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(0.002)
 
 
 def main(config_json: str) -> int:
-    """Exit code: 0, or 2 when the settings are refused (the reply names why)."""
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides at Ctrl-C
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
-    replies = os.fdopen(os.dup(1), "w")
+    """Keeper and scorer. Standard input is the pipe of requests, standard output the socket."""
+    high = min(_HIGH_DESCRIPTOR, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 16)
+    requests = fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, high)
+    channel = socket.socket(fileno=fcntl.fcntl(1, fcntl.F_DUPFD_CLOEXEC, high))
+    os.dup2(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC), 0)
     os.dup2(2, 1)
-    try:
-        serve(TaskConfig.model_validate_json(config_json), sys.stdin, replies)
-    except UserError as error:
-        _reply(replies, {"user_error": str(error)})
-        return 2
+    config = TaskConfig.model_validate_json(config_json)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    source, output = os.pipe()
+    scorer = os.fork()
+    if scorer == 0:
+        os.close(source)
+        return _run_scorer(config, requests, channel, output)
+    os.close(output)
+    printed = _Output(source)
+    code = _keep(scorer, requests, printed)
+    _end_descendants()
+    os.set_blocking(source, False)
+    while printed.pump():
+        pass
+    channel.settimeout(1.0)  # a queue full of stray packets
+    with suppress(OSError):
+        tail = printed.tail.decode(errors="replace").strip()
+        _Replies(channel).send(END_ID, {"exit_code": code, "output": tail})
     return 0
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_async.run.directory import Outcome, RunDirectory
@@ -23,6 +24,7 @@ SETTINGS = f"""
 name: by_hand
 steps: {STEPS}
 parallel: {{nodes: 2, ranks: 2, tensor: 2}}
+trainer: {{max_restarts: 1}}
 engines: {{kind: simulated}}
 weights: {{transport: tensor, verify: never}}
 schedule: {{preset: copris, groups_per_batch: 2, group_size: 2, concurrency: 8}}
@@ -56,6 +58,19 @@ class Nodes:
                 )
             self._logs.append(log)
 
+    def kill_a_rank(self) -> None:
+        """One trainer rank of one node, by SIGKILL."""
+        for process in self._processes:
+            for child in psutil.Process(process.pid).children(recursive=True):
+                words = child.cmdline()
+                if (
+                    "megatron_async.run.train_rank" in words
+                    and "torch.distributed.run" not in words
+                ):
+                    child.kill()
+                    return
+        raise AssertionError("no trainer rank runs")
+
     def codes(self) -> list[int | None]:
         return [process.poll() for process in self._processes]
 
@@ -88,7 +103,8 @@ class Nodes:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_nodes_started_by_hand_stop_when_asked_and_go_on_as_a_new_session(tmp_path: Path) -> None:
+def test_nodes_started_by_hand_restart_in_place_stop_when_asked_and_go_on(tmp_path: Path) -> None:
+    """A killed rank takes the ranks of both nodes along; the second session goes on at the end."""
     build_tiny_model(tmp_path / "model", seed=1)
     settings = tmp_path / "c.yaml"
     settings.write_text(SETTINGS)
@@ -102,9 +118,16 @@ def test_nodes_started_by_hand_stop_when_asked_and_go_on_as_a_new_session(tmp_pa
         lines = read_metrics(directory.metrics_file)
         return int(lines[-1]["step"]) + 1 if lines else 0
 
+    def newest_lineage() -> int:
+        return max(
+            (int(line["lineage"]) for line in read_metrics(directory.metrics_file)), default=0
+        )
+
     first = Nodes(commands, "first", tmp_path)
     try:
         first.wait_until(lambda: steps_done() >= 2)
+        first.kill_a_rank()
+        first.wait_until(lambda: newest_lineage() == 1)
         (directory.path / "launch" / "first" / "stop").touch()
         assert first.wait_for_end() == [os.EX_TEMPFAIL] * 3, first.logs()
     finally:
@@ -120,4 +143,4 @@ def test_nodes_started_by_hand_stop_when_asked_and_go_on_as_a_new_session(tmp_pa
     assert directory.outcome() is Outcome.COMPLETE
     lines = [line for line in read_metrics(directory.metrics_file) if "train/loss" in line]
     assert [int(line["step"]) for line in lines] == list(range(STEPS))
-    assert {int(line["lineage"]) for line in lines} == {0, 1}
+    assert {int(line["lineage"]) for line in lines} == {1, 2}

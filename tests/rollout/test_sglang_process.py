@@ -223,7 +223,7 @@ def test_the_key_reaches_a_server_where_no_other_user_can_read_it(
 
 
 def test_the_environment_keeps_a_cpu_server_single_threaded_and_offline() -> None:
-    base = {"OMP_NUM_THREADS": "8", "KEEP": "me"}
+    base = {"OMP_NUM_THREADS": "8", "KEEP": "me", "SGLANG_RETURN_ORIGINAL_LOGPROB": "1"}
     on_cpu = server_environment(EngineConfig(tensor=2), "cpu", None, base)
     assert on_cpu["OMP_NUM_THREADS"] == "1" and on_cpu["SGLANG_USE_CPU_ENGINE"] == "1"
     assert on_cpu["HF_HUB_OFFLINE"] == "1" and on_cpu["KEEP"] == "me"
@@ -231,3 +231,4 @@ def test_the_environment_keeps_a_cpu_server_single_threaded_and_offline() -> Non
     on_gpu = server_environment(EngineConfig(), "cuda", [3, 1], base)
     assert on_gpu["CUDA_VISIBLE_DEVICES"] == "3,1" and on_gpu["OMP_NUM_THREADS"] == "8"
     assert LIFELINE_VARIABLE not in on_gpu
+    assert not {"SGLANG_RETURN_ORIGINAL_LOGPROB"} & (set(on_cpu) | set(on_gpu))

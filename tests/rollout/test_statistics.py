@@ -116,6 +116,20 @@ def test_counts_are_those_since_the_batch_before() -> None:
     assert (second["rollout/dropped_filtered"], second["rollout/dropped_stale"]) == (0, 1)
 
 
+def test_faults_of_scorers_are_counted_by_kind() -> None:
+    statistics = RolloutStatistics(overlap=False, clock=Clock())
+    statistics.scored({"score": 1.0}, 0.0)
+    statistics.scored({"verifier_error": 1.0, "stray_output": 5.0}, 0.0)
+    first = statistics.batch_metrics(batch(), view())
+    assert (first["rollout/scorer_errors"], first["rollout/scorer_stray_output"]) == (1, 5)
+    assert (first["rollout/scorer_timeouts"], first["rollout/scorer_crashes"]) == (0, 0)
+    statistics.scored({"verifier_timeout": 1.0}, 0.0)
+    statistics.scored({"verifier_crash": 1.0}, 0.0)
+    second = statistics.batch_metrics(batch(1), view())
+    assert (second["rollout/scorer_errors"], second["rollout/scorer_stray_output"]) == (0, 0)
+    assert (second["rollout/scorer_timeouts"], second["rollout/scorer_crashes"]) == (1, 1)
+
+
 def test_kv_usage_is_the_mean_of_the_reports_since_the_batch_before_or_of_the_newest_ones() -> None:
     statistics = RolloutStatistics(overlap=False, clock=Clock())
     assert "rollout/kv_usage" not in statistics.batch_metrics(batch(), view()), "nobody told it"
@@ -161,3 +175,17 @@ def test_every_new_warning_is_handed_out_once() -> None:
     )
     assert statistics.take_warnings() == ()
     assert statistics.warnings == {"engine_failed": "engine b is gone"}
+
+
+def test_the_queue_for_scores_and_the_time_of_a_score_are_told() -> None:
+    statistics = RolloutStatistics(overlap=False, clock=Clock())
+    for _ in range(3):
+        statistics.score_wanted()
+    statistics.scored({}, 1.0)
+    statistics.scored({}, 2.0)
+    first = statistics.batch_metrics(batch(), view())
+    assert (first["rollout/score_queue"], first["rollout/score_queue_max"]) == (1, 3)
+    assert first["rollout/score_seconds"] == pytest.approx(1.5)
+    second = statistics.batch_metrics(batch(1), view())
+    assert (second["rollout/score_queue"], second["rollout/score_queue_max"]) == (1, 1)
+    assert "rollout/score_seconds" not in second, "none came"

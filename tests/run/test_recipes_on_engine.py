@@ -30,6 +30,7 @@ from megatron_async.trajectory.store_reader import StoreReader
 pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(240)]
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+OWN_LOSS = Path(__file__).parents[2] / "examples" / "own_loss" / "config.yaml"
 STEPS = 3
 # A long tail of forced lengths: what is random is only which tokens, not how long.
 LENGTHS = [12, 16, 20, 24, 12, 16, 48, 96]
@@ -45,7 +46,9 @@ def settings(recipe: str, root: Path, model: Path) -> RunConfig:
                 "steps": STEPS,
                 "model": {"path": str(model)},
                 "parallel": {"ranks": 1, "tensor": 1},
-                "algorithm": {"recipe": recipe},
+                "algorithm": read_yaml(OWN_LOSS)["algorithm"]
+                if recipe == "own_loss"
+                else {"recipe": recipe},
                 "schedule": {"groups_per_batch": 4, "group_size": 4, "concurrency": 16}
                 | ({"updates_per_batch": 2} if recipe == "rapid" else {}),
                 "sampling": {"max_new_tokens": 96},
@@ -76,7 +79,7 @@ def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SG
     process.stop()
 
 
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "sft"])
+@pytest.mark.parametrize("recipe", [*(name for name in RECIPES if name != "sft"), "own_loss"])
 def test_recipe_trains_and_accounts_for_every_trajectory(
     recipe: str, tmp_path: Path, model: Path, engine: SGLangProcess
 ) -> None:

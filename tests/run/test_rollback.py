@@ -175,7 +175,7 @@ def test_a_corrupt_checkpoint_is_refused_and_the_newer_ones_stay(run: RunDirecto
 
 
 def test_a_run_that_goes_on_is_refused(run: RunDirectory) -> None:
-    with line(run, 1, PolicyVersion(0, 6)), pytest.raises(UserError, match=r"is in use by another"):
+    with line(run, 1, PolicyVersion(0, 6)), pytest.raises(UserError, match=r"is in use by"):
         rollback_to(run, 2)
 
 

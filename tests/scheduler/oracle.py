@@ -14,7 +14,8 @@ from megatron_async.config.schedule import ScheduleConfig
 from megatron_async.scheduler import events as ev
 from megatron_async.trajectory.types import DropReason, PolicyVersion, TrajectoryState
 
-SIGNATURES = {"recomputation_storm", "queue_underflow", "queue_overflow"}
+SIGNATURES = {"recomputation_storm", "queue_underflow", "queue_overflow", "scoring_backlog"}
+DONE = ("finished", "judging", "judged", "scored")
 
 
 @dataclass(eq=False)
@@ -119,6 +120,21 @@ class Oracle:
             group.open and not (drops and -1 < group.oldest < self.floor)
             for group in self.live.values()
         )
+
+    def _leaving(self, t: T) -> bool:
+        """Stale, and therefore to be dropped or started again as soon as nobody works on it."""
+        stale = t.oldest is not None and t.oldest < self.floor
+        return stale and self.config.on_stale != "mask"
+
+    def held_back(self) -> bool:
+        """So many groups are finished that no new one may start (`ring_batches`)."""
+        drops = self.config.overflow == "drop_oldest"
+        waiting = 0 if drops else len(self.untaken) * self.config.groups_per_batch
+        for group in self.live.values():
+            finished = group.open and all(t.state in DONE for t in group.members)
+            if finished and not any(map(self._leaving, group.members)):
+                waiting += not (drops and group.complete)
+        return waiting >= self.config.ring_batches * self.config.groups_per_batch
 
     @property
     def floor(self) -> int:
@@ -269,6 +285,7 @@ class Oracle:
             assert len(self.running()) < self.config.concurrency, "more than N' in flight"
         self._resumed_first(t)
         if t.group.started is None:
+            assert not self.held_back(), "a new group while finished ones fill the ring"
             self._start(t.group)
             self._may_start()
         t.state, t.engine, t.aborted = "running", action.engine_id, False
@@ -342,8 +359,10 @@ class Oracle:
                     assert all(m.state == "scored" for m in group.members)
                     assert len({m.reward for m in group.members}) == 1
                 case DropReason.OVERFLOW:
-                    assert config.overlap and config.overflow == "drop_oldest"
+                    assert config.overflow == "drop_oldest"
                     assert group.complete
+                    ready = len(self.complete_groups()) / config.groups_per_batch
+                    assert ready + len(self.untaken) > config.ring_batches
                 case _:
                     raise AssertionError(f"{action}: no reason for it")
         t.state, t.drop_reason = "dropped", action.reason
@@ -441,9 +460,7 @@ class Oracle:
         idle = [t.trajectory_id for t in waiting if t.group.started is not None]
         assert not idle, f"slots are free, but {idle} wait"
         unlimited = config.max_async_level is None and config.refill == "continuous"
-        ring = len(self.untaken) * config.groups_per_batch + complete
-        blocked = config.overlap and config.overflow == "block"
-        if not unlimited or (blocked and ring >= config.ring_batches * config.groups_per_batch):
+        if not unlimited or self.held_back():
             return
         assert not waiting, "slots are free, but new groups wait"
         assert self.prompts_outstanding or self.exhausted, "slots are free, no prompts asked for"

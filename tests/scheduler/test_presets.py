@@ -207,3 +207,57 @@ class TestAsync:
         run.tell(ev.BatchTaken(0))
         run.finish(20, 21, 30, 31)
         assert run.of(ev.EmitBatch) == [ev.EmitBatch(1, (2, 3))]
+
+
+class TestBackPressure:
+    """Finished groups that wait for a score, a batch or the trainer hold new groups back."""
+
+    def test_two_batches_of_finished_groups_hold_new_ones_back_also_under_copris(self) -> None:
+        run = Script("copris", concurrency=8)
+        run.prompts(4)
+        run.tell(*(ev.Finished(t) for t in (0, 1, 10, 11, 20, 21, 30)))
+        assert len(run.of(ev.RequestPrompts)) == 1  # three groups are finished
+        assert run.prompts(3, prompt_tokens=9) and len(run.submitted()) == 6
+        run.tell(ev.Finished(31))
+        assert run.told == [ev.Score(31)], "four groups are two batches"
+        view = run.scheduler.view()
+        assert (view.finished_groups, view.unscored, view.in_flight) == (4, 8, 6)
+
+    def test_what_was_begun_goes_on(self) -> None:
+        run = Script("copris", groups_per_batch=1, concurrency=3)
+        run.prompts(3)
+        assert run.submitted() == [0, 1, 10]
+        run.tell(ev.Finished(0), ev.Finished(1), ev.Finished(10))
+        assert run.submitted() == [11, 20, 21], "the ring takes two; one is finished"
+        run.tell(ev.Aborted(11))
+        assert run.submitted() == [11]
+        assert run.tell(ev.Finished(11)) == [ev.Score(11)]
+        assert run.tell(ev.Aborted(20)) == [ev.Submit(20, "a", False)]
+
+    def test_a_batch_lets_new_groups_start_again(self) -> None:
+        run = Script("copris", groups_per_batch=1, concurrency=4)
+        run.prompts(2)
+        run.tell(*(ev.Finished(t) for t in (0, 1, 10, 11)))
+        run.prompts(2)
+        assert run.submitted() == []
+        run.tell(ev.RewardReady(0, 0.0), ev.RewardReady(1, 1.0))
+        assert run.of(ev.EmitBatch) == [ev.EmitBatch(0, (0,))]
+        run.tell(ev.BatchTaken(0), ev.UpdateRequested(1))
+        run.publish(1)
+        assert run.submitted() == [20, 21, 30, 31]
+
+    def test_members_that_start_again_are_not_finished(self) -> None:
+        run = Script(
+            "async", groups_per_batch=1, oversample=2, max_async_level=0, on_stale="restart"
+        )
+        run.prompts(2)
+        run.tokens(0, 1, 10, 11)
+        run.tell(*(ev.Finished(t) for t in (0, 1, 10, 11)), ev.RewardReady(0, 0.0))
+        assert run.scheduler.view().finished_groups == 2
+        run.tell(ev.RewardReady(10, 0.0), ev.RewardReady(11, 1.0))
+        assert run.of(ev.EmitBatch) == [ev.EmitBatch(0, (1,))]
+        assert run.of(ev.Restart) == [ev.Restart(0)], "1 is with the scorer"
+        assert run.scheduler.view().finished_groups == 0
+        run.tell(ev.RewardReady(1, 1.0))
+        assert run.of(ev.Restart) == [ev.Restart(1)]
+        assert run.scheduler.view().finished_groups == 0

@@ -25,6 +25,7 @@ weathers = st.builds(
     engine_failures=st.sampled_from([0.0, 0.02]),
     spontaneous_aborts=st.sampled_from([0.0, 0.1]),
     verifier_failures=st.sampled_from([0.0, 0.0, 0.1]),
+    slow_scores=st.sampled_from([0.0, 0.0, 0.9]),
     crashes=st.sampled_from([0.0, 0.01]),
     source=st.sampled_from([None, None, 10]),
     finish=st.sampled_from([0.1, 0.3, 0.6]),
@@ -60,6 +61,16 @@ def test_long_runs_with_all_failures_at_once(name: str) -> None:
         world = World(preset(name), weather, seed)
         play(world, events=600, steps=3)
         assert world.steps_done >= 3
+
+
+@pytest.mark.parametrize("overflow", ["block", "drop_oldest"])
+@pytest.mark.parametrize("name", ["copris", "pipeline"])
+def test_slow_scores_hold_new_groups_back_and_stop_nothing(name: str, overflow: str) -> None:
+    for ring in (1, 2):
+        config = preset(name, ring_batches=ring, overflow=overflow)
+        world = World(config, Weather(slow_scores=0.97, engine_failures=0.01), seed=ring)
+        play(world, events=600, steps=3)
+        assert world.held_back > 20
 
 
 @pytest.mark.parametrize("k", [0, 1, 2, 3])

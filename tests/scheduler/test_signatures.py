@@ -60,6 +60,47 @@ def test_queue_overflow_when_the_ring_stays_full() -> None:
     assert seen == ["queue_overflow"]
 
 
+def finish_all(run: Script, waiting: list[int]) -> None:
+    """All that runs finishes, and what starts for it, until new groups are held back."""
+    while run.running:
+        done = list(run.running)
+        run.tell(*(ev.Finished(t) for t in done))
+        waiting += done
+        if run.of(ev.RequestPrompts):
+            run.prompts(2)
+
+
+def test_a_scoring_backlog_is_named_once_while_it_lasts() -> None:
+    run = Script("copris", groups_per_batch=1, concurrency=4)
+    run.prompts(2)
+    waiting: list[int] = []
+    seen = []
+    for step in range(8):
+        finish_all(run, waiting)
+        for _ in range(2):
+            t = waiting.pop(0)
+            run.tell(ev.RewardReady(t, float(t % 10)))
+        run.tell(ev.BatchTaken(step))
+        seen += [(step, name) for name in names(run)]
+        run.tell(ev.UpdateRequested(step + 1))
+        run.publish(step + 1)
+    assert seen == [(2, "scoring_backlog")]
+
+
+def test_a_scorer_that_keeps_up_is_no_backlog() -> None:
+    run = Script("copris", groups_per_batch=1, concurrency=4)
+    run.prompts(2)
+    for step in range(8):
+        run.finish(*run.running[:2])
+        run.abort_acknowledged()
+        run.tell(ev.BatchTaken(step))
+        assert names(run) == []
+        run.tell(ev.UpdateRequested(step + 1))
+        run.publish(step + 1)
+        if run.of(ev.RequestPrompts):
+            run.prompts(1)
+
+
 def test_ess_collapse_needs_three_low_steps() -> None:
     assert signatures.ess_collapse([0.1, 0.1]) is None
     assert signatures.ess_collapse([0.1, 0.5, 0.1]) is None

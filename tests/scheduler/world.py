@@ -26,6 +26,7 @@ class Weather:
     spontaneous_aborts: float = 0.0
     verifier_failures: float = 0.0
     crashes: float = 0.0
+    slow_scores: float = 0.0
     equal_rewards: float = 0.2
     late_tokens: float = 0.3
     source: int | None = None
@@ -44,6 +45,7 @@ class World:
         self.prompts_given = 0
         self.taken_at = 0.0
         self.warnings: list[str] = []
+        self.held_back = 0
         self.start(0, PolicyVersion(0, 0))
         for _ in range(weather.engines):
             self.engine_up()
@@ -66,6 +68,7 @@ class World:
         actions = self.scheduler.step(event)
         self.oracle.actions(event, actions)
         self.warnings += [action.name for action in actions if isinstance(action, ev.Warn)]
+        self.held_back += self.oracle.held_back()
         return actions
 
     @property
@@ -115,6 +118,8 @@ class World:
         moves = self.moves()
         if not moves:
             return False
+        if self.weather.slow_scores and not self.calm and chance() < self.weather.slow_scores:
+            moves = [move for move in moves if move != "judge"] or moves
         getattr(self, self.random.choice(moves))()
         return True
 

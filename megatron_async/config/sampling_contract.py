@@ -1,0 +1,93 @@
+"""What keeps an engine's log-probs those of the distribution that it samples from.
+
+A loss trusts that a token was drawn with the log-prob that came with it, at `sampling.temperature`.
+SGLang has settings, arguments and environment variables that break this without an error (read in
+SGLang 0.5.23, whose source tests/rollout/test_sampling_contract.py compares with these lists).
+
+Invariants
+- A setting or argument that breaks it is refused when the configuration is loaded.
+- Variables that break it are not handed to a server. What is in neither list is found by the check
+  of every engine after an update (docs/weights.md).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+# SGLang decodes greedily below 1e-6, with log-probs of temperature 1. Well above that a ratio is
+# still meaningless: rounding errors of the logits are divided by the temperature. With float32
+# engines the largest error of a log-prob is 4e-5 at 0.01.
+LEAST_TEMPERATURE = 0.01
+LARGEST_TEMPERATURE = 100.0
+
+_OTHER_MODEL = "engines then run another model than the trainer"
+_OTHER_DRAW = "tokens are then drawn from another distribution than their log-probs describe"
+_OLD_PREFIXES = "it keeps prompt prefixes that other weights have computed"
+# Argument -> why it is refused, or which setting it has.
+_REFUSED = {
+    "--preferred-sampling-params": "engines then do not sample as `sampling` says",
+    "--enable-watermark": _OTHER_DRAW,
+    "--watermark-config": _OTHER_DRAW,
+    "--speculative-accept-threshold-single": _OTHER_DRAW,
+    "--speculative-accept-threshold-acc": _OTHER_DRAW,
+    "--dllm-algorithm": _OTHER_DRAW,
+    "--json-model-override-args": f"{_OTHER_MODEL}; change config.json in model.path",
+    "--forward-hooks": _OTHER_MODEL,
+    "--lora-paths": _OTHER_MODEL,
+    "--quantize-and-serve": f"{_OTHER_MODEL}; see engines.quantization",
+    "--modelopt-quant": f"{_OTHER_MODEL}; see engines.quantization",
+    "--allow-auto-truncate": "log-probs are then those of a shorter prompt",
+    "--weight-version": "each update sets the version that tokens carry",
+    "--hicache-storage-backend": _OLD_PREFIXES,
+    "--enable-unified-cache-external-linker": _OLD_PREFIXES,
+    "--enable-lmcache": _OLD_PREFIXES,
+    "--enable-flexkv": _OLD_PREFIXES,
+    "--config": "what such a file contains is not checked; list its arguments",
+    "--model-path": "set model.path",
+    "--dtype": "set engines.dtype",
+    "--device": "set engines.device",
+    "--tp-size": "set engines.tensor",
+    "--tensor-parallel-size": "set engines.tensor",
+    "--host": "set engines.host",
+    "--port": "a free port is found",
+    "--api-key": "set engines.api_key",
+    "--stream-interval": "set engines.stream_interval",
+    "--max-total-tokens": "set engines.max_total_tokens",
+    "--max-running-requests": "set engines.max_running_requests",
+    "--context-length": "set engines.context_length",
+    "--quantization": "set engines.quantization",
+}
+_BREAKING_VARIABLES = re.compile(
+    r"SGLANG_(RETURN_ORIGINAL_LOGPROB|SANITIZE_NAN_LOGITS|(.*_)?SIMULATE_.*|TEST_.*"
+    r"|KV_CANARY_PERTURB_.*|DEBUG_HISPARSE_SKIP_IO|SKIP_SOFTMAX_.*|NGRAM_FORCE_GREEDY_VERIFY"
+    r"|.*LILICORR.*)"
+)
+
+
+def temperature_fits(temperature: float) -> bool:
+    """Whether the log-probs of tokens at this temperature are those that they are drawn with."""
+    return LEAST_TEMPERATURE <= temperature <= LARGEST_TEMPERATURE
+
+
+def check_extra_args(arguments: Sequence[str]) -> None:
+    """Raises ValueError for SGLang arguments that break the contract or have their own setting.
+
+    SGLang takes a beginning of an argument for all of it, so those are refused too.
+    """
+    for argument in arguments:
+        flag = argument.partition("=")[0]
+        if re.match("--[a-z]", flag) is None:
+            continue
+        for refused, reason in _REFUSED.items():
+            if refused.startswith(flag):
+                raise ValueError(f"engines.extra_args has {argument}, which is refused: {reason}")
+
+
+def without_breaking_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a server, less what changes its tokens or their log-probs."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if _BREAKING_VARIABLES.fullmatch(name) is None
+    }

@@ -1,0 +1,60 @@
+"""The frames between a worker and its scorer process.
+
+Invariants
+- A request is JSON behind its length, on a pipe that only the worker writes to.
+- A reply is one JSON packet on a `SOCK_SEQPACKET` socket. The kernel keeps packets apart, so that
+  what else is written to the socket is a packet of its own and never shifts or breaks a reply.
+- Every frame has an `id`. A reply repeats that of its request.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import Any, BinaryIO, Final
+
+LARGEST_REPLY_BYTES: Final = 1 << 16
+START_ID: Final = "start"
+"""Of the scorer's first packet: it is ready, or refuses its settings."""
+END_ID: Final = "end"
+"""Of the keeper's only packet: the scorer has ended, and nothing that it started is left."""
+_LENGTH = struct.Struct(">Q")
+
+
+def request_frame(content: dict[str, Any]) -> bytes:
+    """A request as it travels."""
+    body = json.dumps(content).encode()
+    return _LENGTH.pack(len(body)) + body
+
+
+def read_request(stream: BinaryIO) -> dict[str, Any] | None:
+    """The next request; `None` when there will be no more."""
+    head = stream.read(_LENGTH.size)
+    if len(head) < _LENGTH.size:
+        return None
+    (length,) = _LENGTH.unpack(head)
+    body = stream.read(length)
+    if len(body) < length:
+        return None
+    content: dict[str, Any] = json.loads(body)
+    return content
+
+
+def reply_packet(content: dict[str, Any]) -> bytes:
+    """A reply as it travels. Raises ValueError when it is too large or holds NaN or infinity."""
+    body = json.dumps(content, allow_nan=False).encode()
+    if len(body) > LARGEST_REPLY_BYTES:
+        raise ValueError(
+            f"the score and its parts take {len(body)} bytes of JSON; at most "
+            f"{LARGEST_REPLY_BYTES} fit in a reply"
+        )
+    return body
+
+
+def parse_reply(packet: bytes) -> dict[str, Any] | None:
+    """The content of a packet, `None` when it is no reply at all."""
+    try:
+        content = json.loads(packet)
+    except (ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) and "id" in content else None

@@ -1,0 +1,179 @@
+"""Makes the scorer of a scorer process misbehave as `HOSTILE_SCORER` names, once it has its score.
+
+With this folder on PYTHONPATH it is imported by every Python process at its start, and acts in the
+scorer process only: what the tests start is the package's own code, unchanged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import stat
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+def _sockets() -> Iterator[int]:
+    """Descriptors of this process that are sockets: the reply channel is one of them."""
+    for fd in range(3, 1100):
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(fd).st_mode):
+                yield fd
+
+
+def _write_everywhere(data: bytes, descriptors: Any = range(3, 31)) -> None:
+    for fd in descriptors:
+        with contextlib.suppress(OSError):
+            os.write(fd, data)
+
+
+def _request_id() -> str:
+    """The id of the request in hand, dug out of the frames of the harness."""
+    frame = sys._getframe()
+    while "request" not in frame.f_locals:
+        assert frame.f_back is not None
+        frame = frame.f_back
+    return str(frame.f_locals["request"]["id"])
+
+
+def fork_and_return(score: Any) -> Any:
+    os.fork()
+    return score
+
+
+def fork_and_raise(score: Any) -> Any:
+    if os.fork() == 0:
+        raise RuntimeError("raised in a forked copy")
+    return score
+
+
+def fork_and_forge(score: Any) -> Any:
+    """A forked copy that knows the request's id replies first."""
+    number = _request_id()
+    pid = os.fork()
+    if pid == 0:
+        reply = {"id": number, "reward": 9.0, "detail": {}}
+        _write_everywhere(json.dumps(reply).encode(), _sockets())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    return score
+
+
+def garbage(score: Any) -> Any:
+    _write_everywhere(b"garbage\n")
+    return score
+
+
+def garbage_in_the_channel(score: Any) -> Any:
+    for data in (b"garbage\n", b"", b"[1]", b"[" * 9999, b'{"reward": 9.0, "detail": {}}\n'):
+        _write_everywhere(data, _sockets())
+    return score
+
+
+def flood(score: Any) -> Any:
+    descriptors = list(_sockets())
+    while True:
+        _write_everywhere(b"garbage\n", descriptors)
+
+
+def flood_from_a_thread(score: Any) -> Any:
+    if threading.active_count() == 1:
+        threading.Thread(target=flood, args=(score,), daemon=True).start()
+    time.sleep(0.05)  # lets the thread write
+    return score
+
+
+def printed(score: Any) -> Any:
+    print("x" * 3_000_000)
+    os.write(1, b'{"reward": 9.0, "detail": {}}\n')
+    os.write(2, b"y" * 100_000)
+    return score
+
+
+def read_input(score: Any) -> Any:
+    assert sys.stdin.read() == ""
+    return score
+
+
+def leave_children(score: Any) -> Any:
+    """One child, and one grandchild in a session of its own, whose parents have ended."""
+    if os.fork() == 0:
+        time.sleep(600)
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            time.sleep(600)
+        os._exit(0)
+    return score
+
+
+def leave_children_and_hang(score: Any) -> Any:
+    leave_children(score)
+    time.sleep(600)
+
+
+def leave_children_and_die(score: Any) -> Any:
+    leave_children(score)
+    os._exit(3)
+
+
+def nan(score: Any) -> Any:
+    return dataclasses.replace(score, reward=float("nan"))
+
+
+def infinite(score: Any) -> Any:
+    return dataclasses.replace(score, reward=float("-inf"))
+
+
+def nan_part(score: Any) -> Any:
+    return dataclasses.replace(score, detail={**score.detail, "part": float("nan")})
+
+
+def huge_number(score: Any) -> Any:
+    return dataclasses.replace(score, reward=10**400)
+
+
+def huge_reply(score: Any) -> Any:
+    return dataclasses.replace(score, detail={f"part {n}": float(n) for n in range(10_000)})
+
+
+def text_for_a_reward(score: Any) -> Any:
+    return dataclasses.replace(score, reward="full marks")
+
+
+def nothing(score: Any) -> Any:
+    return None
+
+
+def exit_at_once(score: Any) -> Any:
+    sys.exit(1)
+
+
+def endless_recursion(score: Any) -> Any:
+    return endless_recursion(score)
+
+
+def _misbehave(behaviour: Callable[[Any], Any]) -> None:
+    import megatron_async.tasks.build as build
+
+    build_scorer = build.build_scorer
+
+    def build_hostile(config: Any) -> Any:
+        scorer = build_scorer(config)
+
+        class Hostile:
+            def score(self, payload: dict[str, Any], text: str) -> Any:
+                return behaviour(scorer.score(payload, text))
+
+        return Hostile()
+
+    build.build_scorer = build_hostile
+
+
+if "HOSTILE_SCORER" in os.environ and "megatron_async.tasks.verifier_process" in sys.orig_argv:
+    _misbehave(globals()[os.environ["HOSTILE_SCORER"]])
