@@ -1,0 +1,68 @@
+"""A checksum of a tensor that adds over its pieces, wherever and by whom they are held.
+
+    checksum(whole) == sum(checksum(piece) for piece in any cut of it)    (mod 2**64)
+
+It is the sum of a hash of (place in the whole tensor, bits) over all elements: equal exactly when
+the same bits are at the same places (but for chance, 2**-64). So the ranks of any layout can
+agree on it without one of them seeing the tensor: each adds up what it holds, and the sums are
+added.
+
+Invariants
+- The value is part of the checkpoint format: it does not depend on layout, device or chunk size.
+- Works on the tensor's own device, in chunks: memory for one chunk, whatever the tensor's size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+# Odd constants: of the golden ratio (Knuth 1998, section 6.4), and of the mixing function of
+# SplitMix64 (Steele, Lea and Flood 2014, OOPSLA, figure 15).
+_PLACE = 0x9E3779B97F4A7C15
+_MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Small enough for a core's cache; a GPU wants larger pieces of work.
+_CHUNK = {"cpu": 1 << 15, "cuda": 1 << 22}
+
+
+def checksum(piece: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
+    """Sum over the elements of `piece`, which lies at `offsets` of a tensor of shape `shape`.
+
+    One or two axes. The result is a number of int64 on the piece's device: 64 bits, wrapping.
+    """
+    stride = shape[-1]
+    first = offsets[-1] + (offsets[0] * stride if len(shape) == 2 else 0)
+    bits_RC = piece.detach().view(_BITS[piece.element_size()])
+    bits_RC = bits_RC.reshape(-1, piece.shape[-1])
+    if bits_RC.shape[1] == stride and bits_RC.is_contiguous():  # one run of places
+        bits_RC = bits_RC.reshape(1, -1)
+    limit = _CHUNK.get(piece.device.type, _CHUNK["cpu"])
+    cols = min(limit, max(1, bits_RC.shape[1]))
+    rows = min(max(1, limit // cols), max(1, bits_RC.shape[0]))
+    places_RC = _arange(rows, piece)[:, None] * stride + _arange(cols, piece)
+    places_RC *= signed(_PLACE)
+    total = torch.zeros((), dtype=torch.int64, device=piece.device)
+    for row, band_RC in enumerate(bits_RC.split(rows)):
+        for column, chunk_RC in enumerate(band_RC.split(cols, dim=1)):
+            begin = first + row * rows * stride + column * cols
+            hashes_RC = places_RC[: chunk_RC.shape[0], : chunk_RC.shape[1]] + chunk_RC
+            hashes_RC += signed(begin * _PLACE)
+            for constant in _MIX:
+                hashes_RC ^= hashes_RC >> 32
+                hashes_RC *= signed(constant)
+            hashes_RC ^= hashes_RC >> 32
+            total += hashes_RC.sum()
+    return total
+
+
+def _arange(count: int, like: Tensor) -> Tensor:
+    return torch.arange(count, dtype=torch.int64, device=like.device)
+
+
+def signed(number: int) -> int:
+    """The number modulo 2**64, as the int64 of the same bits."""
+    number &= (1 << 64) - 1
+    return number - (1 << 64) if number >> 63 else number
