@@ -48,6 +48,8 @@ def test_it_runs_on_the_cpu_wherever_it_is(
 ) -> None:
     shutil.copytree(ROOT / "launch", tmp_path / "launch")
     shutil.copy(ROOT / "setup.py", tmp_path)
+    (tmp_path / "kernels").mkdir()
+    shutil.copy(ROOT / "kernels" / "pyproject.toml", tmp_path / "kernels")
     script(tmp_path / "bin" / "nvidia-smi", f"#!/bin/sh\nexit {int(not gpu)}\n")
     for name in (".venv", ".venv-cpu", "mine", "mine-cpu"):
         script(tmp_path / name / "bin" / "python", "#!/bin/sh\n")
