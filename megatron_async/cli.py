@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Annotated
 
@@ -90,6 +90,7 @@ def train(
     With `--from-step N` it goes back first; newer checkpoints become checkpoints/abandoned_*.
     """
     from megatron_async.config import load_config
+    from megatron_async.run.claim import claimed, new_run
     from megatron_async.run.devices import split_of_this_machine
     from megatron_async.run.directory import RunDirectory
     from megatron_async.run.preflight import check_one_machine, check_probe_tolerance, check_run
@@ -98,28 +99,32 @@ def train(
     from megatron_async.run.supervisor import Supervisor
 
     _check_from_step(from_step, resume)
-    if resume is not None:
-        if config is not None:
-            raise UserError(f"--resume {resume} has its own config.yaml; --config {config} is idle")
-        found, settings = RunDirectory.find(resume, list(overrides or []), "--resume")
-    else:
-        settings = load_config(_need(config, "train"), list(overrides or []))
-    check_one_machine(settings)
-    check_run(settings)
-    check_probe_tolerance(settings)
-    devices = split_of_this_machine(settings)
-    if resume is not None:
-        back = None if from_step is None else rollback_to(found, from_step)
-        directory, settings = RunDirectory.open(resume, list(overrides or []))
-        for place in back.carry_out() if back is not None else ():
-            typer.echo(f"set aside: {place}")
-    else:
-        directory = RunDirectory.create(settings)
-    try:
-        Supervisor(settings, directory, devices).run()
-    except KeyboardInterrupt:
-        typer.echo(f"go on with: megatron-async train --resume {directory.path}", err=True)
-        raise
+    with ExitStack() as stack:
+        if resume is not None:
+            if config is not None:
+                raise UserError(
+                    f"--resume {resume} has its own config.yaml; --config {config} is idle"
+                )
+            directory, settings = RunDirectory.find(resume, list(overrides or []), "--resume")
+            stack.enter_context(claimed(directory, "megatron-async train --resume"))
+        else:
+            settings = load_config(_need(config, "train"), list(overrides or []))
+        check_one_machine(settings)
+        check_run(settings)
+        check_probe_tolerance(settings)
+        devices = split_of_this_machine(settings)
+        if resume is not None:
+            back = None if from_step is None else rollback_to(directory, from_step)
+            directory.save_config(settings)
+            for place in back.carry_out() if back is not None else ():
+                typer.echo(f"set aside: {place}")
+        else:
+            directory = stack.enter_context(new_run(settings, "megatron-async train"))
+        try:
+            Supervisor(settings, directory, devices).run()
+        except KeyboardInterrupt:
+            typer.echo(f"go on with: megatron-async train --resume {directory.path}", err=True)
+            raise
     from rich.console import Console
 
     console = Console(soft_wrap=True)
@@ -140,10 +145,10 @@ def sft(
 ) -> None:
     """Fine-tune on worked answers with the same Megatron trainer; leaves a HF checkpoint."""
     from megatron_async.config import load_config
+    from megatron_async.run.claim import new_run
     from megatron_async.run.devices import check_trainer_here
-    from megatron_async.run.directory import RunDirectory
     from megatron_async.run.preflight import check_one_machine, check_run
-    from megatron_async.run.sft import run_sft, run_sft_on_nodes
+    from megatron_async.run.sft import SFT, run_sft, run_sft_on_nodes
 
     settings = load_config(_need(config, "sft"), list(overrides or []))
     if session is None:
@@ -155,7 +160,8 @@ def sft(
     if out.exists() and any(out.iterdir()):
         raise UserError(f"--out {out} exists and is not empty")
     if session is None:
-        run_sft(settings, RunDirectory.create(settings), out)
+        with new_run(settings, SFT) as directory:
+            run_sft(settings, directory, out)
     else:
         run_sft_on_nodes(settings, out, session, index)
     if index == 0:
@@ -218,14 +224,16 @@ def rollout(
 
     Ends when the trainers have ended. `launch` sets all of this up; this is the part by itself.
     """
+    from megatron_async.run.claim import claimed
     from megatron_async.run.directory import RunDirectory
     from megatron_async.run.node import drive_rollout
     from megatron_async.run.preflight import check_probe_tolerance, check_run
 
-    directory, settings = RunDirectory.open(run_directory, [])
-    check_run(settings)
-    check_probe_tolerance(settings)
-    outcome = drive_rollout(settings, directory, ray_address, None)
+    directory, settings = RunDirectory.find(run_directory, [])
+    with claimed(directory, "megatron-async rollout"):
+        check_run(settings)
+        check_probe_tolerance(settings)
+        outcome = drive_rollout(settings, directory, ray_address, None)
     typer.echo(f"the trainers have ended: {outcome.value}")
 
 
@@ -318,7 +326,7 @@ def report(run_directory: Annotated[Path, typer.Argument(help="runs/NAME")]) -> 
     from megatron_async.run.directory import RunDirectory
     from megatron_async.run.report import closing_table, summarise, where_things_are
 
-    directory, _ = RunDirectory.open(run_directory, [])
+    directory, _ = RunDirectory.find(run_directory, [])
     console = Console(soft_wrap=True)
     console.print(closing_table(summarise(directory), directory))
     console.print(where_things_are(directory), highlight=False)

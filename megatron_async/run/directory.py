@@ -3,6 +3,7 @@
 Invariants
 - A run directory is complete (its config.yaml is there) or it is not a run.
 - A new run never writes into the directory of another one; `--resume` is the way to go on.
+- Settings are written only by who has the run's lock (`run/claim.py`); its own processes read them.
 - What one process has to tell the others beyond Ray and collectives goes through small files here,
   written atomically.
 - A config.yaml that holds the engines' key is readable by its user only, from its first byte on.
@@ -10,6 +11,7 @@ Invariants
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_async.config import RunConfig, dump, load_config
+from megatron_async.disk import CannotWrite, writing
 from megatron_async.errors import ComponentFailure, UserError
 
 
@@ -75,6 +78,11 @@ class RunDirectory:
         return self.path / "logs"
 
     @property
+    def lock_file(self) -> Path:
+        """Held by the launch that the run belongs to."""
+        return self.path / "run.lock"
+
+    @property
     def hf_export(self) -> Path:
         return self.path / "hf"
 
@@ -85,45 +93,41 @@ class RunDirectory:
     @classmethod
     def create(cls, config: RunConfig) -> RunDirectory:
         """A new run. Raises UserError when the name is taken or the place cannot be written."""
-        directory = cls((Path(config.root) / config.name).absolute())
+        directory = cls.of(config)
         if directory.config_file.exists():
             raise UserError(
                 f"run directory {directory.path} exists already: choose another name "
                 f"(got name {config.name!r}) or go on with it by --resume {directory.path}"
             )
         try:
-            directory.logs.mkdir(parents=True, exist_ok=True)
+            with writing(directory.path, "run directory"):
+                directory.logs.mkdir(parents=True, exist_ok=True)
             directory.save_config(config)
-        except OSError as error:
-            raise UserError(
-                f"run directory {directory.path} cannot be made: {error.strerror}"
-            ) from error
+        except CannotWrite as error:
+            raise UserError(str(error)) from error
         return directory
+
+    @classmethod
+    def of(cls, config: RunConfig) -> RunDirectory:
+        """Where a run with these settings lies, or will lie."""
+        return cls((Path(config.root) / config.name).absolute())
 
     @classmethod
     def find(
         cls, path: Path | str, overrides: list[str], named_by: str = "run directory"
     ) -> tuple[RunDirectory, RunConfig]:
-        """An existing run and its settings with `overrides` on top; writes nothing, so that both
-        can be checked first. Raises UserError naming what gave the path, e.g. an option.
+        """An existing run and its settings with `overrides` on top; writes nothing.
+
+        Raises UserError naming what gave the path, e.g. an option.
         """
         directory = cls(Path(path).absolute())
         if not directory.config_file.exists():
             raise UserError(f"{named_by} {path}: there is no run (no config.yaml) in it")
         return directory, load_config(directory.config_file, overrides)
 
-    @classmethod
-    def open(cls, path: Path | str, overrides: list[str]) -> tuple[RunDirectory, RunConfig]:
-        """`find`, and the run goes on with these settings. Raises UserError."""
-        directory, config = cls.find(path, overrides)
-        directory.logs.mkdir(exist_ok=True)
-        directory.save_config(config)
-        return directory, config
-
     def save_config(self, config: RunConfig) -> None:
         """What the run goes on with, for its other processes and for a resume."""
         text = dump(config)
-        # Every rank opens the run; hardly one changes its settings.
         if not self.config_file.exists() or self.config_file.read_text() != text:
             write_atomically(self.config_file, text, private=bool(config.engines.api_key))
 
@@ -182,22 +186,24 @@ class RunDirectory:
 def write_atomically(
     path: Path, text: str, *, private: bool = False, durable: bool = False
 ) -> None:
-    """All of `text` or nothing, also for a reader at the same time.
+    """All of `text` or nothing, also for a reader at the same time. Raises CannotWrite.
 
     `private`: nobody but this user can read it; `durable`: it survives a power loss.
     """
     # Not the process id: on a shared file system another node's process may have the same.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        temporary.touch(mode=0o600 if private else 0o666)
-        temporary.write_text(text)
-        if durable:
-            _sync(temporary)
-        temporary.replace(path)
-        if durable:
-            _sync(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with writing(path):
+        try:
+            temporary.touch(mode=0o600 if private else 0o666)
+            temporary.write_text(text)
+            if durable:
+                _sync(temporary)
+            temporary.replace(path)
+            if durable:
+                _sync(path.parent)
+        finally:
+            with contextlib.suppress(OSError):  # the error of the write is the one that matters
+                temporary.unlink(missing_ok=True)
 
 
 def _sync(path: Path) -> None:

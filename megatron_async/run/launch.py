@@ -19,8 +19,9 @@ from pathlib import Path
 from megatron_async.config import RunConfig, load_config
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.rollout.nodes import NODE_HOST
+from megatron_async.run.claim import claimed, new_run
 from megatron_async.run.devices import check_ranks
-from megatron_async.run.directory import RunDirectory
+from megatron_async.run.directory import RunDirectory, write_atomically
 from megatron_async.run.preflight import check_run
 from megatron_async.run.rollback import rollback_to
 
@@ -109,27 +110,30 @@ def launch_run(
     else:
         assert config_file is not None
         config = load_config(config_file, overrides)
-        directory = RunDirectory((Path(config.root) / config.name).absolute())
+        directory = RunDirectory.of(config)
     config = for_hosts(config)
     check_run(config)
     check_nodes(config, cluster.gpus_per_node)
     rollout_nodes = cluster.rollout_nodes(config)
-    back = None if from_step is None else rollback_to(directory, from_step)
     script = job_script(config, directory, cluster, rollout_nodes)
     if dry_run:
+        if from_step is not None:
+            rollback_to(directory, from_step)
         return script if slurm else by_hand(config, directory, rollout_nodes)
     if slurm and shutil.which("sbatch") is None:
         raise UserError("--slurm: there is no sbatch on this machine; --dry-run shows the script")
-    if resume is None:
-        directory = RunDirectory.create(config)
-    else:
+    what, places, job_file = "megatron-async launch", [], directory.path / "job.sbatch"
+    # Not for longer than this: the job that is submitted takes the run at its start.
+    with new_run(config, what) if resume is None else claimed(directory, what):
+        back = None if from_step is None else rollback_to(directory, from_step)
         directory.save_config(config)
-    places = back.carry_out() if back is not None else []
+        if back is not None:
+            places = back.carry_out()
+        if slurm:
+            write_atomically(job_file, script)
     said = "".join(f"# set aside: {place}\n" for place in places)
     if not slurm:
         return said + by_hand(config, directory, rollout_nodes)
-    job_file = directory.path / "job.sbatch"
-    job_file.write_text(script)
     try:
         answer = _submit(job_file)
     except ComponentFailure as error:

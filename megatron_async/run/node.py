@@ -22,7 +22,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -35,6 +35,7 @@ from megatron_async.rollout.nodes import (
     node_address,
     ray_directory,
 )
+from megatron_async.run.claim import RunInUse, claimed
 from megatron_async.run.directory import Outcome, RunDirectory
 from megatron_async.run.environment import RAY_NODE_ENVIRONMENT, trainer_environment
 from megatron_async.run.meeting import MEET_SECONDS, TrainerNode
@@ -48,13 +49,15 @@ _RAY_STOP_SECONDS = 15.0
 # A raylet whose head has gone before it waits long for it, and has nothing else to do by then.
 _RAY_JOINED_STOP_SECONDS = 3.0
 _RAY_KILL_SECONDS = 1.0
+# Longer than file systems take to give up the locks of a host that is gone (NFS: 90 s).
+_TAKEOVER_SECONDS = 150.0
 
 
 class Node:
     """What the roles share: where they are in the run, and their children."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        self.directory, self.config = RunDirectory.open(arguments.run_directory, [])
+        self.directory, self.config = RunDirectory.find(arguments.run_directory, [])
         self.session = Session.join(self.directory, arguments.session)
         self.index: int = arguments.index
         self.count: int = arguments.count
@@ -99,9 +102,11 @@ def run_rollout(node: Node) -> int:
     """Role `rollout`."""
     if node.index > 0:
         return _join_rollout(node)
-    node.session.begin()
-    node.use_token()
-    try:
+    with ExitStack() as stack:
+        stack.callback(node.session.close)  # also when the run is refused: the others wait
+        _take_run(node, stack)
+        stack.callback(node.session.close)  # before the run is given up
+        node.use_token()
         check_probe_tolerance(node.config)  # here: a login node may have other devices
         port = free_port()
         address = f"{node.address}:{port}"
@@ -115,9 +120,26 @@ def run_rollout(node: Node) -> int:
             _wait_for_port(node.address, port, ray_node)
             node.session.publish("ray", {"address": address})
             outcome = drive_rollout(node.config, node.directory, address, node.session)
-    finally:
-        node.session.close()
     return REQUEUE_CODE if outcome is Outcome.STOPPED else 0
+
+
+def _take_run(node: Node, stack: ExitStack) -> None:
+    """The run is this session's from here on. Raises UserError when another launch has it.
+
+    What a lost node has left running of the same Slurm job ends itself as soon as it sees the new
+    session; then its lock is free.
+    """
+    what, session = f"session {node.session.path.name}", node.session.path.name
+    try:
+        stack.enter_context(claimed(node.directory, what, session=session))
+        node.session.begin()
+    except RunInUse as held:
+        if held.holder is None or not node.session.follows(held.holder.session):
+            raise
+        node.session.begin()
+        stack.enter_context(
+            claimed(node.directory, what, session=session, wait_seconds=_TAKEOVER_SECONDS)
+        )
 
 
 def _join_rollout(node: Node) -> int:

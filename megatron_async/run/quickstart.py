@@ -15,7 +15,8 @@ from rich.console import Console
 
 from megatron_async.config import RunConfig
 from megatron_async.rollout.evaluate import EvalResult
-from megatron_async.run.devices import split_of_this_machine
+from megatron_async.run.claim import new_run
+from megatron_async.run.devices import DeviceSplit, split_of_this_machine
 from megatron_async.run.directory import RunDirectory
 from megatron_async.run.evaluation import evaluate_checkpoints
 from megatron_async.run.preflight import check_one_machine, check_probe_tolerance
@@ -47,8 +48,12 @@ def quickstart(config: RunConfig) -> None:
     check_one_machine(config)
     check_probe_tolerance(config)
     devices = split_of_this_machine(config)
+    with new_run(config, "megatron-async quickstart") as directory:
+        _run_in(directory, config, devices)
+
+
+def _run_in(directory: RunDirectory, config: RunConfig, devices: DeviceSplit) -> None:
     console = Console(soft_wrap=True)
-    directory = RunDirectory.create(config)
     initial, tuned = directory.path / "model", directory.path / "sft"
     phases = _Phases()
     console.print(f"1/4 building the model in {initial}")

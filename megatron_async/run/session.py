@@ -81,6 +81,14 @@ class Session:
         token.write_text(secrets.token_hex(32))
         write_atomically(self._owner_file, self.path.name)
 
+    def follows(self, other: str) -> bool:
+        """Whether session `other` was an earlier start of the same Slurm job (JOB.RESTARTS)."""
+        (job, _, count), (their_job, _, their_count) = (
+            name.rpartition(".") for name in (self.path.name, other)
+        )
+        numbers = count.isdigit() and their_count.isdigit()
+        return bool(job) and job == their_job and numbers and int(their_count) < int(count)
+
     def is_current(self) -> bool:
         """Whether no newer session has begun."""
         return self._owner_file.exists() and self._owner_file.read_text() == self.path.name

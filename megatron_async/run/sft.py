@@ -13,12 +13,14 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 
 from megatron_async.config import RunConfig
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.rollout.nodes import node_address
+from megatron_async.run.claim import new_run
 from megatron_async.run.directory import RunDirectory
 from megatron_async.run.environment import trainer_environment
 from megatron_async.run.meeting import MEET_SECONDS, TrainerNode
@@ -29,6 +31,7 @@ from megatron_async.telemetry.progress import Progress
 from megatron_async.trainer.report import StepReport
 from megatron_async.trajectory.batch import TokenBatch
 
+SFT: Final = "megatron-async sft"
 _POLL_SECONDS = 0.5
 
 
@@ -78,18 +81,16 @@ def run_sft_on_nodes(config: RunConfig, destination: Path, session_name: str, in
     if not 0 <= index < count:
         raise UserError(f"--index is {index}; parallel.nodes is {count}, so it is 0 to {count - 1}")
     check_name(session_name)
-    directory = RunDirectory((Path(config.root) / config.name).absolute())
-    if index == 0:
-        RunDirectory.create(config)
-        session = Session.join(directory, session_name)
-        session.begin()
-    else:  # the directory may be another run's, and only the first node finds out
-        session = Session.begun(directory, session_name, MEET_SECONDS)
-    try:
-        run_sft(config, directory, destination, TrainerNode(session, index, count, node_address()))
-    finally:
+    directory = RunDirectory.of(config)
+    with ExitStack() as stack:
         if index == 0:
-            session.close()
+            stack.enter_context(new_run(config, f"{SFT}, session {session_name}"))
+            session = Session.join(directory, session_name)
+            stack.callback(session.close)
+            session.begin()
+        else:  # the directory may be another run's, and only the first node finds out
+            session = Session.begun(directory, session_name, MEET_SECONDS)
+        run_sft(config, directory, destination, TrainerNode(session, index, count, node_address()))
 
 
 def example_batch(examples: Sequence[WorkedExample], step: int) -> TokenBatch:
@@ -159,7 +160,7 @@ def _sft_metrics(report: StepReport) -> dict[str, float]:
 
 def main(arguments: list[str]) -> int:
     """Exit code of one rank: 0, 1 for a failed component, 2 for bad input."""
-    directory, config = RunDirectory.open(arguments[0], [])
+    directory, config = RunDirectory.find(arguments[0], [])
     try:
         train(config, directory, Path(arguments[1]))
     except (UserError, ComponentFailure) as error:

@@ -99,7 +99,7 @@ def train(directory: RunDirectory, config: RunConfig, ray_address: str, stop: St
 def main(arguments: list[str]) -> int:
     """Exit code: 0, 1 for a failed component, 2 for bad input."""
     stop = StopRequest.from_environment()
-    directory, config = RunDirectory.open(arguments[0], [])
+    directory, config = RunDirectory.find(arguments[0], [])
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     try:
         train(directory, config, os.environ[RAY_ADDRESS_VARIABLE], stop)

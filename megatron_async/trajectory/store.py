@@ -25,12 +25,12 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import TextIO
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_async.config.rollout import StoreConfig
+from megatron_async.file_lock import FileLock
 from megatron_async.trajectory import store_schema as schema
 from megatron_async.trajectory.packing import line_number
 from megatron_async.trajectory.store_compactor import Compactor
@@ -93,7 +93,9 @@ class TrajectoryStore:
             raise
         return cls(path, settings or StoreConfig(), lock, state)
 
-    def __init__(self, path: Path, settings: StoreConfig, lock: TextIO, state: StoreState) -> None:
+    def __init__(
+        self, path: Path, settings: StoreConfig, lock: FileLock, state: StoreState
+    ) -> None:
         """Use `open`."""
         self._path, self._settings, self._state = path, settings, state
         self._branch_points = state.tree.branch_points(state.lineage)

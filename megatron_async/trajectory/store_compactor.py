@@ -109,7 +109,7 @@ class Compactor:
         lock = self._writer.share_lock()
 
         def write() -> int:
-            with lock, closing(schema.connect(self._path, read_only=True)) as connection:
+            with closing(lock), closing(schema.connect(self._path, read_only=True)) as connection:
                 return export.write_lines(connection, change, file)
 
         try:

@@ -6,15 +6,12 @@ holds it to its own end (`store_writer`), however long its last write takes.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 from pathlib import Path
-from typing import TextIO
 
+from megatron_async.disk import CannotWrite
 from megatron_async.errors import UserError
-
-_HELD = (errno.EWOULDBLOCK, errno.EACCES)  # by another; any other error is the file system's
+from megatron_async.file_lock import FileLock, Holder, LockHeld, NoLocks
 
 
 def check_not_in_use(path: Path) -> None:
@@ -22,31 +19,24 @@ def check_not_in_use(path: Path) -> None:
     lock_store(path).close()
 
 
-def lock_store(path: Path) -> TextIO:
-    """Keep other writers out until the file is closed.
+def lock_store(path: Path) -> FileLock:
+    """Keep other writers out until the lock is closed.
 
-    Raises UserError when a writer has it, or where there are no locks.
+    Raises UserError when a writer has it, where there are no locks, and when it cannot be written.
     """
-    lock = path.with_name(path.name + ".lock").open("a+")
+    file = path.with_name(path.name + ".lock")
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        lock.seek(0)
-        owner = lock.read().strip()
-        lock.close()
-        if error.errno not in _HELD:
-            raise UserError(
-                f"trajectory store {path} cannot be locked ({error.strerror}): its file system "
-                "does not support flock"
-            ) from error
-        if owner == str(os.getpid()):
+        return FileLock.take(file, Holder.this_process("trajectory store"))
+    except CannotWrite as error:
+        raise UserError(str(error)) from error
+    except NoLocks as error:
+        raise UserError(
+            f"trajectory store {path} cannot be locked ({error}): its file system does not support "
+            "flock"
+        ) from error
+    except LockHeld as held:
+        if held.holder is not None and held.holder.is_here and held.holder.pid == os.getpid():
             raise UserError(
                 f"{path} is in use by this process, in which an earlier write has not ended"
-            ) from error
-        raise UserError(
-            f"{path} is in use by another process (pid {owner or 'unknown'})"
-        ) from error
-    lock.truncate(0)
-    lock.write(f"{os.getpid()}\n")
-    lock.flush()
-    return lock
+            ) from held
+        raise UserError(f"{path} is in use by {held}") from held

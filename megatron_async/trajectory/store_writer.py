@@ -14,16 +14,16 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-import os
 import sqlite3
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TypeVar
 
 from megatron_async.errors import ComponentFailure
+from megatron_async.file_lock import FileLock
 from megatron_async.trajectory import store_schema as schema
 from megatron_async.trajectory.store_schema import TABLES, Row
 
@@ -57,7 +57,7 @@ class StoreWriter:
         self,
         path: Path,
         position: int,
-        lock: TextIO,
+        lock: FileLock,
         *,
         max_pending_bytes: int = 64 * 1024 * 1024,
         stall_seconds: float = 60.0,
@@ -89,11 +89,11 @@ class StoreWriter:
         """What waits for the next transaction."""
         return self._pending.size
 
-    def share_lock(self) -> TextIO:
+    def share_lock(self) -> FileLock:
         """The store stays locked until this is closed too. For who writes beside it."""
         with self._changed:
             self._check()
-            return os.fdopen(os.dup(self._lock.fileno()))
+            return self._lock.share()
 
     def add_chunk(self, row: Row, size: int, trajectory: Row | None = None) -> int:
         """Append one chunk row; returns the number of the transaction that it will be in.

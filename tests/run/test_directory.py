@@ -16,10 +16,11 @@ from tests.trajectory.disk import keeping, needs_compiler
 def test_a_new_run_writes_its_settings_and_opening_reads_them_back(tmp_path: Path) -> None:
     config = build_config({"name": "a", "root": str(tmp_path), "seed": 7})
     directory = RunDirectory.create(config)
-    opened, settings = RunDirectory.open(directory.path, ["steps=9"])
+    opened, settings = RunDirectory.find(directory.path, ["steps=9"])
     assert opened == directory
     assert (settings.seed, settings.steps) == (7, 9)
-    assert RunDirectory.open(directory.path, [])[1].steps == 9, "an override lasts"
+    directory.save_config(settings)
+    assert RunDirectory.find(directory.path, [])[1].steps == 9, "an override lasts"
 
 
 def test_a_name_that_is_taken_is_refused(tmp_path: Path) -> None:
@@ -32,7 +33,7 @@ def test_a_name_that_is_taken_is_refused(tmp_path: Path) -> None:
 def test_resuming_what_is_no_run_is_refused(tmp_path: Path) -> None:
     nowhere = tmp_path / "nowhere"
     with pytest.raises(UserError, match=f"^run directory {nowhere}: there is no run"):
-        RunDirectory.open(nowhere, [])
+        RunDirectory.find(nowhere, [])
     with pytest.raises(UserError, match=f"^--resume {nowhere}: there is no run"):
         RunDirectory.find(nowhere, [], "--resume")
 
@@ -40,7 +41,7 @@ def test_resuming_what_is_no_run_is_refused(tmp_path: Path) -> None:
 def test_a_root_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     config = build_config({"name": "a", "root": str(tmp_path / "file")})
-    with pytest.raises(UserError, match="cannot be made"):
+    with pytest.raises(UserError, match=r"run directory .* cannot be written: Not a directory"):
         RunDirectory.create(config)
 
 
@@ -55,7 +56,7 @@ def test_a_config_with_a_key_is_its_users_own_whenever_it_is_written(tmp_path: P
     content = {"name": "a", "root": str(tmp_path), "engines": {"api_key": "secret"}}
     directory = RunDirectory.create(build_config(content))
     assert stat.S_IMODE(directory.config_file.stat().st_mode) == 0o600
-    RunDirectory.open(directory.path, ["steps=9"])
+    directory.save_config(RunDirectory.find(directory.path, ["steps=9"])[1])
     assert stat.S_IMODE(directory.config_file.stat().st_mode) == 0o600
     assert not list(directory.path.glob(".*")), "no temporary file is left"
 

@@ -1,12 +1,16 @@
-"""Trainer ranks that die are restarted by torchrun in place, as often as it is allowed and no more.
+"""A live run: a second launch leaves it alone, and it restarts killed trainer ranks in place.
 
-No restart may be lost to what the attempt before has left behind.
+As often as it is allowed and no more: no restart is lost to what the attempt before has left.
 """
 
 from __future__ import annotations
 
 import random
-from pathlib import Path
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -16,21 +20,53 @@ from megatron_async.telemetry.metrics import read_metrics
 KILLS = 3
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(540)
-def test_a_run_goes_on_after_each_of_several_killed_ranks(tmp_path: Path) -> None:
-    """With as many restarts as kills: the run itself uses up none."""
-    prepare(tmp_path)
-    config = configuration("async", "simulated", tmp_path, "restarts", {})
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(540)]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunUnderFire]:
+    """With as many restarts as there will be kills."""
+    root = tmp_path_factory.mktemp("live")
+    prepare(root)
+    config = configuration("async", "simulated", root, "restarts", {})
     config["parallel"] = {"ranks": 2}
     config["trainer"]["max_restarts"] = KILLS
     run = RunUnderFire(config, random.Random(1))
     try:
         run.start()
-        for _ in range(KILLS):
-            run.kill("trainer")
+        yield run
     finally:
         run.close()
+
+
+def test_a_second_resume_is_refused_and_the_run_goes_on_undisturbed(run: RunUnderFire) -> None:
+    directory = run.directory
+    settings, lineage = directory.config_file.read_text(), (directory.path / "lineage").read_text()
+    engines = {process.pid for process in run.processes("engine")}
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "megatron_async.cli", "train"),
+            *("--resume", str(directory.path), "steps=3"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2
+    assert re.fullmatch(
+        rf"error: {directory.path} is in use by process \d+ on host \S+ \(megatron-async train, "
+        r"started .*\): wait for its end, or end it first\n",
+        done.stderr,
+    ), done.stderr
+    assert directory.config_file.read_text() == settings
+    assert (directory.path / "lineage").read_text() == lineage
+    run.wait_for_progress(time.time())
+    assert {process.pid for process in run.processes("engine")} == engines
+
+
+def test_it_goes_on_after_each_of_several_killed_ranks(run: RunUnderFire) -> None:
+    for _ in range(KILLS):
+        run.kill("trainer")
     lineages = {int(line["lineage"]) for line in read_metrics(run.directory.metrics_file)}
     log = (run.directory.logs / "trainer.log").read_text(errors="replace")
     assert max(lineages) == KILLS, log[-3000:]

@@ -442,7 +442,7 @@ except UserError as error:
         )
         count, refusal = done.stdout.splitlines()
         assert count == "2"
-        assert "is in use by another process" in refusal
+        assert "is in use by process" in refusal and "(trajectory store, started" in refusal
         await store.close()
 
     asyncio.run(scenario())
