@@ -1,6 +1,7 @@
 """The engine fleet: starts engines, notices the dead, restarts them, gives up with one sentence.
 
 Invariants
+- Engines are mended side by side: a lost node with all its engines costs one start.
 - An engine that was (re)started is handed to the driver as stale: it serves nothing before it
   holds the current weights.
 - One engine is restarted at most `engines.max_restarts` times; the run goes on while one is left.
@@ -12,8 +13,9 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from megatron_async.config.rollout import EngineConfig
 from megatron_async.errors import ComponentFailure, ProcessKilled
@@ -47,7 +49,7 @@ class Fleet:
         self._launcher = launcher
         self._members = [_Member(index) for index in range(settings.count)]
         self._driver: RolloutDriver | None = None
-        self._watcher: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Start all engines at once; the first that cannot start fails the run."""
@@ -70,15 +72,24 @@ class Fleet:
         for member in self._members:
             if member.client is not None:
                 driver.add_engine(member.client)
-        self._watcher = asyncio.create_task(self._watch(driver))
-        self._watcher.add_done_callback(lambda task: _report_crash(driver, task))
+        for member in self._members:
+            if member.client is None:  # the trainer before was lost while this was being mended
+                self._begin(driver, self._restart(driver, member))
+        self._begin(driver, self._take_lost(driver))
+        self._begin(driver, self._look_for_dead_processes(driver))
 
     def detach(self) -> None:
-        """Stop watching; the engines go on."""
+        """Stop watching and mending; the engines go on."""
         self._driver = None
-        if self._watcher is not None:
-            self._watcher.cancel()
-            self._watcher = None
+        for task in self._tasks:
+            task.cancel()
+        self._tasks = set()
+
+    def _begin(self, driver: RolloutDriver, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda done: _report_crash(driver, done))
 
     async def stop(self) -> None:
         """End every engine process."""
@@ -90,35 +101,32 @@ class Fleet:
             *(self._launcher.stop(m.index) for m in self._members), return_exceptions=True
         )
 
-    async def _watch(self, driver: RolloutDriver) -> None:
-        """Wait for lost engines (the driver's finding or a dead process), and mend."""
-        for member in self._members:
-            if member.client is None:  # the trainer before was lost while this was being mended
-                await self._restart(driver, member)
+    async def _take_lost(self, driver: RolloutDriver) -> None:
+        """Mend what the driver gives up, each as soon as it is known."""
         while True:
-            try:
-                # Not `wait_for`: until Python 3.12 it may give a result although it is cancelled.
-                async with asyncio.timeout(self._settings.health_interval_seconds):
-                    engine_id, why = await driver.lost_engines.get()
-            except TimeoutError:
-                await self._look_for_dead_processes(driver)
-                continue
+            engine_id, why = await driver.lost_engines.get()
             for member in self._members:
                 if member.client is not None and member.client.engine_id == engine_id:
-                    await self._mend(driver, member, why)
+                    # Forgotten first: a half-closed one must not be handed to the next driver.
+                    client, member.client, member.lost_because = member.client, None, why
+                    self._begin(driver, self._mend(driver, member, client))
 
     async def _look_for_dead_processes(self, driver: RolloutDriver) -> None:
-        for member in self._members:
-            if member.client is not None and not await self._launcher.alive(member.index):
-                engine_id = member.client.engine_id
-                driver.engine_failed(engine_id, f"the process of engine {engine_id} has ended")
+        while True:
+            await asyncio.sleep(self._settings.health_interval_seconds)
+            await asyncio.gather(*(self._look_at(driver, member) for member in self._members))
 
-    async def _mend(self, driver: RolloutDriver, member: _Member, why: str) -> None:
+    async def _look_at(self, driver: RolloutDriver, member: _Member) -> None:
+        client = member.client
+        if client is None or await self._launcher.alive(member.index):
+            return
+        if member.client is client:  # not restarted meanwhile
+            engine_id = client.engine_id
+            driver.engine_failed(engine_id, f"the process of engine {engine_id} has ended")
+
+    async def _mend(self, driver: RolloutDriver, member: _Member, lost: EngineClient) -> None:
         """Restart an engine that was lost, or take it out for good."""
-        # Forgotten first: a half-closed one must not be handed to the driver of the next trainer.
-        client, member.client, member.lost_because = member.client, None, why
-        if client is not None:
-            await client.close()
+        await lost.close()
         await self._restart(driver, member)
 
     async def _restart(self, driver: RolloutDriver, member: _Member) -> None:
