@@ -132,7 +132,12 @@ def main() -> None:
         root = Path(scratch)
         base = settings(options.model, root, options)
         config = build_config(base)
-        process = SGLangProcess(options.model, config.engines, root / "engine.log")
+        process = SGLangProcess(
+            options.model,
+            config.engines,
+            root / "engine.log",
+            in_place=config.schedule.in_place,
+        )
         process.start()
         try:
             costs = measure_engine(config, process.url)

@@ -42,15 +42,23 @@ from megatron_async.config.rollout import StoreConfig
 from megatron_async.trajectory.store import TrajectoryStore
 from megatron_async.trajectory.store_reader import StoreReader
 from megatron_async.trajectory.store_schema import PAGE_BYTES, chunk_data
-from megatron_async.trajectory.types import FinishReason, PolicyVersion, Prompt, TrajectoryState
+from megatron_async.trajectory.types import (
+    FinishReason,
+    PolicyVersion,
+    Prompt,
+    RequestKey,
+    TrajectoryState,
+)
 
 CHUNK = 64
 _TICK = 0.001
 _LOOP_SHARE = 64  # appends between two turns of the event loop
 
 
-async def append_all(store: TrajectoryStore, ids: list[int], chunks: int) -> dict[str, float]:
-    """Append `chunks` chunks to each trajectory. Returns seconds: wall, append, gap."""
+async def append_all(
+    store: TrajectoryStore, requests: list[RequestKey], chunks: int
+) -> dict[str, float]:
+    """Append `chunks` chunks of each request. Returns seconds: wall, append, gap."""
     tokens = np.arange(CHUNK, dtype=np.int32)
     logprobs = np.linspace(-3, 0, CHUNK, dtype=np.float32)
     version = PolicyVersion(0, 0)
@@ -68,9 +76,9 @@ async def append_all(store: TrajectoryStore, ids: list[int], chunks: int) -> dic
     await asyncio.sleep(0)
     start, cpu = time.perf_counter(), time.process_time()
     for _ in range(chunks):
-        for place, trajectory_id in enumerate(ids):
+        for place, request in enumerate(requests):
             before = time.perf_counter()
-            store.append(trajectory_id, tokens, logprobs, version, "engine-0")
+            store.append(request, tokens, logprobs, version, "engine-0")
             longest = max(longest, time.perf_counter() - before)
             if place % _LOOP_SHARE == 0:
                 await asyncio.sleep(0)
@@ -81,12 +89,12 @@ async def append_all(store: TrajectoryStore, ids: list[int], chunks: int) -> dic
     return {"wall": wall, "cpu": cpu, "append": longest, "gap": gap}
 
 
-async def durable_commits(store: TrajectoryStore, ids: list[int]) -> list[float]:
+async def durable_commits(store: TrajectoryStore, requests: list[RequestKey]) -> list[float]:
     """Milliseconds of each."""
     took = []
-    for trajectory_id in ids[:50]:
-        store.set_state(trajectory_id, TrajectoryState.PARTIAL)
-        store.set_state(trajectory_id, TrajectoryState.RUNNING)
+    for request in requests[:50]:
+        store.end_request(request)
+        store.begin_request(request.trajectory_id)
         before = time.perf_counter()
         await store.sync(durable=True)
         took.append((time.perf_counter() - before) * 1e3)
@@ -105,11 +113,11 @@ async def compaction(directory: Path) -> tuple[str, str]:
         group = store.add_group(Prompt(np.arange(200, dtype=np.int32), "benchmark"), 8)
         groups.append(group.group_id)
         for trajectory_id in (t.trajectory_id for t in group.trajectories):
-            store.set_state(trajectory_id, TrajectoryState.RUNNING)
+            request = store.begin_request(trajectory_id)
             for start in range(0, len(tokens), CHUNK):
                 part = slice(start, start + CHUNK)
                 version = PolicyVersion(0, 0)
-                store.append(trajectory_id, tokens[part], logprobs[part], version, "engine-0")
+                store.append(request, tokens[part], logprobs[part], version, "engine-0")
             await store.finish(trajectory_id, FinishReason.STOP)
             await store.set_reward(trajectory_id, 1.0)
     store.mark_batched(groups, 0)
@@ -157,13 +165,12 @@ async def measure(directory: Path, trajectories: int, tokens: int) -> list[tuple
     while len(ids) < trajectories:
         group = store.add_group(prompt, 8)
         ids += [t.trajectory_id for t in group.trajectories]
-    for trajectory_id in ids:
-        store.set_state(trajectory_id, TrajectoryState.RUNNING)
+    requests = [store.begin_request(trajectory_id) for trajectory_id in ids]
     await store.sync()
     chunks = -(-tokens // CHUNK)
-    took = await append_all(store, ids, chunks)
+    took = await append_all(store, requests, chunks)
     total = len(ids) * chunks * CHUNK
-    durable = await durable_commits(store, ids)
+    durable = await durable_commits(store, requests)
     killed = directory / "killed"
     shutil.copytree(path.parent, killed, ignore=shutil.ignore_patterns("*-shm", "*.lock"))
     await store.close()

@@ -25,7 +25,7 @@ from megatron_async.weights.http import EngineAddress, call
 from tests.hf_models import save_hf_model
 
 VOCAB = 128
-SETTINGS = EngineConfig(device="cpu", max_total_tokens=16384, request_timeout_seconds=60.0)
+SETTINGS = EngineConfig(device="cpu", max_total_tokens=16384)
 _CALL_SECONDS = 20.0
 _Result = TypeVar("_Result")
 
@@ -92,7 +92,7 @@ def start_engine(folder: Path) -> EngineUnderTest:
         )
         for seed, (name, path) in enumerate(directories.items())
     }
-    process = SGLangProcess(directories["a"], SETTINGS, folder / "engine.log")
+    process = SGLangProcess(directories["a"], SETTINGS, folder / "engine.log", in_place=True)
     process.start()
     return EngineUnderTest(process, directories, models)
 

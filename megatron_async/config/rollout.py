@@ -14,6 +14,8 @@ from megatron_async.config.sampling_contract import (
     temperature_fits,
 )
 
+_KEPT_FREE = 6
+
 
 class TaskConfig(Settings):
     """Where prompts come from and how responses are scored."""
@@ -165,10 +167,18 @@ class EngineConfig(Settings):
     )
     api_key: str = Field("", description="Key that servers ask for; needed where hosts differ.")
     start_timeout_seconds: float = Field(240.0, gt=0, description="Limit of a start.")
-    request_timeout_seconds: float = Field(600.0, gt=0, description="Limit of one request.")
+    request_timeout_seconds: float = Field(
+        600.0,
+        gt=0,
+        description="Longest silence of one response, however long it is, while its engine works "
+        "and has no queue: then it is cut off there and resumed.",
+    )
     health_interval_seconds: float = Field(5.0, gt=0, description="Between two health checks.")
     no_progress_seconds: float = Field(
-        120.0, gt=0, description="No token for this long with requests running: engine is hung."
+        120.0,
+        gt=0,
+        description="No token, or no answer, for this long: the engine is hung. Time in which it "
+        "has no requests, is paused or receives weights does not count.",
     )
     max_restarts: int = Field(3, ge=0, description="Restarts of one engine before the run stops.")
     max_manager_restarts: int = Field(
@@ -178,6 +188,33 @@ class EngineConfig(Settings):
     @model_validator(mode="after")
     def _arguments(self) -> Self:
         check_extra_args(self.extra_args)
+        return self
+
+    def longest_tokens(self, model_context: int | None) -> int | None:
+        """Tokens of prompt and response that an engine takes, None when that is not known.
+
+        SGLang keeps one token of its context or cache free, and five more of every input, which a
+        resumed response is part of.
+        """
+        limits = (self.context_length or model_context, self.max_total_tokens)
+        known = [limit for limit in limits if limit is not None]
+        return min(known) - _KEPT_FREE if known else None
+
+    @model_validator(mode="after")
+    def _limits_fit(self) -> Self:
+        interval, hung = self.health_interval_seconds, self.no_progress_seconds
+        if interval >= hung:
+            raise ValueError(
+                f"engines.health_interval_seconds {interval:g} is not less than "
+                f"engines.no_progress_seconds {hung:g}, and a hang is only found at a health "
+                "check: lower the first or raise the second"
+            )
+        if self.request_timeout_seconds < hung:
+            raise ValueError(
+                f"engines.request_timeout_seconds {self.request_timeout_seconds:g} is less than "
+                f"engines.no_progress_seconds {hung:g}, so that a hung engine would look like many "
+                "lost responses: raise the first or lower the second"
+            )
         return self
 
 

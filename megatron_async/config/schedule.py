@@ -87,6 +87,11 @@ class ScheduleConfig(Settings):
         False, description="Whether generation goes on while the trainer works on a batch."
     )
 
+    @property
+    def in_place(self) -> bool:
+        """Whether weights change under running requests that keep their KV cache."""
+        return self.weight_update == "in_flight" and self.kv == "keep"
+
     @model_validator(mode="after")
     def _combinations(self) -> Self:
         if isinstance(self.concurrency, int) and self.concurrency < 1:

@@ -4,10 +4,10 @@ A crash test needs to know what there was to lose without asking what may have l
 are one JSON line a chunk, in one `write` to a file opened for appending, made before the chunk goes
 any further: they survive the death of the process, and nothing is in the store that is not in them.
 
-    {"request": "t17-3", "at": 9, "ids": [5, 6], "version": "0.2", "end": null}
+    {"request": "t17-3;", "at": 9, "ids": [5, 6], "version": "0.2", "end": null}
 
 `at` counts from the start of the prompt; a line without `ids` is the start of a request. A request
-is named `t<trajectory>-<serial>`; those of an evaluation have other names and are not noted.
+is named `t<trajectory>-<serial>;`; those of an evaluation have other names and are not noted.
 """
 
 from __future__ import annotations
@@ -15,20 +15,14 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 from megatron_async.rollout.fleet import EngineLauncher
-from megatron_async.rollout.interfaces import (
-    EngineClient,
-    EngineStatus,
-    GenerationRequest,
-    PauseMode,
-    TokenChunk,
-)
-from megatron_async.trajectory.types import FloatArray, IntArray, PolicyVersion
+from megatron_async.rollout.forwarding import ForwardingClient
+from megatron_async.rollout.interfaces import EngineClient, GenerationRequest, TokenChunk
 
-_TRAJECTORY = re.compile(r"t\d+-\d+")
+_TRAJECTORY = re.compile(r"t\d+-\d+;")
 
 
 class NotingLauncher:
@@ -49,11 +43,11 @@ class NotingLauncher:
         await self._launcher.stop(index)
 
 
-class NotingClient:
+class NotingClient(ForwardingClient):
     """Another client, with notes of every chunk that it delivers to the open file `notes`."""
 
     def __init__(self, client: EngineClient, notes: int) -> None:
-        self._client = client
+        super().__init__(client)
         self._notes = notes
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
@@ -74,51 +68,3 @@ class NotingClient:
             line["version"] = str(chunk.version)
             line["end"] = chunk.end
         os.write(self._notes, (json.dumps(line) + "\n").encode())
-
-    @property
-    def engine_id(self) -> str:
-        return self._client.engine_id
-
-    @property
-    def url(self) -> str:
-        return self._client.url
-
-    @property
-    def kv_capacity_tokens(self) -> int:
-        return self._client.kv_capacity_tokens
-
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        await self._client.abort(request_ids)
-
-    async def pause(self, mode: PauseMode) -> None:
-        await self._client.pause(mode)
-
-    async def resume(self) -> None:
-        await self._client.resume()
-
-    async def flush_cache(self) -> None:
-        await self._client.flush_cache()
-
-    async def release_memory(self) -> None:
-        await self._client.release_memory()
-
-    async def resume_memory(self, *, weights_only: bool) -> None:
-        await self._client.resume_memory(weights_only=weights_only)
-
-    async def version(self) -> PolicyVersion:
-        return await self._client.version()
-
-    async def checksum(self) -> str:
-        return await self._client.checksum()
-
-    async def score(self, token_ids: IntArray) -> FloatArray:
-        return await self._client.score(token_ids)
-
-    async def status(self) -> EngineStatus:
-        return await self._client.status()
-
-    async def healthy(self) -> bool:
-        return await self._client.healthy()
-
-    async def close(self) -> None:
-        await self._client.close()

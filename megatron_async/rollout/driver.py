@@ -16,14 +16,17 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from megatron_async.config import RunConfig
 from megatron_async.errors import ComponentFailure
-from megatron_async.rollout.generation import EngineSlot, Generation, Reports
-from megatron_async.rollout.interfaces import EngineClient, EngineError
+from megatron_async.rollout.admission import Admission
+from megatron_async.rollout.engine_slot import EngineSlot
+from megatron_async.rollout.generation import Generation, Reports
+from megatron_async.rollout.interfaces import EngineClient, EngineError, PromptSource, Verifier
+from megatron_async.rollout.monitor import EngineMonitor
 from megatron_async.rollout.statistics import RolloutStatistics
 from megatron_async.scheduler import events as ev
 from megatron_async.scheduler.record import Recorder
@@ -35,31 +38,12 @@ from megatron_async.trajectory.store import TrajectoryStore
 from megatron_async.trajectory.types import (
     DropReason,
     PolicyVersion,
-    Prompt,
     Trajectory,
     TrajectoryState,
 )
 
 _logger = logging.getLogger(__name__)
 _IDLE_POLL_SECONDS = 0.01
-
-
-class PromptSource(Protocol):
-    """Training prompts in a fixed order."""
-
-    def take(self, count: int) -> list[Prompt]:
-        """The next prompts; fewer when the source is exhausted."""
-        ...
-
-
-class Verifier(Protocol):
-    """Judges finished responses; every judgement is limited in time."""
-
-    async def score(
-        self, prompt: Prompt, response_ids: Sequence[int]
-    ) -> tuple[float | None, dict[str, float]]:
-        """Reward and details; `None` when it failed and the setting says drop."""
-        ...
 
 
 class RolloutDriver:
@@ -81,7 +65,6 @@ class RolloutDriver:
         self._config = config
         self._scheduler = scheduler
         self._store = store
-        self._prompts = prompts
         self._verifier = verifier
         self._version = version
         self._recorder = recorder
@@ -105,13 +88,24 @@ class RolloutDriver:
                 store.batch_sizes(),
             ),
         )
-        self._generation = Generation(
-            config,
-            store,
+        self._admission = Admission(config, store, prompts, self.statistics, self.fail)
+        self._monitor = EngineMonitor(
+            config.engines,
+            self._slots,
+            lambda: self._generation,
             self.statistics,
-            stop_token_ids,
-            Reports(self._feed, self._slot_failed, self.fail, self._watch),
+            self._feed,
+            self.engine_failed,
         )
+        reports = Reports(
+            self._feed,
+            self._monitor.suspect,
+            self._monitor.give_up,
+            self._admission.refused,
+            self._admission.accepted,
+            self._watch,
+        )
+        self._generation = Generation(config, store, self.statistics, stop_token_ids, reports)
 
     # ------------------------------------------------------------ life
 
@@ -121,7 +115,7 @@ class RolloutDriver:
         A response whose end its process did not live to note is finished, not gone on with.
         """
         self._spawn(self._control_loop())
-        self._spawn(self._monitor_loop())
+        self._spawn(self._monitor.run())
         for found in self._store.unconsumed_groups():
             partial = [t for t in found.trajectories if t.state is TrajectoryState.PARTIAL]
             ended = [self._generation.end_if_complete(t.trajectory_id) for t in partial]
@@ -132,6 +126,7 @@ class RolloutDriver:
         """Abort what runs, keep its tokens, flush and close the store. Engines go on."""
         self._closed = True
         self._quiet = True  # first: what still ends meanwhile must start nothing
+        self._monitor.close()
         await self._generation.close()
         for task in self._tasks:
             task.cancel()
@@ -160,12 +155,6 @@ class RolloutDriver:
         if slot.up:
             self._feed(ev.EngineDown(engine_id))
         self.lost_engines.put_nowait((engine_id, why))
-
-    def _slot_failed(self, slot: EngineSlot, why: str) -> None:
-        """`engine_failed`, unless the engine that was in this slot has been given up already."""
-        engine_id = slot.client.engine_id
-        if self._slots.get(engine_id) is slot:
-            self.engine_failed(engine_id, why)
 
     def engine_stale(self, engine_id: str, why: str) -> None:
         """It does not hold what it should: it serves nothing until it was sent the weights again.
@@ -212,16 +201,22 @@ class RolloutDriver:
         self.statistics.trainer_took()
         return batch
 
-    async def begin_update(self, version: PolicyVersion, timeout: float) -> list[EngineClient]:
-        """Wait until the engines are ready for `version`; returns those that must receive it."""
+    async def begin_update(self, version: PolicyVersion) -> list[EngineClient]:
+        """Wait until the engines are ready for `version`; returns those that must receive it.
+
+        That may take as long as a batch may: `drain` waits for the longest response.
+        """
+        timeout = self._config.trainer.wait_for_batch_seconds
         if version != self._version and any(slot.up for slot in self._slots.values()):
             allowed = self._allowed.setdefault(version.number, asyncio.Event())
             self._feed(ev.UpdateRequested(version.number))
             await self._wait_for(allowed.wait(), None, timeout, f"engines to take {version}")
-        if version == self._version:
-            return self.stale_engines()
-        self.statistics.update_began()
-        return self.engines()
+        if version != self._version:
+            self.statistics.update_began()
+        receivers = [s for s in self._slots.values() if version != self._version or not s.up]
+        for slot in receivers:
+            slot.hold()  # they may answer nothing until they have the weights
+        return [slot.client for slot in receivers]
 
     def end_update(self, version: PolicyVersion, engine_ids: Sequence[str]) -> None:
         """These engines hold `version` now (verified)."""
@@ -229,14 +224,13 @@ class RolloutDriver:
         is_new = version != self._version
         self._version = version
         newly_up = []
-        for engine_id in engine_ids:
-            slot = self._slots.get(engine_id)
-            if slot is None:
+        for engine_id, slot in self._slots.items():
+            slot.release()
+            if engine_id not in engine_ids:
                 continue
             slot.version = version
             if not slot.up:
                 slot.up = True
-                slot.last_token_at = time.monotonic()
                 newly_up.append(slot)
         if is_new:
             self._feed(ev.WeightsPublished(version))
@@ -269,6 +263,8 @@ class RolloutDriver:
         self._quiet = True
         requests = self._generation.of()
         clients = [slot.client for slot in self._slots.values()]
+        for slot in self._slots.values():
+            slot.release()
         await self._each(clients, lambda client: client.resume())
         await self._generation.abort(requests)
 
@@ -322,7 +318,8 @@ class RolloutDriver:
     def _carry_out(self, action: ev.Action) -> None:
         match action:
             case ev.Submit():
-                self._generation.submit(action.trajectory_id, self._slots[action.engine_id])
+                slot = self._slots[action.engine_id]
+                self._generation.submit(action.trajectory_id, slot)
             case ev.Score():
                 self._spawn(self._score(action.trajectory_id))
             case ev.RequestPrompts():
@@ -376,12 +373,9 @@ class RolloutDriver:
         self._feed(ev.RewardReady(trajectory_id, reward))
 
     async def _fetch_prompts(self, count: int) -> None:
-        specs = []
-        for prompt in self._prompts.take(count):
-            group = self._store.add_group(prompt, self._config.schedule.group_size)
-            ids = tuple(t.trajectory_id for t in group.trajectories)
-            specs.append(ev.GroupSpec(group.group_id, ids, len(prompt.token_ids), prompt.priority))
-        self._feed(ev.PromptsAvailable(tuple(specs)))
+        limits = [slot.client.longest_tokens for slot in self._slots.values()]
+        longest = min((limit for limit in limits if limit is not None), default=None)
+        self._feed(ev.PromptsAvailable(self._admission.take(count, longest)))
 
     async def _emit(self, action: ev.EmitBatch) -> None:
         groups = [self._store.load_group(group_id) for group_id in action.group_ids]
@@ -403,37 +397,7 @@ class RolloutDriver:
         if self._recorder is not None:
             self._recorder.flush()
 
-    # ------------------------------------------------------------ watching
-
-    async def _monitor_loop(self) -> None:
-        """Ask engines for their load; report hangs. Restarts are the fleet's business."""
-        while True:
-            await asyncio.sleep(self._config.engines.health_interval_seconds)
-            up = [slot for slot in self._slots.values() if slot.up]
-            await asyncio.gather(*(self._look_at(slot) for slot in up))
-
-    async def _look_at(self, slot: EngineSlot) -> None:
-        engine_id = slot.client.engine_id
-        patience = self._config.engines.no_progress_seconds
-        try:
-            # Not `wait_for`: until Python 3.12 it may give a result although it is cancelled.
-            async with asyncio.timeout(patience):
-                status = await slot.client.status()
-        except TimeoutError:
-            self._slot_failed(slot, f"engine {engine_id} did not answer for {patience:g} s")
-            return
-        except EngineError as error:
-            self._slot_failed(slot, str(error))
-            return
-        if self._slots.get(engine_id) is not slot:
-            return  # it was given up meanwhile
-        seen, slot.preemptions_seen = slot.preemptions_seen, status.preemptions_total
-        preemptions = 0 if seen is None else max(0, status.preemptions_total - seen)
-        self.statistics.loaded(engine_id, status.kv_usage, preemptions)
-        self._feed(ev.EngineLoad(engine_id, status.kv_usage, preemptions))
-        silent = time.monotonic() - slot.last_token_at
-        if slot.running and silent > patience:
-            self.engine_failed(engine_id, f"engine {engine_id} made no token for {silent:.0f} s")
+    # ------------------------------------------------------------ tasks and reports
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -33,12 +33,14 @@ _START_MARGIN_SECONDS = 60.0
 class EngineHost:
     """What an engine actor does; plain Python, so that it can be used without Ray."""
 
-    def __init__(self, model_path: str, settings_json: str, log_path: str) -> None:
+    def __init__(
+        self, model_path: str, settings_json: str, log_path: str, in_place: bool = False
+    ) -> None:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         settings = EngineConfig.model_validate_json(settings_json)
         if settings.host == NODE_HOST:
             settings = settings.model_copy(update={"host": node_address()})
-        self._server = SGLangProcess(Path(model_path), settings, Path(log_path))
+        self._server = SGLangProcess(Path(model_path), settings, Path(log_path), in_place=in_place)
 
     def start(self) -> str:
         """Start the server; returns its URL. Raises ComponentFailure."""
@@ -74,6 +76,7 @@ class RayEngineLauncher:
         self._settings = config.engines
         self._model_path = config.model.path
         self._log_directory = log_directory
+        self._in_place = config.schedule.in_place
         self._actors: dict[int, Any] = {}
         self._clients: dict[int, SGLangClient] = {}
         self._launches: dict[int, int] = {}
@@ -100,14 +103,16 @@ class RayEngineLauncher:
         return client
 
     async def alive(self, index: int) -> bool:
-        """Whether the server process of engine `index` exists."""
+        """Whether the server process of engine `index` exists; True while nobody can tell."""
         actor = self._actors.get(index)
         if actor is None:
             return False
         try:
             return bool(await _answer(actor.alive.remote(), _CALL_SECONDS, f"engine {index}"))
-        except ComponentFailure:
+        except ProcessKilled:
             return False
+        except ComponentFailure:
+            return True  # a slow answer of Ray is no evidence about the engine
 
     async def stop(self, index: int) -> None:
         """End engine `index` with its actor; does nothing if it is not there."""
@@ -135,6 +140,7 @@ class RayEngineLauncher:
             str(self._model_path),
             self._settings.model_dump_json(),
             str((self._log_directory / f"engine{index}.log").resolve()),
+            self._in_place,
         )
 
 

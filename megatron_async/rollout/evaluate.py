@@ -2,7 +2,7 @@
 
 Invariants
 - Problems come from the task's held-out set, in a fixed order; the same call asks the same ones.
-- A judgement that failed counts as wrong; the number of such judgements is reported.
+- What has no score (it failed, or engines refuse the prompt) counts as wrong; how many is reported.
 """
 
 from __future__ import annotations
@@ -17,8 +17,13 @@ import numpy as np
 
 from megatron_async.config.rollout import SamplingConfig
 from megatron_async.config.run import EvalConfig
-from megatron_async.rollout.driver import Verifier
-from megatron_async.rollout.interfaces import EngineClient, EngineError, GenerationRequest
+from megatron_async.rollout.interfaces import (
+    EngineClient,
+    EngineError,
+    GenerationRequest,
+    RequestRefused,
+    Verifier,
+)
 from megatron_async.trajectory.types import Prompt
 
 _IN_FLIGHT_PER_ENGINE = 128
@@ -73,16 +78,19 @@ async def evaluate(
     async def ask(number: int, prompt: Prompt, engine: EngineClient) -> _Answer:
         async with gates[engine.engine_id]:
             request = GenerationRequest(
-                f"{tag}-{number}",
+                f"{tag}-{number};",  # no name is a prefix of another
                 prompt.token_ids,
                 sampling.max_new_tokens,
                 greedy,
                 tuple(stop_token_ids),
             )
             pieces, end = [], None
-            async for chunk in engine.generate(request):
-                pieces.append(chunk.token_ids)
-                end = chunk.end or end
+            try:
+                async for chunk in engine.generate(request):
+                    pieces.append(chunk.token_ids)
+                    end = chunk.end or end
+            except RequestRefused:
+                return _Answer(None, 0, False)
         if end == "abort":
             raise EngineError(f"engine {engine.engine_id} aborted evaluation request {number}")
         response = np.concatenate(pieces) if pieces else np.zeros(0, np.int32)

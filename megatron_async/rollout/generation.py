@@ -1,89 +1,93 @@
-"""Running requests: from the scheduler's `Submit` to `Finished` or `Aborted`, token by token.
+"""Running requests: from the scheduler's `Submit` to `Finished`, `Aborted` or `Refused`.
 
 Invariants
 - Tokens are in the store (at most a chunk of them not yet on disk) before the scheduler hears of
   them; a trajectory's end is on its way to the disk ahead of anything that follows from it.
 - A response that is complete is never partial: its end goes to the store with its last tokens,
   with no `await` between, and one that was cut off behind its last token is finished (`end_of`).
-- A trajectory has at most one request. Every stream of an engine that is given up is cancelled
-  before its trajectory may be submitted again; nothing of it is kept, and nobody is blamed for it.
-- What an engine says after the end of a response is not heard; that it did is a warning.
-- Several failures in a row are the engine's fault; failures of one request alone end the run.
+- A trajectory has one writer. Its request here is the only one whose stream is read, and each of
+  its appends carries the request's key, which the store compares with the trajectory's current one.
+  The first alone is not enough: an engine that is given up may well live (it was slow, its report
+  was lost, its weights were doubtful) and go on streaming; a stream that is cancelled ends only at
+  its task's next turn; and what the scheduler submits while an engine is being given up runs
+  nowhere. Whatever of this is overlooked here, a second writer's tokens are refused at the store's
+  edge and cannot be mixed into a response, whose log-probs would look right.
+- What an engine sends after the end of a response is ignored, with a warning.
+- A failure counts against what there is evidence about (docs/clusters.md, "What an engine is
+  given up for"): a refused request against its prompt alone; a broken stream first asks the engine
+  whether it is alive; failures of several prompts in a row, without a token between them, count
+  against the engine, and failures of one prompt alone against that prompt.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from megatron_async.config import RunConfig
-from megatron_async.errors import ComponentFailure
+from megatron_async.rollout.engine_slot import EngineSlot
 from megatron_async.rollout.interfaces import (
-    EngineClient,
     EngineError,
     GenerationRequest,
+    RequestRefused,
     TokenChunk,
 )
 from megatron_async.rollout.statistics import RolloutStatistics
 from megatron_async.scheduler import events as ev
 from megatron_async.trajectory.store import TrajectoryStore
-from megatron_async.trajectory.types import (
-    FinishReason,
-    PolicyVersion,
-    Trajectory,
-    TrajectoryState,
-)
+from megatron_async.trajectory.store_records import SupersededRequest
+from megatron_async.trajectory.types import FinishReason, RequestKey, Trajectory
 
-_MAX_ERRORS_IN_ROW = 3
-_MAX_FAILURES_OF_ONE = 6
+_FAILED_PROMPTS_IN_ROW = 3
+_FAILURES_OF_ONE = 6
 _ABORT_RETRY_SECONDS = 2.0
 _ABORT_TRIES = 10
 
 
 @dataclass(eq=False)
-class EngineSlot:
-    """One engine as the driver sees it; `up` once it holds the current weights.
+class Request:
+    """One running request; `abort_wanted` is seen by a request that has not been sent yet.
 
-    `preemptions_seen` is None until its first report: what it counted for somebody else before (a
-    trainer that was lost, an update that it missed) is no news.
+    `group_id` is known once it is sent. `read_at` is the reading of its engine's request clock at
+    its start or its newest tokens.
     """
 
-    client: EngineClient
-    up: bool = False
-    version: PolicyVersion | None = None
-    errors_in_row: int = 0
-    last_token_at: float = field(default_factory=time.monotonic)
-    preemptions_seen: int | None = None
-    running: int = 0
-
-
-@dataclass(eq=False)
-class Request:
-    """One running request; `abort_wanted` is seen by a request that has not been sent yet."""
-
-    trajectory_id: int
-    request_id: str
+    key: RequestKey
     slot: EngineSlot
+    read_at: float
+    group_id: int = -1
     abort_wanted: bool = False
     complete: bool = False
     task: asyncio.Task[None] | None = None
 
+    @property
+    def trajectory_id(self) -> int:
+        return self.key.trajectory_id
+
+    def cancel(self) -> None:
+        """Its stream is read no further."""
+        if self.task is not None:
+            self.task.cancel()
+
 
 @dataclass(frozen=True)
 class Reports:
-    """Where news goes: events, an engine that is to blame, a failure, a task to look after.
+    """Where news goes.
 
-    Blame goes by slot: an engine that was restarted meanwhile has the same id, and is not to blame.
+    `suspect` finds out whether an engine is alive, and returns when that is known; `give_up` takes
+    it out of service. Both take the slot: a restarted engine may have the same id. `refused` and
+    `accepted` keep count of the prompts; `watch` looks after a task.
     """
 
     feed: Callable[[ev.Event], None]
-    blame: Callable[[EngineSlot, str], None]
-    fail: Callable[[ComponentFailure], None]
+    suspect: Callable[[EngineSlot, str], Awaitable[None]]
+    give_up: Callable[[EngineSlot, str], None]
+    refused: Callable[[int, int, str], None]
+    accepted: Callable[[], None]
     watch: Callable[[asyncio.Task[None]], None]
 
 
@@ -104,8 +108,7 @@ class Generation:
         self._stop_token_ids = tuple(stop_token_ids)
         self._reports = reports
         self._requests: dict[int, Request] = {}
-        self._failures: Counter[int] = Counter()
-        self._serial = 0
+        self._failures: Counter[int] = Counter()  # in a row, by trajectory
         self._closed = False
 
     def __len__(self) -> int:
@@ -120,13 +123,18 @@ class Generation:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def submit(self, trajectory_id: int, slot: EngineSlot) -> None:
-        """Start a trajectory, or go on with it from its stored tokens."""
-        self._store.set_state(trajectory_id, TrajectoryState.RUNNING)
-        self._serial += 1
-        request = Request(trajectory_id, f"t{trajectory_id}-{self._serial}", slot)
+        """Start a trajectory, or go on with it from its stored tokens.
+
+        On an engine that is just being given up nothing is sent: `forget_engine` ends it.
+        """
+        key = self._store.begin_request(trajectory_id)
+        now = slot.clock()
+        request = Request(key, slot, slot.watch.request_clock(now))
         self._requests[trajectory_id] = request
-        slot.running += 1
         self._statistics.running_changed(len(self._requests))
+        if slot.given_up:
+            return
+        slot.watch.request_began(now)
         request.task = asyncio.get_running_loop().create_task(self._run(request))
         self._reports.watch(request.task)
 
@@ -138,30 +146,60 @@ class Generation:
             request.abort_wanted = True
         return requests
 
+    # ------------------------------------------------------------ ended from here
+
     async def abort(self, requests: Sequence[Request]) -> None:
-        """Until all have ended: an abort that overtakes its request is unknown to the engine."""
-        left = list(requests)
-        for _ in range(_ABORT_TRIES):
-            left = self._unended(left)
+        """Returns when all have ended."""
+        by_slot: dict[EngineSlot, list[Request]] = {}
+        for request in requests:
+            by_slot.setdefault(request.slot, []).append(request)
+        await asyncio.gather(*(self._abort_on(*group) for group in by_slot.items()))
+
+    async def _abort_on(self, slot: EngineSlot, requests: Sequence[Request]) -> None:
+        """Repeated: an abort that overtakes its request is unknown to the engine.
+
+        A held engine ends nothing, and loses aborts: they wait for its release. An engine that
+        does not end a request may still serve all others: the request is cut off, and that is all.
+        """
+        tries = 0
+        while tries < _ABORT_TRIES:
+            await slot.until_released()
+            left = self._unended(requests)
             if not left:
                 return
-            by_slot: dict[EngineSlot, list[Request]] = {}
-            for request in left:
-                by_slot.setdefault(request.slot, []).append(request)
-            await asyncio.gather(*(self._post_abort(*group) for group in by_slot.items()))
-            tasks = [request.task for request in left if request.task is not None]
-            await asyncio.wait(tasks, timeout=_ABORT_RETRY_SECONDS)
-        for slot in {request.slot for request in self._unended(left)}:
-            self._reports.blame(slot, f"engine {slot.client.engine_id} did not abort its requests")
+            asked = slot.clock()
+            try:
+                await slot.client.abort([request.key.name for request in left])
+            except EngineError as error:
+                await self._reports.suspect(slot, str(error))
+            tasks = [request.task for request in self._unended(left) if request.task is not None]
+            if tasks:
+                await asyncio.wait(tasks, timeout=_ABORT_RETRY_SECONDS)
+            tries += not slot.watch.held_since(asked)
+        for request in self._unended(requests):
+            why = f"engine {slot.engine_id} did not end it when it was aborted"
+            self._cut_off(request, "abort_ignored", why)
 
     def _unended(self, requests: Sequence[Request]) -> list[Request]:
         return [r for r in requests if self._requests.get(r.trajectory_id) is r]
 
-    async def _post_abort(self, slot: EngineSlot, requests: Sequence[Request]) -> None:
-        try:
-            await slot.client.abort([request.request_id for request in requests])
-        except EngineError as error:
-            self._reports.blame(slot, str(error))
+    def end_silent(self, slot: EngineSlot, limit: float) -> None:
+        """Cut off requests that have made no token for `limit` seconds of the engine's work.
+
+        Others on the engine do, or it would have been given up as a whole: this stream is lost.
+        """
+        clock = slot.watch.request_clock(slot.clock())
+        for request in self._on(slot):
+            if clock - request.read_at > limit:
+                why = f"no token came from engine {slot.engine_id} for {limit:g} s"
+                self._cut_off(request, "request_silent", why)
+
+    def _cut_off(self, request: Request, warning: str, why: str) -> None:
+        """Its stream is read no further; what it sends from now on is nobody's."""
+        message = f"request {request.key.name} is cut off: {why}"
+        self._statistics.warned(warning, message)
+        request.cancel()
+        self._ended(request)
 
     def forget_engine(self, slot: EngineSlot) -> None:
         """The engine is given up: its trajectories are finished or partial from now on.
@@ -169,8 +207,10 @@ class Generation:
         Call while the scheduler still knows the engine: what it submits there meanwhile is
         forgotten too.
         """
+        slot.give_up()
         for request in self._on(slot):
-            _cancel(request)  # the store takes no more of it
+            request.cancel()
+            self._failures.pop(request.trajectory_id, None)  # the engine's, not its own
             if not request.complete:
                 request.complete = self.end_if_complete(request.trajectory_id)
         for request in [r for r in self._on(slot) if r.complete]:
@@ -178,7 +218,7 @@ class Generation:
             self._reports.feed(ev.Finished(request.trajectory_id))
         for request in self._on(slot):
             del self._requests[request.trajectory_id]
-            self._store.set_state(request.trajectory_id, TrajectoryState.PARTIAL)
+            self._store.end_request(request.key)
         self._statistics.running_changed(len(self._requests))
 
     def _on(self, slot: EngineSlot) -> list[Request]:
@@ -197,66 +237,99 @@ class Generation:
         self._store.end(trajectory_id, reason)
         return True
 
+    # ------------------------------------------------------------ one request
+
     async def _run(self, request: Request) -> None:
-        trajectory_id, slot = request.trajectory_id, request.slot
+        refused = False
         try:
-            async for chunk in self._stream(request):
-                if request.complete:
-                    self._statistics.warned(
-                        "said_after_its_end",
-                        f"engine {slot.client.engine_id} went on with trajectory {trajectory_id} "
-                        "after it had said that the response was complete",
-                    )
-                    continue
-                slot.errors_in_row = 0
-                slot.last_token_at = time.monotonic()
-                self._take(request, chunk)
-                if request.complete:
-                    await self._store.sync()
-                else:
-                    await self._store.written(trajectory_id)
-            self._failures.pop(trajectory_id, None)
+            await self._read(request)
+        except RequestRefused as refusal:
+            refused = True
+            self._reports.refused(request.trajectory_id, request.group_id, str(refusal))
         except EngineError as error:
-            self._failed(request, str(error))
+            refused = await self._failed(request, str(error))
         finally:
-            slot.running -= 1
-        if self._requests.get(trajectory_id) is not request or self._closed:
-            return  # its engine was given up, and the scheduler knows that already
+            request.slot.watch.request_ended(request.slot.clock())
+        if self._requests.get(request.trajectory_id) is not request or self._closed:
+            return  # its engine was given up or it was cut off: the scheduler knows that already
+        self._ended(request, refused=refused)
+
+    async def _read(self, request: Request) -> None:
+        slot, trajectory_id = request.slot, request.trajectory_id
+        async for chunk in self._stream(request):
+            if request.complete:
+                self._statistics.warned(
+                    "said_after_its_end",
+                    f"engine {slot.engine_id} sent more for trajectory {trajectory_id} after the "
+                    "end of the response",
+                )
+                continue
+            try:
+                self._take(request, chunk)
+            except SupersededRequest as superseded:
+                self._statistics.warned("superseded_append", str(superseded))
+                return
+            now = slot.clock()
+            slot.failed_prompts.clear()
+            slot.watch.token(now)
+            request.read_at = slot.watch.request_clock(now)
+            self._failures.pop(trajectory_id, None)
+            self._reports.accepted()
+            if request.complete:
+                await self._store.sync()
+            else:
+                await self._store.written(trajectory_id)
+
+    def _ended(self, request: Request, *, refused: bool = False) -> None:
+        """No stream of it is read any more: its trajectory is finished, partial or refused."""
+        trajectory_id = request.trajectory_id
         del self._requests[trajectory_id]
         self._statistics.running_changed(len(self._requests))
         if request.complete or self.end_if_complete(trajectory_id):
             self._reports.feed(ev.Finished(trajectory_id))
             return
-        self._store.set_state(trajectory_id, TrajectoryState.PARTIAL)
-        self._reports.feed(ev.Aborted(trajectory_id))
+        self._store.end_request(request.key)
+        self._reports.feed(ev.Refused(trajectory_id) if refused else ev.Aborted(trajectory_id))
 
     def _take(self, request: Request, chunk: TokenChunk) -> None:
         """Its tokens, and its end with them: whoever runs next finds both or neither."""
-        trajectory_id, engine_id = request.trajectory_id, request.slot.client.engine_id
         end = None if chunk.end in (None, "abort") else FinishReason(chunk.end)
+        engine_id = request.slot.engine_id
         self._store.append(
-            trajectory_id, chunk.token_ids, chunk.logprobs, chunk.version, engine_id, end=end
+            request.key, chunk.token_ids, chunk.logprobs, chunk.version, engine_id, end=end
         )
         request.complete = end is not None
         count = len(chunk.token_ids)
         if not count:
             return
         self._statistics.generated(count)
-        self._reports.feed(ev.TokensArrived(trajectory_id, count, chunk.version.number))
+        self._reports.feed(ev.TokensArrived(request.trajectory_id, count, chunk.version.number))
 
-    def _failed(self, request: Request, why: str) -> None:
-        """Blame the engine when several requests fail in a row, the request when it alone does."""
-        slot = request.slot
-        slot.errors_in_row += 1
-        self._failures[request.trajectory_id] += 1
-        if slot.errors_in_row >= _MAX_ERRORS_IN_ROW:
-            self._reports.blame(slot, why)
-        elif self._failures[request.trajectory_id] >= _MAX_FAILURES_OF_ONE:
-            self._reports.fail(
-                ComponentFailure(
-                    f"trajectory {request.trajectory_id} failed {_MAX_FAILURES_OF_ONE} times: {why}"
-                )
+    async def _failed(self, request: Request, why: str) -> bool:
+        """A stream broke off: whose fault is it? True when it is the request's own."""
+        slot, trajectory_id = request.slot, request.trajectory_id
+        await self._reports.suspect(slot, why)
+        if slot.given_up or request.complete:
+            return False
+        slot.failed_prompts.add(request.group_id)
+        self._failures[trajectory_id] += 1
+        if len(slot.failed_prompts) >= _FAILED_PROMPTS_IN_ROW:
+            count = len(slot.failed_prompts)
+            self._reports.give_up(
+                slot,
+                f"engine {slot.engine_id} answers, but requests of {count} prompts in a row failed "
+                f"on it, the last: {why}",
             )
+            return False
+        if self._failures[trajectory_id] < _FAILURES_OF_ONE:
+            return False
+        del self._failures[trajectory_id]
+        self._reports.refused(
+            trajectory_id,
+            request.group_id,
+            f"it failed {_FAILURES_OF_ONE} times in a row on engines that serve others: {why}",
+        )
+        return True
 
     async def _stream(self, request: Request) -> AsyncIterator[TokenChunk]:
         """The engine's stream; empty when the request is already unwanted."""
@@ -267,10 +340,11 @@ class Generation:
 
     def _generation_request(self, request: Request) -> GenerationRequest:
         trajectory = self._store.load_trajectory(request.trajectory_id)
+        request.group_id = trajectory.group_id
         response = [segment.token_ids for segment in trajectory.segments]
         limit, forced = self._length_limit(request.trajectory_id)
         return GenerationRequest(
-            request_id=request.request_id,
+            request_id=request.key.name,
             input_ids=np.concatenate([trajectory.prompt.token_ids, *response]).astype(np.int32),
             max_new_tokens=limit - trajectory.response_length,
             sampling=self._config.sampling,
@@ -291,15 +365,10 @@ def end_of(
 ) -> FinishReason | None:
     """Why a response is complete, by its tokens alone; None when it can go on.
 
-    An engine says it with the last token, but that word is lost when the request is cut off just
-    then; and a request for what follows would be answered with tokens behind the end.
+    An engine reports it with the last token, but that report is lost when the request is cut off
+    just then; and a request for what follows would be answered with tokens behind the end.
     """
     last = trajectory.segments[-1:]
     if last and not last[0].from_environment and int(last[0].token_ids[-1]) in stop_token_ids:
         return FinishReason.STOP
     return FinishReason.LENGTH if trajectory.response_length >= limit else None
-
-
-def _cancel(request: Request) -> None:
-    if request.task is not None:
-        request.task.cancel()

@@ -3,7 +3,8 @@
 Invariants
 - An engine reports every token exactly once, in order, with its log-prob (behaviour policy, at the
   sampling temperature) and the policy version that made it.
-- A `generate` stream ends with exactly one chunk whose `end` is set, or raises `EngineError`.
+- A `generate` stream ends with exactly one chunk whose `end` is set, or raises `EngineError`:
+  `RequestRefused` when the request is to blame, which is then never worth a repetition.
 """
 
 from __future__ import annotations
@@ -13,14 +14,21 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from megatron_async.config.rollout import SamplingConfig
-from megatron_async.trajectory.types import FloatArray, IntArray, PolicyVersion
+from megatron_async.trajectory.types import FloatArray, IntArray, PolicyVersion, Prompt
 
 PauseMode = Literal["in_place", "retract", "abort"]
 StreamEnd = Literal["stop", "length", "abort"]
 
 
 class EngineError(RuntimeError):
-    """An engine did not answer as it should; names the engine, what was asked and the answer."""
+    """An engine did not answer as it should; names the engine, the call and the answer."""
+
+
+class RequestRefused(EngineError):
+    """An engine takes this request for invalid (too long, a bad setting), as any engine would.
+
+    That is evidence about the request and none about the engine.
+    """
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +64,11 @@ class EngineStatus:
 
 
 class EngineClient(Protocol):
-    """One engine. Every method has a time limit and raises `EngineError`."""
+    """One engine. Every method but `generate` has a time limit and raises `EngineError`.
+
+    How long a stream may be silent depends on what its engine is doing, which the driver knows
+    (rollout/silence.py); how long it may last has no limit.
+    """
 
     @property
     def engine_id(self) -> str: ...
@@ -66,6 +78,11 @@ class EngineClient(Protocol):
 
     @property
     def kv_capacity_tokens(self) -> int: ...
+
+    @property
+    def longest_tokens(self) -> int | None:
+        """Prompt and response together that it takes; None when that is not known."""
+        ...
 
     def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
         """Stream a response. Cancelling the iteration aborts the request."""
@@ -109,4 +126,22 @@ class EngineClient(Protocol):
 
     async def close(self) -> None:
         """Release connections (not the server)."""
+        ...
+
+
+class PromptSource(Protocol):
+    """Training prompts in a fixed order."""
+
+    def take(self, count: int) -> list[Prompt]:
+        """The next prompts; fewer when the source is exhausted."""
+        ...
+
+
+class Verifier(Protocol):
+    """Scores finished responses; every score is limited in time."""
+
+    async def score(
+        self, prompt: Prompt, response_ids: Sequence[int]
+    ) -> tuple[float | None, dict[str, float]]:
+        """Reward and details; `None` when it failed and the setting says drop."""
         ...

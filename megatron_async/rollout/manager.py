@@ -27,10 +27,10 @@ import numpy as np
 
 from megatron_async.config import RunConfig
 from megatron_async.errors import ComponentFailure
-from megatron_async.rollout.driver import RolloutDriver, Verifier
+from megatron_async.rollout.driver import RolloutDriver
 from megatron_async.rollout.evaluate import EvalResult, evaluate
 from megatron_async.rollout.fleet import EngineLauncher, Fleet
-from megatron_async.rollout.interfaces import EngineClient, EngineError
+from megatron_async.rollout.interfaces import EngineClient, EngineError, Verifier
 from megatron_async.rollout.shared_devices import SharedDevices
 from megatron_async.scheduler.record import Recorder
 from megatron_async.scheduler.record_files import unused_record
@@ -260,7 +260,7 @@ class RolloutManager:
     async def begin_update(self, lineage: int, number: int) -> list[EngineAddress]:
         """Make engines ready for version `number`; returns those that must receive it."""
         session, version = self._session_of(lineage), PolicyVersion(lineage, number)
-        engines = await session.driver.begin_update(version, self._config.weights.timeout_seconds)
+        engines = await session.driver.begin_update(version)
         self._still(session)
         if self._devices.shared:  # who gave its memory away has lost its weights
             engines = self._driver.engines()

@@ -8,6 +8,8 @@ Invariants
   seconds after a stream has ended it aborts that id once more, which would hit a request that was
   resumed under it.
 - An abort is repeated until the stream has ended: SGLang forgets one that overtakes its request.
+- How long a stream may be silent is not decided here (interfaces.py); a connection whose host is
+  gone is noticed by TCP.
 """
 
 from __future__ import annotations
@@ -29,13 +31,16 @@ from megatron_async.rollout.interfaces import (
     EngineStatus,
     GenerationRequest,
     PauseMode,
+    RequestRefused,
     TokenChunk,
 )
 from megatron_async.rollout.sglang_stream import (
     BadReport,
+    Refusal,
     StreamDecoder,
     events_of,
     parse_version,
+    refusal_of,
     sampling_params,
 )
 from megatron_async.trajectory.types import FloatArray, IntArray, PolicyVersion
@@ -64,8 +69,11 @@ class SGLangClient:
     ) -> None:
         self._engine_id = engine_id
         self._url = url
-        self._request_seconds = settings.request_timeout_seconds
+        # An engine that answers nothing for as long as this is hung by the settings' own measure.
+        self._control_seconds = max(_CONTROL_SECONDS, settings.no_progress_seconds)
         self._kv_capacity = kv_capacity_tokens
+        self._longest: int | None = None
+        self._scoring = 0
         headers = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
         self._session = aiohttp.ClientSession(
             headers=headers,
@@ -79,11 +87,13 @@ class SGLangClient:
 
     @classmethod
     async def connect(cls, engine_id: str, url: str, settings: EngineConfig) -> Self:
-        """A client that knows its server's KV capacity. Raises EngineError."""
+        """A client that knows what its server can hold. Raises EngineError."""
         client = cls(engine_id, url, settings)
         try:
             loads = await client._loads()
             client._kv_capacity = sum(int(load["max_total_num_tokens"]) for load in loads)
+            longest = (await client._get_json("server_info")).get("max_req_input_len")
+            client._longest = None if longest is None else int(longest)
         except BaseException:
             await client.close()
             raise
@@ -100,6 +110,11 @@ class SGLangClient:
     @property
     def kv_capacity_tokens(self) -> int:
         return self._kv_capacity
+
+    @property
+    def longest_tokens(self) -> int | None:
+        """Prompt and response together: what was generated is part of the input of a resumption."""
+        return self._longest
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
         """Stream a response. Cancelling or closing the iteration aborts the request."""
@@ -122,6 +137,8 @@ class SGLangClient:
                     ended = True
                     del self._wire_ids[name]
                 yield chunk
+        except Refusal as refusal:
+            raise RequestRefused(f"{self._engine_id}: request {name}: {refusal}") from refusal
         except (*_CONTROL_ERRORS, BadReport, KeyError) as error:
             raise EngineError(
                 f"{self._engine_id} ({self._url}): generation of request {name} "
@@ -139,10 +156,13 @@ class SGLangClient:
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests; each stream ends with a chunk of `end="abort"`.
 
-        Returns when the engine has been told; requests that are not running are ignored.
+        Returns when the abort has reached the engine; requests that are not running are ignored.
         """
         running = {name: self._wire_ids[name] for name in request_ids if name in self._wire_ids}
-        await self._post_aborts(running.values())
+        if len(running) == len(self._wire_ids) > 1 and not self._scoring:
+            await self._post("abort_request", {"abort_all": True})  # one call instead of thousands
+        else:
+            await self._post_aborts(running.values())
         if running:
             self._in_background(self._insist_on_abort(running))
 
@@ -202,15 +222,19 @@ class SGLangClient:
 
         The prefix cache is not used. A paused engine answers when it is resumed.
         """
-        answer = await self._post(
-            "generate",
-            {
-                "input_ids": token_ids.tolist(),
-                "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
-                "return_logprob": True,
-                "logprob_start_len": 0,
-            },
-        )
+        self._scoring += 1
+        try:
+            answer = await self._post(
+                "generate",
+                {
+                    "input_ids": token_ids.tolist(),
+                    "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+                    "return_logprob": True,
+                    "logprob_start_len": 0,
+                },
+            )
+        finally:
+            self._scoring -= 1
         entries = answer["meta_info"]["input_token_logprobs"]
         if len(entries) != len(token_ids):
             raise EngineError(
@@ -221,7 +245,7 @@ class SGLangClient:
 
     async def status(self) -> EngineStatus:
         loads = await self._loads()
-        metrics = await self._request("GET", "metrics", None, _CONTROL_SECONDS)
+        metrics = await self._request("GET", "metrics", None, self._control_seconds)
         return EngineStatus(
             running_requests=sum(int(load["num_running_reqs"]) for load in loads),
             queued_requests=sum(int(load["num_waiting_reqs"]) for load in loads),
@@ -247,12 +271,12 @@ class SGLangClient:
     async def _stream(self, body: dict[str, Any]) -> AsyncIterator[TokenChunk]:
         decoder = StreamDecoder()
         buffer = bytearray()
-        limit = aiohttp.ClientTimeout(total=self._request_seconds, sock_connect=_CONNECT_SECONDS)
+        limit = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS)
         async with self._session.post(
             f"{self._url}/generate", data=orjson.dumps(body), headers=_JSON, timeout=limit
         ) as response:
             if response.status != 200:
-                raise BadReport(f"status {response.status}: {await response.text()}")
+                raise refusal_of(response.status, await response.text())
             async for data in response.content.iter_any():
                 for event in events_of(buffer, data):
                     if event == b"[DONE]":
@@ -299,12 +323,10 @@ class SGLangClient:
         return list(answer["loads"])
 
     async def _get_json(self, path: str) -> dict[str, Any]:
-        return _decoded(await self._request("GET", path, None, _CONTROL_SECONDS))
+        return _decoded(await self._request("GET", path, None, self._control_seconds))
 
     async def _post(self, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
-        limit = max(_CONTROL_SECONDS, self._request_seconds) if path == "generate" else None
-        answer = await self._request("POST", path, body, limit or _CONTROL_SECONDS)
-        return _decoded(answer)
+        return _decoded(await self._request("POST", path, body, self._control_seconds))
 
     async def _request(
         self, method: str, path: str, body: dict[str, Any] | None, seconds: float

@@ -76,11 +76,14 @@ def server_command(
     port: int,
     version: PolicyVersion,
     device: str,
+    in_place: bool = False,
 ) -> list[str]:
     """The command line of one server.
 
-    Token ids go in and come out, so SGLang's tokenizer and detokenizer are off. The overlap
-    scheduler is off because with it the version of a token can be off by one.
+    Token ids go in and come out, so SGLang's tokenizer and detokenizer are off. `in_place`: weights
+    change under running requests that keep their KV cache. The overlap scheduler is off then: with
+    it the last token of the old weights is reported under the new version. (A retracted request's
+    spans, and aborts, are exact either way.)
     """
     command = [
         sys.executable,
@@ -96,7 +99,7 @@ def server_command(
         *("--stream-interval", str(settings.stream_interval)),
         "--incremental-streaming-output",
         "--skip-tokenizer-init",
-        "--disable-overlap-schedule",
+        *(["--disable-overlap-schedule"] if in_place else []),
         "--enable-metrics",
         *("--log-level", "info"),
         *("--log-level-http", "warning"),
@@ -176,7 +179,10 @@ class SGLangProcess:
         log_path: Path,
         version: PolicyVersion = NO_VERSION,
         gpus: Sequence[int] | None = None,
+        in_place: bool = False,
     ) -> None:
+        """`in_place`: see `server_command`."""
+        self._in_place = in_place
         self._model_path = model_path
         self._settings = settings
         self._log_path = log_path
@@ -255,7 +261,9 @@ class SGLangProcess:
         if self._settings.kind == "simulated":
             command = simulated_command(self._settings, self._model_path, port, self._version)
         else:
-            command = server_command(self._settings, self._model_path, port, self._version, device)
+            command = server_command(
+                self._settings, self._model_path, port, self._version, device, self._in_place
+            )
         read_end, write_end = os.pipe()
         environment[LIFELINE_VARIABLE] = str(read_end)
         self._log_path.parent.mkdir(parents=True, exist_ok=True)

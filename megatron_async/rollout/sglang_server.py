@@ -14,7 +14,7 @@ the work; a forked one has it already):
 - A lifeline: the server ends itself at once, with all its processes, as soon as whoever started it
   is gone or lets go. The starter holds the write end of a pipe whose read end is named in the
   environment. (To SIGTERM alone SGLang listens every five seconds.)
-- A quicker start (sglang_start.py).
+- A quicker start (sglang_start.py), and aborts that can be repeated (sglang_abort.py).
 
 Invariants
 - One process group per server, led by this process: killing the group leaves nothing behind.
@@ -141,9 +141,10 @@ def main() -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
-    from megatron_async.rollout import sglang_start
+    from megatron_async.rollout import sglang_abort, sglang_start
     from megatron_async.rollout.sglang_receiver import receiver_of
 
+    sglang_abort.register()
     sglang_start.register(on_cpu=os.environ.get(CPU_VARIABLE) == "1")
     try:
         with receiver_of(app):

@@ -23,10 +23,24 @@ from megatron_async.trajectory.types import PolicyVersion
 
 _ENDS = ("stop", "length", "abort")
 _FIRST_ERROR_STATUS = 400
+# Bad request, content too large, content that makes no sense. Others (a missing key or path, too
+# many requests, errors of the server) are not about this request.
+_REFUSAL_STATUSES = (400, 413, 422)
 
 
 class BadReport(ValueError):
     """SGLang's answer does not have the form that is relied on, or is an error; says what."""
+
+
+class Refusal(BadReport):
+    """SGLang takes the request for invalid; says why."""
+
+
+def refusal_of(status: int, message: str, retryable: bool = False) -> BadReport:
+    """What an answer with this HTTP status means: `Refusal` where the request is to blame."""
+    if status in _REFUSAL_STATUSES and not retryable:
+        return Refusal(f"it was refused with status {status}: {message}")
+    return BadReport(f"status {status}: {message}")
 
 
 @dataclass
@@ -40,10 +54,11 @@ class StreamDecoder:
     def feed(self, report: Mapping[str, Any]) -> list[TokenChunk]:
         """The chunks that this report completes; the last one carries `end` if it is final.
 
-        Raises BadReport on an error report or on one with too few tokens or log-probs.
+        Raises BadReport on an error report (Refusal if the request is to blame) or on one with too
+        few tokens or log-probs.
         """
         if "error" in report:
-            raise BadReport(str(report["error"].get("message", report["error"])))
+            raise _error_of(report["error"])
         meta = report["meta_info"]
         end = _end_of(meta.get("finish_reason"))
         self._take_new_tokens(report, meta)
@@ -127,8 +142,17 @@ def _end_of(reason: Mapping[str, Any] | None) -> StreamEnd | None:
     if kind not in _ENDS:
         raise BadReport(f"generation ended for an unknown reason: {dict(reason)}")
     if (reason.get("status_code") or 0) >= _FIRST_ERROR_STATUS:
-        raise BadReport(f"the engine refused the request: {reason.get('message')}")
+        raise refusal_of(int(reason["status_code"]), str(reason.get("message")))
     return cast(StreamEnd, kind)
+
+
+def _error_of(error: Any) -> BadReport:
+    if not isinstance(error, Mapping):
+        return BadReport(str(error))
+    status, message = error.get("code"), str(error.get("message", error))
+    if not isinstance(status, int):
+        return BadReport(message)
+    return refusal_of(status, message, retryable=bool(error.get("retryable", False)))
 
 
 def events_of(buffer: bytearray, data: bytes) -> list[bytes]:

@@ -12,6 +12,7 @@ Invariants
 - All running requests advance together, one token per step of `seconds_per_step(running)`.
 - A full KV cache sends the newest running requests back to the queue, and only that counts as a
   preemption: a `retract` pause does not move SGLang's counter either.
+- An abort of a running request takes effect at the next step: while it is paused in place, never.
 - After `crash` every call and every stream raises EngineError, until `restart`.
 """
 
@@ -28,6 +29,7 @@ from megatron_async.rollout.interfaces import (
     EngineStatus,
     GenerationRequest,
     PauseMode,
+    RequestRefused,
     StreamEnd,
     TokenChunk,
 )
@@ -52,6 +54,7 @@ class SimulatedEngineModel:
     stream_interval: int = 16
     max_running_requests: int = 1024
     kv_capacity_tokens: int = 1 << 20
+    longest_tokens: int | None = None
 
     def seconds_per_step(self, running: int) -> float:
         """Duration of one decode step."""
@@ -115,6 +118,7 @@ class SimulatedEngine:
         self._running: dict[str, _Running] = {}
         self._queued: dict[str, _Running] = {}
         self._paused = False
+        self._abort_later: list[str] = []
         self._preemptions = 0
         self._crash_reason = ""
         self._tokens_until_crash: int | None = None
@@ -133,6 +137,10 @@ class SimulatedEngine:
     @property
     def kv_capacity_tokens(self) -> int:
         return self._model.kv_capacity_tokens
+
+    @property
+    def longest_tokens(self) -> int | None:
+        return self._model.longest_tokens
 
     # ------------------------------------------------------------ what a test does to it
 
@@ -159,6 +167,7 @@ class SimulatedEngine:
     def restart(self, version: PolicyVersion) -> None:
         """Come back empty, with the weights of `version`."""
         self._crash_reason, self._tokens_until_crash, self._paused = "", None, False
+        self._abort_later = []
         self._version, self._weights = version, str(version)
 
     # ------------------------------------------------------------ EngineClient
@@ -166,7 +175,13 @@ class SimulatedEngine:
     async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
         """Stream a response. Cancelling the iteration aborts the request."""
         self._require_alive("generate")
-        name = request.request_id
+        name, longest = request.request_id, self._model.longest_tokens
+        whole = len(request.input_ids) + request.max_new_tokens
+        if longest is not None and whole > longest:
+            raise RequestRefused(
+                f"{self._engine_id}: request {name}: it was refused with status 400: {whole} "
+                f"tokens, the longest possible are {longest}"
+            )
         if name in self._running or name in self._queued:
             raise EngineError(f"{self._engine_id}: request {name!r} runs already")
         running = _Running(request, last_token=int(request.input_ids[-1]), version=self._version)
@@ -188,8 +203,14 @@ class SimulatedEngine:
                     del table[name]
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """End these requests; each stream ends with a chunk of `end="abort"`."""
+        """End these requests; each stream ends with a chunk of `end="abort"`.
+
+        What runs while the engine is paused in place ends when it is resumed.
+        """
         self._require_alive("abort")
+        if self._paused:
+            self._abort_later += [name for name in request_ids if name in self._running]
+            request_ids = [name for name in request_ids if name in self._queued]
         for name in request_ids:
             running = self._running.pop(name, None) or self._queued.pop(name, None)
             if running is not None:
@@ -197,16 +218,18 @@ class SimulatedEngine:
 
     async def pause(self, mode: PauseMode) -> None:
         self._require_alive("pause")
-        self._paused = True
         if mode == "abort":
             await self.abort([*self._running, *self._queued])
-        elif mode == "retract":
+        self._paused = True
+        if mode == "retract":
             self._queued = {**self._running, **self._queued}
             self._running = {}
 
     async def resume(self) -> None:
         self._require_alive("resume")
         self._paused = False
+        later, self._abort_later = self._abort_later, []
+        await self.abort(later)
         self._work.set()
 
     async def flush_cache(self) -> None:

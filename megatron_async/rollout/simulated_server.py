@@ -29,7 +29,12 @@ import numpy as np
 from aiohttp import web
 
 from megatron_async.config.rollout import EngineConfig, SamplingConfig
-from megatron_async.rollout.interfaces import EngineError, GenerationRequest, TokenChunk
+from megatron_async.rollout.interfaces import (
+    EngineError,
+    GenerationRequest,
+    RequestRefused,
+    TokenChunk,
+)
 from megatron_async.rollout.sglang_server import hold_lifeline, take_key
 from megatron_async.rollout.simulated_engine import SimulatedEngine, SimulatedEngineModel
 from megatron_async.trajectory.types import PolicyVersion
@@ -53,6 +58,7 @@ def engine_model(settings: EngineConfig, model_path: Path) -> SimulatedEngineMod
         stream_interval=settings.stream_interval,
         max_running_requests=settings.max_running_requests or 1024,
         kv_capacity_tokens=settings.max_total_tokens or 1 << 20,
+        longest_tokens=settings.longest_tokens(None),
     )
 
 
@@ -102,6 +108,7 @@ class SimulatedServer:
                 web.get("/health", self._ok),
                 web.get("/model_info", self._model_info),
                 web.get("/v1/loads", self._loads),
+                web.get("/server_info", self._server_info),
                 web.get("/metrics", self._metrics),
                 web.post("/generate", self._generate),
                 web.post("/abort_request", self._abort),
@@ -133,6 +140,9 @@ class SimulatedServer:
 
     async def _model_info(self, request: web.Request) -> web.Response:
         return web.json_response({"weight_version": str(self._version)})
+
+    async def _server_info(self, request: web.Request) -> web.Response:
+        return web.json_response({"max_req_input_len": self._engine.longest_tokens})
 
     async def _loads(self, request: web.Request) -> web.Response:
         status = await self._engine.status()
@@ -166,9 +176,12 @@ class SimulatedServer:
                 report = _report(chunk, sent)
                 sent += len(chunk.token_ids)
                 await response.write(_event(json.dumps(report)))
-            await response.write(_event("[DONE]"))
+        except RequestRefused as refusal:
+            error = {"message": str(refusal), "code": 400, "retryable": False}
+            await response.write(_event(json.dumps({"error": error})))
         finally:
             self._running.discard(wanted.request_id)
+        await response.write(_event("[DONE]"))
         return response
 
     async def _score(self, body: dict[str, Any]) -> web.Response:
@@ -180,8 +193,11 @@ class SimulatedServer:
 
     async def _abort(self, request: web.Request) -> web.Response:
         body = await request.json()
-        prefix = "" if body.get("abort_all") else str(body["rid"])
-        await self._engine.abort([name for name in self._running if name.startswith(prefix)])
+        if body.get("abort_all"):
+            await self._engine.abort([*self._running])
+        elif body["rid"] in self._running:  # else SGLang ignores it; if so, by prefix
+            prefix = str(body["rid"])
+            await self._engine.abort([name for name in self._running if name.startswith(prefix)])
         return web.json_response({})
 
     async def _pause(self, request: web.Request) -> web.Response:

@@ -130,7 +130,9 @@ class RayLink:
         self._call("drop_batch", _CALL_SECONDS, step, reason)
 
     def begin_update(self, number: int) -> list[EngineAddress]:
-        limit = self._config.weights.timeout_seconds + _SLACK_SECONDS
+        settings = self._config
+        limit = max(settings.trainer.wait_for_batch_seconds, settings.weights.timeout_seconds)
+        limit += _SLACK_SECONDS
         return cast("list[EngineAddress]", self._call("begin_update", limit, number))
 
     def end_update(

@@ -27,7 +27,7 @@ class UpdateGate:
     def __init__(self, config: ScheduleConfig) -> None:
         self._pauses = config.weight_update == "in_flight"
         self._needs_idle = not (self._pauses and config.boundary == "continue")
-        self._mode: PauseEngines = PauseEngines("in_place" if config.kv == "keep" else "retract")
+        self._mode: PauseEngines = PauseEngines("in_place" if config.in_place else "retract")
         self._phase = _Phase.SERVING
         self._number = -1
 

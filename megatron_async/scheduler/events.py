@@ -116,6 +116,13 @@ class Aborted:
 
 
 @_message
+class Refused:
+    """No engine will ever run this request: its group is dropped."""
+
+    trajectory_id: int
+
+
+@_message
 class ManyAborted:
     """Requests that ended early one right after the other, each with its last tokens.
 
@@ -178,6 +185,7 @@ Event = (
     | TokensArrived
     | Finished
     | Aborted
+    | Refused
     | ManyAborted
     | RewardReady
     | EngineLoad

@@ -199,6 +199,18 @@ class Lifecycle:
             self._fleet.release(entry)
             self.ended_early(entry, out)
 
+    def refused(self, event: ev.Refused, out: Actions) -> None:
+        """The engines take a running request for invalid: a repetition would end the same way."""
+        entry = self._trajectories.get(event.trajectory_id)
+        if entry is None or entry.state is not _RUNNING:
+            return
+        self._fleet.release(entry)
+        self.tally.move(entry, _PARTIAL if entry.tokens else _PENDING)
+        if entry.group.drop_reason is None:
+            self._drop_group(entry.group, DropReason.REFUSED, out)
+        else:
+            self._meet_fate(entry, out)
+
     def ended_early(self, entry: TrajectoryEntry, out: Actions) -> None:
         """`entry` has left its engine unfinished."""
         if entry.fate is not None:

@@ -35,7 +35,8 @@ from megatron_async.scheduler.scheduler import Scheduler
 from megatron_async.trajectory.types import PolicyVersion
 
 FORMAT = "megatron_async.schedule"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3  # 2: no event `Refused`
+READABLE_VERSIONS = (2, FORMAT_VERSION)
 
 
 @dataclass(frozen=True)
@@ -224,10 +225,10 @@ def read_record(path: Path) -> tuple[Header, Iterator[Exchange]]:
     _, first = next(lines, (0, None))
     if not isinstance(first, dict) or first.get("format") != FORMAT:
         raise UserError(f"{path} is not a schedule record")
-    if first.get("format_version") != FORMAT_VERSION:
+    if first.get("format_version") not in READABLE_VERSIONS:
         raise UserError(
             f"schedule record {path} has format_version {first.get('format_version')}, this "
-            f"program reads {FORMAT_VERSION}"
+            f"program reads {' and '.join(map(str, READABLE_VERSIONS))}"
         )
     try:
         header = Header(

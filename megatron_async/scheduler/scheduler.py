@@ -62,6 +62,7 @@ class Scheduler:
             ev.TokensArrived: self._life.tokens_arrived,
             ev.Finished: self._finished,
             ev.Aborted: self._aborted,
+            ev.Refused: self._refused,
             ev.ManyAborted: self._many_aborted,
             ev.RewardReady: self._reward_ready,
             ev.PromptsAvailable: self._prompts_available,
@@ -120,6 +121,10 @@ class Scheduler:
 
     def _aborted(self, event: ev.Aborted, out: Actions) -> None:
         self._life.aborted(event, out)
+        self._advance_unless_waiting(out)
+
+    def _refused(self, event: ev.Refused, out: Actions) -> None:
+        self._life.refused(event, out)
         self._advance_unless_waiting(out)
 
     def _many_aborted(self, event: ev.ManyAborted, out: Actions) -> None:

@@ -12,11 +12,14 @@ Invariants
   made at, and a checkpoint manifest commits those on its path (`store_lineage`). So a resume from
   any kept checkpoint sees what it must, and changes nothing but to begin a new line.
 - Ids only grow and are never used twice.
+- A trajectory has one writer: `append` and `end_request` refuse every request but its current one,
+  so that a stream that outlives its request cannot add to what its successor writes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import math
@@ -37,7 +40,7 @@ from megatron_async.trajectory.store_compactor import Compactor
 from megatron_async.trajectory.store_export import cut_uncommitted
 from megatron_async.trajectory.store_lock import lock_store
 from megatron_async.trajectory.store_reader import assemble, read_chunks
-from megatron_async.trajectory.store_records import GroupRecord, TrajectoryRecord
+from megatron_async.trajectory.store_records import GroupRecord, TrajectoryRecord, running
 from megatron_async.trajectory.store_recovery import Recovery
 from megatron_async.trajectory.store_schema import BatchRow, GroupRow, pack_ids
 from megatron_async.trajectory.store_state import StoreState, load_state
@@ -48,6 +51,7 @@ from megatron_async.trajectory.types import (
     Group,
     PolicyVersion,
     Prompt,
+    RequestKey,
     Segment,
     Trajectory,
     TrajectoryState,
@@ -100,6 +104,7 @@ class TrajectoryStore:
         self._path, self._settings, self._state = path, settings, state
         self._branch_points = state.tree.branch_points(state.lineage)
         self._counts = state.counts()  # kept: a person's status is asked for again and again
+        self._serials = itertools.count(1)
         self._due: dict[int, float] = {}  # trajectory -> when its buffer got its first token
         self._timer: asyncio.TimerHandle | None = None
         self._reading: sqlite3.Connection | None = None
@@ -121,11 +126,9 @@ class TrajectoryStore:
             self._delete_old_attempts(record)
         for group in state.set_aside:
             self._writer.execute("DELETE FROM groups WHERE group_id = ?", (group.group_id,))
-            for table in ("trajectories", "chunks"):
-                for trajectory_id in group.trajectory_ids:
-                    self._writer.execute(
-                        f"DELETE FROM {table} WHERE trajectory_id = ?", (trajectory_id,)
-                    )
+            for i in group.trajectory_ids:
+                for table in ("trajectories", "chunks"):
+                    self._writer.execute(f"DELETE FROM {table} WHERE trajectory_id = ?", (i,))
 
     @property
     def lineage(self) -> int:
@@ -183,9 +186,26 @@ class TrajectoryStore:
         self._writer.put("document", self._state.counters.to_row())
         return self.load_group(group_id)
 
+    def begin_request(self, trajectory_id: int) -> RequestKey:
+        """A pending or partial trajectory runs; only the request returned may append to it."""
+        record = self._record(trajectory_id)
+        self._turn(record, TrajectoryState.RUNNING)
+        record.request = RequestKey(self.lineage, trajectory_id, next(self._serials))
+        return record.request
+
+    def end_request(self, request: RequestKey) -> None:
+        """Its trajectory is partial. Raises SupersededRequest when it does not run that now."""
+        self._turn(running(self._state.records, request), TrajectoryState.PARTIAL)
+
+    def _turn(self, record: TrajectoryRecord, state: TrajectoryState) -> None:
+        self._move(record, state)
+        self._flush(record)
+        record.close_segment()
+        self._put(record)
+
     def append(
         self,
-        trajectory_id: int,
+        request: RequestKey,
         token_ids: npt.ArrayLike,
         logprobs: npt.ArrayLike,
         version: PolicyVersion,
@@ -197,13 +217,11 @@ class TrajectoryStore:
         """More tokens of a running trajectory, [n] and [n]. Never waits for the disk.
 
         With `end` they are its last ones, and it is finished; `sync` tells when that is committed.
-        Raises ValueError when the arrays do not agree or the trajectory does not run.
+        Raises SupersededRequest when another request (or none) runs the trajectory now, ValueError
+        when the arrays do not agree.
         """
-        record = self._record(trajectory_id)
-        if record.state is not TrajectoryState.RUNNING:
-            raise ValueError(f"trajectory {trajectory_id} is {record.shown_state}, not running")
-        tokens = np.array(token_ids, dtype=np.int32)
-        values = np.array(logprobs, dtype=np.float32)
+        record, trajectory_id = running(self._state.records, request), request.trajectory_id
+        tokens, values = np.array(token_ids, np.int32), np.array(logprobs, np.float32)
         if tokens.shape != values.shape or tokens.ndim != 1:
             raise ValueError(
                 f"trajectory {trajectory_id}: {values.shape} log-probs for {tokens.shape} tokens"
@@ -235,23 +253,10 @@ class TrajectoryStore:
         if not self._writer.is_committed(self._record(trajectory_id).in_flight):
             await self.sync()
 
-    def flush(self, trajectory_id: int | None = None) -> None:
-        """Hand what is buffered (of one trajectory) to the writer."""
-        if trajectory_id is not None:
-            self._flush(self._record(trajectory_id))
-            return
+    def flush(self) -> None:
+        """Hand all that is buffered to the writer."""
         for waiting in list(self._due):
             self._flush(self._state.records[waiting])
-
-    def set_state(self, trajectory_id: int, state: TrajectoryState) -> None:
-        """Running (submitted) or partial (its request ended). Raises ValueError for others."""
-        if state not in (TrajectoryState.RUNNING, TrajectoryState.PARTIAL):
-            raise ValueError(f"trajectory {trajectory_id}: set_state does not set {state}")
-        record = self._record(trajectory_id)
-        self._move(record, state)
-        self._flush(record)
-        record.close_segment()
-        self._put(record)
 
     def end(self, trajectory_id: int, reason: FinishReason) -> None:
         """Its last token has been appended; `sync` tells when its end is committed."""
@@ -268,7 +273,7 @@ class TrajectoryStore:
     async def set_reward(
         self, trajectory_id: int, reward: float, detail: dict[str, float] | None = None
     ) -> None:
-        """The verifier's judgement of a finished trajectory. Returns when it is committed."""
+        """The reward of a finished trajectory. Returns when it is committed."""
         if not math.isfinite(reward):
             raise ValueError(f"trajectory {trajectory_id}: reward {reward} is not finite")
         record = self._record(trajectory_id)
@@ -336,8 +341,7 @@ class TrajectoryStore:
         batch = self._state.batch_at(step)
         if batch is None:
             raise LookupError(f"step {step} of line {self.lineage} has no batch")
-        ids = batch.ids()
-        for trajectory_id in ids:
+        for trajectory_id in (ids := batch.ids()):
             record = self._record(trajectory_id)
             before = record.shown_state
             record.batched_step = None

@@ -6,11 +6,13 @@ Invariants
 - Tokens wait in the buffer until they are handed to the writer as a chunk; a chunk never spans two
   segments. The segments of a live record hold all tokens, handed over or not.
 - A segment ends when its author changes and when its request ends (the trajectory becomes partial).
+- `request` is the one that may append, and None in every state but `running`.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +26,7 @@ from megatron_async.trajectory.types import (
     IntArray,
     PolicyVersion,
     Prompt,
+    RequestKey,
     Segment,
     Trajectory,
     TrajectoryState,
@@ -38,6 +41,10 @@ ALLOWED: dict[TrajectoryState, frozenset[TrajectoryState]] = {
     _S.SCORED: frozenset({_S.DROPPED, _S.PENDING}),
     _S.DROPPED: frozenset(),
 }
+
+
+class SupersededRequest(ValueError):
+    """A request that is not the current one of its trajectory wanted to change it."""
 
 
 @dataclass
@@ -83,6 +90,7 @@ class TrajectoryRecord:
         self.reward_detail: dict[str, Any] = json.loads(row.reward_detail)
         self.drop_reason = None if row.drop_reason is None else DropReason(row.drop_reason)
         self.batched_step: int | None = None
+        self.request: RequestKey | None = None
         self.in_flight = 0  # transaction of the newest chunk
         self._segments: list[_GrowingSegment] | None = None
         if segments is not None:
@@ -127,6 +135,7 @@ class TrajectoryRecord:
             )
         self.state = state
         self.revision += 1
+        self.request = None
 
     def row(self) -> TrajectoryRow:
         """What is stored of it."""
@@ -242,3 +251,17 @@ class TrajectoryRecord:
         self._buffer.clear()
         self.buffered = 0
         self.finish_reason, self.reward, self.reward_detail = None, None, {}
+
+
+def running(records: Mapping[int, TrajectoryRecord], request: RequestKey) -> TrajectoryRecord:
+    """The trajectory that `request` runs. Raises SupersededRequest when it does not run it now."""
+    record = records.get(request.trajectory_id)
+    if record is not None and record.request == request:
+        return record
+    now = "not in the store" if record is None else str(record.shown_state)
+    if record is not None and record.request is not None:
+        now = f"run by {record.request.name}"
+    raise SupersededRequest(
+        f"request {request.name} of lineage {request.lineage} is superseded: trajectory "
+        f"{request.trajectory_id} is {now}"
+    )

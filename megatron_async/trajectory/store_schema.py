@@ -24,8 +24,8 @@ import numpy as np
 from megatron_async.errors import UserError
 from megatron_async.trajectory.types import FloatArray, IntArray, PolicyVersion
 
-FORMAT = 2  # 1: groups without `priority`
-READABLE_FORMATS = (1, FORMAT)
+FORMAT = 3  # 1: groups without `priority`; 2: no drop reason `refused`
+READABLE_FORMATS = (1, 2, FORMAT)
 APPLICATION_ID = 0x4D415453  # "MATS"
 PAGE_BYTES = 8192
 EXPORT_NAME = "trajectories.jsonl"
@@ -255,21 +255,27 @@ def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
 
 def bring_up_to_date(connection: sqlite3.Connection) -> None:
     """Rewrite what is different in an older format, all of it or nothing. Raises DamagedStore."""
-    if connection.execute("PRAGMA user_version").fetchone()[0] != 1:
+    found = connection.execute("PRAGMA user_version").fetchone()[0]
+    if found == FORMAT:
         return
     connection.execute("BEGIN IMMEDIATE")
     try:
-        former = connection.execute("SELECT * FROM groups ORDER BY group_id").fetchall()
-        rows = [sealed("groups", GroupRow.of(opened("groups", row))) for row in former]
-        connection.execute("DROP TABLE groups")
-        connection.execute(f"CREATE TABLE groups ({', '.join(TABLES['groups'])})")
-        places = ", ".join("?" * len(TABLES["groups"]))
-        connection.executemany(f"INSERT INTO groups VALUES ({places})", rows)
+        if found == 1:
+            _add_priorities(connection)
         connection.execute(f"PRAGMA user_version={FORMAT}")
     except BaseException:
         connection.execute("ROLLBACK")
         raise
     connection.execute("COMMIT")
+
+
+def _add_priorities(connection: sqlite3.Connection) -> None:
+    former = connection.execute("SELECT * FROM groups ORDER BY group_id").fetchall()
+    rows = [sealed("groups", GroupRow.of(opened("groups", row))) for row in former]
+    connection.execute("DROP TABLE groups")
+    connection.execute(f"CREATE TABLE groups ({', '.join(TABLES['groups'])})")
+    places = ", ".join("?" * len(TABLES["groups"]))
+    connection.executemany(f"INSERT INTO groups VALUES ({places})", rows)
 
 
 def create_tables(connection: sqlite3.Connection) -> None:
@@ -293,5 +299,5 @@ def check_identity(connection: sqlite3.Connection, path: Path) -> None:
     if tables and version not in READABLE_FORMATS:
         raise UserError(
             f"trajectory store {path} has format {version}, this version reads formats "
-            f"{' and '.join(map(str, READABLE_FORMATS))}"
+            f"{READABLE_FORMATS[0]} to {FORMAT}"
         )

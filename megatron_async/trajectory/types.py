@@ -41,6 +41,19 @@ class PolicyVersion(NamedTuple):
         return cls(int(lineage), int(number))
 
 
+class RequestKey(NamedTuple):
+    """One generation request of a trajectory: only its newest one may append to it."""
+
+    lineage: int
+    trajectory_id: int
+    serial: int
+
+    @property
+    def name(self) -> str:
+        """Its name for engines. The terminator keeps any name from being a prefix of another."""
+        return f"t{self.trajectory_id}-{self.serial};"
+
+
 class TrajectoryState(enum.StrEnum):
     """pending -> running <-> partial -> finished -> scored -> batched, or dropped."""
 
@@ -61,6 +74,7 @@ class DropReason(enum.StrEnum):
     FILTERED = "filtered"
     NONFINITE = "nonfinite"
     VERIFIER = "verifier"
+    REFUSED = "refused"
     USER = "user"
 
 

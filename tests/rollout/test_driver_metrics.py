@@ -187,7 +187,7 @@ def test_warnings_come_with_the_next_update_whatever_asked_for_it(tmp_path: Path
             await trainer.manager.next_batch(0)
             warnings = (await trainer.publish(0, 1)).warnings
         assert [name for name, _ in warnings] == ["engine_failed"]
-        assert "injected crash" in warnings[0][1]
+        assert "the process of engine engine1 has ended" in warnings[0][1]
         await trainer.manager.stop()
 
     run(body())

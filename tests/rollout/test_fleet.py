@@ -200,3 +200,37 @@ def test_an_engine_whose_connections_were_being_closed_does_not_serve_the_succes
         it.fleet.detach()
 
     run(body())
+
+
+def test_lost_engines_are_mended_side_by_side() -> None:
+    """A lost node with four engines costs one start: all of them are under way at once."""
+
+    async def body() -> None:
+        it = Run(count=4, max_restarts=1)
+        driver = await it.start()
+        it.launcher.slow = {0, 1, 2, 3}
+        for index in range(4):
+            it.lose_engine(index)
+        await until(lambda: it.launcher.waiting == 4)
+        it.launcher.slow = set()
+        successor = it.next_trainer()
+        await until(lambda: len(successor.engines) == 4)
+        assert driver.failures == successor.failures == []
+        it.fleet.detach()
+
+    run(body())
+
+
+def test_an_engine_whose_close_or_start_takes_long_keeps_none_from_being_mended() -> None:
+    async def body() -> None:
+        it = Run(count=2, max_restarts=2)
+        driver = await it.start()
+        it.launcher.slow = {0}
+        it.lose_engine(0)
+        await until(lambda: it.launcher.waiting == 1)
+        it.lose_engine(1)
+        await until(lambda: len(driver.engines) == 3)
+        assert names(driver) == ["engine0", "engine1", "engine1"]
+        it.fleet.detach()
+
+    run(body())

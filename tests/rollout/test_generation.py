@@ -17,8 +17,14 @@ import pytest
 
 from megatron_async.config import RunConfig, build_config
 from megatron_async.config.load import merge
-from megatron_async.rollout.generation import EngineSlot, Generation, Reports, end_of
-from megatron_async.rollout.interfaces import EngineError, GenerationRequest, TokenChunk
+from megatron_async.rollout.engine_slot import EngineSlot
+from megatron_async.rollout.generation import Generation, Reports, end_of
+from megatron_async.rollout.interfaces import (
+    EngineError,
+    GenerationRequest,
+    RequestRefused,
+    TokenChunk,
+)
 from megatron_async.rollout.manager import ResumePoint
 from megatron_async.rollout.simulated_engine import SimulatedEngine
 from megatron_async.rollout.statistics import RolloutStatistics
@@ -79,7 +85,11 @@ class Bench:
     events: list[ev.Event]
     trajectory_id: int
     statistics: RolloutStatistics
-    blamed: list[str]
+    engine: Scripted
+    suspected: list[str]
+    given_up: list[str]
+    refused: list[str]
+    now: float = 0.0
 
     @classmethod
     def of(cls, folder: Path, config: RunConfig, *script: TokenChunk | EngineError) -> Bench:
@@ -87,14 +97,27 @@ class Bench:
         group = store.add_group(Prompt(np.array([5, 0], np.int32), "fixed"), 1)
         events: list[ev.Event] = []
         statistics = RolloutStatistics(overlap=config.schedule.overlap)
-        blamed: list[str] = []
+        suspected, given_up, refused = list[str](), list[str](), list[str]()
+
+        async def suspect(slot: EngineSlot, why: str) -> None:
+            suspected.append(why)  # and it answers
+
         reports = Reports(
-            events.append, lambda _, why: blamed.append(why), lambda _: None, lambda _: None
+            events.append,
+            suspect,
+            lambda _, why: given_up.append(why),
+            lambda _, __, why: refused.append(why),
+            lambda: None,
+            lambda _: None,
         )
         generation = Generation(config, store, statistics, (STOP,), reports)
-        slot = EngineSlot(Scripted(list(script)))  # type: ignore[arg-type]
+        engine = Scripted(list(script))
+        slot = EngineSlot(engine)  # type: ignore[arg-type]
         trajectory_id = group.trajectories[0].trajectory_id
-        return cls(store, generation, slot, events, trajectory_id, statistics, blamed)
+        return cls(
+            store, generation, slot, events, trajectory_id, statistics, engine,
+            suspected, given_up, refused,
+        )  # fmt: skip
 
     async def one_request(self) -> Trajectory:
         """Run it to its end; what is kept then."""
@@ -152,9 +175,10 @@ def test_a_forced_length_is_reached_whatever_the_tokens_are(tmp_path: Path) -> N
         assert (await bench.one_request()).state is TrajectoryState.PARTIAL
         kept = await bench.one_request()
         assert (kept.state, kept.finish_reason) == (TrajectoryState.FINISHED, FinishReason.LENGTH)
-        engine = bench.slot.client
-        assert isinstance(engine, Scripted)
-        assert [(r.max_new_tokens, r.ignore_eos) for r in engine.asked] == [(4, True), (2, True)]
+        assert [(r.max_new_tokens, r.ignore_eos) for r in bench.engine.asked] == [
+            (4, True),
+            (2, True),
+        ]
         await bench.store.close()
 
     run(body())
@@ -198,13 +222,13 @@ def test_the_old_stream_of_a_lost_engine_is_not_heard_when_its_trajectory_runs_a
             monkeypatch.undo()
             bench.generation.forget_engine(bench.slot)
             bench.store.restart(bench.trajectory_id)
-            bench.store.set_state(bench.trajectory_id, TrajectoryState.RUNNING)
+            bench.store.begin_request(bench.trajectory_id)
             return await committed()
 
         monkeypatch.setattr(bench.store, "sync", lost_and_restarted_meanwhile)
         kept = await bench.one_request()
         assert (kept.state, kept.segments) == (TrajectoryState.RUNNING, ())
-        assert bench.slot.errors_in_row == 0
+        assert bench.slot.failed_prompts == set()
         await bench.store.close()
 
     run(body())
@@ -218,7 +242,7 @@ def test_what_an_engine_says_after_the_end_is_a_warning_and_nothing_else(tmp_pat
         assert bench.outcomes == [ev.Finished(bench.trajectory_id)]
         assert [s.token_ids.tolist() for s in kept.segments] == [[7, STOP]]
         assert bench.statistics.tokens == 2
-        assert "engine scripted went on" in bench.statistics.warnings["said_after_its_end"]
+        assert "engine scripted sent more" in bench.statistics.warnings["said_after_its_end"]
         await bench.store.close()
 
     run(body())
@@ -241,12 +265,12 @@ def test_who_ends_behind_the_last_abort_is_not_blamed(
     async def body() -> None:
         monkeypatch.setattr("megatron_async.rollout.generation._ABORT_TRIES", 1)
         bench = Bench.of(tmp_path, config_of())
-        bench.slot.client = Slow([])  # type: ignore[assignment]
+        bench.slot = EngineSlot(Slow([]))  # type: ignore[arg-type]
         bench.generation.submit(bench.trajectory_id, bench.slot)
         await asyncio.sleep(0)
         await bench.generation.abort(bench.generation.of())
         assert bench.outcomes == [ev.Aborted(bench.trajectory_id)]
-        assert bench.blamed == []
+        assert bench.given_up == [] and bench.statistics.warnings == {}
         await bench.store.close()
 
     run(body())
@@ -263,7 +287,7 @@ def test_an_engine_that_is_lost_while_the_last_tokens_are_committed_has_finished
         committed = bench.store.sync
 
         async def lost_meanwhile() -> int:
-            if bench.slot.running:
+            if bench.slot.watch.requests:
                 monkeypatch.undo()
                 bench.generation.forget_engine(bench.slot)
             return await committed()
@@ -273,6 +297,156 @@ def test_an_engine_that_is_lost_while_the_last_tokens_are_committed_has_finished
         assert bench.outcomes == [ev.Finished(bench.trajectory_id)]
         assert (kept.state, kept.finish_reason) == (TrajectoryState.FINISHED, FinishReason.STOP)
         assert [s.token_ids.tolist() for s in kept.segments] == [[7, STOP]]
+        await bench.store.close()
+
+    run(body())
+
+
+def test_a_refused_request_ends_as_such_and_is_nobody_elses_fault(tmp_path: Path) -> None:
+    async def body() -> None:
+        bench = Bench.of(tmp_path, config_of(), RequestRefused("too long"))
+        kept = await bench.one_request()
+        assert bench.outcomes == [ev.Refused(bench.trajectory_id)]
+        assert kept.state is TrajectoryState.PARTIAL  # until the scheduler drops its group
+        assert bench.refused == ["too long"]
+        assert bench.suspected == bench.given_up == [] and bench.slot.failed_prompts == set()
+        await bench.store.close()
+
+    run(body())
+
+
+def test_failures_of_one_prompt_alone_are_its_own(tmp_path: Path) -> None:
+    """Also when all members of its group fail on one engine, which answers and serves others."""
+
+    async def body() -> None:
+        bench = Bench.of(tmp_path, config_of(), LOST)
+        for times in range(1, 6):
+            await bench.one_request()
+            assert bench.outcomes == times * [ev.Aborted(bench.trajectory_id)]
+        await bench.one_request()
+        assert bench.outcomes[-1] == ev.Refused(bench.trajectory_id)
+        assert bench.refused == [
+            "it failed 6 times in a row on engines that serve others: scripted died"
+        ]
+        assert len(bench.suspected) == 6 and bench.given_up == []
+        await bench.store.close()
+
+    run(body())
+
+
+def test_failures_with_tokens_between_them_never_add_up(tmp_path: Path) -> None:
+    async def body() -> None:
+        bench = Bench.of(tmp_path, config_of(sampling={"max_new_tokens": 100}), chunk(7), LOST)
+        for _ in range(12):
+            await bench.one_request()
+        assert set(bench.outcomes) == {ev.Aborted(bench.trajectory_id)}
+        assert bench.refused == bench.given_up == []
+        await bench.store.close()
+
+    run(body())
+
+
+def test_an_engine_on_which_several_prompts_in_a_row_fail_is_given_up(tmp_path: Path) -> None:
+    """It answers, but whatever is asked of it fails."""
+
+    async def body() -> None:
+        bench = Bench.of(tmp_path, config_of(), LOST)
+        for prompts in range(1, 4):
+            assert bench.given_up == []
+            await bench.one_request()
+            assert len(bench.slot.failed_prompts) == prompts
+            group = bench.store.add_group(Prompt(np.array([5, prompts], np.int32), "fixed"), 1)
+            bench.trajectory_id = group.trajectories[0].trajectory_id
+        [why] = bench.given_up
+        assert "requests of 3 prompts in a row failed" in why
+        await bench.store.close()
+
+    run(body())
+
+
+class Quiet(Scripted):
+    """Says what it is scripted to say, and then neither anything more nor an end."""
+
+    aborts = 0
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
+        async for said in super().generate(request):
+            yield said
+        await asyncio.Event().wait()
+
+    async def abort(self, request_ids: list[str]) -> None:
+        self.aborts += 1
+
+
+async def quiet(bench: Bench) -> EngineSlot:
+    """A request that has said (7) on a `Quiet` engine with a clock in `bench.now`."""
+    slot = EngineSlot(Quiet([chunk(7)]), lambda: bench.now)  # type: ignore[arg-type]
+    slot.watch.queue(0, 0.0)
+    bench.generation.submit(bench.trajectory_id, slot)
+    while bench.statistics.tokens < 1:
+        await asyncio.sleep(0)
+    return slot
+
+
+def test_a_silent_response_is_cut_off_and_its_engine_stays(tmp_path: Path) -> None:
+    async def body() -> None:
+        bench = Bench.of(tmp_path, config_of())
+        slot = await quiet(bench)
+        slot.watch.hold("pause", 100.0)
+        slot.watch.release("pause", 900.0)
+        bench.now = 1399.0
+        bench.generation.end_silent(slot, 600.0)
+        assert bench.outcomes == []
+        bench.now = 1401.0
+        bench.generation.end_silent(slot, 600.0)
+        assert bench.outcomes == [ev.Aborted(bench.trajectory_id)]
+        assert (
+            "no token came from engine scripted for 600 s"
+            in bench.statistics.warnings["request_silent"]
+        )
+        assert bench.given_up == bench.suspected == [] and len(bench.generation) == 0
+        await bench.store.close()
+
+    run(body())
+
+
+def test_what_is_not_aborted_is_cut_off_and_its_engine_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body() -> None:
+        monkeypatch.setattr("megatron_async.rollout.generation._ABORT_RETRY_SECONDS", 0.01)
+        bench = Bench.of(tmp_path, config_of())
+        await quiet(bench)
+        await bench.generation.abort(bench.generation.of())
+        assert bench.outcomes == [ev.Aborted(bench.trajectory_id)]
+        assert "did not end it" in bench.statistics.warnings["abort_ignored"]
+        assert bench.given_up == bench.suspected == []
+        await bench.store.close()
+
+    run(body())
+
+
+@pytest.mark.parametrize("then", ["released", "given up"])
+def test_an_abort_waits_for_the_release_of_a_held_engine(tmp_path: Path, then: str) -> None:
+    async def body() -> None:
+        bench = Bench.of(tmp_path, config_of())
+        slot = await quiet(bench)
+        slot.hold()
+        aborting = asyncio.create_task(bench.generation.abort(bench.generation.of()))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        engine = slot.client._client  # type: ignore[attr-defined]
+        assert engine.aborts == 0 and not aborting.done()
+        if then == "given up":
+            bench.generation.forget_engine(slot)
+            await aborting
+            assert engine.aborts == 0
+        else:
+            slot.release()
+            while not engine.aborts:
+                await asyncio.sleep(0)
+            aborting.cancel()
+        await bench.generation.close()
         await bench.store.close()
 
     run(body())
@@ -326,8 +500,8 @@ def test_a_manager_that_was_killed_before_it_noted_the_end_does_not_go_on(
         store = TrajectoryStore.open(tmp_path / "store.sqlite", config.store)
         group = store.add_group(Prompt(np.array([5, 0], np.int32), "fixed"), 2)
         ended = group.trajectories[0].trajectory_id
-        store.set_state(ended, TrajectoryState.RUNNING)
-        store.append(ended, tokens, [-1.0] * len(tokens), V0, "engine0")
+        request = store.begin_request(ended)
+        store.append(request, tokens, [-1.0] * len(tokens), V0, "engine0")
         await store.close()  # killed for real in tests/crash
 
         trainer = Trainer(tmp_path, config)

@@ -15,6 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
+from megatron_async.config import build_config
+from megatron_async.config.presets import SCHEDULE_PRESETS
 from megatron_async.config.rollout import EngineConfig
 from megatron_async.errors import ComponentFailure
 from megatron_async.rollout import sglang_process
@@ -50,7 +52,7 @@ def _pretend(monkeypatch: pytest.MonkeyPatch, script: str) -> list[int]:
     ports: list[int] = []
 
     def command(
-        settings: EngineConfig, model_path: Path, port: int, version: Any, device: str
+        settings: EngineConfig, model: Path, port: int, version: Any, device: str, in_place: bool
     ) -> list[str]:
         ports.append(port)
         return [sys.executable, "-c", script, str(port)]
@@ -192,13 +194,24 @@ def test_the_command_line_says_what_the_settings_say(tmp_path: Path) -> None:
         "--context-length 512",
         "--stream-interval 5",
         "--weight-version=-1.0",
-        "--disable-overlap-schedule",
         "--mem-fraction-static 0.5",
     ):
         assert part in command
     assert "attention-backend" not in command
+    assert "--disable-overlap-schedule" not in command
     on_cpu = " ".join(server_command(settings, tmp_path, 1234, NO_VERSION, "cpu"))
     assert "--attention-backend torch_batched" in on_cpu and "--dtype float32" in on_cpu
+
+
+def test_only_weights_that_change_in_place_cost_the_overlap_scheduler(tmp_path: Path) -> None:
+    in_place = {
+        preset: build_config({"schedule": {"preset": preset}}).schedule.in_place
+        for preset in SCHEDULE_PRESETS
+    }
+    assert [preset for preset, value in in_place.items() if value] == ["pipeline"]
+    for value in (False, True):
+        command = server_command(EngineConfig(), tmp_path, 1, NO_VERSION, "cuda", in_place=value)
+        assert ("--disable-overlap-schedule" in command) is value
 
 
 def test_the_key_reaches_a_server_where_no_other_user_can_read_it(

@@ -15,8 +15,10 @@ from megatron_async.rollout.interfaces import TokenChunk
 from megatron_async.rollout.sglang_client import _counter
 from megatron_async.rollout.sglang_stream import (
     BadReport,
+    Refusal,
     StreamDecoder,
     events_of,
+    refusal_of,
     sampling_params,
 )
 from megatron_async.trajectory.types import PolicyVersion
@@ -87,6 +89,11 @@ def test_without_versions_tokens_are_held_back_until_the_end_tells() -> None:
     assert chunks[-1].end == "stop"
 
 
+def _aborted(status: int) -> dict[str, Any]:
+    end = {"type": "abort", "status_code": status, "message": "no"}
+    return _report([], 0, [("0.1", 0, 0)], end)
+
+
 @pytest.mark.parametrize(
     ("report", "message"),
     [
@@ -97,13 +104,41 @@ def test_without_versions_tokens_are_held_back_until_the_end_tells() -> None:
         (_report([], 0, [("0.1", 0, 0)], {"type": "explosion"}), "unknown reason"),
         (
             _report([], 0, [("0.1", 0, 0)], {"type": "abort", "status_code": 400, "message": "no"}),
-            "refused the request: no",
+            "refused with status 400: no",
         ),
     ],
 )
 def test_a_report_that_cannot_be_trusted_is_an_error(report: dict[str, Any], message: str) -> None:
     with pytest.raises(BadReport, match=message):
         StreamDecoder().feed(report)
+
+
+@pytest.mark.parametrize(
+    ("report", "refused"),
+    [
+        ({"error": {"message": "no", "code": 400, "retryable": False}}, True),
+        ({"error": {"message": "no", "code": 400}}, True),
+        ({"error": {"message": "later", "code": 400, "retryable": True}}, False),
+        ({"error": {"message": "defect", "code": 500, "retryable": False}}, False),
+        ({"error": {"message": "a form of its own"}}, False),
+        (_aborted(400), True),
+        (_aborted(422), True),
+        (_aborted(503), False),
+        (_aborted(500), False),
+    ],
+)
+def test_only_an_invalid_request_is_refused(report: dict[str, Any], refused: bool) -> None:
+    with pytest.raises(BadReport) as raised:
+        StreamDecoder().feed(report)
+    assert isinstance(raised.value, Refusal) is refused
+
+
+@pytest.mark.parametrize(
+    ("status", "refused"),
+    [(400, True), (413, True), (422, True), (401, False), (404, False), (429, False), (500, False)],
+)
+def test_an_http_status_tells_whose_fault_it_is(status: int, refused: bool) -> None:
+    assert isinstance(refusal_of(status, "why"), Refusal) is refused
 
 
 @given(st.lists(st.binary(min_size=1, max_size=30).filter(lambda b: b"\n" not in b)), st.data())

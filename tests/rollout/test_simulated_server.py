@@ -12,7 +12,7 @@ import pytest
 from megatron_async.config import build_config
 from megatron_async.config.rollout import EngineConfig, SimulatedEngineConfig
 from megatron_async.errors import UserError
-from megatron_async.rollout.interfaces import EngineError, TokenChunk
+from megatron_async.rollout.interfaces import EngineError, RequestRefused, TokenChunk
 from megatron_async.rollout.sglang_client import SGLangClient
 from megatron_async.rollout.sglang_process import NO_VERSION, SGLangProcess
 from megatron_async.rollout.simulated_engine import SimulatedEngine
@@ -65,6 +65,50 @@ def test_it_says_over_http_what_the_engine_says(server: tuple[SGLangProcess, Pat
     assert (tokens_of(there) == tokens_of(asyncio.run(here()))).all()
     assert (logprobs_of(there) == logprobs_of(asyncio.run(here()))).all()
     assert there[-1].end == "length" and there[0].version == NO_VERSION
+
+
+def test_a_request_that_is_too_long_is_refused_and_others_are_served(
+    server: tuple[SGLangProcess, Path],
+) -> None:
+    async def body(client: SGLangClient) -> list[TokenChunk]:
+        assert client.longest_tokens == SETTINGS.longest_tokens(None) == 65536 - 6
+        with pytest.raises(RequestRefused, match="status 400"):
+            await collect(client, make_request("long", PROMPT, 65536))
+        return await collect(client, make_request("short", PROMPT, 5))
+
+    assert with_client(server[0], body)[-1].end == "length"
+
+
+def test_one_call_aborts_all_requests_of_an_engine_and_no_more_than_it_is_asked_for(
+    server: tuple[SGLangProcess, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(client: SGLangClient) -> list[list[TokenChunk]]:
+        posted: list[Any] = []
+        post = client._post
+
+        async def noted(path: str, sent: Any) -> Any:
+            posted.append(sent)
+            return await post(path, sent)
+
+        monkeypatch.setattr(client, "_post", noted)
+        names = [f"r{i}" for i in range(20)]
+        arrived: list[list[TokenChunk]] = [[] for _ in names]
+        tasks = [
+            asyncio.create_task(collect(client, make_request(name, PROMPT, 60_000), into))
+            for name, into in zip(names, arrived, strict=True)
+        ]
+        await until_streaming(arrived)
+        await client.abort(names[:2])
+        await asyncio.wait(tasks[:2])
+        assert [task.done() for task in tasks] == [True] * 2 + [False] * 18
+        assert [sent.get("abort_all") for sent in posted] == [None, None]
+        del posted[:]
+        await client.abort(names)
+        responses = await asyncio.gather(*tasks)
+        assert posted == [{"abort_all": True}]
+        return responses
+
+    assert {chunks[-1].end for chunks in with_client(server[0], body)} == {"abort"}
 
 
 def test_tokens_around_an_update_carry_their_versions(server: tuple[SGLangProcess, Path]) -> None:

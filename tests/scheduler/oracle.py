@@ -49,6 +49,7 @@ class G:
     started: int | None = None
     step: int | None = None
     judged_none: bool = False
+    refused: bool = False
 
     @property
     def dropped(self) -> bool:
@@ -170,6 +171,10 @@ class Oracle:
                 t.state, t.engine, t.aborted = "finished", None, False
             case ev.Aborted():
                 self._stopped(self.trajectories[event.trajectory_id])
+            case ev.Refused():
+                t = self.trajectories[event.trajectory_id]
+                self._stopped(t)
+                t.group.refused = True
             case ev.RewardReady():
                 t = self.trajectories[event.trajectory_id]
                 t.state, t.reward = "judged", event.reward
@@ -354,6 +359,8 @@ class Oracle:
                         assert self.had_recovery, "on_stale: wait lost a group"
                 case DropReason.VERIFIER:
                     assert group.judged_none
+                case DropReason.REFUSED:
+                    assert group.refused
                 case DropReason.FILTERED:
                     assert config.dynamic_sampling
                     assert all(m.state == "scored" for m in group.members)

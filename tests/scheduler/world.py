@@ -24,6 +24,7 @@ class Weather:
     max_running: int | None = None
     engine_failures: float = 0.0
     spontaneous_aborts: float = 0.0
+    refusals: float = 0.0
     verifier_failures: float = 0.0
     crashes: float = 0.0
     slow_scores: float = 0.0
@@ -132,6 +133,11 @@ class World:
     def tokens(self) -> None:
         """Some tokens of one running trajectory, and perhaps an abort that was the engine's."""
         t = self._running()
+        refusals = 0.0 if self.calm else self.weather.refusals
+        if refusals and self.random.random() < refusals:
+            self.late.pop(t.trajectory_id, None)
+            self.tell(ev.Refused(t.trajectory_id))
+            return
         if not self.calm and self.random.random() < self.weather.spontaneous_aborts:
             self.late.pop(t.trajectory_id, None)
             self.tell(ev.Aborted(t.trajectory_id))

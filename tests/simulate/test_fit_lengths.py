@@ -19,7 +19,7 @@ from megatron_async.simulate.fit_lengths import Fit, fit_lengths
 from megatron_async.simulate.lengths import GroupSource
 from megatron_async.simulate.recorded_lengths import Recorded, read_lengths, read_recorded
 from megatron_async.trajectory.store import TrajectoryStore
-from megatron_async.trajectory.types import DropReason, FinishReason, TrajectoryState
+from megatron_async.trajectory.types import DropReason, FinishReason
 from tests.trajectory.builders import append, prompt
 
 TRUE = {
@@ -114,13 +114,13 @@ def export(tmp_path: Path) -> Path:
         group = store.add_group(prompt(), 30)
         for trajectory in group.trajectories:
             i = trajectory.trajectory_id
-            store.set_state(i, TrajectoryState.RUNNING)
+            store.begin_request(i)
             append(store, i, 0, 10 + i)
             await store.finish(i, FinishReason.LENGTH if i >= 20 else FinishReason.STOP)
             await store.set_reward(i, 1.0)
         store.mark_batched([group.group_id], 0)
         half, none = store.add_group(prompt(), 2).trajectories
-        store.set_state(half.trajectory_id, TrajectoryState.RUNNING)
+        store.begin_request(half.trajectory_id)
         append(store, half.trajectory_id, 0, 77)
         for trajectory in (half, none):
             store.drop(trajectory.trajectory_id, DropReason.STALE)

@@ -15,8 +15,8 @@ from megatron_async.trajectory.types import (
     IntArray,
     PolicyVersion,
     Prompt,
+    RequestKey,
     Trajectory,
-    TrajectoryState,
 )
 
 STORE = "trajectories.sqlite"
@@ -37,14 +37,21 @@ def tokens_of(trajectory_id: int, start: int, count: int) -> tuple[IntArray, Flo
 def append(
     store: TrajectoryStore, trajectory_id: int, start: int, count: int, version: PolicyVersion = V0
 ) -> None:
-    store.append(trajectory_id, *tokens_of(trajectory_id, start, count), version, "e0")
+    tokens = tokens_of(trajectory_id, start, count)
+    store.append(current(store, trajectory_id), *tokens, version, "e0")
+
+
+def current(store: TrajectoryStore, trajectory_id: int) -> RequestKey:
+    """The request that runs it; one that no store has made when none does."""
+    request = store._state.records[trajectory_id].request
+    return request or RequestKey(store.lineage, trajectory_id, 0)
 
 
 async def generate(
     store: TrajectoryStore, trajectory_id: int, count: int, version: PolicyVersion = V0
 ) -> None:
     """From pending to scored, with a reward that is the id."""
-    store.set_state(trajectory_id, TrajectoryState.RUNNING)
+    store.begin_request(trajectory_id)
     append(store, trajectory_id, 0, count, version)
     await store.finish(trajectory_id, FinishReason.STOP)
     await store.set_reward(trajectory_id, float(trajectory_id), {"right": 1.0})

@@ -27,6 +27,7 @@ from tests.trajectory.builders import (
     STORE,
     V0,
     append,
+    current,
     expected,
     generate,
     prompt,
@@ -44,10 +45,11 @@ def test_a_trajectory_comes_back_as_it_was_written(tmp_path: Path) -> None:
         store = TrajectoryStore.open(tmp_path / STORE)
         (trajectory,) = store.add_group(prompt(3), 1).trajectories
         i = trajectory.trajectory_id
-        store.set_state(i, S.RUNNING)
+        store.begin_request(i)
         append(store, i, 0, 70)
         append(store, i, 70, 5, PolicyVersion(0, 1))  # weights changed in flight
-        store.append(i, [1, 2], [0.0, 0.0], PolicyVersion(0, 1), "env", from_environment=True)
+        turn = [1, 2], [0.0, 0.0], PolicyVersion(0, 1), "env"
+        store.append(current(store, i), *turn, from_environment=True)
         append(store, i, 75, 3, PolicyVersion(0, 1))
         await store.finish(i, FinishReason.LENGTH)
         await store.set_reward(i, 0.5, {"format": 1.0})
@@ -78,11 +80,11 @@ def test_a_request_that_goes_on_later_is_a_new_segment(tmp_path: Path) -> None:
     async def scenario() -> None:
         store = TrajectoryStore.open(tmp_path / STORE)
         i = store.add_group(prompt(), 1).trajectories[0].trajectory_id
-        store.set_state(i, S.RUNNING)
+        store.begin_request(i)
         append(store, i, 0, 10)
         append(store, i, 10, 10)
-        store.set_state(i, S.PARTIAL)
-        store.set_state(i, S.RUNNING)
+        store.end_request(current(store, i))
+        store.begin_request(i)
         append(store, i, 20, 5)
         found = store.load_trajectory(i)
         assert [len(s) for s in found.segments] == [20, 5]
@@ -139,7 +141,7 @@ def test_a_chunk_is_written_when_full_when_old_or_when_asked(tmp_path: Path) -> 
         settings = StoreConfig(chunk_tokens=64, chunk_seconds=0.2)
         store = TrajectoryStore.open(tmp_path / STORE, settings)
         i = store.add_group(prompt(), 1).trajectories[0].trajectory_id
-        store.set_state(i, S.RUNNING)
+        store.begin_request(i)
         append(store, i, 0, 40)
         await store.sync()
         assert on_disk(tmp_path / STORE)[i] == 0
@@ -151,7 +153,7 @@ def test_a_chunk_is_written_when_full_when_old_or_when_asked(tmp_path: Path) -> 
         await store.sync()
         assert on_disk(tmp_path / STORE)[i] == 65
         append(store, i, 65, 2)
-        store.flush(i)
+        store.flush()
         await store.sync()
         assert on_disk(tmp_path / STORE)[i] == 67
         await store.close()
@@ -163,7 +165,7 @@ def test_finish_is_acknowledged_when_all_tokens_are_in_the_file(tmp_path: Path) 
     async def scenario() -> None:
         store = TrajectoryStore.open(tmp_path / "run" / STORE)
         i = store.add_group(prompt(), 1).trajectories[0].trajectory_id
-        store.set_state(i, S.RUNNING)
+        store.begin_request(i)
         append(store, i, 0, 10)
         await store.finish(i, FinishReason.STOP)
         copy = snapshot(tmp_path / "run", tmp_path / "crashed")
@@ -186,9 +188,9 @@ def test_the_end_is_in_the_transaction_of_the_last_tokens(
     async def scenario() -> None:
         store = TrajectoryStore.open(tmp_path / "run" / STORE)
         i = store.add_group(prompt(), 1).trajectories[0].trajectory_id
-        store.set_state(i, S.RUNNING)
+        store.begin_request(i)
         append(store, i, 0, 10)
-        store.flush(i)
+        store.flush()
         add_chunk, copies = store._writer.add_chunk, []
 
         def committed_at_once(*arguments: Any) -> int:
@@ -198,7 +200,7 @@ def test_the_end_is_in_the_transaction_of_the_last_tokens(
             return number
 
         monkeypatch.setattr(store._writer, "add_chunk", committed_at_once)
-        store.append(i, *tokens_of(i, 10, count), V0, "e0", end=FinishReason.STOP)
+        store.append(current(store, i), *tokens_of(i, 10, count), V0, "e0", end=FinishReason.STOP)
         await store.close()
         assert len(copies) == 1
         again = TrajectoryStore.open(copies[0], lineage=1)
@@ -214,7 +216,7 @@ def test_after_a_crash_what_ran_is_partial_and_the_rest_as_it_was(tmp_path: Path
     async def scenario() -> None:
         store = TrajectoryStore.open(tmp_path / "run" / STORE)
         a, b, c, d = (t.trajectory_id for t in store.add_group(prompt(), 4).trajectories)
-        store.set_state(a, S.RUNNING)
+        store.begin_request(a)
         append(store, a, 0, 130)  # one chunk of 130; nothing is left in the buffer
         append(store, a, 130, 9)  # lost: the current chunk
         await generate(store, b, 20)
@@ -229,7 +231,7 @@ def test_after_a_crash_what_ran_is_partial_and_the_rest_as_it_was(tmp_path: Path
         assert response(again.load_trajectory(a)) == expected(a, 130)
         assert again.drop_counts()["stale"] == 1
         assert again.load_trajectory(d).segments == ()
-        again.set_state(a, S.RUNNING)
+        again.begin_request(a)
         append(again, a, 130, 3, PolicyVersion(1, 0))
         await again.close()
         third = TrajectoryStore.open(copy, lineage=2)
@@ -246,9 +248,9 @@ def test_restart_forgets_tokens_for_good(tmp_path: Path) -> None:
         await generate(store, i, 200)
         store.restart(i)
         assert store.load_trajectory(i).state is S.PENDING
-        store.set_state(i, S.RUNNING)
+        store.begin_request(i)
         append(store, i, 0, 65)
-        store.set_state(i, S.PARTIAL)
+        store.end_request(current(store, i))
         await store.close()
         again = TrajectoryStore.open(tmp_path / STORE, lineage=1)
         found = again.load_trajectory(i)
@@ -369,20 +371,20 @@ def test_a_life_has_no_other_arrows(tmp_path: Path) -> None:
     async def scenario() -> None:
         store = TrajectoryStore.open(tmp_path / STORE)
         i = store.add_group(prompt(), 1).trajectories[0].trajectory_id
-        with pytest.raises(ValueError, match="pending, not running"):
+        with pytest.raises(ValueError, match="is superseded: trajectory 0 is pending"):
             append(store, i, 0, 1)
         with pytest.raises(ValueError, match="cannot become finished"):
             await store.finish(i, FinishReason.STOP)
-        with pytest.raises(ValueError, match="cannot become partial"):
-            store.set_state(i, S.PARTIAL)
-        store.set_state(i, S.RUNNING)
+        with pytest.raises(ValueError, match="is superseded: trajectory 0 is pending"):
+            store.end_request(current(store, i))
+        store.begin_request(i)
         with pytest.raises(ValueError, match="log-probs for"):
-            store.append(i, [1, 2], [0.0], V0, "e0")
+            store.append(current(store, i), [1, 2], [0.0], V0, "e0")
         with pytest.raises(ValueError, match="not finite"):
             await store.set_reward(i, float("nan"))
         store.drop(i, DropReason.USER)
         with pytest.raises(ValueError, match="is dropped"):
-            store.set_state(i, S.RUNNING)
+            store.begin_request(i)
         with pytest.raises(LookupError, match="trajectory 99"):
             store.load_trajectory(99)
         await store.close()
@@ -399,7 +401,7 @@ def test_an_error_of_the_writer_is_raised_at_the_next_call(tmp_path: Path) -> No
         connection.execute("DROP TABLE trajectories")
         connection.commit()
         connection.close()
-        store.set_state(i, S.RUNNING)
+        store.begin_request(i)
         with pytest.raises(ComponentFailure, match="cannot be written"):
             await store.sync()
         with pytest.raises(ComponentFailure, match="cannot be written"):

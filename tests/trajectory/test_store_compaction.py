@@ -26,9 +26,8 @@ from megatron_async.trajectory.types import (
     DropReason,
     FinishReason,
     PolicyVersion,
-    TrajectoryState,
 )
-from tests.trajectory.builders import STORE, V0, expected, prompt, scored_group, snapshot
+from tests.trajectory.builders import STORE, V0, current, expected, prompt, scored_group, snapshot
 
 
 def exported(path: Path) -> list[dict[str, Any]]:
@@ -227,8 +226,8 @@ def test_a_log_prob_that_is_not_finite_is_exported_as_it_is(tmp_path: Path) -> N
     async def scenario() -> None:
         store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
         i = store.add_group(prompt(), 1).trajectories[0].trajectory_id
-        store.set_state(i, TrajectoryState.RUNNING)
-        store.append(i, [1, 2, 3], values, V0, "e0")
+        store.begin_request(i)
+        store.append(current(store, i), [1, 2, 3], values, V0, "e0")
         await store.finish(i, FinishReason.STOP)
         await store.set_reward(i, 1.0)
         store.mark_batched([0], 0)

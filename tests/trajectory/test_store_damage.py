@@ -22,6 +22,7 @@ from megatron_async.trajectory.types import FinishReason, PolicyVersion, Traject
 from tests.trajectory.builders import (
     STORE,
     append,
+    current,
     expected,
     prompt,
     response,
@@ -47,16 +48,16 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 group = store.add_group(prompt(g), SIZE)
                 for t in group.trajectories:
                     i = t.trajectory_id
-                    store.set_state(i, S.RUNNING)
+                    store.begin_request(i)
                     append(store, i, 0, 64, PolicyVersion(0, step))
                     append(store, i, 64, LENGTHS[i] - 64, PolicyVersion(0, step))
                     await store.finish(i, FinishReason.STOP)
                     await store.set_reward(i, float(i))
             else:
                 for t in store.add_group(prompt(g), SIZE).trajectories:
-                    store.set_state(t.trajectory_id, S.RUNNING)
+                    store.begin_request(t.trajectory_id)
                     append(store, t.trajectory_id, 0, LENGTHS[t.trajectory_id])
-                    store.set_state(t.trajectory_id, S.PARTIAL)
+                    store.end_request(current(store, t.trajectory_id))
             if g < BATCHED and g % 2:
                 store.mark_batched([g - 1, g], g // 2)
         await store.close()

@@ -15,7 +15,7 @@ from megatron_async.errors import UserError
 from megatron_async.trajectory import store_schema as schema
 from megatron_async.trajectory.store import TrajectoryStore
 from megatron_async.trajectory.store_reader import StoreReader
-from megatron_async.trajectory.types import Group
+from megatron_async.trajectory.types import DropReason, Group
 from tests.trajectory.builders import STORE, expected, prompt, response, scored_group
 
 FORMAT_1_GROUPS = (
@@ -126,8 +126,23 @@ def test_a_damaged_prompt_in_an_old_file_is_found_before_it_is_rewritten(old: Pa
         assert [g.group_id for g in store.unconsumed_groups()] == [0, 2]
 
 
+def test_a_file_from_before_refused_prompts_is_marked_when_it_may_hold_them(tmp_path: Path) -> None:
+    """The program that wrote it does not know the drop reason, and refuses the file by number."""
+    with opened(tmp_path / STORE):
+        pass
+    with closing(sqlite3.connect(tmp_path / STORE)) as connection:
+        connection.execute("PRAGMA user_version = 2")
+    with opened(tmp_path / STORE, lineage=1) as store:
+        assert store.recovery is None
+        (trajectory,) = store.add_group(prompt(), 1).trajectories
+        store.drop(trajectory.trajectory_id, DropReason.REFUSED)
+    assert version_of(tmp_path / STORE) == 3
+    with opened(tmp_path / STORE, lineage=2) as store:
+        assert store.load_trajectory(0).drop_reason is DropReason.REFUSED
+
+
 def test_a_format_of_the_future_is_refused_by_number(old: Path) -> None:
     with closing(sqlite3.connect(old)) as connection:
-        connection.execute("PRAGMA user_version = 3")
-    with pytest.raises(UserError, match=r"has format 3, this version reads formats 1 and 2"):
+        connection.execute("PRAGMA user_version = 4")
+    with pytest.raises(UserError, match=r"has format 4, this version reads formats 1 to 3"):
         TrajectoryStore.open(old, lineage=1)

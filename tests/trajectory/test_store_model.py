@@ -30,13 +30,15 @@ from hypothesis.stateful import (
 
 from megatron_async.config.rollout import StoreConfig
 from megatron_async.trajectory.store import TrajectoryStore
+from megatron_async.trajectory.store_records import SupersededRequest
 from megatron_async.trajectory.types import (
     DropReason,
     FinishReason,
     PolicyVersion,
+    RequestKey,
     TrajectoryState,
 )
-from tests.trajectory.builders import STORE, prompt, snapshot, tokens_of
+from tests.trajectory.builders import STORE, current, prompt, snapshot, tokens_of
 
 S = TrajectoryState
 T = TypeVar("T")
@@ -72,6 +74,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.checkpoints: dict[PolicyVersion, dict[int, int]] = {PolicyVersion(0, 0): {}}
         self.committed = 0  # the newest step that a checkpoint of this line, or its start, holds
         self.position = 0
+        self.requests: list[RequestKey] = []  # all that there were
         self.clock = 0
         self.acts = 0
 
@@ -101,6 +104,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.add_group: 3 * (len(self.unfinished()) < MOST_GROUPS),
             self.run: 6 * bool(self.having(S.PENDING, S.PARTIAL)),
             self.append: 8 * bool(self.having(S.RUNNING)),
+            self.superseded: 2 * bool(self.requests),
             self.pause: 2 * bool(self.having(S.RUNNING)),
             self.finish: 2 * bool(self.having(S.RUNNING)),
             self.score: 2 * bool(self.having(S.FINISHED)),
@@ -140,9 +144,23 @@ class StoreMachine(RuleBasedStateMachine):
         return S.BATCHED if i in self.consumed else self.lives[i].state
 
     def run(self, rng: random.Random) -> None:
-        i = self.pick(rng, S.PENDING, S.PARTIAL)
-        self.store.set_state(i, S.RUNNING)
+        self.begin(self.pick(rng, S.PENDING, S.PARTIAL))
+
+    def begin(self, i: int) -> None:
+        self.requests.append(self.store.begin_request(i))
         self.lives[i].state = S.RUNNING
+
+    def superseded(self, rng: random.Random) -> None:
+        """What a request writes that does not run its trajectory any more is refused whole."""
+        running = {current(self.store, i) for i in self.having(S.RUNNING)}
+        for request in self.requests:
+            if request in running:
+                continue
+            end = rng.choice([None, FinishReason.STOP])
+            with pytest.raises(SupersededRequest):
+                self.store.append(request, [7], [-1.0], PolicyVersion(0, 0), "ghost", end=end)
+            with pytest.raises(SupersededRequest):
+                self.store.end_request(request)
 
     def append(self, rng: random.Random) -> None:
         self.add_tokens(self.pick(rng, S.RUNNING), rng)
@@ -152,12 +170,12 @@ class StoreMachine(RuleBasedStateMachine):
         self.clock += 1
         version = PolicyVersion(self.lineage, max(0, self.step - behind))
         tokens, logprobs = tokens_of(i, self.clock * 100, count)
-        self.store.append(i, tokens, logprobs, version, "e0")
+        self.store.append(current(self.store, i), tokens, logprobs, version, "e0")
         self.lives[i].tokens += [(int(token), version) for token in tokens]
 
     def pause(self, rng: random.Random) -> None:
         i = self.pick(rng, S.RUNNING)
-        self.store.set_state(i, S.PARTIAL)
+        self.store.end_request(current(self.store, i))
         self.lives[i].state = S.PARTIAL
 
     def finish(self, rng: random.Random) -> None:
@@ -175,8 +193,7 @@ class StoreMachine(RuleBasedStateMachine):
         for i in self.members[rng.choice(self.unfinished())]:
             life = self.lives[i]
             if self.shown(i) in (S.PENDING, S.PARTIAL):
-                self.store.set_state(i, S.RUNNING)
-                life.state = S.RUNNING
+                self.begin(i)
             if self.shown(i) is S.RUNNING:
                 self.add_tokens(i, rng)
                 self.wait(self.store.finish(i, FinishReason.STOP))
@@ -348,5 +365,5 @@ def test_the_store_is_what_the_model_says() -> None:
     StoreMachine.happened.clear()
     run_state_machine_as_test(StoreMachine, settings=SETTINGS)
     happened = StoreMachine.happened
-    for name in ("append", "resume", "restart", "train", "nonfinite", "exported"):
+    for name in ("append", "resume", "restart", "superseded", "train", "nonfinite", "exported"):
         assert happened[name] >= 5, f"the model hardly saw {name}: {happened}"

@@ -16,7 +16,6 @@ from megatron_async.trajectory.store import TrajectoryStore
 from megatron_async.trajectory.store_lock import lock_store
 from megatron_async.trajectory.store_reader import StoreReader
 from megatron_async.trajectory.store_writer import StoreWriter, _Pending
-from megatron_async.trajectory.types import TrajectoryState
 from tests.trajectory.builders import STORE, append, expected, prompt, response
 from tests.trajectory.test_store_compaction import train
 
@@ -107,7 +106,7 @@ def test_what_is_buffered_is_written_before_a_stop_waits_for_compaction(tmp_path
         store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
         await train(store, 0)
         running = store.add_group(prompt(), 1).trajectories[0].trajectory_id
-        store.set_state(running, TrajectoryState.RUNNING)
+        store.begin_request(running)
         append(store, running, 0, 10)
         go_on = asyncio.Event()
 

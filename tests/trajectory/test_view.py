@@ -20,7 +20,7 @@ from megatron_async.trajectory.types import (
     PolicyVersion,
     TrajectoryState,
 )
-from tests.trajectory.builders import STORE, append, prompt, scored_group
+from tests.trajectory.builders import STORE, append, current, prompt, scored_group
 
 
 def printed(renderable: RenderableType) -> str:
@@ -38,11 +38,13 @@ def reader(tmp_path: Path) -> StoreReader:
         group = await scored_group(store, count=30)
         store.mark_batched([group.group_id], 0)
         store.add_group(prompt(5), 2)
-        store.set_state(2, TrajectoryState.RUNNING)
+        store.begin_request(2)
         append(store, 2, 0, 3)
         append(store, 2, 3, 4, PolicyVersion(0, 2))
-        store.append(2, [9], [0.0], PolicyVersion(0, 2), "env", from_environment=True)
-        store.set_state(2, TrajectoryState.PARTIAL)
+        store.append(
+            current(store, 2), [9], [0.0], PolicyVersion(0, 2), "env", from_environment=True
+        )
+        store.end_request(current(store, 2))
         store.drop(3, DropReason.STALE)
         await store.close()
 

@@ -64,7 +64,7 @@ class Manager:
     async def generate(self, trajectory_id: int) -> None:
         store = self.store
         done = store.load_trajectory(trajectory_id).response_length
-        store.set_state(trajectory_id, TrajectoryState.RUNNING)
+        store.begin_request(trajectory_id)
         while done < length_of(trajectory_id):
             count = min(self.rng.randint(1, 16), length_of(trajectory_id) - done)
             append(store, trajectory_id, done, count, PolicyVersion(self.lineage, self.step))

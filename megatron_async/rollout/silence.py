@@ -1,0 +1,105 @@
+"""When silence is evidence: a pure account of the time that an engine had work and made no token.
+
+Invariants
+- An engine's silence grows only while it has requests and is not held. It is held while it is
+  paused, receives weights, or has given its memory away. A first request, a token and the end of a
+  hold begin it anew.
+- A request's silence grows only while its engine is not held and reports an empty queue: a request
+  that waits for room in the KV cache, or was sent back to the queue, is silent for a good reason.
+- There is no clock here; every call carries the time, in seconds that never run backwards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Stopwatch:
+    """Seconds in which it runs."""
+
+    _seconds: float = 0.0
+    _since: float | None = None
+
+    def set(self, runs: bool, now: float) -> None:
+        """Let it run, or stand still, from `now` on."""
+        self._seconds = self.seconds(now)
+        self._since = now if runs else None
+
+    def zero(self, now: float) -> None:
+        """Begin anew; it goes on running if it runs."""
+        self._seconds = 0.0
+        self._since = None if self._since is None else now
+
+    def seconds(self, now: float) -> float:
+        """What it shows."""
+        return self._seconds + (0.0 if self._since is None else now - self._since)
+
+
+class EngineWatch:
+    """One engine's silence, and a clock for the silence of each of its requests."""
+
+    def __init__(self) -> None:
+        self.requests = 0
+        self._holds: set[str] = set()
+        self._released_at = float("-inf")
+        self._queue_empty = False  # unknown until its first report
+        self._silence = Stopwatch()
+        self._uncrowded = Stopwatch()
+
+    @property
+    def held(self) -> bool:
+        """Whether it cannot be expected to make tokens or to answer."""
+        return bool(self._holds)
+
+    def held_since(self, since: float) -> bool:
+        """Whether it was held at any time from `since` on."""
+        return self.held or self._released_at >= since
+
+    def silence(self, now: float) -> float:
+        """Seconds for which it had requests, was not held, and made no token."""
+        return self._silence.seconds(now)
+
+    def request_clock(self, now: float) -> float:
+        """A request has been silent for the difference of two readings."""
+        return self._uncrowded.seconds(now)
+
+    def hold(self, why: str, now: float) -> None:
+        """It is held from now on, until each `why` is released."""
+        self._holds.add(why)
+        self._update(now)
+
+    def release(self, why: str, now: float) -> None:
+        """One reason less; nothing when it is not held for `why`."""
+        if why not in self._holds:
+            return
+        self._holds.remove(why)
+        if not self._holds:
+            self._released_at = now
+            self._silence.zero(now)
+        self._update(now)
+
+    def request_began(self, now: float) -> None:
+        """One more request is on its way to it."""
+        self.requests += 1
+        self._update(now)
+
+    def request_ended(self, now: float) -> None:
+        """One request less; without any, the silence is over."""
+        self.requests -= 1
+        self._update(now)
+        if not self.requests:
+            self._silence.zero(now)
+
+    def token(self, now: float) -> None:
+        """It made tokens."""
+        self._silence.zero(now)
+
+    def queue(self, waiting: int, now: float) -> None:
+        """It reports so many requests in its queue."""
+        self._queue_empty = waiting == 0
+        self._update(now)
+
+    def _update(self, now: float) -> None:
+        self._silence.set(self.requests > 0 and not self.held, now)
+        self._uncrowded.set(self._queue_empty and not self.held, now)

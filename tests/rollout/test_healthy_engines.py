@@ -1,0 +1,371 @@
+"""No healthy engine is given up: engines that are idle, paused, refuse, or answer at length.
+
+A whole manager over simulated engines, with limits of about a second in place of minutes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from aiohttp import web
+
+from megatron_async.config import RunConfig, build_config
+from megatron_async.config.load import merge
+from megatron_async.errors import ComponentFailure
+from megatron_async.rollout.interfaces import (
+    EngineError,
+    GenerationRequest,
+    RequestRefused,
+    TokenChunk,
+)
+from megatron_async.rollout.manager import ResumePoint
+from megatron_async.rollout.sglang_client import SGLangClient
+from megatron_async.rollout.simulated_engine import SimulatedEngine, SimulatedEngineModel
+from megatron_async.rollout.simulated_server import SimulatedServer
+from megatron_async.trajectory.store_reader import StoreReader
+from megatron_async.trajectory.types import DropReason, PolicyVersion, Prompt, TrajectoryState
+from tests.rollout.stand_ins import Engines, Fixed, run, settings
+from tests.rollout.test_manager import Trainer
+
+# What stands for two minutes. Long against the turns of an event loop on a loaded machine.
+HUNG = 1.0
+LIMITS = {
+    "no_progress_seconds": HUNG,
+    "health_interval_seconds": 0.1,
+    "request_timeout_seconds": HUNG,
+    "max_restarts": 0,
+}
+
+
+def config_of(preset: str, count: int = 2, **changes: Any) -> RunConfig:
+    base = settings(preset, engines=count).model_dump()
+    return build_config(merge(merge(base, {"engines": LIMITS}), changes))
+
+
+class Fleet(Engines):
+    """Engines of one kind."""
+
+    def __init__(
+        self, model: SimulatedEngineModel, kind: type[SimulatedEngine] = SimulatedEngine
+    ) -> None:
+        super().__init__()
+        self._model, self._kind = model, kind
+
+    async def launch(self, index: int) -> SimulatedEngine:
+        self.all.append(self._kind(f"engine{index}.{len(self.all)}", self._model))
+        return self.all[-1]
+
+    async def alive(self, index: int) -> bool:
+        return True
+
+
+def trainer_of(folder: Path, config: RunConfig, engines: Engines, task: Fixed | None = None) -> Any:
+    return Trainer(folder, config, task, engines)
+
+
+def in_service(trainer: Trainer) -> tuple[int, dict[str, str]]:
+    status = trainer.manager.status()
+    return status["engines_up"], status["warnings"]
+
+
+@pytest.mark.parametrize("preset", ["copris", "sync"])
+def test_engines_that_had_nothing_to_do_while_the_trainer_worked(
+    tmp_path: Path, preset: str
+) -> None:
+    async def body() -> None:
+        model = SimulatedEngineModel(mean_length=12, step_seconds=0.03, stream_interval=16)
+        trainer = trainer_of(tmp_path, config_of(preset), Fleet(model))
+        await trainer.manager.start()
+        await trainer.begin(ResumePoint(0))
+        await trainer.batch()
+        await asyncio.sleep(1.5 * HUNG)  # no request meanwhile, and the first chunk takes 0.5 s
+        await trainer.publish(0, 1)
+        await trainer.batch()
+        assert in_service(trainer) == (2, {})
+        await trainer.manager.stop()
+
+    run(body())
+
+
+class Unanswering(SimulatedEngine):
+    """Its scheduler receives weights: whoever asks it for its load waits."""
+
+    receiving = False
+
+    async def status(self) -> Any:
+        while self.receiving:
+            await asyncio.sleep(0.01)
+        return await super().status()
+
+
+@pytest.mark.parametrize("preset", ["async", "pipeline", "copris"])
+def test_engines_that_take_long_to_receive_weights(tmp_path: Path, preset: str) -> None:
+    async def body() -> None:
+        model = SimulatedEngineModel(mean_length=200, step_seconds=0.002, stream_interval=4)
+        config = config_of(preset, weights={"timeout_seconds": 30.0})
+        trainer = trainer_of(tmp_path, config, Fleet(model, Unanswering))
+        await trainer.manager.start()
+        await trainer.begin(ResumePoint(0))
+        await trainer.batch()
+        addresses = await trainer.manager.begin_update(0, 1)
+        for engine in trainer.engines.all:
+            engine.receiving = True
+        await asyncio.sleep(2 * HUNG)
+        for engine in trainer.engines.all:
+            engine.receiving = False
+            engine.set_weights(PolicyVersion(0, 1))
+        await trainer.manager.end_update(0, 1, [a.engine_id for a in addresses], None, None)
+        assert (await trainer.batch()).step == 1
+        assert in_service(trainer) == (2, {})
+        await trainer.manager.stop()
+
+    run(body())
+
+
+class Endless(SimulatedEngine):
+    """Members of a group end at different lengths, so that some run on when one has its reward."""
+
+    def _advance(self, running: Any) -> Any:
+        super()._advance(running)
+        number = int(running.request.request_id.split("-")[0][1:])
+        return "stop" if running.length >= 20 + 200 * (number % 4) else None
+
+
+class Failing(Fixed):
+    """Scores of what it is told to hold have no result."""
+
+    def __init__(self) -> None:
+        self.hold = False
+        self.waiting = 0
+        self.go_on = asyncio.Event()
+
+    async def score(self, prompt: Prompt, response_ids: Any) -> Any:
+        if not self.hold:
+            return 1.0, {}
+        self.waiting += 1
+        await self.go_on.wait()
+        return None, {}
+
+
+def test_engines_that_end_no_request_while_they_are_paused_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group is dropped during a long transfer; SGLang ends its requests after the pause."""
+    monkeypatch.setattr("megatron_async.rollout.generation._ABORT_RETRY_SECONDS", 0.05)
+
+    async def body() -> None:
+        model = SimulatedEngineModel(mean_length=10**9, step_seconds=0.002, stream_interval=4)
+        config = config_of(
+            "pipeline",
+            count=1,
+            schedule={"concurrency": 8, "group_size": 4},
+            task={"on_verifier_timeout": "drop"},
+        )
+        task = Failing()
+        trainer = trainer_of(tmp_path, config, Fleet(model, Endless), task)
+        await trainer.manager.start()
+        await trainer.begin(ResumePoint(0))
+        await trainer.batch()
+        task.hold = True
+        while task.waiting < 2:
+            await asyncio.sleep(0.005)
+        addresses = await trainer.manager.begin_update(0, 1)
+        task.go_on.set()
+        task.hold = False
+        await asyncio.sleep(1.0)  # twenty times as long as ten aborts may take
+        generation = trainer.manager._driver._generation
+        assert any(request.abort_wanted for request in generation._requests.values())
+        trainer.engines.all[0].set_weights(PolicyVersion(0, 1))
+        await trainer.manager.end_update(0, 1, [a.engine_id for a in addresses], None, None)
+        async with asyncio.timeout(5):
+            while any(request.abort_wanted for request in generation._requests.values()):
+                await asyncio.sleep(0.01)
+        assert in_service(trainer) == (1, {})
+        await trainer.manager.stop()
+
+    run(body())
+
+
+class Refusing(SimulatedEngine):
+    """Takes the fourth prompt of the task (and whatever else is named) for invalid."""
+
+    bad: ClassVar[set[int]] = {3}
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
+        if int(request.input_ids[1]) in self.bad:
+            await asyncio.sleep(0.002)
+            raise RequestRefused(f"{self.engine_id}: it was refused with status 400: too long")
+        async for chunk in super().generate(request):
+            yield chunk
+
+
+def dropped(folder: Path) -> dict[int, set[int]]:
+    """Prompt number -> trajectories that were dropped because an engine refuses them."""
+    found: dict[int, set[int]] = {}
+    with closing(StoreReader(folder / "store.sqlite")) as reader:
+        for entry in reader.summaries(TrajectoryState.DROPPED):
+            trajectory = reader.trajectory(entry.trajectory_id)
+            assert trajectory.drop_reason is DropReason.REFUSED
+            number = int(trajectory.prompt.token_ids[1])
+            found.setdefault(number, set()).add(entry.trajectory_id)
+    return found
+
+
+def test_a_prompt_that_engines_refuse_costs_its_group_and_no_engine(tmp_path: Path) -> None:
+    """Also when it is in the store already, from a life whose program knew no refusals."""
+
+    async def life(lineage: int) -> dict[str, str]:
+        model = SimulatedEngineModel(mean_length=30, step_seconds=0.002, stream_interval=16)
+        config = config_of("copris", count=2, schedule={"concurrency": 24, "group_size": 4})
+        trainer = trainer_of(tmp_path, config, Fleet(model, Refusing))
+        await trainer.manager.start()
+        await trainer.begin(ResumePoint(lineage, 0, parent=lineage - 1 if lineage else None))
+        for step in range(6):
+            assert (await trainer.batch()).step == step
+            await trainer.publish(lineage, step + 1)
+        up, warnings = in_service(trainer)
+        assert up == 2 and len(trainer.engines.all) == 2
+        counted = trainer.manager._driver.statistics.dropped_by_reason["refused"]
+        assert counted == (4 if lineage == 0 else 0)
+        await trainer.manager.stop()
+        return warnings
+
+    async def body() -> None:
+        warnings = await life(0)
+        assert list(warnings) == ["prompt_refused"]
+        assert "group 3 of fixed is dropped, a prompt of 2 tokens" in warnings["prompt_refused"]
+        assert "--show 12" in warnings["prompt_refused"]
+        assert await life(1) == {}
+
+    run(body())
+    assert dropped(tmp_path) == {3: {12, 13, 14, 15}}
+
+
+def test_when_every_prompt_is_refused_the_run_ends_with_a_sentence(tmp_path: Path) -> None:
+    class RefusingAll(Refusing):
+        bad: ClassVar[set[int]] = set(range(1000))
+
+    async def body() -> None:
+        config = config_of("copris", count=1, trainer={"wait_for_batch_seconds": 20.0})
+        model = SimulatedEngineModel(mean_length=30, step_seconds=0.002)
+        trainer = trainer_of(tmp_path, config, Fleet(model, RefusingAll))
+        await trainer.manager.start()
+        await trainer.begin(ResumePoint(0))
+        with pytest.raises(ComponentFailure, match="64 prompts in a row were refused and none"):
+            await trainer.batch()
+        assert trainer.manager.status()["engines_up"] == 1
+        await trainer.manager.stop()
+
+    run(body())
+
+
+def test_prompts_that_are_too_long_never_reach_an_engine(tmp_path: Path) -> None:
+    """Of the first ones every other has 8 tokens more than the engines take."""
+
+    class Long(Fixed):
+        def train_prompts(self, position: int, count: int) -> list[Prompt]:
+            short = super().train_prompts(position, count)
+            return [
+                Prompt([*p.token_ids, *[7] * 8 * ((position + i) % 2)], "fixed")  # type: ignore[arg-type]
+                for i, p in enumerate(short)
+            ]
+
+    class Strict(SimulatedEngine):
+        async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
+            assert len(request.input_ids) + request.max_new_tokens <= 32 + 2
+            async for chunk in super().generate(request):
+                yield chunk
+
+    async def body() -> None:
+        config = config_of("copris", count=1, sampling={"max_new_tokens": 32})
+        model = SimulatedEngineModel(mean_length=8, step_seconds=0.002, longest_tokens=34)
+        trainer = trainer_of(tmp_path, config, Fleet(model, Strict), Long())
+        await trainer.manager.start()
+        await trainer.begin(ResumePoint(0))
+        for step in range(4):
+            batch = await trainer.batch()
+            assert (batch.prompt_lengths_S == 2).all()
+            await trainer.publish(0, step + 1)
+        up, warnings = in_service(trainer)
+        assert up == 1 and "longer than the 34 tokens" in warnings["prompt_refused"]
+        await trainer.manager.stop()
+
+    run(body())
+    assert min(dropped(tmp_path)) == 1
+
+
+def test_responses_that_take_longer_than_a_silence_may(tmp_path: Path) -> None:
+    """Over HTTP: every stream lasts three times `engines.request_timeout_seconds`."""
+
+    class Served(Engines):
+        async def launch(self, index: int) -> Any:
+            model = SimulatedEngineModel(
+                mean_length=10**9, step_seconds=0.01, stream_interval=16, vocab_size=128
+            )
+            self.all.append(SimulatedEngine("server", model))
+            server = SimulatedServer(self.all[-1], [], PolicyVersion(-1, 0), "")
+            runner = web.AppRunner(server.application())
+            await runner.setup()
+            site = web.TCPSite(runner, "127.0.0.1", 0)
+            await site.start()
+            port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
+            self.runner = runner
+            return await SGLangClient.connect("engine0", f"http://127.0.0.1:{port}", config.engines)
+
+        async def alive(self, index: int) -> bool:
+            return True
+
+    config = config_of(
+        "sync",
+        count=1,
+        sampling={"max_new_tokens": 300},
+        trainer={"wait_for_batch_seconds": 25.0},
+        schedule={"concurrency": 8, "group_size": 4, "groups_per_batch": 2},
+    )
+
+    async def body() -> None:
+        engines = Served()
+        trainer = trainer_of(tmp_path, config, engines)
+        await trainer.manager.start()
+        await trainer.begin(ResumePoint(0))
+        batch = await trainer.batch()
+        assert batch.truncated_S.all() and not batch.resumed_S.any()
+        assert in_service(trainer) == (1, {})
+        await trainer.manager.stop()
+        await engines.runner.cleanup()
+
+    run(body())
+
+
+def test_a_broken_stream_of_an_engine_that_answers_costs_one_request(tmp_path: Path) -> None:
+    """A connection that was reset says nothing about the engine, which is asked."""
+
+    class Dropping(SimulatedEngine):
+        requests = 0
+
+        async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
+            type(self).requests += 1
+            broken = self.requests % 5 == 0
+            async for chunk in super().generate(request):
+                yield chunk
+                if broken:
+                    raise EngineError(f"{self.engine_id}: the stream broke off")
+
+    async def body() -> None:
+        model = SimulatedEngineModel(mean_length=30, step_seconds=0.002, stream_interval=4)
+        trainer = trainer_of(tmp_path, config_of("async", count=1), Fleet(model, Dropping))
+        await trainer.manager.start()
+        await trainer.begin(ResumePoint(0))
+        for step in range(8):
+            await trainer.batch()
+            await trainer.publish(0, step + 1)
+        up, warnings = in_service(trainer)
+        assert up == 1 and "engine_suspect" in warnings and "engine_failed" not in warnings
+        await trainer.manager.stop()
+
+    run(body())

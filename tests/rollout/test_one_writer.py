@@ -1,0 +1,123 @@
+"""A trajectory has one writer, whatever becomes of the engines: no response mixes two streams.
+
+Engines that are given up live on and go on streaming. What a simulated engine writes follows from
+the token before and the place, so that a mixture shows in the tokens themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_async.rollout.generation import Generation
+from megatron_async.rollout.manager import ResumePoint
+from megatron_async.rollout.simulated_engine import SimulatedEngineModel
+from megatron_async.trajectory.store_reader import StoreReader
+from megatron_async.trajectory.types import Trajectory, TrajectoryState
+from tests.rollout.stand_ins import run
+from tests.rollout.test_healthy_engines import Fleet, config_of, trainer_of
+from tests.rollout.test_manager import Trainer
+
+STOP = 2
+
+
+def mixed(trajectory: Trajectory, model: SimulatedEngineModel) -> int | None:
+    """The first place whose token does not follow from the one before; None if all do."""
+    prompt = trajectory.prompt.token_ids
+    ids = np.concatenate([prompt, *(s.token_ids for s in trajectory.segments)]).tolist()
+    for place in range(len(prompt), len(ids)):
+        if ids[place] not in (STOP, model.next_token(ids[place - 1], place, (STOP,))):
+            return place
+    return None
+
+
+async def give_up_some(trainer: Trainer, seed: int) -> None:
+    """Both engines, now and then, at moments in which a response is about to be finished."""
+    chosen = random.Random(seed)
+    driver = trainer.manager._driver
+    generation: Generation = driver._generation
+    for _ in range(6):
+        slot = driver._slots[chosen.choice(sorted(driver._slots))]
+        async with asyncio.timeout(10):
+            while not any(r.slot is slot and r.complete for r in generation._requests.values()):
+                await asyncio.sleep(0)
+        driver.engine_stale(slot.engine_id, "its weights are doubtful (a test says so)")
+        owned = {request.task for request in generation._requests.values()}
+        running = {t for t in asyncio.all_tasks() if "Generation._run" in repr(t)}
+        assert not [t for t in running - owned if not t.cancelling()], "a stream of no request"
+        await asyncio.sleep(chosen.random() * 0.05)
+        if driver.stale_engines():
+            await trainer.publish(0, 0)
+
+
+@pytest.mark.parametrize("slow_disk", [0.0, 0.02])
+@pytest.mark.parametrize("seed", range(3))
+def test_engines_that_are_given_up_and_live(tmp_path: Path, seed: int, slow_disk: float) -> None:
+    model = SimulatedEngineModel(
+        mean_length=30, step_seconds=0.002, stream_interval=4, seed=seed, vocab_size=5000
+    )
+    config = config_of(
+        "pipeline",
+        engines={"no_progress_seconds": 60.0, "request_timeout_seconds": 60.0},
+        schedule={"concurrency": 12, "group_size": 8, "groups_per_batch": 64},
+        store={"chunk_tokens": 4},
+    )
+
+    async def body() -> None:
+        trainer = trainer_of(tmp_path, config, Fleet(model))
+        await trainer.manager.start()
+        await trainer.begin(ResumePoint(0))
+        store = trainer.manager._attached.store
+        sync = store.sync
+
+        async def slow(*, durable: bool = False) -> int:
+            await asyncio.sleep(slow_disk)
+            return await sync(durable=durable)
+
+        store.sync = slow  # type: ignore[method-assign]
+        await give_up_some(trainer, seed)
+        driver = trainer.manager._driver
+        assert driver.failure is None
+        assert "superseded_append" not in driver.statistics.warnings, "only the store stopped it"
+        await trainer.manager.stop()
+
+    run(body())
+    with closing(StoreReader(tmp_path / "store.sqlite")) as reader:
+        found = [reader.trajectory(entry.trajectory_id) for entry in reader.summaries()]
+    assert sum(t.state is not TrajectoryState.PENDING for t in found) > 12
+    assert [(t.trajectory_id, mixed(t, model)) for t in found if mixed(t, model)] == []
+
+
+def test_a_stream_that_nobody_stopped_is_refused_by_the_store(tmp_path: Path) -> None:
+    """The last line of defence by itself: streams of a given-up engine are not cancelled."""
+    model = SimulatedEngineModel(
+        mean_length=200, step_seconds=0.002, stream_interval=4, vocab_size=5000
+    )
+
+    async def body() -> None:
+        trainer = trainer_of(tmp_path, config_of("pipeline"), Fleet(model))
+        await trainer.manager.start()
+        await trainer.begin(ResumePoint(0))
+        driver = trainer.manager._driver
+        while driver.statistics.tokens < 100:
+            await asyncio.sleep(0.005)
+        slot = driver._slots[trainer.engines.all[0].engine_id]
+        for request in driver._generation._on(slot):
+            request.cancel = lambda: None  # type: ignore[method-assign]
+        driver.engine_stale(slot.engine_id, "its weights are doubtful (a test says so)")
+        before = driver.statistics.tokens
+        while driver.statistics.tokens < before + 300:
+            await asyncio.sleep(0.005)
+        assert driver.failure is None
+        assert "is superseded" in driver.statistics.warnings["superseded_append"]
+        await trainer.manager.stop()
+
+    run(body())
+    with closing(StoreReader(tmp_path / "store.sqlite")) as reader:
+        found = [reader.trajectory(entry.trajectory_id) for entry in reader.summaries()]
+    assert [(t.trajectory_id, mixed(t, model)) for t in found if mixed(t, model)] == []

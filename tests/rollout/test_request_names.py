@@ -1,0 +1,62 @@
+"""Names of requests: SGLang ends every request whose name starts with the given one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import hypothesis.strategies as st
+import numpy as np
+from hypothesis import given
+
+from megatron_async.config.rollout import SamplingConfig
+from megatron_async.config.run import EvalConfig
+from megatron_async.rollout.evaluate import evaluate
+from megatron_async.rollout.interfaces import GenerationRequest, RequestRefused, TokenChunk
+from megatron_async.trajectory.types import PolicyVersion, RequestKey
+from tests.rollout.stand_ins import Fixed
+
+numbers = st.integers(0, 10**6)
+keys = st.builds(RequestKey, st.integers(0, 9), numbers, numbers)
+
+
+def ambiguous(names: list[str]) -> bool:
+    return any(a != b and a.startswith(b) for a in names for b in names)
+
+
+@given(st.lists(keys, max_size=30))
+def test_no_request_of_a_trajectory_is_a_prefix_of_another(requests: list[RequestKey]) -> None:
+    assert not ambiguous([request.name for request in requests])
+
+
+class Asked:
+    """An engine that notes the names, and refuses every other request."""
+
+    engine_id = "asked"
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
+        self.names.append(request.request_id)
+        if len(self.names) % 2:
+            raise RequestRefused("asked: too long")
+        one = np.array([7], np.int32)
+        yield TokenChunk(one, np.zeros(1, np.float32), PolicyVersion(0, 0), "stop")
+
+
+def test_evaluation_names_are_no_prefixes_and_a_refusal_is_a_wrong_answer() -> None:
+    engine, task = Asked(), Fixed()
+    result = asyncio.run(
+        evaluate(
+            [engine],  # type: ignore[list-item]
+            task.eval_prompts(12),
+            task,
+            EvalConfig(prompts=12),
+            SamplingConfig(),
+            (2,),
+            "eval-0.0-on1",
+        )
+    )
+    assert len(set(engine.names)) == 12 and not ambiguous(engine.names)
+    assert (result.accuracy, result.failed_judgements, result.answers) == (0.5, 6, 12)
