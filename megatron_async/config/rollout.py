@@ -64,7 +64,9 @@ class TaskConfig(Settings):
     on_verifier_timeout: Literal["zero", "drop"] = Field(
         "zero", description="A score past its limit: reward 0, or the trajectory is dropped."
     )
-    verifier_workers: int = Field(1, ge=1, description="Scorer processes.")
+    verifier_workers: int = Field(
+        8, ge=1, description="Most scorer processes; as many run as their queue needs."
+    )
 
     @model_validator(mode="after")
     def _shares(self) -> Self:

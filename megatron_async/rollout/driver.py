@@ -389,7 +389,9 @@ class RolloutDriver:
             temperature=self._config.sampling.temperature,
             mask_before=action.mask_before,
         )
-        metrics = self.statistics.batch_metrics(batch, self._scheduler.view())
+        metrics = self.statistics.batch_metrics(
+            batch, self._scheduler.view(), self._verifier.scorers
+        )
         masked = {f"rollout/{name}": value for name, value in batch.extra_metrics.items()}
         self._batches.put_nowait(
             replace(batch, extra_metrics={**metrics, **masked}, store_position=position)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from megatron_async.config.rollout import SamplingConfig
+from megatron_async.tasks.scorer_count import ScorerCount
 from megatron_async.trajectory.types import FloatArray, IntArray, PolicyVersion, Prompt
 
 PauseMode = Literal["in_place", "retract", "abort"]
@@ -139,6 +140,11 @@ class PromptSource(Protocol):
 
 class Verifier(Protocol):
     """Scores finished responses; every score is limited in time."""
+
+    @property
+    def scorers(self) -> ScorerCount:
+        """How many scorers there are now, and what a score takes."""
+        ...
 
     async def score(
         self, prompt: Prompt, response_ids: Sequence[int]

@@ -21,6 +21,7 @@ import numpy as np
 
 from megatron_async.scheduler.view import SchedulerView
 from megatron_async.tasks.base import SCORER_FAULTS
+from megatron_async.tasks.scorer_count import ScorerCount
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.sample_lag import SamplesTrained
 from megatron_async.trajectory.types import DropReason
@@ -169,7 +170,9 @@ class RolloutStatistics:
             self._paused += self._counted_until - self._update_began
         self._update_began = None
 
-    def batch_metrics(self, batch: TokenBatch, view: SchedulerView) -> dict[str, float]:
+    def batch_metrics(
+        self, batch: TokenBatch, view: SchedulerView, scorers: ScorerCount
+    ) -> dict[str, float]:
         """`rollout/*` metrics (docs/schedules.md) of a batch that is complete now; call it once."""
         self._count_time()
         self._open = self._open and self._overlap
@@ -207,6 +210,8 @@ class RolloutStatistics:
             "rollout/restarted": float(view.restarted - self._marks.restarted),
             "rollout/score_queue": float(self._unscored),
             "rollout/score_queue_max": float(self._longest_queue),
+            "rollout/scorers": float(scorers.count),
+            "rollout/scorer_seconds": scorers.seconds,
         }
         scores = self._scores - self._marks.scores
         if scores:

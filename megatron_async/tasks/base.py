@@ -54,11 +54,13 @@ class Judgement:
     """A score of one response. `reward` is `None` when the scorer failed and that means a drop.
 
     `detail` holds numbers for metrics: `score` (the scorer's own, 0-1), `answered` (an answer was
-    found in the text), and one of `SCORER_FAULTS` where it happened.
+    found in the text), and one of `SCORER_FAULTS` where it happened. `seconds`: what it took the
+    scorer, 0 = not measured.
     """
 
     reward: float | None
     detail: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
 
 
 class Task(Protocol):

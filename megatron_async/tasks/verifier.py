@@ -11,27 +11,28 @@ Invariants
 - Closing leaves no process behind, also none that a scorer started.
 
 `VerifierWorker` owns one process and blocks; `LocalVerifierPool` runs several from threads of this
-process, `RayVerifierPool` one in each of several Ray actors. Both pools have the same face.
+process, `RayVerifierPool` one in each of several Ray actors, both as many as their queue needs
+(`scorer_pool`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Sequence
+import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, Final
 
 from megatron_async.config.rollout import TaskConfig
 from megatron_async.errors import ComponentFailure, ProcessKilled, UserError
 from megatron_async.tasks.base import Judgement
+from megatron_async.tasks.scorer_pool import ScorerPool
 from megatron_async.tasks.scorer_process import (
     START_TIMEOUT_SECONDS,
     ScorerCrash,
     ScorerProcess,
     ScorerTimeout,
 )
-from megatron_async.trajectory.types import Prompt
 
 _RAY_SLACK_SECONDS: Final = 30.0
 _TRIES: Final = 2  # of a score: a second crash is its own doing
@@ -48,6 +49,7 @@ class VerifierWorker:
         self._config = config
         self._process: ScorerProcess | None = None
         self._stray = 0
+        self._spent = 0.0
         self.restarts = 0
 
     def start(self) -> None:
@@ -72,7 +74,8 @@ class VerifierWorker:
 
     def judge(self, payload: dict[str, Any], text: str) -> Judgement:
         """The score, within the limit. Raises only what `start` does."""
-        score = self._score({"payload": payload, "text": text})
+        self._spent = 0.0
+        score = replace(self._score({"payload": payload, "text": text}), seconds=self._spent)
         if self._process is not None:
             self._stray += self._process.take_stray()
         if self._stray:
@@ -99,11 +102,14 @@ class VerifierWorker:
         """The reply. After ScorerTimeout or ScorerCrash there is no process."""
         self.start()
         assert self._process is not None
+        began = time.monotonic()
         try:
             return self._process.ask(request, self._config.verifier_timeout_seconds)
         except (ScorerTimeout, ScorerCrash):
             self._discard()
             raise
+        finally:
+            self._spent += time.monotonic() - began
 
     def pid(self) -> int | None:
         """Process id of the scorer, while there is one."""
@@ -125,56 +131,74 @@ class VerifierWorker:
         return Judgement(reward, {"score": 0.0, "answered": 1.0, kind: 1.0})
 
 
-class _ResponseDecoder:
-    """Response tokens to the text that is judged; the tokenizer is loaded when first needed."""
+class _LocalWorker:
+    """A scorer process, driven by one thread of this process."""
 
-    def __init__(self, model_path: str) -> None:
-        self._model_path = model_path
-        self._tokenizer: Any = None
+    def __init__(self, config: TaskConfig) -> None:
+        self.worker = VerifierWorker(config)
+        self._thread = ThreadPoolExecutor(1, "scorer")
 
-    def text(self, response_ids: Sequence[int]) -> str:
-        if self._tokenizer is None:
-            from megatron_async.tasks.text_task import load_tokenizer
-
-            self._tokenizer = load_tokenizer(self._model_path)
-        return str(self._tokenizer.decode(list(response_ids), skip_special_tokens=True))
-
-
-class LocalVerifierPool:
-    """`task.verifier_workers` processes, driven by as many threads of this process."""
-
-    def __init__(self, config: TaskConfig, model_path: str) -> None:
-        self._decoder = _ResponseDecoder(model_path)
-        self._config = config
-        self._threads = ThreadPoolExecutor(config.verifier_workers, "verifier")
-        self._mine = threading.local()
-        self._workers: list[VerifierWorker] = []
-
-    async def score(
-        self, prompt: Prompt, response_ids: Sequence[int]
-    ) -> tuple[float | None, dict[str, float]]:
-        """Reward (`None`: it failed and is to be dropped) and details."""
-        text = self._decoder.text(response_ids)
+    async def judge(self, payload: dict[str, Any], text: str) -> Judgement:
         loop = asyncio.get_running_loop()
-        judgement = await loop.run_in_executor(self._threads, self._judge, prompt.payload, text)
-        return judgement.reward, judgement.detail
+        return await loop.run_in_executor(self._thread, self.worker.judge, payload, text)
+
+    def retire(self) -> None:
+        self._thread.submit(self.worker.close)
+        self._thread.shutdown(wait=False)
 
     def close(self) -> None:
-        """End all processes; judgements that wait are given up, running ones end first."""
-        self._threads.shutdown(wait=True, cancel_futures=True)
-        for worker in self._workers:
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self.worker.close()
+
+
+class LocalVerifierPool(ScorerPool[_LocalWorker]):
+    """Up to `task.verifier_workers` processes, driven by as many threads of this process."""
+
+    def __init__(self, config: TaskConfig, model_path: str) -> None:
+        super().__init__(config.verifier_workers, model_path, lambda: _LocalWorker(config))
+
+    def close(self) -> None:
+        """End all processes; scores that wait are given up, running ones end first."""
+        for worker in self.workers:
             worker.close()
 
-    def _judge(self, payload: dict[str, Any], text: str) -> Judgement:
-        worker = getattr(self._mine, "worker", None)
-        if worker is None:
-            worker = self._mine.worker = VerifierWorker(self._config)
-            self._workers.append(worker)
-        return worker.judge(payload, text)  # type: ignore[no-any-return]
+
+class _RayWorker:
+    """A Ray actor with one scorer process."""
+
+    def __init__(self, actor: Any, limit_seconds: float) -> None:
+        self.actor = actor
+        self._limit = limit_seconds
+        # The process starts while the engines do, or before it is needed. An error of the start
+        # is met again by `judge`.
+        actor.start.remote()
+
+    async def judge(self, payload: dict[str, Any], text: str) -> Judgement:
+        from ray.exceptions import RayActorError, RayTaskError
+
+        try:
+            # Not `wait_for`: until Python 3.12 it may give a result although it is cancelled.
+            async with asyncio.timeout(self._limit):
+                return await self.actor.judge.remote(payload, text)  # type: ignore[no-any-return]
+        except TimeoutError as error:
+            raise ComponentFailure(
+                f"a scorer actor gave no answer within {self._limit:.0f} s"
+            ) from error
+        except RayTaskError as error:
+            if isinstance(error.cause, ComponentFailure | UserError):
+                raise ComponentFailure(str(error.cause)) from error
+            raise
+        except RayActorError as error:
+            raise ComponentFailure(f"a scorer actor died: {error}") from error
+
+    def retire(self) -> None:
+        import ray
+
+        ray.kill(self.actor)
 
 
-class RayVerifierPool:
-    """`task.verifier_workers` Ray actors, each with one verifier process. Needs a running Ray.
+class RayVerifierPool(ScorerPool[_RayWorker]):
+    """Up to `task.verifier_workers` Ray actors, each with one scorer process. Needs a running Ray.
 
     `label_selector`: Ray nodes on which they may be.
     """
@@ -184,59 +208,17 @@ class RayVerifierPool:
     ) -> None:
         import ray
 
-        self._decoder = _ResponseDecoder(model_path)
         one_try = config.verifier_timeout_seconds + START_TIMEOUT_SECONDS
-        self._limit = _TRIES * one_try + _RAY_SLACK_SECONDS
+        limit = _TRIES * one_try + _RAY_SLACK_SECONDS
         actor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=_STARTS)(VerifierWorker)
         actor = actor.options(label_selector=label_selector)
-        self._actors = [actor.remote(config) for _ in range(config.verifier_workers)]
-        # The processes start while the engines do: rewards that come late would let generation
-        # run ahead of the batch it is for. An error of the start is met again by `judge`.
-        for actor in self._actors:
-            actor.start.remote()
-        self._idle: asyncio.Queue[Any] | None = None
-
-    async def score(
-        self, prompt: Prompt, response_ids: Sequence[int]
-    ) -> tuple[float | None, dict[str, float]]:
-        """Reward (`None`: it failed and is to be dropped) and details.
-
-        Raises ComponentFailure when an actor gives no answer at all.
-        """
-        from ray.exceptions import RayActorError, RayTaskError
-
-        text = self._decoder.text(response_ids)
-        idle = self._queue()
-        actor = await idle.get()  # bounded: every holder gives its actor back within the limit
-        try:
-            # Not `wait_for`: until Python 3.12 it may give a result although it is cancelled.
-            async with asyncio.timeout(self._limit):
-                judgement = await actor.judge.remote(prompt.payload, text)
-        except TimeoutError as error:
-            raise ComponentFailure(
-                f"a verifier actor gave no answer within {self._limit:.0f} s"
-            ) from error
-        except RayTaskError as error:
-            if isinstance(error.cause, ComponentFailure | UserError):
-                raise ComponentFailure(str(error.cause)) from error
-            raise
-        except RayActorError as error:
-            raise ComponentFailure(f"a verifier actor died: {error}") from error
-        finally:
-            idle.put_nowait(actor)
-        return judgement.reward, judgement.detail
+        start = actor.remote
+        super().__init__(
+            config.verifier_workers, model_path, lambda: _RayWorker(start(config), limit)
+        )
 
     def close(self) -> None:
         """End all actors and, with them, their processes."""
-        import ray
-
-        for actor in self._actors:
-            ray.kill(actor)
-        self._actors = []
-
-    def _queue(self) -> asyncio.Queue[Any]:
-        if self._idle is None:
-            self._idle = asyncio.Queue()
-            for actor in self._actors:
-                self._idle.put_nowait(actor)
-        return self._idle
+        for worker in self.workers:
+            worker.retire()
+        self.workers = []

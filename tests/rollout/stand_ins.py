@@ -13,6 +13,7 @@ from megatron_async.config import RunConfig, build_config
 from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.manager import RolloutManager
 from megatron_async.rollout.simulated_engine import SimulatedEngine, SimulatedEngineModel
+from megatron_async.tasks.scorer_count import ScorerCount
 from megatron_async.trajectory.types import Prompt
 
 MODEL = SimulatedEngineModel(mean_length=12, step_seconds=0.001, stream_interval=4)
@@ -22,6 +23,7 @@ class Fixed:
     """A task of numbered prompts that every answer solves; also the verifier."""
 
     stop_token_ids = (2,)
+    scorers = ScorerCount(1)
 
     def train_prompts(self, position: int, count: int) -> list[Prompt]:
         return [Prompt(np.array([5, position + i], np.int32), "fixed") for i in range(count)]

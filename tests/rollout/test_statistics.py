@@ -15,6 +15,7 @@ from megatron_async.config.schedule import ScheduleConfig
 from megatron_async.rollout.statistics import RolloutStatistics
 from megatron_async.scheduler.scheduler import Scheduler
 from megatron_async.scheduler.view import SchedulerView
+from megatron_async.tasks.scorer_count import ScorerCount
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import PolicyVersion
 
@@ -50,13 +51,17 @@ def batch(step: int = 0) -> TokenBatch:
     )
 
 
+def told(statistics: RolloutStatistics, batch: TokenBatch, view: SchedulerView) -> dict[str, float]:
+    return statistics.batch_metrics(batch, view, ScorerCount(8, count=3, seconds=0.2))
+
+
 def test_without_overlap_nothing_counts_between_a_batch_and_the_next_version() -> None:
     clock = Clock()
     statistics = RolloutStatistics(overlap=False, clock=clock)
     statistics.running_changed(4)
     clock.now += 2
     statistics.generated(100)
-    first = statistics.batch_metrics(batch(), view())
+    first = told(statistics, batch(), view())
     assert first["rollout/seconds"] == pytest.approx(2)
     assert first["rollout/slots_busy_share"] == pytest.approx(1)
 
@@ -68,7 +73,7 @@ def test_without_overlap_nothing_counts_between_a_batch_and_the_next_version() -
     statistics.running_changed(2)
     clock.now += 4
     statistics.generated(100)
-    second = statistics.batch_metrics(batch(1), view())
+    second = told(statistics, batch(1), view())
     assert second["rollout/seconds"] == pytest.approx(4)
     assert second["rollout/tokens_per_second"] == pytest.approx(25)
     assert second["rollout/slots_busy_share"] == pytest.approx(0.5)  # 2 of 4
@@ -81,14 +86,14 @@ def test_with_overlap_only_the_pause_of_an_update_does_not_count() -> None:
     statistics = RolloutStatistics(overlap=True, clock=clock)
     statistics.running_changed(4)
     clock.now += 2
-    statistics.batch_metrics(batch(), view())
+    told(statistics, batch(), view())
     clock.now += 3
     statistics.update_began()
     clock.now += 1
     statistics.update_ended()
     clock.now += 2
     statistics.generated(50)
-    metrics = statistics.batch_metrics(batch(1), view())
+    metrics = told(statistics, batch(1), view())
     assert metrics["rollout/seconds"] == pytest.approx(5)
     assert metrics["rollout/tokens_per_second"] == pytest.approx(10)
     assert metrics["rollout/slots_busy_share"] == pytest.approx(1)
@@ -98,8 +103,8 @@ def test_counts_are_those_since_the_batch_before() -> None:
     statistics = RolloutStatistics(overlap=False, clock=Clock())
     statistics.dropped("filtered")
     statistics.loaded("a", 0.5, 3)
-    first = statistics.batch_metrics(
-        batch(), view(wasted_tokens=70, filtered_tokens=30, restarted=2, concurrency=8)
+    first = told(
+        statistics, batch(), view(wasted_tokens=70, filtered_tokens=30, restarted=2, concurrency=8)
     )
     assert first["rollout/concurrency"] == 8
     assert (first["rollout/wasted_tokens"], first["rollout/filtered_tokens"]) == (70, 30)
@@ -107,8 +112,10 @@ def test_counts_are_those_since_the_batch_before() -> None:
     assert (first["rollout/dropped_filtered"], first["rollout/dropped_stale"]) == (1, 0)
     statistics.dropped("stale")
     statistics.loaded("a", 0.5, 4)
-    second = statistics.batch_metrics(
-        batch(1), view(wasted_tokens=75, filtered_tokens=30, restarted=2, concurrency=16)
+    second = told(
+        statistics,
+        batch(1),
+        view(wasted_tokens=75, filtered_tokens=30, restarted=2, concurrency=16),
     )
     assert second["rollout/concurrency"] == 16
     assert (second["rollout/wasted_tokens"], second["rollout/filtered_tokens"]) == (5, 0)
@@ -120,34 +127,34 @@ def test_faults_of_scorers_are_counted_by_kind() -> None:
     statistics = RolloutStatistics(overlap=False, clock=Clock())
     statistics.scored({"score": 1.0}, 0.0)
     statistics.scored({"verifier_error": 1.0, "stray_output": 5.0}, 0.0)
-    first = statistics.batch_metrics(batch(), view())
+    first = told(statistics, batch(), view())
     assert (first["rollout/scorer_errors"], first["rollout/scorer_stray_output"]) == (1, 5)
     assert (first["rollout/scorer_timeouts"], first["rollout/scorer_crashes"]) == (0, 0)
     statistics.scored({"verifier_timeout": 1.0}, 0.0)
     statistics.scored({"verifier_crash": 1.0}, 0.0)
-    second = statistics.batch_metrics(batch(1), view())
+    second = told(statistics, batch(1), view())
     assert (second["rollout/scorer_errors"], second["rollout/scorer_stray_output"]) == (0, 0)
     assert (second["rollout/scorer_timeouts"], second["rollout/scorer_crashes"]) == (1, 1)
 
 
 def test_kv_usage_is_the_mean_of_the_reports_since_the_batch_before_or_of_the_newest_ones() -> None:
     statistics = RolloutStatistics(overlap=False, clock=Clock())
-    assert "rollout/kv_usage" not in statistics.batch_metrics(batch(), view()), "nobody told it"
+    assert "rollout/kv_usage" not in told(statistics, batch(), view()), "nobody told it"
     for engine, usage in (("a", 0.2), ("a", 0.4), ("b", 0.9)):
         statistics.loaded(engine, usage, 0)
-    seen = [statistics.batch_metrics(batch(step), view()) for step in (1, 2)]
+    seen = [told(statistics, batch(step), view()) for step in (1, 2)]
     assert [m["rollout/kv_usage"] for m in seen] == pytest.approx([0.5, 0.65])
     assert [m["rollout/kv_usage_max"] for m in seen] == [0.9, 0.9]
     statistics.engine_lost("b")
-    assert statistics.batch_metrics(batch(3), view())["rollout/kv_usage"] == pytest.approx(0.4)
+    assert told(statistics, batch(3), view())["rollout/kv_usage"] == pytest.approx(0.4)
 
 
 def test_what_a_dropped_batch_held_is_no_longer_counted_as_trained() -> None:
     statistics = RolloutStatistics(overlap=False, clock=Clock())
-    statistics.batch_metrics(batch(), view())
+    told(statistics, batch(), view())
     old = replace(batch(1), version_T=np.array([-1, 0], np.int32))
     statistics.batch_dropped(0, "nonfinite", 1)
-    metrics = statistics.batch_metrics(old, view())
+    metrics = told(statistics, old, view())
     assert metrics["rollout/lag_samples_max"] == 0
     assert metrics["rollout/dropped_nonfinite"] == 1
 
@@ -157,11 +164,11 @@ def test_busy_slots_are_a_share_of_a_concurrency_that_was_lowered() -> None:
     statistics = RolloutStatistics(overlap=True, clock=clock)
     statistics.running_changed(8)
     clock.now += 1
-    statistics.batch_metrics(batch(), view(concurrency=8))
+    told(statistics, batch(), view(concurrency=8))
     statistics.running_changed(4)
-    statistics.batch_metrics(batch(1), view(concurrency=4))
+    told(statistics, batch(1), view(concurrency=4))
     clock.now += 1
-    metrics = statistics.batch_metrics(batch(2), view(concurrency=4))
+    metrics = told(statistics, batch(2), view(concurrency=4))
     assert metrics["rollout/slots_busy_share"] == pytest.approx(1)
 
 
@@ -183,9 +190,10 @@ def test_the_queue_for_scores_and_the_time_of_a_score_are_told() -> None:
         statistics.score_wanted()
     statistics.scored({}, 1.0)
     statistics.scored({}, 2.0)
-    first = statistics.batch_metrics(batch(), view())
+    first = told(statistics, batch(), view())
     assert (first["rollout/score_queue"], first["rollout/score_queue_max"]) == (1, 3)
     assert first["rollout/score_seconds"] == pytest.approx(1.5)
-    second = statistics.batch_metrics(batch(1), view())
+    assert (first["rollout/scorers"], first["rollout/scorer_seconds"]) == (3, 0.2)
+    second = told(statistics, batch(1), view())
     assert (second["rollout/score_queue"], second["rollout/score_queue_max"]) == (1, 1)
     assert "rollout/score_seconds" not in second, "none came"

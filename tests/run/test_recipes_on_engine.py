@@ -20,6 +20,7 @@ from megatron_async.rollout.sglang_process import SGLangProcess
 from megatron_async.run import local
 from megatron_async.run.directory import RunDirectory
 from megatron_async.run.local import train_locally
+from megatron_async.tasks.scorer_count import ScorerCount
 from megatron_async.tasks.tiny_model import build_tiny_model
 from megatron_async.tasks.verifier import LocalVerifierPool
 from megatron_async.telemetry.metrics import read_metrics
@@ -113,6 +114,8 @@ def test_recipe_trains_and_accounts_for_every_trajectory(
 
 class LengthParity:
     """A verifier whose reward depends on the length only: each group has responses of 12 and 16."""
+
+    scorers = ScorerCount(1)
 
     async def score(
         self, prompt: object, response_ids: list[int]
