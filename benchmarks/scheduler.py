@@ -73,13 +73,15 @@ class Load:
 
     def _fill_buffer(self) -> None:
         """Partial trajectories, as if found at a resume, until `buffered` of them wait."""
+        found = []
         for _ in range((self.buffered - self.scheduler.view().buffered_partial) // GROUP):
             spec = self._new_group()
             partial = [
                 ev.RecoveredTrajectory(t, ev.TrajectoryState.PARTIAL, 100, self.version, None)
                 for t in spec.trajectory_ids
             ]
-            self._tell(ev.Recovered(spec, tuple(partial)))
+            found.append(ev.RecoveredGroup(spec, tuple(partial)))
+        self._tell(ev.Recovered(tuple(found)))
 
     def _new_group(self) -> ev.GroupSpec:
         ids = tuple(range(self.given * GROUP, (self.given + 1) * GROUP))

@@ -61,8 +61,11 @@ class TaskConfig(Settings):
     train_seed: int = Field(1, description="Seed of the training problems.")
     eval_seed: int = Field(1_000_003, description="Seed of the held-out problems.")
     verifier_timeout_seconds: float = Field(10.0, gt=0, description="Limit of one score.")
-    on_verifier_timeout: Literal["zero", "drop"] = Field(
-        "zero", description="A score past its limit: reward 0, or the trajectory is dropped."
+    on_verifier_timeout: Literal["zero", "regenerate", "drop"] = Field(
+        "zero",
+        description="A score past its limit, or whose process died twice: reward 0; or the "
+        "response is generated again and its group waits (schedule.max_regenerations); or its "
+        "group is dropped.",
     )
     verifier_workers: int = Field(
         8, ge=1, description="Most scorer processes; as many run as their queue needs."

@@ -116,11 +116,14 @@ class RolloutDriver:
         """
         self._spawn(self._control_loop())
         self._spawn(self._monitor.run())
+        recovered = []
         for found in self._store.unconsumed_groups():
             partial = [t for t in found.trajectories if t.state is TrajectoryState.PARTIAL]
             ended = [self._generation.end_if_complete(t.trajectory_id) for t in partial]
             group = self._store.load_group(found.group_id) if any(ended) else found
-            self._feed(_recovered(group.trajectories, self._store.lag_number))
+            recovered.append(_recovered(group.trajectories, self._store.lag_number))
+        if recovered:
+            self._feed(ev.Recovered(tuple(recovered)))
 
     async def close(self) -> None:
         """Abort what runs, keep its tokens, flush and close the store. Engines go on."""
@@ -370,7 +373,8 @@ class RolloutDriver:
         self.statistics.scored(detail, time.monotonic() - asked)
         if reward is not None:
             await self._store.set_reward(trajectory_id, reward, detail)
-        self._feed(ev.RewardReady(trajectory_id, reward))
+        regenerate = self._config.task.on_verifier_timeout == "regenerate"
+        self._feed(ev.RewardReady(trajectory_id, reward, regenerate))
 
     async def _fetch_prompts(self, count: int) -> None:
         limits = [slot.client.longest_tokens for slot in self._slots.values()]
@@ -445,14 +449,14 @@ class RolloutDriver:
 
 def _recovered(
     trajectories: Sequence[Trajectory], lag_number: Callable[[PolicyVersion], int]
-) -> ev.Recovered:
+) -> ev.RecoveredGroup:
     """What the scheduler must know of a group that the store still holds."""
     first = trajectories[0]
 
     def numbers(trajectory: Trajectory) -> list[int]:
         return [lag_number(s.version) for s in trajectory.segments if not s.from_environment]
 
-    return ev.Recovered(
+    return ev.RecoveredGroup(
         ev.GroupSpec(
             first.group_id,
             tuple(t.trajectory_id for t in trajectories),

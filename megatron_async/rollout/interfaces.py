@@ -149,5 +149,5 @@ class Verifier(Protocol):
     async def score(
         self, prompt: Prompt, response_ids: Sequence[int]
     ) -> tuple[float | None, dict[str, float]]:
-        """Reward and details; `None` when it failed and the setting says drop."""
+        """Reward and details; `None` when it failed and that is not a 0."""
         ...

@@ -40,6 +40,7 @@ class _Marks:
     wasted_tokens: int = 0
     filtered_tokens: int = 0
     restarted: int = 0
+    regenerated: int = 0
     scores: int = 0
     score_seconds: float = 0.0
     dropped: Counter[str] = field(default_factory=Counter)
@@ -208,6 +209,7 @@ class RolloutStatistics:
             "rollout/wasted_tokens": float(view.wasted_tokens - self._marks.wasted_tokens),
             "rollout/filtered_tokens": float(view.filtered_tokens - self._marks.filtered_tokens),
             "rollout/restarted": float(view.restarted - self._marks.restarted),
+            "rollout/regenerated": float(view.regenerated - self._marks.regenerated),
             "rollout/score_queue": float(self._unscored),
             "rollout/score_queue_max": float(self._longest_queue),
             "rollout/scorers": float(scorers.count),
@@ -241,6 +243,7 @@ class RolloutStatistics:
             wasted_tokens=view.wasted_tokens,
             filtered_tokens=view.filtered_tokens,
             restarted=view.restarted,
+            regenerated=view.regenerated,
             scores=self._scores,
             score_seconds=self._score_seconds,
             dropped=Counter(self.dropped_by_reason),

@@ -64,11 +64,21 @@ class RecoveredTrajectory:
 
 
 @_message
-class Recovered:
-    """A group found in the store at a resume, oldest group first."""
+class RecoveredGroup:
+    """A group that the store still holds."""
 
     group: GroupSpec
     trajectories: tuple[RecoveredTrajectory, ...]
+
+
+@_message
+class Recovered:
+    """All groups found in the store at a resume, in any order (ids tell which is older).
+
+    In one event, so that no batch is emitted before all of them are known.
+    """
+
+    groups: tuple[RecoveredGroup, ...]
 
 
 @_message
@@ -136,10 +146,15 @@ class ManyAborted:
 
 @_message
 class RewardReady:
-    """The verifier's judgement. `reward=None`: it failed and the setting says drop."""
+    """A response has its score. `reward=None`: there is none, the scorer failed.
+
+    `regenerate`: then this member alone starts again from its prompt, at most
+    `max_regenerations` times; else its group is dropped.
+    """
 
     trajectory_id: int
     reward: float | None
+    regenerate: bool = False
 
 
 @_message

@@ -83,7 +83,12 @@ class Lifecycle:
         self.open_groups += 1
 
     def recovered(self, event: ev.Recovered, version: int, out: Actions) -> None:
-        """Take up a group where the store left it; `version` is what engines shall serve."""
+        """Take up all groups where the store left them; `version` is what engines shall serve."""
+        for found in sorted(event.groups, key=lambda found: found.group.group_id):
+            self._recover(found, version, out)
+        self.resolve_stale(out)
+
+    def _recover(self, event: ev.RecoveredGroup, version: int, out: Actions) -> None:
         group = self.add_group(event.group)
         found = [(self._trajectories[known.trajectory_id], known) for known in event.trajectories]
         if all(known.state is TrajectoryState.PENDING for _, known in found):
@@ -105,7 +110,6 @@ class Lifecycle:
             return
         for entry, known in found:
             self._restore(entry, known, out)
-        self.resolve_stale(out)
 
     def _restore(self, entry: TrajectoryEntry, known: ev.RecoveredTrajectory, out: Actions) -> None:
         if known.state not in (TrajectoryState.FINISHED, TrajectoryState.SCORED):
@@ -244,16 +248,27 @@ class Lifecycle:
     # ------------------------------------------------------------ judged and batched
 
     def judged(self, event: ev.RewardReady, out: Actions) -> None:
-        """The verifier has answered."""
+        """The scorer has answered, or failed."""
         entry = self._trajectories.get(event.trajectory_id)
         if entry is None or entry.state is not TrajectoryState.FINISHED:
             return
         if entry.fate is not None:
             self._meet_fate(entry, out)
-        elif event.reward is None:
-            self._drop_group(entry.group, DropReason.VERIFIER, out, judged=entry)
-        else:
+        elif event.reward is not None:
             self._scored(entry, event.reward, out)
+        elif event.regenerate and entry.regenerations < self._config.max_regenerations:
+            self._regenerate(entry, out)
+        else:
+            self._drop_group(entry.group, DropReason.VERIFIER, out, judged=entry)
+
+    def _regenerate(self, entry: TrajectoryEntry, out: Actions) -> None:
+        """`entry` alone starts again; its group waits for it."""
+        entry.regenerations += 1
+        self.tally.regenerated += 1
+        self._unfinished(entry.group)
+        entry.fate = Fate.RESTART
+        self.lag.place(entry.group, entry.group.oldest_of_members())
+        self._meet_fate(entry, out)
 
     def _scored(self, entry: TrajectoryEntry, reward: float, out: Actions) -> None:
         group = entry.group

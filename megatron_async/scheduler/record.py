@@ -35,8 +35,8 @@ from megatron_async.scheduler.scheduler import Scheduler
 from megatron_async.trajectory.types import PolicyVersion
 
 FORMAT = "megatron_async.schedule"
-FORMAT_VERSION = 3  # 2: no event `Refused`
-READABLE_VERSIONS = (2, FORMAT_VERSION)
+FORMAT_VERSION = 4
+"""4: `Recovered` holds all groups, `RewardReady` says `regenerate`. 3: `Refused`."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,13 @@ def _field_types(cls: type) -> tuple[Any, ...]:
 
 _FIELD_TYPES: dict[type, tuple[Any, ...]] = {
     cls: _field_types(cls)
-    for cls in (*_EVENTS.values(), *_ACTIONS.values(), ev.GroupSpec, ev.RecoveredTrajectory)
+    for cls in (
+        *_EVENTS.values(),
+        *_ACTIONS.values(),
+        ev.GroupSpec,
+        ev.RecoveredGroup,
+        ev.RecoveredTrajectory,
+    )
 }
 
 
@@ -225,10 +231,10 @@ def read_record(path: Path) -> tuple[Header, Iterator[Exchange]]:
     _, first = next(lines, (0, None))
     if not isinstance(first, dict) or first.get("format") != FORMAT:
         raise UserError(f"{path} is not a schedule record")
-    if first.get("format_version") not in READABLE_VERSIONS:
+    if first.get("format_version") != FORMAT_VERSION:
         raise UserError(
             f"schedule record {path} has format_version {first.get('format_version')}, this "
-            f"program reads {' and '.join(map(str, READABLE_VERSIONS))}"
+            f"program reads {FORMAT_VERSION}"
         )
     try:
         header = Header(

@@ -46,7 +46,8 @@ class EngineEntry:
 class TrajectoryEntry:
     """One trajectory that is neither batched nor dropped.
 
-    `place` is the work queue's: where it waits there, 0 = it does not.
+    `place` is the work queue's: where it waits there, 0 = it does not. `regenerations`: how often
+    it was generated again because its scorer failed, in this process.
     """
 
     trajectory_id: int
@@ -62,6 +63,7 @@ class TrajectoryEntry:
     abort_sent: bool = False
     fate: Fate | None = None
     place: int = 0
+    regenerations: int = 0
 
     def add_tokens(self, count: int, version: int) -> None:
         """Count tokens of one policy number."""

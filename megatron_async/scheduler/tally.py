@@ -24,6 +24,7 @@ class Tally:
         self.count: dict[TrajectoryState, int] = dict.fromkeys(TrajectoryState, 0)
         self.dropped: Counter[DropReason] = Counter()
         self.restarted = 0
+        self.regenerated = 0
         self.batched_tokens = 0
         self.wasted_tokens = 0
         self.filtered_tokens = 0

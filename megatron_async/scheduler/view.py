@@ -20,6 +20,7 @@ class SchedulerView:
     them that have all scores. `ring_fill`: batches that wait for the trainer, emitted ones and
     complete groups / B. `off_policy_share`: share of the newest batch's tokens that an older
     version than its step's wrote. `wasted_tokens`: of dropped and restarted trajectories;
+    `regenerated` counts restarts because a scorer failed, which are among the `restarted` ones;
     `filtered_tokens` is the part for groups without reward variance.
     """
 
@@ -39,6 +40,7 @@ class SchedulerView:
     ring_fill: float
     dropped: Mapping[DropReason, int]
     restarted: int
+    regenerated: int
     wasted_tokens: int
     filtered_tokens: int
     off_policy_share: float
@@ -78,6 +80,7 @@ def snapshot(
         ring_fill=untaken_batches + life.ready.count / config.groups_per_batch,
         dropped=dict(tally.dropped),
         restarted=tally.restarted,
+        regenerated=tally.regenerated,
         wasted_tokens=tally.wasted_tokens,
         filtered_tokens=tally.filtered_tokens,
         off_policy_share=tally.off_policy_share,

@@ -51,7 +51,7 @@ class WorkedExample:
 
 @dataclass(frozen=True)
 class Judgement:
-    """A score of one response. `reward` is `None` when the scorer failed and that means a drop.
+    """A score of one response. `reward` is `None` when the scorer failed and that is not a 0.
 
     `detail` holds numbers for metrics: `score` (the scorer's own, 0-1), `answered` (an answer was
     found in the text), and one of `SCORER_FAULTS` where it happened. `seconds`: what it took the

@@ -56,7 +56,7 @@ class ScorerPool(Generic[W]):
     async def score(
         self, prompt: Prompt, response_ids: Sequence[int]
     ) -> tuple[float | None, dict[str, float]]:
-        """Reward (`None`: it failed, and that means a drop) and details.
+        """Reward (`None`: it failed, and that is not a 0) and details.
 
         Raises ComponentFailure when a worker gives no answer at all.
         """

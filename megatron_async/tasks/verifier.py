@@ -127,7 +127,7 @@ class VerifierWorker:
         self.restarts += 1
 
     def _failed(self, kind: str) -> Judgement:
-        reward = None if self._config.on_verifier_timeout == "drop" else 0.0
+        reward = 0.0 if self._config.on_verifier_timeout == "zero" else None
         return Judgement(reward, {"score": 0.0, "answered": 1.0, kind: 1.0})
 
 

@@ -28,7 +28,12 @@ BEFORE_CRASH = 60
 EVENTS = 450
 FIRST_SEED = 1  # records of equal seeds would be alike under `sync` and `rapid`
 WEATHER = Weather(
-    engine_failures=0.01, spontaneous_aborts=0.02, verifier_failures=0.03, equal_rewards=0.1
+    engine_failures=0.01,
+    spontaneous_aborts=0.02,
+    verifier_failures=0.03,
+    regenerate=True,
+    slow_scores=0.9,
+    equal_rewards=0.1,
 )
 
 

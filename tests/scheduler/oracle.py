@@ -28,10 +28,13 @@ class T:
     state: str = "waiting"  # waiting running finished judging judged scored batched dropped
     tokens: int = 0
     oldest: int | None = None
+    served: int = 0  # version at its last submission without a token: a lower bound of `oldest`
     newest: int = -1
     engine: str | None = None
     aborted: bool = False
     reward: float | None = None
+    regenerate: bool = False
+    regenerations: int = 0
     drop_reason: DropReason | None = None
 
     def add(self, count: int, version: int) -> None:
@@ -178,8 +181,11 @@ class Oracle:
             case ev.RewardReady():
                 t = self.trajectories[event.trajectory_id]
                 t.state, t.reward = "judged", event.reward
+                t.regenerate = event.regenerate and event.reward is None
                 if event.reward is not None:
                     t.state = "scored"
+                elif t.regenerate and t.regenerations < self.config.max_regenerations:
+                    pass
                 elif not any(m.state == "dropped" for m in t.group.members):
                     t.group.judged_none = True
             case ev.EngineUp():
@@ -200,14 +206,15 @@ class Oracle:
                         name, event.version, engine.kv_capacity_tokens, engine.max_running
                     )
             case ev.Recovered():
-                self._recovered(event)
+                for group in sorted(event.groups, key=lambda g: g.group.group_id):
+                    self._recovered(group)
             case ev.EngineLoad():
                 pass
 
     def _stopped(self, t: T) -> None:
         t.state, t.engine, t.aborted = "waiting", None, False
 
-    def _recovered(self, event: ev.Recovered) -> None:
+    def _recovered(self, event: ev.RecoveredGroup) -> None:
         self.had_recovery = True
         group = self.add_group(event.group)
         if any(known.state is not TrajectoryState.PENDING for known in event.trajectories):
@@ -293,6 +300,7 @@ class Oracle:
             assert not self.held_back(), "a new group while finished ones fill the ring"
             self._start(t.group)
             self._may_start()
+        t.served = self.version.number if t.oldest is None else t.oldest
         t.state, t.engine, t.aborted = "running", action.engine_id, False
         self.submissions += 1
 
@@ -336,8 +344,12 @@ class Oracle:
     def _restart(self, action: ev.Restart) -> None:
         t = self.trajectories[action.trajectory_id]
         assert t.state in ("waiting", "scored", "finished", "judged"), f"{action}: {t.state}"
-        assert self.config.on_stale == "restart"
-        assert t.oldest is None or t.oldest < self.floor, f"{action}: not stale"
+        if t.state == "judged" and t.regenerate and not self._leaving(t):
+            t.regenerations += 1
+            assert t.regenerations <= self.config.max_regenerations
+        else:
+            assert self.config.on_stale == "restart"
+            assert t.oldest is None or t.served < self.floor, f"{action}: not stale"
         t.tokens, t.oldest, t.newest = 0, None, -1
         t.state, t.reward = "waiting", None
 

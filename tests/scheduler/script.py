@@ -95,4 +95,4 @@ class Script:
             )
             for i, t in enumerate(spec.trajectory_ids)
         )
-        return self.tell(ev.Recovered(spec, found))
+        return self.tell(ev.Recovered((ev.RecoveredGroup(spec, found),)))

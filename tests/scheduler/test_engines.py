@@ -186,7 +186,7 @@ class TestRecovery:
             0, state.DROPPED, 4, 0, None, 0, drop_reason=DropReason.STALE
         )
         partial = ev.RecoveredTrajectory(1, state.PARTIAL, 4, 0, None, 0)
-        told = run.tell(ev.Recovered(spec, (dropped, partial)))
+        told = run.tell(ev.Recovered((ev.RecoveredGroup(spec, (dropped, partial)),)))
         assert told == [ev.Drop(1, DropReason.STALE)]
 
     def test_a_trajectory_is_known_once(self) -> None:

@@ -25,6 +25,7 @@ weathers = st.builds(
     engine_failures=st.sampled_from([0.0, 0.02]),
     spontaneous_aborts=st.sampled_from([0.0, 0.1]),
     verifier_failures=st.sampled_from([0.0, 0.0, 0.1]),
+    regenerate=st.booleans(),
     slow_scores=st.sampled_from([0.0, 0.0, 0.9]),
     crashes=st.sampled_from([0.0, 0.01]),
     source=st.sampled_from([None, None, 10]),

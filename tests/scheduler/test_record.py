@@ -12,6 +12,7 @@ from megatron_async.errors import UserError
 from megatron_async.scheduler import Scheduler
 from megatron_async.scheduler import events as ev
 from megatron_async.scheduler.record import (
+    FORMAT_VERSION,
     Divergence,
     Exchange,
     Header,
@@ -33,13 +34,17 @@ EVENTS: list[ev.Event] = [
     ev.PromptsAvailable((SPEC,)),
     ev.PromptsAvailable(()),
     ev.Recovered(
-        SPEC,
         (
-            ev.RecoveredTrajectory(30, TrajectoryState.SCORED, 5, 1, 0.25, 2),
-            ev.RecoveredTrajectory(
-                31, TrajectoryState.DROPPED, 0, None, None, None, DropReason.STALE
+            ev.RecoveredGroup(
+                SPEC,
+                (
+                    ev.RecoveredTrajectory(30, TrajectoryState.SCORED, 5, 1, 0.25, 2),
+                    ev.RecoveredTrajectory(
+                        31, TrajectoryState.DROPPED, 0, None, None, None, DropReason.STALE
+                    ),
+                ),
             ),
-        ),
+        )
     ),
     ev.EngineUp("a", PolicyVersion(2, 7), 100, None),
     ev.EngineDown("a"),
@@ -49,6 +54,7 @@ EVENTS: list[ev.Event] = [
     ev.ManyAborted(((1,), (2, 5, 3), (3, 1, 2, 4, 3))),
     ev.RewardReady(1, 0.1),
     ev.RewardReady(1, None),
+    ev.RewardReady(1, None, True),
     ev.EngineLoad("a", 0.3, 4),
     ev.BatchTaken(1, 12.5),
     ev.UpdateRequested(2),
@@ -232,7 +238,12 @@ def test_a_last_line_that_a_crash_cut_short_is_ignored(tmp_path: Path) -> None:
             "has format_version 99",
         ),
         (
-            '{"format": "megatron_async.schedule", "format_version": 2, "schedule": {"x": 1}}\n',
+            '{"format": "megatron_async.schedule", "format_version": 2}\n',
+            f"has format_version 2, this program reads {FORMAT_VERSION}",
+        ),
+        (
+            f'{{"format": "megatron_async.schedule", "format_version": {FORMAT_VERSION}, '
+            '"schedule": {"x": 1}}\n',
             "its header does not fit",
         ),
     ],

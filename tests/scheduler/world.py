@@ -27,6 +27,7 @@ class Weather:
     refusals: float = 0.0
     verifier_failures: float = 0.0
     crashes: float = 0.0
+    regenerate: bool = False
     slow_scores: float = 0.0
     equal_rewards: float = 0.2
     late_tokens: float = 0.3
@@ -202,7 +203,8 @@ class World:
             reward = 1.0
         if self.random.random() < self.weather.verifier_failures:
             reward = None
-        self.tell(ev.RewardReady(t.trajectory_id, reward))
+        regenerate = self.weather.regenerate and reward is None
+        self.tell(ev.RewardReady(t.trajectory_id, reward, regenerate))
 
     def prompts(self) -> None:
         count = self.oracle.prompts_outstanding
@@ -253,13 +255,15 @@ class World:
         if early:
             for _ in range(self.weather.engines):
                 self.engine_up()
-        for event in found:
-            self.tell(event)
+        self.tell(ev.Recovered(tuple(found)))
         while len(self.engine_versions) < self.weather.engines:
             self.engine_up()
 
-    def _stored(self, step: int) -> list[ev.Recovered]:
-        """Unconsumed groups as the store holds them: versions count from where the lines part."""
+    def _stored(self, step: int) -> list[ev.RecoveredGroup]:
+        """Unconsumed groups as the store holds them, in any order.
+
+        Versions count from where the lines part.
+        """
         states = {
             "running": TrajectoryState.RUNNING,
             "judging": TrajectoryState.FINISHED,
@@ -288,7 +292,8 @@ class World:
                         t.drop_reason,
                     )
                 )
-            found.append(ev.Recovered(group.spec, tuple(trajectories)))
+            found.append(ev.RecoveredGroup(group.spec, tuple(trajectories)))
+        self.random.shuffle(found)
         return found
 
 
