@@ -155,7 +155,7 @@ def sft(
         if index:
             raise UserError(f"--index is {index}, and there is no --session for it to be part of")
         check_one_machine(settings)
-    check_run(settings)
+    check_run(settings, generates=False)
     check_trainer_here(settings)
     if out.exists() and any(out.iterdir()):
         raise UserError(f"--out {out} exists and is not empty")

@@ -37,6 +37,11 @@ class TaskConfig(Settings):
     prompt_template: str = Field(
         "{question}", description="Prompt; a procedural task's metadata may be named too."
     )
+    long_prompts: Literal["refuse", "drop"] = Field(
+        "refuse",
+        description="A prompt of a file that no engine can take: the run does not start, or the "
+        "prompt is dropped when its turn comes, as `refused` (in an evaluation: counted as wrong).",
+    )
     remove_spaces: bool = Field(False, description="Prompts without blanks, for character models.")
     chat_template: Literal["auto", "never"] = Field(
         "auto", description="`auto`: the tokenizer's chat template, when it has one."

@@ -6,6 +6,7 @@ Every refusal is a `UserError` of one sentence.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,14 @@ from megatron_async.config import RunConfig
 from megatron_async.config.rollout import EngineConfig
 from megatron_async.errors import UserError
 
+# In the order in which SGLang looks for the context of a model.
+_CONTEXT_KEYS = (
+    "max_sequence_length",
+    "seq_length",
+    "max_seq_len",
+    "model_max_length",
+    "max_position_embeddings",
+)
 # bfloat16 keeps eight bits: a log-prob of -5 is rounded by up to 0.016.
 _LEAST_TOLERANCE_OF_BFLOAT16 = 1e-3
 
@@ -72,13 +81,27 @@ def check_probe_tolerance(config: RunConfig) -> None:
         )
 
 
-def check_run(config: RunConfig) -> None:
-    """The model, the parallel layout on it, engines and task, without starting anything."""
+def served_context(model: Mapping[str, Any]) -> int | None:
+    """The context that SGLang reads from a parsed config.json; None when nothing is said there."""
+    text = model.get("text_config", model)
+    scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    stretched = scaling.get("factor", 1)
+    if "original_max_position_embeddings" in scaling or scaling.get("rope_type") == "llama3":
+        stretched = 1  # what the file says is the length after scaling
+    found = (text[key] for key in _CONTEXT_KEYS if text.get(key) is not None)
+    return next((int(stretched * length) for length in found), None)
+
+
+def check_run(config: RunConfig, *, generates: bool = True) -> None:
+    """The model, the parallel layout on it, engines and task, without starting anything.
+
+    `generates`: engines will be asked for responses to the task's prompts.
+    """
     from megatron_async.algorithms.own_loss import check_own_loss
 
     check_engines(config.engines)
     check_own_loss(config.algorithm)
-    check_model(config.model.path)
+    model = check_model(config.model.path)
     if config.model.checkpoint and not (Path(config.model.checkpoint) / MANIFEST_NAME).is_file():
         raise UserError(
             f"model.checkpoint {config.model.checkpoint!r} has no {MANIFEST_NAME}: not a checkpoint"
@@ -94,4 +117,8 @@ def check_run(config: RunConfig) -> None:
         from megatron_async.weights.quantise import check_fp8
 
         check_fp8(architecture, config.engines, resolve_device(config.engines))
-    build_task(config.task, config.model.path)
+    task = build_task(config.task, config.model.path)
+    context = None if config.engines.kind == "simulated" else served_context(model)
+    longest = config.engines.longest_tokens(context)
+    if generates and longest is not None:
+        task.check_lengths(longest, config.sampling.max_new_tokens)

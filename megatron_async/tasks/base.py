@@ -79,6 +79,11 @@ class Task(Protocol):
         """The first `count` held-out prompts, all different."""
         ...
 
+    def check_lengths(self, longest: int, max_new_tokens: int) -> None:
+        """Raises UserError for a prompt, as far as they are known beforehand, that with
+        `max_new_tokens` is longer than the `longest` tokens that an engine takes."""
+        ...
+
     def worked_examples(self, count: int, data: str = "") -> Sequence[WorkedExample]:
         """Supervised examples of training problems, or those of the JSONL file `data`."""
         ...
@@ -91,6 +96,10 @@ class ProblemSource(Protocol):
 
     def train(self, index: int) -> Problem:
         """Training problem `index` >= 0."""
+        ...
+
+    def listed(self) -> Sequence[tuple[str, Problem]]:
+        """All problems, each with what a refusal calls it; none where they have no end."""
         ...
 
     def heldout(self, count: int) -> list[Problem]:

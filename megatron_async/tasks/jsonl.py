@@ -86,7 +86,9 @@ class JsonlProblems:
         check_checker(config)
         self.name = f"jsonl:{config.name}"
         self._config = config
-        problems = [_problem(row, where) for where, row in _objects(config.path, "task.path")]
+        rows = _objects(config.path, "task.path")
+        self._listed = [(where, _problem(row, where)) for where, row in rows]
+        problems = [problem for _, problem in self._listed]
         share = config.heldout_share
         self._train = [p for p in problems if not is_heldout(p.question, share)]
         self._heldout = list(
@@ -99,6 +101,10 @@ class JsonlProblems:
             )
         random.Random(stable_hash("held-out order", config.eval_seed)).shuffle(self._heldout)
         self._order = lru_cache(maxsize=2)(self._make_order)
+
+    def listed(self) -> list[tuple[str, Problem]]:
+        """All problems of both sides, each with its place in the file."""
+        return self._listed
 
     def train(self, index: int) -> Problem:
         """Problem `index` of an endless run of shuffled epochs."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ from megatron_async.tasks.base import Problem, ProblemSource, WorkedExample
 from megatron_async.tasks.jsonl import worked_lines
 from megatron_async.trajectory.types import IntArray, Prompt
 
+# That a tokenizer puts around a text.
+_SPECIAL_TOKENS = 8
+_MOST_TOKENIZED = 2000
 # What `tokenizer.json` says and nothing more, by its names in transformers 4 and 5.
 _GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
@@ -48,6 +52,31 @@ class TextTask:
         """The first `count` held-out prompts. Raises UserError if there are fewer."""
         return [self._prompt(problem) for problem in self._source.heldout(count)]
 
+    def check_lengths(self, longest: int, max_new_tokens: int) -> None:
+        """Raises UserError for a prompt that is too long: of a file any, else the first.
+
+        Only what has more bytes than it may have tokens is tokenized, and of that so much that it
+        takes seconds; the rest is looked at when it is admitted.
+        """
+        if self._config.long_prompts == "drop":
+            return
+        most = longest - max_new_tokens
+        listed = self._source.listed() or [
+            (f"{self._source.name}, problem 0", self._source.train(0))
+        ]
+        around = len(self._text(replace(listed[0][1], question="")).encode()) + _SPECIAL_TOKENS
+        doubtful = [pair for pair in listed if len(pair[1].question.encode()) + around > most]
+        for where, problem in doubtful[:_MOST_TOKENIZED]:
+            tokens = len(self.prompt_ids(problem))
+            if tokens > most:
+                raise UserError(
+                    f"{where}: the prompt has {tokens} tokens, which with sampling.max_new_tokens "
+                    f"{max_new_tokens} is more than the {longest} that an engine takes "
+                    "(engines.context_length, else the model's; engines.max_total_tokens): "
+                    "shorten the prompt, lower the one or raise the other, or set "
+                    "task.long_prompts: drop"
+                )
+
     def worked_examples(self, count: int, data: str = "") -> Sequence[WorkedExample]:
         """`count` of the task's own, or all of `data` that are not held out (at most `count`)."""
         pairs = list(worked_lines(data, self._config.heldout_share))[:count] if data else None
@@ -59,6 +88,9 @@ class TextTask:
 
     def prompt_ids(self, problem: Problem) -> IntArray:
         """The prompt's tokens: template, then the chat template when there is one."""
+        return self._encode(self._text(problem), add_special_tokens=not self._chat)
+
+    def _text(self, problem: Problem) -> str:
         try:
             text = self._config.prompt_template.format(
                 question=problem.question,
@@ -75,7 +107,7 @@ class TextTask:
             text = self._tokenizer.apply_chat_template(
                 [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
             )
-        return self._encode(text, add_special_tokens=not self._chat)
+        return str(text)
 
     def _prompt(self, problem: Problem) -> Prompt:
         ids = self.prompt_ids(problem)

@@ -5,9 +5,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megatron_async.run.preflight import served_context
 from megatron_async.tasks.tiny_model import build_tiny_model
 
 SETTINGS = "name: refused\nroot: {root}\nmodel: {{path: {model}}}\n"
@@ -44,6 +46,9 @@ def run(*arguments: str) -> tuple[int, str]:
         ("weights.transport=pigeon", "weights.transport is 'pigeon'"),
         ("engines.host=0.0.0.0", "engines.host is '0.0.0.0', which other hosts can reach"),
         ("model.trust_remote_code=true", "unknown setting model.trust_remote_code"),
+        ("engines.health_interval_seconds=120", "engines.no_progress_seconds 120"),
+        ("engines.request_timeout_seconds=60", "engines.request_timeout_seconds 60 is less than"),
+        ("engines.context_length=1026", "the 1020 that an engine takes"),
     ],
 )
 def test_a_bad_setting_is_refused(
@@ -95,3 +100,33 @@ def test_every_command_explains_itself() -> None:
     )
     assert done.returncode == 0
     assert "--resume" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("model", "context"),
+    [
+        ({"max_position_embeddings": 32768}, 32768),
+        ({"max_position_embeddings": 32768, "rope_scaling": {"factor": 4.0}}, 131072),
+        (
+            {
+                "max_position_embeddings": 131072,
+                "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768},
+            },
+            131072,
+        ),
+        (
+            {
+                "max_position_embeddings": 131072,
+                "rope_parameters": {"factor": 8.0, "rope_type": "llama3"},
+            },
+            131072,
+        ),
+        ({"text_config": {"max_position_embeddings": 8192}}, 8192),
+        ({"model_max_length": 512, "max_position_embeddings": 1024}, 512),
+        ({}, None),
+    ],
+)
+def test_the_context_of_a_model_is_what_sglang_reads(
+    model: dict[str, Any], context: int | None
+) -> None:
+    assert served_context(model) == context

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 from megatron_async.config.rollout import TaskConfig
 from megatron_async.errors import UserError
 from megatron_async.tasks import build_task
+from megatron_async.tasks.base import Problem
 from megatron_async.tasks.text_task import load_tokenizer
 from megatron_async.tasks.tokenizer import EOS_ID, character_tokenizer, write_character_tokenizer
 
@@ -133,3 +134,49 @@ def test_a_tokenizer_of_the_generic_class_is_read_without_torch(tmp_path: Path) 
 def test_a_model_without_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"model\.path .* has no readable tokenizer"):
         build_task(_config(), str(tmp_path))
+
+
+def _file_of(folder: Path, questions: list[str], **changes: Any) -> TaskConfig:
+    path = folder / "questions.jsonl"
+    rows = [json.dumps({"prompt": question, "answer": 1}) for question in questions]
+    path.write_text("\n".join(rows) + "\n")
+    settings = {"kind": "jsonl", "name": "exact", "path": str(path), **changes}
+    return TaskConfig.model_validate(settings)
+
+
+def test_a_prompt_of_a_file_that_no_engine_takes_is_refused_by_its_line(
+    tmp_path: Path, model: str
+) -> None:
+    task = build_task(_file_of(tmp_path, ["1+1=", "2" * 70, "3" * 50, "4" * 80]), model)
+    task.check_lengths(180, 100)
+    with pytest.raises(UserError) as refused:
+        task.check_lengths(160, 100)
+    assert "questions.jsonl, line 2: the prompt has 70 tokens" in str(refused.value)
+    assert "sampling.max_new_tokens 100 is more than the 160" in str(refused.value)
+
+
+def test_it_may_be_dropped_instead_when_its_turn_comes(tmp_path: Path, model: str) -> None:
+    config = _file_of(tmp_path, ["1+1=", "2" * 70], long_prompts="drop")
+    build_task(config, model).check_lengths(160, 100)
+
+
+def test_of_problems_without_end_the_first_is_looked_at(model: str) -> None:
+    task = build_task(_config(), model)
+    task.check_lengths(160, 100)
+    with pytest.raises(UserError, match="problem 0: the prompt has"):
+        task.check_lengths(101, 100)
+
+
+def test_only_what_may_be_too_long_is_tokenized(tmp_path: Path, model: str) -> None:
+    """A token is at least a byte."""
+    task = build_task(_file_of(tmp_path, [f"{i}+1=" for i in range(50)] + ["5" * 58]), model)
+    tokenized = []
+    encode = task.prompt_ids  # type: ignore[attr-defined]
+
+    def noted(problem: Problem) -> Any:
+        tokenized.append(problem.question)
+        return encode(problem)
+
+    task.prompt_ids = noted  # type: ignore[attr-defined]
+    task.check_lengths(160, 100)
+    assert tokenized == ["5" * 58]
