@@ -78,6 +78,12 @@ class TelemetryConfig(Settings):
     tensorboard: bool = Field(True, description="Scalars and histograms.")
     histograms_every: int = Field(5, ge=1, description="Steps between two histograms.")
     record_events: bool = Field(True, description="Record scheduler events for `replay`.")
+    record_steps: int = Field(
+        50, ge=1, description="Steps of which events are kept; older ones are removed."
+    )
+    record_mib: int = Field(
+        512, ge=1, description="Most that recorded events take on disk, MiB; the oldest go first."
+    )
     progress: Literal["auto", "live", "lines", "off"] = Field("auto", description="Terminal view.")
 
 

@@ -33,7 +33,7 @@ from megatron_async.rollout.fleet import EngineLauncher, Fleet
 from megatron_async.rollout.interfaces import EngineClient, EngineError, Verifier
 from megatron_async.rollout.shared_devices import SharedDevices
 from megatron_async.scheduler.record import Recorder
-from megatron_async.scheduler.record_files import unused_record
+from megatron_async.scheduler.record_files import RecordFiles
 from megatron_async.scheduler.scheduler import Scheduler
 from megatron_async.tasks.base import Task
 from megatron_async.trajectory.batch import TokenBatch
@@ -166,9 +166,15 @@ class RolloutManager:
         recorder = None
         if self._events_directory is not None:
             self._events_directory.mkdir(exist_ok=True)
-            stream = unused_record(self._events_directory, resume.lineage).open("x")
+            telemetry = self._config.telemetry
+            files = RecordFiles(
+                self._events_directory,
+                resume.lineage,
+                keep_steps=telemetry.record_steps,
+                most_bytes=telemetry.record_mib << 20,
+            )
             recorder = Recorder(
-                stream, self._config.schedule, first_step=resume.step, version=version
+                files, self._config.schedule, first_step=resume.step, version=version
             )
         # Prompts that became groups after the checkpoint are in the store already.
         prompts = _TaskPrompts(self._task, store.admitted_groups)

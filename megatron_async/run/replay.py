@@ -3,8 +3,9 @@
 Invariants
 - What the scheduler raises is shown with its traceback, at its event, and ends nothing else.
 - Nothing is written; a run that is still going on may be replayed up to its last complete line.
-- Every line of the run (lineage) is replayed by itself, as it was recorded; each restart of the
-  rollout manager within a line began a record of its own (`<lineage>.<n>.jsonl`).
+- Every lineage of the run is replayed by itself, as it was recorded; each restart of the rollout
+  manager within a lineage began a record of its own, and a long record has several files
+  (`scheduler.record_files`). Each file is replayed by itself, from its snapshot if it has one.
 """
 
 from __future__ import annotations
@@ -18,8 +19,15 @@ import typer
 
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.scheduler import events as ev
-from megatron_async.scheduler.record import Divergence, Exchange, Outcome, Raised, replay
-from megatron_async.scheduler.record_files import record_key
+from megatron_async.scheduler.record import (
+    Divergence,
+    Exchange,
+    Outcome,
+    Raised,
+    read_record,
+    replay,
+)
+from megatron_async.scheduler.record_files import record_files
 
 
 @dataclass
@@ -88,25 +96,31 @@ class Timeline:
 def records_of(run_directory: Path, lineage: int | None) -> list[Path]:
     """Record files, oldest line first. Raises UserError when there is none."""
     directory = run_directory / "events"
-    found = {key: p for p in directory.glob("*.jsonl") if (key := record_key(p)) is not None}
-    lines = sorted({line for line, _ in found})
+    found = record_files(directory)
+    lines = sorted({key.lineage for key in found})
     if lineage is not None:
         if lineage not in lines:
             raise UserError(f"--lineage {lineage}: {directory} has lines {lines or 'none'}")
-        return [found[key] for key in sorted(found) if key[0] == lineage]
+        return [path for key, path in found.items() if key.lineage == lineage]
     if not found:
         raise UserError(
             f"{run_directory} has no recorded events (events/*.jsonl): the run needs "
             "telemetry.record_events true"
         )
-    return [found[key] for key in sorted(found)]
+    return list(found.values())
 
 
 def replay_command(run_directory: Path, lineage: int | None, timeline: bool) -> None:
     """Print a timeline and the outcome of each line. Raises ComponentFailure at a difference."""
     differs: Divergence | None = None
     for path in records_of(run_directory, lineage):
+        if not path.exists():
+            typer.echo(f"{path}: removed meanwhile, for what the run records now")
+            continue
         seen = Timeline()
+        before = read_record(path)[0].events_before
+        if before:
+            typer.echo(f"{path}: from a snapshot after {before} events")
         found = replay(path, watch=seen.watch, raised=seen.saw_raise)
         if timeline:
             typer.echo(f"{path}: event index, what happened")

@@ -15,7 +15,9 @@ from megatron_async.config.schedule import ScheduleConfig
 from megatron_async.scheduler.events import Action, AllowUpdate, PauseEngines, ResumeEngines
 
 
-class _Phase(enum.Enum):
+class Phase(enum.Enum):
+    """Serving requests, being made ready for a transfer, or taking one."""
+
     SERVING = enum.auto()
     PREPARING = enum.auto()
     UPDATING = enum.auto()
@@ -28,31 +30,31 @@ class UpdateGate:
         self._pauses = config.weight_update == "in_flight"
         self._needs_idle = not (self._pauses and config.boundary == "continue")
         self._mode: PauseEngines = PauseEngines("in_place" if config.in_place else "retract")
-        self._phase = _Phase.SERVING
+        self._phase = Phase.SERVING
         self._number = -1
 
     @property
     def closed(self) -> bool:
         """Whether an update is being prepared or carried out."""
-        return self._phase is not _Phase.SERVING
+        return self._phase is not Phase.SERVING
 
     def request(self, number: int) -> None:
         """The trainer wants to publish version `number`."""
-        if self._phase is _Phase.UPDATING and number == self._number:
+        if self._phase is Phase.UPDATING and number == self._number:
             return
-        self._phase = _Phase.PREPARING
+        self._phase = Phase.PREPARING
         self._number = number
 
     def ready(self, in_flight: int) -> list[Action]:
         """What lets the transfer begin, if it may begin now; nothing otherwise."""
-        if self._phase is not _Phase.PREPARING or (self._needs_idle and in_flight):
+        if self._phase is not Phase.PREPARING or (self._needs_idle and in_flight):
             return []
-        self._phase = _Phase.UPDATING
+        self._phase = Phase.UPDATING
         allow = AllowUpdate(self._number)
         return [self._mode, allow] if self._pauses else [allow]
 
     def published(self) -> list[Action]:
         """Weights have changed."""
-        was_paused = self._pauses and self._phase is _Phase.UPDATING
-        self._phase = _Phase.SERVING
+        was_paused = self._pauses and self._phase is Phase.UPDATING
+        self._phase = Phase.SERVING
         return [ResumeEngines()] if was_paused else []

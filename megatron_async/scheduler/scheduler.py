@@ -58,6 +58,10 @@ class Scheduler:
         if config.concurrency == "auto":
             self._auto = auto_concurrency.start(config.groups_per_batch, config.group_size)
         self._watch = signatures.Watch(config)
+        self.bind()
+
+    def bind(self) -> None:
+        """Which method takes which event; anew where the parts have been replaced."""
         self._handlers: dict[type, Callable[[Any, Actions], None]] = {
             ev.TokensArrived: self._life.tokens_arrived,
             ev.Finished: self._finished,
@@ -80,6 +84,11 @@ class Scheduler:
         actions: Actions = []
         self._handlers[type(event)](event, actions)
         return actions
+
+    @property
+    def config(self) -> ScheduleConfig:
+        """What it was made with."""
+        return self._config
 
     @property
     def concurrency(self) -> int:

@@ -6,14 +6,18 @@ from pathlib import Path
 
 import pytest
 
+from megatron_async.config import build_config
+from megatron_async.config.load import merge
 from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.manager import ResumePoint, RolloutManager
 from megatron_async.run.replay import replay_command
 from megatron_async.scheduler import events as ev
 from megatron_async.scheduler.record import Raised, read_record
+from megatron_async.scheduler.record_files import record_files
 from megatron_async.scheduler.scheduler import Scheduler
 from megatron_async.trajectory.types import PolicyVersion
 from tests.rollout.stand_ins import Engines, manager_of, run, settings
+from tests.rollout.test_manager import Trainer
 
 
 class Defective(Scheduler):
@@ -47,6 +51,32 @@ def test_the_event_that_makes_the_scheduler_raise_is_in_the_record_at_once(
     assert (
         "the scheduler raised LookupError('a defect of the scheduler')" in capsys.readouterr().out
     )
+
+
+def test_a_long_run_keeps_the_newest_steps_and_replays_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One step a file here; four files are kept beside the one that is written."""
+    config = build_config(
+        merge(settings("copris").model_dump(), {"telemetry": {"record_steps": 1}})
+    )
+
+    async def body() -> None:
+        trainer = Trainer(tmp_path, config)
+        await trainer.manager.start()
+        await trainer.begin(ResumePoint(0))
+        for step in range(10):
+            await trainer.batch()
+            await trainer.publish(0, step + 1)
+        await trainer.manager.stop()
+
+    run(body())
+    names = [path.name for path in record_files(tmp_path / "events").values()]
+    assert len(names) == 5 and "0.jsonl" not in names
+    replay_command(tmp_path, None, timeline=True)
+    output = capsys.readouterr().out
+    assert output.count("from a snapshot after") == output.count("same actions for") == 5
+    assert "batch 9 emitted" in output and "batch 0 emitted" not in output
 
 
 async def one_batch(manager: RolloutManager, engines: Engines) -> None:

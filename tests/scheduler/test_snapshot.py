@@ -1,0 +1,95 @@
+"""A scheduler, frozen and thawed at any moment, goes on exactly as the one it was taken of."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron_async.config.schedule import ScheduleConfig
+from megatron_async.errors import UserError
+from megatron_async.scheduler import Scheduler
+from megatron_async.scheduler import events as ev
+from megatron_async.scheduler.snapshot import freeze, thaw
+from megatron_async.trajectory.types import PolicyVersion
+from tests.scheduler.policies import PRESETS, composed, preset, presets
+from tests.scheduler.world import Weather, World
+
+WEATHER = Weather(
+    engine_failures=0.02,
+    spontaneous_aborts=0.05,
+    verifier_failures=0.05,
+    regenerate=True,
+    slow_scores=0.5,
+    crashes=0.01,
+)
+
+
+def new(config: ScheduleConfig) -> Scheduler:
+    return Scheduler(config, first_step=0, version=PolicyVersion(0, 0))
+
+
+def copy(scheduler: Scheduler, config: ScheduleConfig) -> Scheduler:
+    """By way of the text that a record holds."""
+    text = json.dumps(freeze(scheduler))
+    again = new(config)
+    thaw(json.loads(text), again)
+    assert freeze(again) == json.loads(text)
+    return again
+
+
+class Twins(World):
+    """Every event goes to the scheduler and to a copy that is taken anew now and then."""
+
+    def start(self, step: int, version: PolicyVersion) -> None:
+        super().start(step, version)
+        self.twin = copy(self.scheduler, self.config)
+
+    def tell(self, event: ev.Event) -> list[ev.Action]:
+        expected = self.twin.step(event)
+        actions = super().tell(event)
+        assert actions == expected
+        if self.events % 17 == 0:
+            self.twin = copy(self.scheduler, self.config)
+        assert self.twin.view() == self.scheduler.view()
+        return actions
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_thawed_scheduler_goes_on_as_the_frozen_one(name: str) -> None:
+    world = Twins(preset(name), WEATHER, seed=3)
+    for _ in range(400):
+        world.random_event()
+
+
+@settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, max_examples=40)
+@given(st.one_of(presets(), composed()), st.integers(0, 2**32))
+def test_so_it_is_at_every_point_of_the_policy_space(config: ScheduleConfig, seed: int) -> None:
+    world = Twins(config, WEATHER, seed)
+    for _ in range(120):
+        world.random_event()
+
+
+def snapshot_of(name: str) -> dict[str, Any]:
+    world = World(preset(name), Weather(), seed=1)
+    for _ in range(60):
+        world.random_event()
+    return freeze(world.scheduler)
+
+
+@pytest.mark.parametrize("name", ["TrajectoryEntry", "Lifecycle", "GroupSpec"])
+def test_a_snapshot_of_classes_with_other_fields_is_refused_by_name(name: str) -> None:
+    snapshot = snapshot_of("async")
+    snapshot["classes"][name] = [*snapshot["classes"][name], "colour"]
+    with pytest.raises(UserError, match=rf"whose {name} has the fields .*'colour'"):
+        thaw(snapshot, new(preset("async")))
+
+
+def test_what_is_no_part_of_the_state_cannot_be_written() -> None:
+    scheduler = new(preset("sync"))
+    scheduler._untaken = [object()]  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="no part of a scheduler's state"):
+        freeze(scheduler)
