@@ -345,6 +345,10 @@ def trajectories(
     exported: Annotated[
         bool, typer.Option("--exported", help="List those too that compaction has exported.")
     ] = False,
+    drop: Annotated[
+        int | None,
+        typer.Option(help="Take this one out of a run that has stopped, with its group, for good."),
+    ] = None,
 ) -> None:
     """List the trajectories of a run, or print one: prompt, segments with versions, reward.
 
@@ -352,9 +356,12 @@ def trajectories(
     """
     from rich.console import Console
 
+    from megatron_async.checkpoint.manifest import list_checkpoints
+    from megatron_async.run.claim import claimed
     from megatron_async.run.directory import RunDirectory
     from megatron_async.tasks.text_task import load_tokenizer
     from megatron_async.trajectory import store_exported
+    from megatron_async.trajectory.store_drop import drop_group_of
     from megatron_async.trajectory.store_reader import StoreReader
     from megatron_async.trajectory.types import TrajectoryState
     from megatron_async.trajectory.view import details, listing
@@ -362,6 +369,15 @@ def trajectories(
     directory, settings = RunDirectory.find(run_directory, [])
     if state is not None and state not in set(TrajectoryState):
         raise UserError(f"--state is {state!r}; it must be one of {', '.join(TrajectoryState)}")
+    if drop is not None:
+        if show is not None:
+            raise UserError(f"--drop {drop} cannot be combined with --show {show}")
+        with claimed(directory, "trajectories --drop"):
+            newest = next(iter(list_checkpoints(directory.checkpoints)), None)
+            committed = None if newest is None else newest.manifest.version
+            gone = drop_group_of(directory.store_file, drop, committed)
+        typer.echo(f"dropped (user), with its group: {', '.join(map(str, gone))}")
+        return
     console = Console(soft_wrap=True)
     with closing(StoreReader(directory.store_file)) as reader, reader.at_one_moment():
         if show is not None:

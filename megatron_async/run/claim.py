@@ -2,7 +2,8 @@
 
 Taken before anything of the run is written, by every command that changes a run, and held as long
 as the run goes on: by `train`, `sft` and `quickstart`, and on a cluster by the first rollout node.
-Commands that only read (`report`, `trajectories`, `replay`, `eval`, `convert`) do not ask for it.
+Commands that only read (`report`, `trajectories`, `replay`, `eval`, `convert`) do not ask for it;
+`trajectories --drop` does.
 
 Invariants
 - Who is refused has changed nothing, and is told which process on which host has the run.
