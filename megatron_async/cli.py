@@ -93,7 +93,12 @@ def train(
     from megatron_async.run.claim import claimed, new_run
     from megatron_async.run.devices import split_of_this_machine
     from megatron_async.run.directory import RunDirectory
-    from megatron_async.run.preflight import check_one_machine, check_probe_tolerance, check_run
+    from megatron_async.run.preflight import (
+        check_one_machine,
+        check_probe_tolerance,
+        check_resume,
+        check_run,
+    )
     from megatron_async.run.report import closing_table, summarise, where_things_are
     from megatron_async.run.rollback import rollback_to
     from megatron_async.run.supervisor import Supervisor
@@ -114,6 +119,7 @@ def train(
         check_probe_tolerance(settings)
         devices = split_of_this_machine(settings)
         if resume is not None:
+            check_resume(directory)
             back = None if from_step is None else rollback_to(directory, from_step)
             directory.save_config(settings)
             for place in back.carry_out() if back is not None else ():

@@ -15,6 +15,8 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate, repeat
 
 import torch
 from torch import Tensor
@@ -25,14 +27,28 @@ _PLACE = 0x9E3779B97F4A7C15
 _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Small enough for a core's cache; a GPU wants larger pieces of work.
+_LARGE = 1 << 22
 _CHUNK = {"cpu": 1 << 15, "cuda": 1 << 22}
 
 
 def checksum(piece: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
     """Sum over the elements of `piece`, which lies at `offsets` of a tensor of shape `shape`.
 
-    One or two axes. The result is a number of int64 on the piece's device: 64 bits, wrapping.
+    One or two axes. The result is a number of int64 on the piece's device: 64 bits, wrapping. A
+    large piece in host memory is divided over as many threads as torch has.
     """
+    threads = torch.get_num_threads()
+    if piece.device.type != "cpu" or threads == 1 or piece.numel() < _LARGE:
+        return _checksum(piece, offsets, shape)
+    parts = piece.chunk(threads)
+    first_rows = accumulate((len(part) for part in parts), initial=offsets[0])
+    places = [(first, *offsets[1:]) for first in first_rows]
+    with ThreadPoolExecutor(threads) as pool:
+        sums = pool.map(_checksum, parts, places, repeat(shape))
+        return torch.stack(list(sums)).sum()
+
+
+def _checksum(piece: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> Tensor:
     stride = shape[-1]
     first = offsets[-1] + (offsets[0] * stride if len(shape) == 2 else 0)
     bits_RC = piece.detach().view(_BITS[piece.element_size()])

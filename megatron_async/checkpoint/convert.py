@@ -12,6 +12,7 @@ Invariants
   Face), never a model.
 - The destination appears whole or not at all; what exists is never written over.
 - Bit-exact: values are cut and joined, and cast only where `dtype` or config.json says so.
+- Each parameter's checksum is written, and compared when it is read.
 """
 
 from __future__ import annotations
@@ -20,36 +21,31 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
+from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megatron_async.checkpoint.files import ShardFiles, ShardReader
+from megatron_async.checkpoint.checksum import checksum
+from megatron_async.checkpoint.files import PieceReader, RankFiles, header_room, piece_key
 from megatron_async.checkpoint.manifest import (
     Checkpoint,
     CorruptCheckpoint,
     Layout,
     Manifest,
+    TensorRecord,
     finalise,
     find_latest,
     hash_file,
     open_checkpoint,
 )
-from megatron_async.checkpoint.placement import (
-    Slot,
-    checkpoint_key,
-    leading_offset,
-    leading_shape,
-    parameter_shape,
-    pieces,
-    shards_of,
-    stage_slots,
-)
+from megatron_async.checkpoint.placement import Slot, boxes, shards_of, stage_slots
 from megatron_async.checkpoint.progress import ByteProgress
+from megatron_async.checkpoint.tally import Tally, compare, dtype_name, dtype_named, tally
 from megatron_async.config.load import load_config
 from megatron_async.config.model import ParallelConfig
 from megatron_async.errors import UserError
@@ -64,12 +60,12 @@ from megatron_async.weights.save import (
     checkpoint_dtype,
     write_model_directory,
 )
-from megatron_async.weights.shards import Layout as ShardLayout
 from megatron_async.weights.shards import merge, split
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HF_FOLDER = "hf"
 CONVERTED = "weights_only"
+PARAMETER_DTYPE = "parameter_dtype"  # of the model that a run's checkpoint is of
 _OPEN_FILES = 1
 
 
@@ -104,23 +100,12 @@ def hf_to_megatron(
     with SafetensorsDirectory(source, max_open=_OPEN_FILES) as directory:
         check_tensors(directory, architecture)
         with _partial(destination) as partial:
-            files = ShardFiles(partial, tensor * pipeline)
             total = sum(path.stat().st_size for path in source.glob("*.safetensors"))
-            with files, ByteProgress("hf-to-megatron", total, show_progress) as progress:
-                for stage in range(pipeline):
-                    for slot in stage_slots(architecture, stage, pipeline):
-                        size = shards_of(slot, tensor)
-                        key = checkpoint_key(slot.rule)
-                        shape = _global_shape(architecture, slot, tensor)
-                        for rank in range(size):
-                            shard = split(slot.rule, slot.tensor_names, directory.read, size, rank)
-                            shard = shard if cast is None else shard.to(cast)
-                            for piece in pieces(slot, shard, rank, size):
-                                files.add(stage * tensor + rank, key, shape, piece)
-                            progress.advance(shard.nbytes)
-                files.finish()
+            with ByteProgress("hf-to-megatron", total, show_progress) as progress:
+                tensors = _write_pieces(
+                    architecture, directory, partial, tensor, pipeline, cast, progress
+                )
             _copy_hf_files(source, partial / HF_FOLDER)
-            _write_common(partial)
             manifest = Manifest(
                 lineage=0,
                 step=0,
@@ -130,6 +115,7 @@ def hf_to_megatron(
                     for path in sorted(partial.rglob("*"))
                     if path.is_file()
                 },
+                tensors=tensors,
                 trainer={CONVERTED: True},
                 extra={"converted_from": str(source)},
                 written_at=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -147,17 +133,50 @@ def _check_sizes(architecture: Architecture, tensor: int, pipeline: int) -> None
     check_layout(architecture, parallel)
 
 
-def _global_shape(a: Architecture, slot: Slot, tensor: int) -> tuple[int, ...]:
-    return (*leading_shape(a, slot.rule), *parameter_shape(a, slot.rule, tensor))
+def _write_pieces(
+    a: Architecture,
+    source: SafetensorsDirectory,
+    folder: Path,
+    tensor: int,
+    pipeline: int,
+    cast: torch.dtype | None,
+    progress: ByteProgress,
+) -> dict[str, TensorRecord]:
+    """The files of every rank, parameter by parameter; returns what the manifest lists."""
+    tallies: dict[str, Tally] = {}
+    with ExitStack() as stack:
+        for stage in range(pipeline):
+            slots = list(stage_slots(a, stage, pipeline))
+            ranks = [
+                stack.enter_context(
+                    RankFiles(folder, stage * tensor + rank, _header_room(slots, tensor, rank))
+                )
+                for rank in range(tensor)
+            ]
+            for slot in slots:
+                for rank in range(shards_of(slot.rule, tensor)):
+                    names = slot.tensor_names
+                    size = shards_of(slot.rule, tensor)
+                    shard = split(slot.rule, names, source.read, size, rank)
+                    flat_N = (shard if cast is None else shard.to(cast)).reshape(-1)
+                    known = tally(tallies, slot.weights, slot.shape, flat_N.dtype)
+                    for box in boxes(slot, tensor, rank):
+                        piece = flat_N[box.begin : box.end].view(box.shape)
+                        ranks[rank].add(piece_key(slot.weights, box.offsets), piece)
+                        known.add(int(checksum(piece, box.offsets, slot.shape)), piece.numel())
+                    progress.advance(shard.nbytes)
+            for files in ranks:
+                files.finish()
+    return {name: known.record(name) for name, known in tallies.items()}
 
 
-def _write_common(folder: Path) -> None:
-    """What Megatron's loader wants beside the tensors: no other state, and the format's name."""
-    from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-    from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
-
-    torch.save({}, folder / COMMON_STATE_FNAME)
-    save_config(CheckpointingConfig("torch_dist", 1), str(folder))
+def _header_room(slots: Sequence[Slot], tensor: int, rank: int) -> int:
+    return sum(
+        header_room(piece_key(slot.weights, box.offsets))
+        for slot in slots
+        if rank < shards_of(slot.rule, tensor)
+        for box in boxes(slot, tensor, rank)
+    )
 
 
 # ---------------------------------------------------------------- to Hugging Face
@@ -186,16 +205,14 @@ def megatron_to_hf(
     _refuse_existing(destination)
     if cast is None and not checkpoint.manifest.trainer.get(CONVERTED):
         cast = checkpoint_dtype(architecture)
+    _check_tensors(checkpoint, architecture)
     try:
-        reader = ShardReader(checkpoint.path)
-        _check_keys(reader, architecture, checkpoint.path)
         with (
+            PieceReader(checkpoint.path, checkpoint.manifest.files) as reader,
             _with_dtype(hf_files, dtype) as copied_from,
-            ByteProgress(
-                "megatron-to-hf", _parameter_count(reader, architecture), show_progress
-            ) as progress,
+            ByteProgress("megatron-to-hf", _elements(architecture), show_progress) as progress,
         ):
-            stream = _hf_tensors(reader, architecture, cast, progress)
+            stream = _hf_tensors(checkpoint, reader, architecture, cast, progress)
             write_model_directory(buckets(stream, max_shard_bytes), destination, copied_from)
     except CorruptCheckpoint as error:
         raise UserError(f"checkpoint {checkpoint.path}: {error}") from error
@@ -203,37 +220,53 @@ def megatron_to_hf(
 
 
 def _hf_tensors(
-    reader: ShardReader, a: Architecture, cast: torch.dtype | None, progress: ByteProgress
+    checkpoint: Checkpoint,
+    reader: PieceReader,
+    a: Architecture,
+    cast: torch.dtype | None,
+    progress: ByteProgress,
 ) -> Iterator[tuple[str, Tensor]]:
+    precision = checkpoint.manifest.trainer.get(PARAMETER_DTYPE)
     for slot in stage_slots(a, 0, 1):
-        whole = reader.read(checkpoint_key(slot.rule), leading_offset(slot))
+        whole = _read(checkpoint, reader, slot)
         progress.advance(whole.numel())
+        if precision is not None:  # the model's values are roundings of the optimizer's
+            whole = whole.to(dtype_named(precision))
         for name, tensor in zip(slot.tensor_names, merge(slot.rule, [whole]), strict=True):
             # A clone: a view would keep the whole parameter in memory, and be saved with it.
             yield name, (tensor if cast is None else tensor.to(cast)).clone()
 
 
-def _check_keys(reader: ShardReader, a: Architecture, path: Path) -> None:
-    """Every parameter is there with the model's shape; a padded vocabulary may be any longer."""
+def _read(checkpoint: Checkpoint, reader: PieceReader, slot: Slot) -> Tensor:
+    """One whole parameter, compared with its checksum. Raises CorruptCheckpoint."""
+    record = checkpoint.manifest.tensors[slot.weights]
+    origin = (0,) * len(slot.shape)
+    whole = torch.empty(slot.shape, dtype=dtype_named(record.dtype))
+    reader.read(slot.weights, origin, whole)
+    found = Tally(dtype_name(whole.dtype), slot.shape)
+    found.add(int(checksum(whole, origin, slot.shape)), whole.numel())
+    compare({slot.weights: record}, {slot.weights: found})
+    return whole
+
+
+def _check_tensors(checkpoint: Checkpoint, a: Architecture) -> None:
+    """Every parameter is there with the model's shape."""
     for slot in stage_slots(a, 0, 1):
-        key, want = checkpoint_key(slot.rule), _global_shape(a, slot, 1)
-        if key not in reader:
-            raise UserError(f"checkpoint {path} has no tensor {key}; the model's config.json has")
-        shape = reader.shape(key)
-        fits = shape == want
-        if slot.rule.layout is ShardLayout.VOCAB:
-            fits = shape[1:] == want[1:] and shape[0] >= want[0]
-        if not fits:
+        record = checkpoint.manifest.tensors.get(slot.weights)
+        if record is None:
             raise UserError(
-                f"checkpoint {path}: tensor {key} has shape {shape}, config.json asks for {want}"
+                f"checkpoint {checkpoint.path} has no tensor {slot.weights}; the model's "
+                "config.json has"
+            )
+        if record.shape != slot.shape:
+            raise UserError(
+                f"checkpoint {checkpoint.path}: tensor {slot.weights} has shape {record.shape}, "
+                f"config.json asks for {slot.shape}"
             )
 
 
-def _parameter_count(reader: ShardReader, a: Architecture) -> int:
-    total = 0
-    for key in {checkpoint_key(slot.rule) for slot in stage_slots(a, 0, 1)}:
-        total += torch.Size(reader.shape(key)).numel()
-    return total
+def _elements(a: Architecture) -> int:
+    return sum(prod(slot.shape) for slot in stage_slots(a, 0, 1))
 
 
 def _find_checkpoint(source: Path) -> Checkpoint:

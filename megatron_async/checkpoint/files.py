@@ -1,59 +1,84 @@
-"""Distributed-checkpoint files without a model: written rank by rank, read tensor by tensor.
+"""The tensor files of a checkpoint: pieces in safetensors format, written rank by rank.
 
-The format is torch.distributed.checkpoint's as Megatron-core writes it: `.distcp` files that hold
-one serialised tensor after another, and `.metadata` that says which global tensor each is part of.
+A rank writes one file for each precision. The key of a piece is the tensor's name and the place
+where the piece begins: `exp_avg/decoder.layers.3.mlp.linear_fc2.weight@128,0`. The headers of the
+files are all there is: no index, and nothing that runs when it is read (no pickle).
 
 Invariants
-- One piece is in memory at a time; the files are appended to.
-- Only tensors and torch's own metadata classes are unpickled (`weights_only` for tensors,
-  `check_metadata` for the metadata).
-- Whatever the metadata says, a tensor is read or the checkpoint is corrupt in one sentence.
+- What is read goes through a small buffer into its place; files are not mapped, so that memory does
+  not grow with them.
+- Whatever the files say, a tensor is read whole or the checkpoint is corrupt in one sentence.
 """
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Sequence
+import json
+import os
+import struct
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Self
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
-from megatron_async.checkpoint.manifest import CorruptCheckpoint
-from megatron_async.checkpoint.metadata import (
-    METADATA_NAME,
-    check_metadata,
-    corrupt_where,
-    stored_bytes,
-    stored_length,
-)
-from megatron_async.checkpoint.placement import Piece
+from megatron_async.checkpoint.manifest import CorruptCheckpoint, file_in
+
+SUFFIX = ".safetensors"
+PREFIX = "rank_"
+_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_LENGTH = struct.Struct("<Q")
+_ENTRY_BYTES = 160  # of a header's entry beside its key: type, shape, two offsets
+_BAND_BYTES = 1 << 24
+_OPEN_FILES = 64
 
 
-class ShardFiles:
-    """Writes `.distcp` files, one for each rank of a layout, and their metadata."""
+class PieceFile:
+    """One file that grows piece by piece; its header is written last, into room left for it."""
 
-    def __init__(self, folder: Path, ranks: int) -> None:
-        self._folder = folder
-        self._stack = ExitStack()
-        self._files: list[BinaryIO] = [
-            self._stack.enter_context((folder / f"__{rank}_0.distcp").open("wb"))
-            for rank in range(ranks)
-        ]
-        self._tensors: dict[str, TensorStorageMetadata] = {}
-        self._storage: dict[MetadataIndex, _StorageInfo] = {}
+    def __init__(self, path: Path, dtype: torch.dtype, room: int) -> None:
+        self._dtype = _NAMES[dtype]
+        self._file: BinaryIO = path.open("wb")
+        self._room = -(-room // 8) * 8
+        self._entries: dict[str, dict[str, Any]] = {}
+        self._bytes = 0
+        self._file.seek(_LENGTH.size + self._room)
+
+    def add(self, key: str, piece: Tensor) -> None:
+        """Append. Raises OSError."""
+        begin, self._bytes = self._bytes, self._bytes + piece.nbytes
+        self._entries[key] = {
+            "dtype": self._dtype,
+            "shape": list(piece.shape),
+            "data_offsets": [begin, self._bytes],
+        }
+        self._file.write(piece.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+    def finish(self) -> None:
+        """Write the header; all of it is on disk afterwards. Raises OSError."""
+        header = json.dumps(self._entries, separators=(",", ":")).encode().ljust(self._room)
+        self._file.seek(0)
+        self._file.write(_LENGTH.pack(self._room) + header)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class RankFiles:
+    """What one rank writes: a file for each precision, made when its first piece comes."""
+
+    def __init__(self, folder: Path, rank: int, room: int) -> None:
+        """`room` is at least the sum of `header_room` over the pieces that will come."""
+        self._stem = folder / f"{PREFIX}{rank:05d}"
+        self._room = room
+        self._files: dict[torch.dtype, PieceFile] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -64,114 +89,173 @@ class ShardFiles:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._stack.close()
+        with ExitStack() as stack:
+            for file in self._files.values():
+                stack.callback(file.close)
 
-    def add(self, rank: int, key: str, global_shape: Sequence[int], piece: Piece) -> None:
-        """Append one piece to rank `rank`'s file. Raises OSError."""
-        file = self._files[rank]
-        begin = file.tell()
-        # A slice of a larger tensor would be saved with all of its storage.
-        torch.save(piece.tensor.clone(memory_format=torch.contiguous_format), file)
-        known = self._tensors.get(key)
-        if known is None:
-            properties = TensorProperties.create_from_tensor(piece.tensor)
-            known = TensorStorageMetadata(properties, torch.Size(global_shape), [])
-            self._tensors[key] = known
-        offsets = torch.Size(piece.offsets)
-        known.chunks.append(ChunkStorageMetadata(offsets, piece.tensor.shape))
-        index = MetadataIndex(key, offsets, len(known.chunks) - 1)
-        self._storage[index] = _StorageInfo(
-            self._name(rank), begin, file.tell() - begin, transform_descriptors=None
-        )
+    def add(self, key: str, piece: Tensor) -> None:
+        """Append. Raises OSError."""
+        dtype = piece.dtype
+        if dtype not in self._files:
+            path = Path(f"{self._stem}.{_NAMES[dtype].lower()}{SUFFIX}")
+            self._files[dtype] = PieceFile(path, dtype, self._room)
+        self._files[dtype].add(key, piece)
 
     def finish(self) -> None:
-        """Write the metadata. Raises OSError."""
-        for file in self._files:
-            file.flush()
-        metadata = Metadata(self._tensors, storage_data=self._storage, version=CURRENT_DCP_VERSION)
-        with (self._folder / METADATA_NAME).open("wb") as stream:
-            pickle.dump(metadata, stream)
-
-    @staticmethod
-    def _name(rank: int) -> str:
-        return f"__{rank}_0.distcp"
+        """Raises OSError."""
+        for file in self._files.values():
+            file.finish()
 
 
-class ShardReader:
-    """Reads one layer's (and expert's) parameter at a time from a distributed checkpoint."""
+def piece_key(name: str, offsets: Sequence[int]) -> str:
+    return f"{name}@{','.join(map(str, offsets))}"
 
-    def __init__(self, folder: Path) -> None:
-        """Raises CorruptCheckpoint when the metadata cannot be read."""
-        self._folder = folder
-        self._tensors: dict[str, TensorStorageMetadata] = {}
-        # By place on the first axis (the layer, where layers are stacked), so that a look-up does
-        # not go through the chunks of all layers.
-        self._chunks: dict[tuple[str, int], list[ChunkStorageMetadata]] = {}
-        check_metadata(folder)
-        with corrupt_where(f"{METADATA_NAME} describes no tensors"):
-            metadata = FileSystemReader(folder).read_metadata()
-            self._storage: dict[MetadataIndex, Any] = metadata.storage_data
-            for key, description in metadata.state_dict_metadata.items():
-                if isinstance(description, TensorStorageMetadata):
-                    self._tensors[key] = description
-                    for chunk in description.chunks:
-                        first = chunk.offsets[0] if chunk.offsets else 0
-                        self._chunks.setdefault((key, first), []).append(chunk)
 
-    def __contains__(self, key: str) -> bool:
-        return key in self._tensors
+def header_room(key: str) -> int:
+    """Bytes that a piece takes in its file's header, at most."""
+    return len(json.dumps(key)) + _ENTRY_BYTES
 
-    def shape(self, key: str) -> tuple[int, ...]:
-        """Global shape. Raises CorruptCheckpoint."""
-        with corrupt_where(f"tensor {key} has no shape"):
-            return tuple(torch.Size(self._tensors[key].size))
 
-    def read(self, key: str, lead: tuple[int, ...]) -> Tensor:
-        """The whole tensor below position `lead` of the leading axes.
+@dataclass(frozen=True)
+class _Stored:
+    """A piece in a file: from byte `begin` on."""
+
+    path: Path
+    begin: int
+    dtype: torch.dtype
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+class PieceReader:
+    """Reads any box of any tensor of a checkpoint, out of the pieces that it meets."""
+
+    def __init__(self, folder: Path, files: Iterable[str]) -> None:
+        """Reads the headers of `files`, those of the manifest. Raises CorruptCheckpoint."""
+        self._open: dict[Path, BinaryIO] = {}
+        self._pieces: dict[str, list[_Stored]] = {}
+        for name in sorted(files):
+            if name.startswith(PREFIX) and name.endswith(SUFFIX):
+                for tensor, stored in _header(folder, name):
+                    self._pieces.setdefault(tensor, []).append(stored)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for file in self._open.values():
+            file.close()
+
+    def read(self, name: str, offsets: Sequence[int], into: Tensor) -> None:
+        """Fill `into` (its dtype may be another) with the box at `offsets` of tensor `name`.
 
         Raises CorruptCheckpoint when the pieces do not cover it.
         """
-        with corrupt_where(f"tensor {key} cannot be read"):
-            return self._read(key, lead)
-
-    def _read(self, key: str, lead: tuple[int, ...]) -> Tensor:
-        description, depth = self._tensors[key], len(lead)
-        shape, dtype = description.size[depth:], description.properties.dtype
-        chunks = [c for c in self._candidates(key, lead) if tuple(c.offsets[:depth]) == lead]
-        held = sum(
-            stored_length(self._folder, f"tensor {key}", self._info(key, chunk)) for chunk in chunks
-        )
-        if shape.numel() * dtype.itemsize > held:  # before memory is taken for it
-            raise CorruptCheckpoint(
-                f"tensor {key} at {lead} has shape {tuple(shape)} of {dtype}, and the files hold "
-                f"{held} bytes of it"
-            )
-        whole = torch.empty(shape, dtype=dtype)
         covered = 0
-        for chunk in chunks:
-            part = self._load(key, chunk).reshape(chunk.sizes[depth:])
-            where = tuple(
-                slice(start, start + length)
-                for start, length in zip(chunk.offsets[depth:], chunk.sizes[depth:], strict=True)
-            )
-            whole[where] = part
-            covered += part.numel()
-        if covered != whole.numel():
+        for stored in self._pieces.get(name, ()):
+            overlap = _overlap(stored, offsets, into.shape)
+            if overlap is not None:
+                covered += self._copy(stored, overlap, into)
+        if covered != into.numel():
             raise CorruptCheckpoint(
-                f"tensor {key} at {lead} has {covered} of {whole.numel()} elements"
+                f"tensor {name} has {covered} of the {into.numel()} elements of {list(into.shape)} "
+                f"at {list(offsets)}"
             )
-        return whole
 
-    def _candidates(self, key: str, lead: tuple[int, ...]) -> list[ChunkStorageMetadata]:
-        if lead:
-            return self._chunks.get((key, lead[0]), [])
-        return self._tensors[key].chunks
+    def _copy(self, stored: _Stored, overlap: _Overlap, into: Tensor) -> int:
+        """Band by band of whole rows of the piece; returns the number of elements."""
+        rows = overlap.theirs[0]
+        width = prod(stored.shape[1:])
+        row_bytes = width * stored.dtype.itemsize
+        band = max(1, _BAND_BYTES // row_bytes)
+        target = into[overlap.ours]
+        for first in range(rows.start, rows.stop, band):
+            count = min(band, rows.stop - first)
+            content = bytearray(count * row_bytes)
+            try:
+                file = self._file(stored.path)
+                file.seek(stored.begin + first * row_bytes)
+                length = file.readinto(content)  # type: ignore[attr-defined]
+            except OSError as error:
+                raise CorruptCheckpoint(f"{stored.path.name} cannot be read: {error}") from error
+            if length != len(content):
+                raise CorruptCheckpoint(f"{stored.path.name} ends early")
+            part = torch.frombuffer(content, dtype=stored.dtype).view(count, *stored.shape[1:])
+            begin = first - rows.start
+            target[begin : begin + count].copy_(part[:, *overlap.theirs[1:]])
+        return target.numel()
 
-    def _info(self, key: str, chunk: ChunkStorageMetadata) -> _StorageInfo:
-        info: _StorageInfo = self._storage[MetadataIndex(key, chunk.offsets)]
-        return info
+    def _file(self, path: Path) -> BinaryIO:
+        if path not in self._open:
+            if len(self._open) >= _OPEN_FILES:
+                self._open.pop(next(iter(self._open))).close()
+            self._open[path] = path.open("rb")
+        return self._open[path]
 
-    def _load(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
-        content = stored_bytes(self._folder, f"tensor {key}", self._info(key, chunk))
-        tensor: Tensor = torch.load(content, map_location="cpu", weights_only=True)
-        return tensor
+
+def _header(folder: Path, name: str) -> Iterator[tuple[str, _Stored]]:
+    """The pieces of one file. Raises CorruptCheckpoint."""
+    try:
+        path = file_in(folder, name)
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
+            if length > size:
+                raise ValueError(f"its header is said to have {length} bytes")
+            entries = json.loads(file.read(length))
+        for key, entry in entries.items():
+            yield _piece(path, _LENGTH.size + length, size, key, entry)
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        RecursionError,
+        struct.error,
+    ) as error:
+        raise CorruptCheckpoint(f"{name} cannot be read: {error}") from error
+
+
+def _piece(path: Path, data: int, size: int, key: str, entry: Any) -> tuple[str, _Stored]:
+    """One entry of a header: the tensor, and its piece. Raises ValueError and others."""
+    tensor, _, place = key.rpartition("@")
+    dtype = _DTYPES[entry["dtype"]]
+    shape = tuple(int(count) for count in entry["shape"])
+    offsets = tuple(int(number) for number in place.split(","))
+    begin, end = (data + int(number) for number in entry["data_offsets"])
+    fits = data <= begin <= end <= size and end - begin == prod(shape) * dtype.itemsize
+    if not fits or len(shape) != len(offsets) or min(shape, default=0) < 1:
+        raise ValueError(f"{key} is not {entry}")
+    return tensor, _Stored(path, begin, dtype, offsets, shape)
+
+
+_Slices = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class _Overlap:
+    """What a piece and a box share, as slices of either."""
+
+    theirs: _Slices
+    ours: _Slices
+
+
+def _overlap(stored: _Stored, offsets: Sequence[int], shape: Sequence[int]) -> _Overlap | None:
+    if len(stored.offsets) != len(offsets):
+        return None
+    theirs, ours = [], []
+    for begin, length, offset, size in zip(
+        stored.offsets, stored.shape, offsets, shape, strict=True
+    ):
+        first, last = max(begin, offset), min(begin + length, offset + size)
+        if first >= last:
+            return None
+        theirs.append(slice(first - begin, last - begin))
+        ours.append(slice(first - offset, last - offset))
+    return _Overlap(tuple(theirs), tuple(ours))

@@ -7,8 +7,9 @@ Invariants
   `checkpoint.timeout_seconds`.
 - A save that failed raises on every rank at the next of these calls, and no earlier checkpoint
   has changed. Pruning happens only after a commit.
-- Finding verifies every file (ranks share the reading), and that no pickle in it holds more than
-  values; a corrupt checkpoint is reported and the one before it is used.
+- Finding verifies every file (ranks share the reading); a corrupt checkpoint is reported and the
+  one before it is used.
+- Loading verifies every tensor: what the ranks hold afterwards is what they held at the save.
 """
 
 from __future__ import annotations
@@ -22,17 +23,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from megatron_async.checkpoint.collective import first_error, shared_faults
 from megatron_async.checkpoint.manifest import (
     Checkpoint,
     CorruptCheckpoint,
     Manifest,
-    faults,
     list_checkpoints,
     prune,
     report_corrupt,
     step_directory,
 )
-from megatron_async.checkpoint.metadata import check_objects
 from megatron_async.config.run import CheckpointConfig
 from megatron_async.errors import ComponentFailure, UserError
 
@@ -76,7 +76,7 @@ class CheckpointManager:
         ComponentFailure when this save (synchronous) or the previous one (asynchronous) failed,
         TypeError when `extra` is not JSON.
         """
-        from megatron_async.checkpoint.state import current_layout, sharded_state
+        from megatron_async.checkpoint.state import current_layout
         from megatron_async.checkpoint.writer import SaveJob, prepare
 
         self.wait()
@@ -92,14 +92,9 @@ class CheckpointManager:
         manifest.to_json()  # Raises here rather than in the background.
         temporary = self._root / f"{_TEMPORARY_PREFIX}{version}"
         self._on_rank_zero(lambda: self._make_room(temporary), version.number)
-        prepared = prepare(
-            sharded_state(trainer, loading=False, with_random=True),
-            temporary,
-            validate=self._saves == 0,
-        )
         self._saves += 1
         self._job = SaveJob(
-            prepared,
+            prepare(trainer),
             manifest,
             temporary,
             step_directory(self._root, version.number),
@@ -116,9 +111,7 @@ class CheckpointManager:
             return
         job.join()
         self._note(job)
-        errors: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(errors, job.error, group=self._group)
-        failed = next((error for error in errors if error is not None), None)
+        failed = first_error(job.error, self._group)
         if failed is None:
             return
         if dist.get_rank() == 0:
@@ -194,18 +187,11 @@ class CheckpointManager:
     def load(self, trainer: Checkpointable, checkpoint: Checkpoint) -> None:
         """Weights, optimizer, progress; random states where the layout is the one that saved.
 
-        Raises UserError when `optimizer.distributed` is not what it was: the two optimizers keep
-        their state in different forms.
+        Raises UserError when the checkpoint is of another model, holds weights alone, or when what
+        was loaded is not what was saved.
         """
         from megatron_async.checkpoint.state import current_layout, load_state
 
-        then = checkpoint.manifest.trainer["distributed_optimizer"]
-        now = trainer.progress()["distributed_optimizer"]
-        if then != now:
-            raise UserError(
-                f"optimizer.distributed is {now}, but checkpoint {checkpoint.path} was saved with "
-                f"{then}"
-            )
         saved, current = checkpoint.manifest.layout, current_layout()
         if saved != current:
             logger.warning(
@@ -214,22 +200,11 @@ class CheckpointManager:
                 saved,
                 current,
             )
-        load_state(trainer, checkpoint.path, with_random=saved == current)
-        trainer.restore_progress(checkpoint.manifest.trainer)
-
-
-def shared_faults(checkpoint: Checkpoint, group: dist.ProcessGroup | None = None) -> list[str]:
-    """`faults` and pickles that hold more than values, divided over the ranks; the same on all."""
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    files = checkpoint.manifest.files
-    mine = faults(checkpoint.path, {name: files[name] for name in sorted(files)[rank::size]})
-    if not mine:
         try:
-            check_objects(checkpoint.path, rank, size)
+            load_state(trainer, checkpoint, with_random=saved == current, group=self._group)
         except CorruptCheckpoint as error:
-            mine = [str(error)]
-    if size == 1:
-        return mine
-    found: list[list[str]] = [[] for _ in range(size)]
-    dist.all_gather_object(found, mine, group=group)
-    return [problem for part in found for problem in part]
+            raise UserError(
+                f"checkpoint {checkpoint.path} cannot be loaded: {error}; --from-step goes back to "
+                "an older one"
+            ) from error
+        trainer.restore_progress(checkpoint.manifest.trainer)

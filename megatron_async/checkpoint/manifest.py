@@ -5,6 +5,10 @@ Invariants
   rename after every other file is complete and on disk (SEMANTICS section 2).
 - The manifest lists every file with its size and SHA-256, so that a torn, truncated or corrupted
   checkpoint is told from a good one before anything is loaded.
+- It lists every tensor with a checksum of what the trainer held (`checkpoint.checksum`), which does
+  not depend on files or layout: what is loaded is compared with it, so that a save or a load that
+  puts values into wrong places is found too.
+- A checkpoint of another format is refused by name, never passed over as a corrupt one.
 - Checkpoints are ordered by (lineage, step): after a rollback the surviving line is newer, however
   far the abandoned one had come.
 - Removal takes the manifest away first: what is half removed is no checkpoint.
@@ -30,12 +34,16 @@ from megatron_async.trajectory.types import PolicyVersion
 logger = logging.getLogger(__name__)
 
 MANIFEST_NAME = "manifest.json"
-FORMAT = 1
+FORMAT = 2  # 1: torch.distributed.checkpoint's files, without checksums of tensors
 _HASH_BLOCK = 1 << 22
 
 
 class CorruptCheckpoint(Exception):
     """A checkpoint directory whose content is not what its manifest says; names the first fault."""
+
+
+class OtherFormat(UserError):
+    """A checkpoint that another version of this program has written."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +66,20 @@ class FileRecord:
 
 
 @dataclass(frozen=True)
+class TensorRecord:
+    """Precision, whole shape and checksum (16 hexadecimal digits) of one tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    checksum: str
+
+
+@dataclass(frozen=True)
 class Manifest:
     """`step` is the policy version of the weights: batches 0 to step - 1 are committed by it.
 
     `trainer` is the trainer's own state, `extra` the caller's (store position, seeds); both are
-    JSON objects. `files` maps names relative to the directory.
+    JSON objects. `files` maps names relative to the directory, `tensors` the names of tensors.
     """
 
     lineage: int
@@ -72,6 +89,7 @@ class Manifest:
     trainer: Mapping[str, Any] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
     written_at: str = ""
+    tensors: Mapping[str, TensorRecord] = field(default_factory=dict)
 
     @property
     def version(self) -> PolicyVersion:
@@ -84,16 +102,24 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """Raises CorruptCheckpoint for anything that `to_json` does not write."""
+        """Raises CorruptCheckpoint for anything that `to_json` does not write, OtherFormat."""
         try:
             content = json.loads(text)
-            if content.pop("format") != FORMAT:
-                raise ValueError("unknown format number")
+            if (found := content.pop("format")) != FORMAT:
+                raise OtherFormat(
+                    f"it has format {found}, and this version of megatron_async reads format "
+                    f"{FORMAT}; with the version that wrote it, go on with the run or convert the "
+                    "weights (megatron-async convert megatron-to-hf) and start a run from them"
+                )
             return cls(
                 **{
                     **content,
                     "layout": Layout(**content["layout"]),
                     "files": {k: FileRecord(**v) for k, v in content["files"].items()},
+                    "tensors": {
+                        name: TensorRecord(**{**record, "shape": tuple(record["shape"])})
+                        for name, record in content["tensors"].items()
+                    },
                 }
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -216,16 +242,22 @@ def faults(path: Path, files: Mapping[str, FileRecord]) -> list[str]:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read and check a manifest, but not the files. Raises CorruptCheckpoint."""
+    """Read and check a manifest, but not the files. Raises CorruptCheckpoint, OtherFormat."""
     try:
         text = file_in(path, MANIFEST_NAME).read_text()
-    except OSError as error:
-        raise CorruptCheckpoint(f"{MANIFEST_NAME} cannot be read: {error.strerror}") from error
-    return Checkpoint(path, Manifest.from_json(text))
+    except (OSError, UnicodeDecodeError) as error:
+        raise CorruptCheckpoint(f"{MANIFEST_NAME} cannot be read: {error}") from error
+    try:
+        return Checkpoint(path, Manifest.from_json(text))
+    except OtherFormat as error:
+        raise OtherFormat(f"checkpoint {path}: {error}") from error
 
 
 def list_checkpoints(root: Path | str) -> list[Checkpoint]:
-    """Finalised checkpoints, newest first by (lineage, step). Unreadable ones are reported."""
+    """Finalised checkpoints, newest first by (lineage, step). Unreadable ones are reported.
+
+    Raises OtherFormat: to pass over what another version wrote would be to start afresh.
+    """
     found = []
     for path in sorted(Path(root).glob("step_*")) if Path(root).is_dir() else []:
         if not (path / MANIFEST_NAME).exists():

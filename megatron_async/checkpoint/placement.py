@@ -1,25 +1,26 @@
-"""Where each parameter lies in a distributed checkpoint: its key, global shape and pieces.
+"""Where each parameter lies in a checkpoint: its name, its whole shape, and the boxes of a shard.
 
-A distributed checkpoint holds global tensors, cut into pieces. Layers are stacked along a leading
-axis and experts along the next one, so that a tensor's name does not depend on the pipeline or
-expert layout; every piece belongs to one layer (and one expert).
+A checkpoint holds whole tensors, one for each layer (and expert), cut into boxes. Names and shapes
+do not depend on the layout: the vocabulary has no padding, experts have global numbers, a tied head
+is the embedding.
 
 Invariants
-- The keys and shapes are those that Megatron's `sharded_state_dict` of the trainer's models gives
-  (tested against real saves of every family): what is written here loads there, and back.
-- Pieces of all tensor ranks together cover a parameter exactly once.
+- The boxes of all tensor ranks' shards together cover a parameter exactly once, and so do those of
+  any cut of a flattened shard into runs.
+- A box is one run of its shard's elements, so that every piece is a view.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-
-from torch import Tensor
+from math import prod
 
 from megatron_async.weights.architecture import Architecture
 from megatron_async.weights.families import rules_of
 from megatron_async.weights.shards import Layout, Place, Rule
+
+WEIGHTS = "weights"
 
 
 @dataclass(frozen=True)
@@ -35,13 +36,22 @@ class Slot:
         """The Hugging Face tensors it is made of."""
         return self.rule.tensor_names(self.layer, self.expert)
 
+    @property
+    def name(self) -> str:
+        """Its name in a checkpoint: that of Megatron's local layers, with global numbers."""
+        name = self.rule.parameters[0].format(layer=self.layer, expert=self.expert)
+        return name.replace(".local_experts.", ".")
 
-@dataclass(frozen=True, eq=False)
-class Piece:
-    """Part of a global tensor: where it begins, and its values (leading axes of size 1)."""
+    @property
+    def weights(self) -> str:
+        """Name of the tensor with its values."""
+        return f"{WEIGHTS}/{self.name}"
 
-    offsets: tuple[int, ...]
-    tensor: Tensor
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole parameter, without padding."""
+        shapes = self.rule.shapes
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
 def stage_slots(a: Architecture, stage: int, stages: int) -> Iterator[Slot]:
@@ -62,59 +72,72 @@ def stage_slots(a: Architecture, stage: int, stages: int) -> Iterator[Slot]:
         yield from (Slot(rule) for rule in rules if rule.place is Place.LAST)
 
 
-def checkpoint_key(rule: Rule) -> str:
-    """Name of the global tensor. Norms have their Transformer Engine name, as the trainer saves."""
-    name = rule.parameters[0] if rule.expert else rule.parameters[-1]
-    return name.replace(".{layer}.", ".").replace(".local_experts.{expert}.", ".experts.")
+def exported(a: Architecture, rule: Rule) -> Rule:
+    """The rule whose parameter this one's is: another one for a tied head, else itself."""
+    if rule.exported:
+        return rule
+    return next(other for other in rules_of(a) if other.exported and other.tensors == rule.tensors)
 
 
-def leading_shape(a: Architecture, rule: Rule) -> tuple[int, ...]:
-    """Sizes of the stacking axes: layers, then experts."""
-    if rule.place is not Place.LAYER:
-        return ()
-    if rule.expert and a.experts is not None:
-        return (a.num_layers, a.experts.num)
-    return (a.num_layers,)
+def shards_of(rule: Rule, tensor_size: int) -> int:
+    """Number of tensor ranks that hold different parts of a parameter."""
+    return 1 if rule.expert or rule.layout is Layout.REPLICATED else tensor_size
 
 
-def leading_offset(slot: Slot) -> tuple[int, ...]:
-    """Position on the stacking axes."""
-    if slot.rule.place is not Place.LAYER:
-        return ()
-    return (slot.layer, slot.expert) if slot.rule.expert else (slot.layer,)
+@dataclass(frozen=True)
+class Box:
+    """A run of a shard's elements, from number `begin` on, and its place in the whole tensor."""
+
+    begin: int
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        return self.begin + prod(self.shape)
 
 
-def parameter_shape(a: Architecture, rule: Rule, tensor_size: int) -> tuple[int, ...]:
-    """Shape of one layer's whole parameter; the vocabulary is padded for `tensor_size` ranks."""
-    rest = rule.shapes[0][1:]
-    if rule.layout is Layout.VOCAB:
-        return (a.padded_vocab_size(tensor_size), *rest)
-    return (sum(shape[0] for shape in rule.shapes), *rest)
+def boxes(slot: Slot, size: int, rank: int, begin: int = 0, end: int | None = None) -> list[Box]:
+    """The elements [begin, end) of shard `rank` of `size`, flattened; padding is in no box."""
+    found = []
+    for rows, offsets, width in _bands(slot, size, rank):
+        first = max(begin, rows.start * width)
+        last = rows.stop * width if end is None else min(end, rows.stop * width)
+        for start, shape in _rectangles(first, last, width):
+            row, column = divmod(start, width)
+            place = (offsets[0] + row - rows.start, offsets[1] + column)
+            axes = len(slot.shape)
+            found.append(Box(start, place[:axes], shape[:axes]))
+    return found
 
 
-def shards_of(slot: Slot, tensor_size: int) -> int:
-    """Number of tensor ranks that hold different parts of it."""
-    whole = slot.rule.expert or slot.rule.layout is Layout.REPLICATED
-    return 1 if whole else tensor_size
-
-
-def pieces(slot: Slot, shard: Tensor, rank: int, size: int) -> Sequence[Piece]:
-    """The pieces of tensor rank `rank`'s shard. Gate and up rows are two runs, hence two pieces."""
-    lead = leading_offset(slot)
-    ones = (1,) * len(lead)
-
-    def piece(part: Tensor, start: Sequence[int]) -> Piece:
-        return Piece((*lead, *start), part.reshape(*ones, *part.shape))
-
-    rows, zeros = shard.shape[0], (0,) * (shard.dim() - 1)
+def _bands(slot: Slot, size: int, rank: int) -> Iterator[tuple[range, tuple[int, int], int]]:
+    """Runs of a shard's rows, where each begins in the whole tensor, and their width."""
+    rows, width = (*slot.shape, 1)[:2]
+    size = shards_of(slot.rule, size)
+    rank = rank if size > 1 else 0
     layout = slot.rule.layout
-    if layout is Layout.GATE_UP:
-        gate, up = shard.chunk(2)
-        half = rows // 2
-        return (
-            piece(gate, (rank * half, *zeros)),
-            piece(up, ((size + rank) * half, *zeros)),
-        )
     if layout is Layout.COLUMNS:
-        return (piece(shard, (0, rank * shard.shape[1])),)
-    return (piece(shard, (rank * rows, *zeros)),)
+        width //= size
+        yield range(rows), (0, rank * width), width
+    elif layout is Layout.GATE_UP and size > 1:
+        half = rows // 2 // size
+        yield range(half), (rank * half, 0), width
+        yield range(half, 2 * half), ((size + rank) * half, 0), width
+    else:
+        share = -(-rows // size)  # only a vocabulary has a remainder
+        first = min(rank * share, rows)
+        yield range(min(share, rows - first)), (first, 0), width
+
+
+def _rectangles(begin: int, end: int, width: int) -> Iterator[tuple[int, tuple[int, int]]]:
+    """A run of elements as at most three rectangles of rows: where each begins, and its shape."""
+    while begin < end:
+        column = begin % width
+        whole = (end - begin) // width
+        if column or not whole:
+            shape = (1, min(width - column, end - begin))
+        else:
+            shape = (whole, width)
+        yield begin, shape
+        begin += prod(shape)

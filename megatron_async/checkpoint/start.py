@@ -2,23 +2,41 @@
 
 Invariants
 - Collective. Every file is verified first (ranks share the reading), so nothing is half loaded, and
-  no pickle in it is read that holds more than values.
+  every tensor against its checksum as it is read.
 - The checkpoint may be of any layout and precision; the parameters keep theirs.
+- Beside the model, a rank holds one of its parameters in the checkpoint's precision.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingException
-from torch.distributed.checkpoint.api import CheckpointException
+import torch
 
-from megatron_async.checkpoint.manager import shared_faults
-from megatron_async.checkpoint.manifest import CorruptCheckpoint, read_checkpoint
-from megatron_async.checkpoint.state import load_weights, sharded_weights
+from megatron_async.checkpoint.collective import first_error, shared_faults
+from megatron_async.checkpoint.files import PieceReader
+from megatron_async.checkpoint.manifest import (
+    Checkpoint,
+    CorruptCheckpoint,
+    TensorRecord,
+    read_checkpoint,
+)
+from megatron_async.checkpoint.placement import WEIGHTS, boxes
+from megatron_async.checkpoint.state import (
+    Shard,
+    count,
+    load_shard,
+    original,
+    replicas,
+    slot_of,
+    verify,
+)
+from megatron_async.checkpoint.tally import Tally, dtype_named
 from megatron_async.errors import UserError
+from megatron_async.weights.architecture import Architecture
+from megatron_async.weights.placement import PlacedParameter, placed_parameters
 
 
 def load_checkpoint_weights(model: Any, path: Path) -> None:
@@ -31,14 +49,45 @@ def load_checkpoint_weights(model: Any, path: Path) -> None:
     if problems:
         raise UserError(f"model.checkpoint {path} is corrupt: {problems[0]}")
     try:
-        loaded = dist_checkpointing.load({"model": sharded_weights(model)}, str(path))
-    except (CheckpointException, CheckpointingException, KeyError, ValueError) as error:
+        _load(model, checkpoint)
+    except CorruptCheckpoint as error:
         raise UserError(
             f"model.checkpoint {path} does not fit the model of model.path: {error}"
         ) from error
-    missing, unexpected = load_weights(model, loaded["model"])
-    if missing or unexpected:
-        raise UserError(
-            f"model.checkpoint {path} does not fit the model of model.path: "
-            f"missing {missing[:3]}, unexpected {unexpected[:3]}"
-        )
+
+
+@torch.no_grad()
+def _load(model: Any, checkpoint: Checkpoint) -> None:
+    manifest, problem = checkpoint.manifest, None
+    tensors = {name: r for name, r in manifest.tensors.items() if name.startswith(f"{WEIGHTS}/")}
+    tallies: dict[str, Tally] = {}
+    try:
+        with PieceReader(checkpoint.path, manifest.files) as reader:
+            for place in placed_parameters([model], model.architecture):
+                shard = _shard(place, model.architecture, tensors)
+                load_shard(shard, reader, tensors)
+                if shard.counts:
+                    count(tallies, shard)
+                place.parameter.copy_(shard.flat_N.view(place.parameter.shape))
+    except CorruptCheckpoint as error:
+        problem = str(error)
+    if (found := first_error(problem)) is not None:
+        raise CorruptCheckpoint(found)
+    verify(tensors, tallies)
+
+
+def _shard(
+    place: PlacedParameter, architecture: Architecture, tensors: Mapping[str, TensorRecord]
+) -> Shard:
+    """Room for this rank's part of a parameter, in the precision in which it is stored."""
+    slot = slot_of(place, architecture)
+    name = slot.weights
+    dtype = dtype_named(tensors[name].dtype) if name in tensors else place.parameter.dtype
+    return Shard(
+        name=name,
+        shape=slot.shape,
+        flat_N=torch.empty(place.parameter.numel(), dtype=dtype),
+        begin=0,
+        boxes=boxes(slot, place.size, place.rank),
+        counts=original(place) and replicas(place)[0] == 0,
+    )

@@ -1,49 +1,54 @@
-"""What of the trainer is saved, as Megatron's sharded state dict, and how it is put back.
+"""What of a trainer is saved, by name, and how it is put back at whatever layout there is.
+
+For each parameter there are three tensors, each in the optimizer's precision: `weights/NAME` (the
+float32 copy where the model itself has half precision: the model's values are its roundings),
+`exp_avg/NAME` and `exp_avg_sq/NAME`.
 
 Invariants
-- Weights and optimizer state are described per parameter in the model's own shape ("fully
-  reshardable"), so a checkpoint loads at any tensor, pipeline and data-parallel layout.
-- Random states belong to a rank; they are restored only at the layout that saved them.
-- Nothing here touches the disk but `load_state`.
+- A rank describes views of what it holds; nothing is gathered, at a save or at a load. Over all
+  ranks each element is saved exactly once: with the distributed optimizer by the rank that owns it,
+  without it data-parallel ranks share the work evenly.
+- Nothing depends on how Megatron pads or orders its buffers: a run of elements has its place from
+  the parameter's name and shape alone.
+- Hyperparameters are the configuration's, not the checkpoint's.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, Protocol, cast
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
-from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
+from torch import Tensor
 
-from megatron_async.checkpoint.manifest import Layout
+from megatron_async.checkpoint.checksum import checksum
+from megatron_async.checkpoint.collective import first_error
+from megatron_async.checkpoint.files import PieceReader
+from megatron_async.checkpoint.manifest import (
+    Checkpoint,
+    CorruptCheckpoint,
+    Layout,
+    TensorRecord,
+)
+from megatron_async.checkpoint.placement import WEIGHTS, Box, Slot, boxes, exported, stage_slots
+from megatron_async.checkpoint.random_state import load_random_state
+from megatron_async.checkpoint.tally import Tally, as_int64, compare, tally
 from megatron_async.trajectory.types import PolicyVersion
+from megatron_async.weights.architecture import Architecture
+from megatron_async.weights.placement import PlacedParameter, placed_parameters, unwrap
+from megatron_async.weights.shards import Layout as ShardLayout
 
-_EXTRA_STATE = "_extra_state"
-
-ShardedState = dict[str, Any]
-_NumpyState = tuple[str, npt.NDArray[np.uint32], int, int, float]
-
-_METADATA = {
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "distrib_optim_fully_reshardable_mem_efficient": True,
-    "chained_optim_avoid_prefix": True,
-    "singleton_local_shards": False,
-}
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Checkpointable(Protocol):
-    """What a trainer offers to be saved.
-
-    `progress` is a small JSON object with at least `distributed_optimizer` (bool).
-    """
+    """What a trainer offers to be saved. `progress` is a small JSON object."""
 
     wrapped: DistributedDataParallel
     optimizer: ChainedOptimizer
@@ -54,6 +59,40 @@ class Checkpointable(Protocol):
     def progress(self) -> Mapping[str, Any]: ...
 
     def restore_progress(self, progress: Mapping[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A part of a tensor, its place in it, and the whole tensor's shape. `values` is a view."""
+
+    name: str
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    values: Tensor
+
+    def checksum(self) -> Tensor:
+        return checksum(self.values, self.offsets, self.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """A run of a parameter's elements that this rank holds, of one of the tensors it has.
+
+    Elements that no box covers are padding, and zero. `counts`: this rank's copy is the one that is
+    saved; what equals it on other ranks is left out.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    flat_N: Tensor
+    begin: int
+    boxes: Sequence[Box]
+    counts: bool
+
+    def pieces(self) -> Iterator[Piece]:
+        for box in self.boxes:
+            run_N = self.flat_N[box.begin - self.begin : box.end - self.begin]
+            yield Piece(self.name, box.offsets, self.shape, run_N.view(box.shape))
 
 
 def current_layout() -> Layout:
@@ -67,97 +106,213 @@ def current_layout() -> Layout:
     )
 
 
-def sharded_weights(model: Any) -> ShardedState:
-    """The description of a model chunk's parameters; tensors are the live ones.
+# ---------------------------------------------------------------- what there is
 
-    Without the `_extra_state` of Transformer Engine's layers: it belongs to fp8 training, which
-    there is none of, and it is a pickle that loading would run.
+
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """The elements [begin, end) of a parameter whose optimizer state this rank holds."""
+
+    parameter: Tensor
+    begin: int
+    end: int
+    master: Tensor
+    moments: Mapping[str, Tensor]
+    replicas: bool  # whether the other data-parallel ranks hold the same
+
+    @property
+    def model_N(self) -> Tensor:
+        """The same elements in the model."""
+        return self.parameter.detach().view(-1)[self.begin : self.end]
+
+    @property
+    def aliases(self) -> bool:
+        """Whether the optimizer works on the model's own values."""
+        return self.master.data_ptr() == self.model_N.data_ptr()
+
+
+def _runs(trainer: Checkpointable) -> Iterator[_Run]:
+    """What Megatron's optimizers hold on this rank, each part of which has one of two forms."""
+    model_of = {id(getattr(p, "main_param", p)): p for p in trainer.wrapped.parameters()}
+    for part in trainer.optimizer.chained_optimizers:
+        if part.is_stub_optimizer:
+            continue
+        state = part.optimizer.state
+        if isinstance(part, DistributedOptimizer):
+            for parameter in part.model_param_gbuf_map:
+                span = part._get_model_param_range_map(parameter)["param"]
+                group, order = part.model_param_group_index_map[parameter]
+                master = part.optimizer.param_groups[group]["params"][order]
+                yield _Run(parameter, span.start, span.end, master, state[master], False)
+            continue
+        for group in part.optimizer.param_groups:
+            for master in group["params"]:
+                parameter = model_of[id(master)]
+                yield _Run(parameter, 0, parameter.numel(), master, state[master], True)
+
+
+def _placed(trainer: Checkpointable) -> dict[int, PlacedParameter]:
+    model = unwrap(trainer.wrapped)
+    return {id(p.parameter): p for p in placed_parameters([model], model.architecture)}
+
+
+def held_shards(trainer: Checkpointable) -> Iterator[Shard]:
+    """All of this rank's optimizer state and the weights that belong to it."""
+    yield from _shards(trainer, whole=True)
+
+
+def saved_shards(trainer: Checkpointable) -> Iterator[Shard]:
+    """This rank's part of a save: over all ranks, each element once."""
+    yield from (shard for shard in _shards(trainer, whole=False) if shard.counts)
+
+
+def tensor_names(trainer: Checkpointable) -> frozenset[str]:
+    """What all ranks together save."""
+    slots = stage_slots(unwrap(trainer.wrapped).architecture, 0, 1)
+    return frozenset(f"{state}/{slot.name}" for slot in slots for state in (WEIGHTS, *MOMENTS))
+
+
+def _shards(trainer: Checkpointable, *, whole: bool) -> Iterator[Shard]:
+    placed, architecture = _placed(trainer), unwrap(trainer.wrapped).architecture
+    for run in _runs(trainer):
+        place = placed[id(run.parameter)]
+        begin, end = run.begin, run.end
+        if run.replicas and not whole:
+            begin, end = _share(end, *replicas(place))
+        slot = slot_of(place, architecture)
+        where = boxes(slot, place.size, place.rank, begin, end)
+        for state, flat in ((WEIGHTS, run.master), *((m, run.moments[m]) for m in MOMENTS)):
+            flat_N = flat.detach().view(-1)[begin - run.begin : end - run.begin]
+            yield Shard(f"{state}/{slot.name}", slot.shape, flat_N, begin, where, original(place))
+
+
+def _share(count: int, rank: int, size: int) -> tuple[int, int]:
+    return count * rank // size, count * (rank + 1) // size
+
+
+def slot_of(place: PlacedParameter, architecture: Architecture) -> Slot:
+    """What of the whole model a parameter is; of a tied head the embedding."""
+    return Slot(exported(architecture, place.rule), place.layer, place.expert)
+
+
+def replicas(place: PlacedParameter) -> tuple[int, int]:
+    """This rank's number among those that hold the same shard by data parallelism, and theirs."""
+    if place.rule.expert:
+        return (
+            parallel_state.get_expert_data_parallel_rank(),
+            parallel_state.get_expert_data_parallel_world_size(),
+        )
+    return (
+        parallel_state.get_data_parallel_rank(with_context_parallel=True),
+        parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+    )
+
+
+def original(place: PlacedParameter) -> bool:
+    """Not a copy: neither a tied head nor what every tensor rank holds whole."""
+    copied = place.rule.layout is ShardLayout.REPLICATED and place.rank > 0
+    return place.rule.exported and not copied
+
+
+def check_rounding(trainer: Checkpointable) -> None:
+    """The model's values are what a load would make of the optimizer's. Raises CorruptCheckpoint.
+
+    In float32 they are the same memory.
     """
-    described: ShardedState = model.sharded_state_dict(metadata=dict(_METADATA))
-    return {name: part for name, part in described.items() if _EXTRA_STATE not in name}
+    for run in _runs(trainer):
+        rounded_N = run.model_N if run.aliases else run.master.detach().view(-1).to(run.model_N)
+        if not torch.equal(rounded_N.view(torch.uint8), run.model_N.view(torch.uint8)):
+            raise CorruptCheckpoint(
+                f"parameter {_placed(trainer)[id(run.parameter)].name} is not what the optimizer's "
+                "copy of it rounds to"
+            )
 
 
-def load_weights(model: Any, loaded: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Into `model`, what `sharded_weights` described; returns the names missing and unexpected."""
-    missing, unexpected = model.load_state_dict(loaded, strict=False)
-    return [name for name in missing if _EXTRA_STATE not in name], list(unexpected)
+# ---------------------------------------------------------------- putting it back
 
 
-def sharded_state(trainer: Checkpointable, *, loading: bool, with_random: bool) -> ShardedState:
-    """Collective. The description of this rank's share; tensors are the live ones."""
-    model_state = sharded_weights(trainer.wrapped.module)
-    state: ShardedState = {
-        "model": model_state,
-        "optimizer": trainer.optimizer.sharded_state_dict(
-            model_state, is_loading=loading, metadata=dict(_METADATA)
-        ),
-    }
-    if with_random:
-        rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        state["random"] = ShardedObject("random", random_state(), (size,), (rank,))
-    return state
+def load_state(
+    trainer: Checkpointable,
+    checkpoint: Checkpoint,
+    *,
+    with_random: bool,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Collective. Weights, optimizer state and, if asked, this rank's random states.
 
-
-def load_state(trainer: Checkpointable, path: Path, *, with_random: bool) -> None:
-    """Collective. Put the weights, the optimizer state and, if asked, the random states back."""
-    state = sharded_state(trainer, loading=True, with_random=with_random)
-    loaded = dist_checkpointing.load(state, str(path))
-    missing, unexpected = load_weights(trainer.wrapped.module, loaded["model"])
-    if missing or unexpected:
-        raise RuntimeError(f"weights missing {missing[:3]}, unexpected {unexpected[:3]}")
-    parts = trainer.optimizer.chained_optimizers
-    states = loaded["optimizer"]
-    for number, part in enumerate(parts):
-        _load_optimizer(part, states if len(parts) == 1 else states[number])
-    if with_random:
-        restore_random_state(loaded["random"])
-
-
-def _load_optimizer(part: Any, state: dict[str, Any]) -> None:
-    """One Megatron optimizer's state.
-
-    What Megatron 0.16.1 gets wrong when the optimizer inside is torch's AdamW is put right here.
-    The others leave a step count of 0 out. The distributed one expects a `step` per parameter that
-    its own format leaves out, and gives all parameters one shared step tensor (which AdamW would
-    then count up once for each).
+    Raises CorruptCheckpoint, on every rank alike.
     """
-    if part.is_stub_optimizer or not isinstance(part.optimizer, torch.optim.AdamW):
-        part.load_state_dict(state)
-        return
-    if not isinstance(part, DistributedOptimizer):
-        inner = state.get("optimizer", state)
-        inner["state"].setdefault("common_step", torch.tensor(0.0))
-        part.load_state_dict(state)
-        return
-    moments = state.pop("param_state")
-    part.load_state_dict(state)
-    counts = {key: values.pop("step") for key, values in part.optimizer.state.items()}
-    part.load_parameter_state_from_fully_reshardable(moments)
-    for key, values in part.optimizer.state.items():
-        values["step"] = counts[key].clone()
+    tensors, problem = checkpoint.manifest.tensors, None
+    try:
+        with PieceReader(checkpoint.path, checkpoint.manifest.files) as reader:
+            for shard in held_shards(trainer):
+                load_shard(shard, reader, tensors)
+        if with_random:
+            load_random_state(checkpoint.path, dist.get_rank())
+    except CorruptCheckpoint as error:
+        problem = str(error)
+    if (found := first_error(problem, group)) is not None:
+        raise CorruptCheckpoint(found)
+    spread_weights(trainer)
+    tallies: dict[str, Tally] = {}
+    for shard in saved_shards(trainer):
+        count(tallies, shard)
+    verify(tensors, tallies, group)
 
 
-def random_state() -> dict[str, Any]:
-    """Python's, NumPy's, torch's and Megatron's random states, as plain values and tensors."""
-    kind, keys, position, has_gauss, cached = cast(_NumpyState, np.random.get_state(legacy=True))
-    state: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached),
-        "torch": torch.get_rng_state(),
-        "tracker": dict(tensor_parallel.get_cuda_rng_tracker().get_states()),
-    }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
+def load_shard(shard: Shard, reader: PieceReader, tensors: Mapping[str, TensorRecord]) -> None:
+    """Fill the tensor of `shard`. Raises CorruptCheckpoint."""
+    record = tensors.get(shard.name)
+    if record is None:
+        raise CorruptCheckpoint(f"it has no tensor {shard.name}")
+    if record.shape != shard.shape:
+        raise CorruptCheckpoint(
+            f"tensor {shard.name} has shape {list(record.shape)}, the model has {list(shard.shape)}"
+        )
+    if sum(box.end - box.begin for box in shard.boxes) < shard.flat_N.numel():
+        shard.flat_N.zero_()
+    for piece in shard.pieces():
+        reader.read(piece.name, piece.offsets, piece.values)
 
 
-def restore_random_state(state: dict[str, Any]) -> None:
-    """Inverse of `random_state`, on a machine of the same kind."""
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    kind, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(state["torch"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
-    if torch.cuda.is_available() and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])
+def spread_weights(trainer: Checkpointable) -> None:
+    """Collective. The optimizer's weights into the model, on every data-parallel rank."""
+    distributed = False
+    for run in _runs(trainer):
+        distributed |= not run.replicas
+        if not run.aliases:
+            run.model_N.copy_(run.master.view(-1))
+    if distributed:
+        trainer.wrapped.start_param_sync()
+
+
+def count(tallies: dict[str, Tally], shard: Shard) -> None:
+    """Add a shard to what is known of its tensor."""
+    for piece in shard.pieces():
+        known = tally(tallies, piece.name, piece.shape, piece.values.dtype)
+        known.add(int(piece.checksum()), piece.values.numel())
+
+
+def verify(
+    expected: Mapping[str, TensorRecord],
+    tallies: Mapping[str, Tally],
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Collective. What all ranks hold together is what the manifest lists, all of it, bit for bit.
+
+    `tallies`: this rank's, each element on one rank. One sum over the ranks, of two numbers for
+    each tensor. Raises CorruptCheckpoint, on every rank alike.
+    """
+    rows = {name: row for row, name in enumerate(sorted(expected))}
+    found_N2 = torch.zeros(len(rows), 2, dtype=torch.int64)
+    for name, known in tallies.items():
+        found_N2[rows[name], 0] = as_int64(known.checksum)
+        found_N2[rows[name], 1] = known.elements
+    dist.all_reduce(found_N2, group=group)
+    compare(
+        expected,
+        {
+            name: Tally(expected[name].dtype, expected[name].shape, *found_N2[row].tolist())
+            for name, row in rows.items()
+        },
+    )

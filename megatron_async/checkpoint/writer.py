@@ -1,122 +1,116 @@
 """One save of one rank: an in-memory copy, then files, then (on rank 0) the commit.
 
 Invariants
-- All collectives happen in `prepare`, on the caller's thread; `SaveJob` itself only touches files
-  and may run in a background thread while training changes the weights.
+- `prepare` copies this rank's part of the state and nothing else; it needs no other rank. `SaveJob`
+  only touches that copy and files, so that it may run in a background thread while training changes
+  the weights.
+- Checksums are of the copy that is written, or of what it was copied from at that moment.
 - Ranks tell each other through small status files in the temporary directory (a shared file
   system, as any checkpoint needs), so a commit needs no collective.
-- The manifest is written last, by rank 0, after every rank's files are complete. A save that fails
-  at any point leaves the earlier checkpoints as they were.
+- The manifest is written last, by rank 0, after every rank's files are complete and all pieces
+  together are every tensor once. A save that fails at any point leaves the earlier checkpoints as
+  they were.
 - Every wait has a time limit.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import pickle
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
-import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
-from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
-from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_plan
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
-)
-from torch.distributed.checkpoint import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
+from torch import Tensor
 
+from megatron_async.checkpoint.files import RankFiles, header_room, piece_key
 from megatron_async.checkpoint.manifest import (
     Checkpoint,
+    CorruptCheckpoint,
     FileRecord,
     Manifest,
+    TensorRecord,
     finalise,
     hash_file,
     write_atomically,
 )
-from megatron_async.checkpoint.state import ShardedState
+from megatron_async.checkpoint.random_state import random_state, save_random_state
+from megatron_async.checkpoint.state import (
+    Checkpointable,
+    Piece,
+    check_rounding,
+    saved_shards,
+    tensor_names,
+)
+from megatron_async.checkpoint.tally import Tally, tally
 
 _POLL_SECONDS = 0.02
-
-
-class RankWriter(FileSystemWriter):
-    """torch's file writer, with planning and writing taken apart.
-
-    One thread per rank: with more, torch loses an error that is raised in the others.
-    """
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, sync_files=True, thread_count=1, per_thread_copy_ahead=0)
-        self._plan: SavePlan | None = None
-        self._planner: SavePlanner | None = None
-
-    def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
-        """Called at the end of planning, by Megatron's `save_state_dict_async_plan`."""
-        self._plan, self._planner = plan, planner
-
-    def write(self) -> list[WriteResult]:
-        """Write this rank's shards and release them. Raises OSError."""
-        assert self._plan is not None and self._planner is not None
-        results: list[WriteResult] = self.write_data(self._plan, self._planner).wait()
-        self._plan = self._planner = None
-        return results
 
 
 @dataclass(frozen=True)
 class RankStatus:
     """What a rank reports when its part is done; `error` is None when it succeeded."""
 
-    files: Mapping[str, FileRecord]
-    error: str | None
+    files: Mapping[str, FileRecord] = field(default_factory=dict)
+    tensors: Mapping[str, Tally] = field(default_factory=dict)
+    error: str | None = None
+
+    def to_json(self) -> str:
+        """Inverse of `from_json`."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> RankStatus:
+        """What another rank wrote."""
+        content = json.loads(text)
+        return cls(
+            {name: FileRecord(**record) for name, record in content["files"].items()},
+            {name: Tally(**known) for name, known in content["tensors"].items()},
+            content["error"],
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class CopiedPiece:
+    """A piece in host memory. Its checksum is computed on the GPU that it came from, or later."""
+
+    piece: Piece
+    on_device: Tensor | None
+
+    @classmethod
+    def of(cls, live: Piece) -> CopiedPiece:
+        """Copy it."""
+        copy = replace(live, values=live.values.to("cpu", copy=True))
+        return cls(copy, live.checksum() if live.values.is_cuda else None)
+
+    def checksum(self) -> int:
+        return int(self.piece.checksum() if self.on_device is None else self.on_device)
 
 
 @dataclass
 class Prepared:
-    """The copy in memory of one rank's share. `common` and `metadata` matter on rank 0."""
+    """One rank's copy of its part; `error` is set when there is nothing to be saved.
 
-    writer: RankWriter
-    metadata: Metadata | None
-    common: Mapping[str, Any]
-
-
-def prepare(state: ShardedState, temporary: Path, *, validate: bool) -> Prepared:
-    """Collective. Copy the live tensors to host memory and plan who writes what.
-
-    `temporary` must exist. `validate` checks that the shards cover every tensor exactly once.
+    `names`: the tensors of all ranks.
     """
-    sharded, common = save_preprocess(state, validate)
-    for leaf in nested_values(sharded):
-        if isinstance(leaf, ShardedTensor) and is_main_replica(leaf.replica_id):
-            leaf.data = leaf.data.detach().to("cpu", copy=True)
-    sharded, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
-    writer = RankWriter(temporary)
-    (_, metadata, _), *_ = save_state_dict_async_plan(
-        mcore_to_pyt_state_dict(sharded, False),
-        writer,
-        planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-    )
-    return Prepared(writer, metadata, _copied(common))
+
+    pieces: list[CopiedPiece]
+    random: Mapping[str, Tensor]
+    names: frozenset[str]
+    error: str | None = None
 
 
-def _copied(common: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The few unsharded values (parameter groups), cut off from the live ones."""
-    copied: Mapping[str, Any] = pickle.loads(pickle.dumps(common))
-    return copied
+def prepare(trainer: Checkpointable) -> Prepared:
+    """Copy the live tensors to host memory."""
+    try:
+        check_rounding(trainer)
+    except CorruptCheckpoint as error:
+        return Prepared([], {}, frozenset(), str(error))
+    pieces = [CopiedPiece.of(piece) for shard in saved_shards(trainer) for piece in shard.pieces()]
+    return Prepared(pieces, random_state(), tensor_names(trainer))
 
 
 class SaveJob:
@@ -177,50 +171,66 @@ class SaveJob:
             if self._rank == 0:
                 self._commit()
             self.error = None
-        except (OSError, RuntimeError, pickle.PickleError) as error:
-            self.error = _describe(error)
+        except (OSError, CorruptCheckpoint) as error:
+            self.error = str(error)
 
     def _write_share(self) -> None:
         try:
-            results = self._prepared.writer.write()
-            names = {result.storage_data.relative_path for result in results}
-            files = {name: hash_file(self._temporary / name) for name in sorted(names)}
-            write_atomically(self._results_path(self._rank), pickle.dumps(results))
-            status = RankStatus(files, None)
-        except (OSError, RuntimeError) as error:
+            tensors = self._write_files()
+            files = {path.name: hash_file(path) for path in self._own_files()}
+        except (OSError, CorruptCheckpoint) as error:
             # Make room first: on a full disk the report itself would not fit.
-            for path in self._temporary.glob(f"__{self._rank}_*"):
+            for path in self._own_files():
                 path.unlink(missing_ok=True)
-            self._report(RankStatus({}, _describe(error)))
+            self._report(RankStatus(error=str(error)))
             raise
-        self._report(status)
+        self._report(RankStatus(files, tensors))
+
+    def _write_files(self) -> dict[str, Tally]:
+        """Write this rank's pieces and random states, and release them. Raises OSError."""
+        if self._prepared.error is not None:
+            raise CorruptCheckpoint(self._prepared.error)
+        save_random_state(self._prepared.random, self._temporary, self._rank)
+        pieces, self._prepared.pieces = self._prepared.pieces, []
+        tallies: dict[str, Tally] = {}
+        room = sum(header_room(_key(copied.piece)) for copied in pieces)
+        with RankFiles(self._temporary, self._rank, room) as files:
+            for copied in pieces:
+                piece = copied.piece
+                files.add(_key(piece), piece.values)
+                known = tally(tallies, piece.name, piece.shape, piece.values.dtype)
+                known.add(copied.checksum(), piece.values.numel())
+            files.finish()
+        return tallies
+
+    def _own_files(self) -> list[Path]:
+        return sorted(self._temporary.glob(f"*_{self._rank:05d}.*safetensors"))
 
     def _report(self, status: RankStatus) -> None:
-        write_atomically(self._status_path(self._rank), json.dumps(asdict(status)).encode())
+        write_atomically(self._status_path(self._rank), status.to_json().encode())
 
     def _commit(self) -> None:
         """Rank 0, once all ranks have reported success."""
         files: dict[str, FileRecord] = {}
-        results: list[list[WriteResult]] = []
+        tensors: dict[str, Tally] = {}
         for rank in range(self._world_size):
             status = self._await_status(rank)
             if status.error is not None:
                 raise OSError(f"rank {rank}: {status.error}")
             files.update(status.files)
-            results.append(pickle.loads(self._results_path(rank).read_bytes()))
-        assert self._prepared.metadata is not None
-        self._prepared.writer.finish(self._prepared.metadata, results)
-        torch.save(self._prepared.common, self._temporary / COMMON_STATE_FNAME)
-        save_config(CheckpointingConfig("torch_dist", 1), str(self._temporary))
+            for name, known in status.tensors.items():
+                total = tensors.setdefault(name, Tally(known.dtype, tuple(known.shape)))
+                total.add(known.checksum, known.elements)
+        for name in sorted(self._prepared.names - tensors.keys()):
+            raise CorruptCheckpoint(f"tensor {name} is held by no rank")
+        records: dict[str, TensorRecord] = {n: t.record(n) for n, t in tensors.items()}
         for rank in range(self._world_size):
             self._status_path(rank).unlink()
-            self._results_path(rank).unlink()
-        for path in sorted(self._temporary.iterdir()):
-            if path.name not in files:
-                files[path.name] = hash_file(path)
-                _sync(path)
         manifest = replace(
-            self._manifest, files=files, written_at=datetime.now(UTC).isoformat(timespec="seconds")
+            self._manifest,
+            files=files,
+            tensors=records,
+            written_at=datetime.now(UTC).isoformat(timespec="seconds"),
         )
         self.checkpoint = finalise(self._temporary, self._target, manifest)
 
@@ -230,33 +240,11 @@ class SaveJob:
             if time.monotonic() > self._deadline:
                 raise TimeoutError(f"rank {rank} did not report its files within the time limit")
             time.sleep(_POLL_SECONDS)
-        content = json.loads(path.read_text())
-        return RankStatus(
-            {name: FileRecord(**record) for name, record in content["files"].items()},
-            content["error"],
-        )
+        return RankStatus.from_json(path.read_text())
 
     def _status_path(self, rank: int) -> Path:
-        return self._temporary / f"rank_{rank:05d}.json"
-
-    def _results_path(self, rank: int) -> Path:
-        return self._temporary / f"rank_{rank:05d}.results"
+        return self._temporary / f"status_{rank:05d}.json"
 
 
-def _describe(error: BaseException) -> str:
-    """The operating system's words where there are any.
-
-    torch's zip writer fails with a RuntimeError of its own while it handles the OSError.
-    """
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):
-        cause = cause.__cause__ or cause.__context__
-    return f"{type(error).__name__}: {error}" if cause is None else str(cause)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _key(piece: Piece) -> str:
+    return piece_key(piece.name, piece.offsets)

@@ -22,7 +22,7 @@ from megatron_async.rollout.nodes import NODE_HOST
 from megatron_async.run.claim import claimed, new_run
 from megatron_async.run.devices import check_ranks
 from megatron_async.run.directory import RunDirectory, write_atomically
-from megatron_async.run.preflight import check_run
+from megatron_async.run.preflight import check_resume, check_run
 from megatron_async.run.rollback import rollback_to
 
 ROOT = Path(__file__).parents[2]
@@ -107,6 +107,7 @@ def launch_run(
     """
     if resume is not None:
         directory, config = RunDirectory.find(resume, overrides, "--resume")
+        check_resume(directory)
     else:
         assert config_file is not None
         config = load_config(config_file, overrides)

@@ -10,10 +10,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_async.checkpoint.manifest import MANIFEST_NAME
+from megatron_async.checkpoint.manifest import (
+    MANIFEST_NAME,
+    CorruptCheckpoint,
+    list_checkpoints,
+    read_checkpoint,
+)
 from megatron_async.config import RunConfig
 from megatron_async.config.rollout import EngineConfig
 from megatron_async.errors import UserError
+from megatron_async.run.directory import RunDirectory
 
 # In the order in which SGLang looks for the context of a model.
 _CONTEXT_KEYS = (
@@ -92,6 +98,21 @@ def served_context(model: Mapping[str, Any]) -> int | None:
     return next((int(stretched * length) for length in found), None)
 
 
+def _check_checkpoint(path: Path) -> None:
+    """Its manifest; the files are verified when they are read."""
+    if not (path / MANIFEST_NAME).is_file():
+        raise UserError(f"model.checkpoint {str(path)!r} has no {MANIFEST_NAME}: not a checkpoint")
+    try:
+        read_checkpoint(path)
+    except CorruptCheckpoint as error:
+        raise UserError(f"model.checkpoint {path}: {error}") from error
+
+
+def check_resume(directory: RunDirectory) -> None:
+    """Raises UserError when the run's checkpoints are of another version's format."""
+    list_checkpoints(directory.checkpoints)
+
+
 def check_run(config: RunConfig, *, generates: bool = True) -> None:
     """The model, the parallel layout on it, engines and task, without starting anything.
 
@@ -102,10 +123,8 @@ def check_run(config: RunConfig, *, generates: bool = True) -> None:
     check_engines(config.engines)
     check_own_loss(config.algorithm)
     model = check_model(config.model.path)
-    if config.model.checkpoint and not (Path(config.model.checkpoint) / MANIFEST_NAME).is_file():
-        raise UserError(
-            f"model.checkpoint {config.model.checkpoint!r} has no {MANIFEST_NAME}: not a checkpoint"
-        )
+    if config.model.checkpoint:
+        _check_checkpoint(Path(config.model.checkpoint))
     from megatron_async.tasks import build_task
     from megatron_async.trainer.layout import check_layout
     from megatron_async.weights.families import read_architecture

@@ -6,8 +6,6 @@ Invariants
   `finalize` below leaves out its division by token counts).
 - The learning rate is a pure function of the number of updates made: nothing to save or restore.
 - A step with a non-finite loss or gradient norm on any rank is applied on no rank.
-- With `optimizer.distributed` the distributed optimizer is used even at one data-parallel rank, so
-  that the checkpoint is the same at every layout.
 
 Megatron chooses Transformer Engine's or Apex's fused Adam, norm and scaling where they are
 installed and torch's AdamW otherwise; `fused_optimizer_name` says which.
@@ -126,6 +124,24 @@ def _allocate_state(part: Any) -> None:
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
+
+
+def set_applied_updates(optimizer: ChainedOptimizer, count: int) -> None:
+    """Adam's count of updates, by which it corrects the bias of its moments.
+
+    torch keeps one for each parameter, the fused ones one for each group (absent at 0).
+    """
+    for part in optimizer.chained_optimizers:
+        if part.is_stub_optimizer:
+            continue
+        if isinstance(part.optimizer, torch.optim.AdamW):
+            for state in part.optimizer.state.values():
+                state["step"].fill_(count)
+            continue
+        for group in part.optimizer.param_groups:
+            group.pop("step", None)
+            if count:
+                group["step"] = count
 
 
 def fused_optimizer_name(optimizer: ChainedOptimizer) -> str:

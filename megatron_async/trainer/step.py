@@ -7,6 +7,7 @@ Invariants
 - Log-probs are at the batch's sampling temperature.
 - `step` counts batches, skipped ones too: it is the number of the policy version that the weights
   are. `updates` counts the optimizer updates that were tried; it drives the learning rate.
+  `applied_updates` counts those that were made: Adam's own count.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from megatron_async_kernels.loss_types import LossMetrics, NonFiniteError
 from megatron_async.algorithms.algorithm import build_algorithm
 from megatron_async.algorithms.metrics import finalize
 from megatron_async.checkpoint.start import load_checkpoint_weights
+from megatron_async.checkpoint.tally import dtype_name
 from megatron_async.config import RunConfig
 from megatron_async.errors import ComponentFailure
 from megatron_async.trainer.device import current_device
@@ -35,6 +37,7 @@ from megatron_async.trainer.optimizer import (
     fused_optimizer_name,
     guarded_step,
     learning_rate,
+    set_applied_updates,
     wrap_data_parallel,
     zero_gradients,
 )
@@ -103,8 +106,10 @@ class PolicyTrainer:
         )
         self._step = 0
         self._updates = 0
+        self._applied = 0
         self._nonfinite_in_a_row = 0
-        bf16 = parameter_dtype(config.model).itemsize == 2
+        self._dtype = parameter_dtype(config.model)
+        bf16 = self._dtype.itemsize == 2
         self.model: list[PolicyModel] = build_policy(
             config.model, config.parallel, trainer=config.trainer, seed=config.seed
         )
@@ -150,7 +155,8 @@ class PolicyTrainer:
             "step": self._step,
             "updates": self._updates,
             "nonfinite_in_a_row": self._nonfinite_in_a_row,
-            "distributed_optimizer": self._settings.distributed,
+            "applied_updates": self._applied,
+            "parameter_dtype": dtype_name(self._dtype),
         }
 
     def restore_progress(self, progress: Mapping[str, Any]) -> None:
@@ -158,6 +164,8 @@ class PolicyTrainer:
         self._step = int(progress["step"])
         self._updates = int(progress["updates"])
         self._nonfinite_in_a_row = int(progress["nonfinite_in_a_row"])
+        self._applied = int(progress["applied_updates"])
+        set_applied_updates(self.optimizer, self._applied)
 
     # ------------------------------------------------------------ what it does
 
@@ -239,6 +247,7 @@ class PolicyTrainer:
         self._updates += 1
         reason = None
         if result.applied:
+            self._applied += 1
             self._nonfinite_in_a_row = 0
         else:
             self._nonfinite_in_a_row += 1

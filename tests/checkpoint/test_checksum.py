@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -47,6 +48,7 @@ def cut_tensors(draw: st.DrawFn) -> tuple[tuple[int, int], list[tuple[int, int, 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@hypothesis_settings(deadline=None)
 @given(cut=cut_tensors(), chunk=st.integers(1, 100))
 def test_pieces_add_up_to_the_whole(dtype: torch.dtype, cut: Any, chunk: int) -> None:
     """Modulo 2**64, and whatever the size of the chunks in which it is computed."""
@@ -56,6 +58,17 @@ def test_pieces_add_up_to_the_whole(dtype: torch.dtype, cut: Any, chunk: int) ->
     with mock.patch.dict(module._CHUNK, {"cpu": chunk}):
         found = sum(int(checksum(tensor[a:b, c:d], (a, c), shape)) for a, b, c, d in grid)
     assert (found - expected) % 2**64 == 0
+
+
+@pytest.mark.parametrize("shape", [(3, 700), (700, 3), (1, 999), (999,)])
+def test_threads_add_up_to_the_same(shape: tuple[int, ...]) -> None:
+    tensor = random_tensor(shape)
+    expected = whole(tensor)
+    with (
+        mock.patch.object(module, "_LARGE", 1),
+        mock.patch.object(torch, "get_num_threads", lambda: 4),
+    ):
+        assert whole(tensor) == expected
 
 
 def test_runs_of_one_axis_add_up() -> None:

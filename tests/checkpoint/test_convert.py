@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_async.checkpoint.convert import hf_to_megatron, megatron_to_hf
-from megatron_async.checkpoint.files import ShardFiles
+from megatron_async.checkpoint.files import RankFiles
 from megatron_async.checkpoint.manager import CheckpointManager
 from megatron_async.config import dump
 from megatron_async.config.run import CheckpointConfig
@@ -224,15 +224,15 @@ class TestRefusals:
 
     def test_a_damaged_checkpoint(self, models: Path, tmp_path: Path) -> None:
         hf_to_megatron(models / "qwen2", tmp_path / "megatron")
-        path = tmp_path / "megatron" / "__0_0.distcp"
+        path = tmp_path / "megatron" / "rank_00000.f32.safetensors"
         path.write_bytes(path.read_bytes()[:-1])
-        with pytest.raises(UserError, match=r"is corrupt: __0_0\.distcp has"):
+        with pytest.raises(UserError, match=r"is corrupt: rank_00000\.f32\.safetensors has"):
             megatron_to_hf(tmp_path / "megatron", tmp_path / "hf")
 
     def test_a_full_disk_leaves_nothing(self, models: Path, tmp_path: Path) -> None:
         full = OSError(28, "No space left on device")
         with (
-            mock.patch.object(ShardFiles, "finish", side_effect=full),
+            mock.patch.object(RankFiles, "finish", side_effect=full),
             pytest.raises(OSError, match="No space left"),
         ):
             hf_to_megatron(models / "qwen2", tmp_path / "megatron")

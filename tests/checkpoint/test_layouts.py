@@ -1,9 +1,11 @@
-"""Checkpoints of several ranks: TP2 to PP2 to DP2, one rank's full disk, a kill while saving."""
+"""Checkpoints of several ranks: layouts that change, memory, a rank's full disk, a kill."""
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,9 +13,10 @@ from unittest import mock
 import pytest
 
 from megatron_async.checkpoint.manager import CheckpointManager
-from megatron_async.checkpoint.writer import RankWriter, SaveJob
+from megatron_async.checkpoint.writer import SaveJob
 from megatron_async.config.run import CheckpointConfig
 from megatron_async.errors import ComponentFailure
+from megatron_async.tasks.tiny_model import TinyModel, random_model
 from megatron_async.trainer.step import PolicyTrainer
 from tests.distributed import RankFailure, run_ranks
 from tests.trainer.cases import ragged_batch, settings, trainer_session, write_model
@@ -81,19 +84,19 @@ def full_disk_on_one_rank(model_dir: Path, root: Path) -> str:
     """The message of the failed save, on every rank; the save after it succeeds."""
     config = settings(model_dir, TP2)
     checkpoints = CheckpointManager(root, CheckpointConfig())
-    write = RankWriter.write
+    write = SaveJob._write_files
 
-    def full(writer: RankWriter) -> Any:
+    def full(job: SaveJob) -> Any:
         if int(os.environ["RANK"]) == 1:
             raise OSError(28, "No space left on device")
-        return write(writer)
+        return write(job)
 
     with trainer_session(config) as trainer:
         train(trainer, 1)
         checkpoints.save(trainer, {})
         train(trainer, 1)
         message = ""
-        with mock.patch.object(RankWriter, "write", full):
+        with mock.patch.object(SaveJob, "_write_files", full):
             try:
                 checkpoints.save(trainer, {})
                 checkpoints.wait()
@@ -149,3 +152,58 @@ def test_a_kill_while_saving_leaves_the_checkpoint_before_it(
     with pytest.raises(RankFailure):
         run_ranks(killed_while_saving, 2, model_dir, tmp_path, timeout_seconds=60)
     assert run_ranks(resumed_step, 2, model_dir, tmp_path, timeout_seconds=60) == [1, 1]
+
+
+MEGABYTE = 1 << 20
+# The checksum's chunks, a buffer for reading, the header, what the allocator keeps.
+SLACK = 40 * MEGABYTE
+
+
+def peak_growth(action: Callable[[], object]) -> int:
+    """Resident bytes of this process at their highest during it, above those before it."""
+
+    def resident(field: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the highest so far is forgotten
+    before = resident("VmRSS:")
+    action()
+    return resident("VmHWM:") - before
+
+
+def memory(model_dir: Path, root: Path) -> dict[str, tuple[int, int, int]]:
+    """For each kind of optimizer: its state on this rank, and what a save and a load took."""
+    found = {}
+    for distributed in (True, False):
+        checkpoints = CheckpointManager(root / str(distributed), CheckpointConfig())
+        config = settings(model_dir, {**DP2, "optimizer": {"distributed": distributed}})
+        with trainer_session(config) as trainer:
+
+            def save() -> None:
+                checkpoints.save(trainer, {})  # noqa: B023 - called at once
+                checkpoints.close()  # noqa: B023
+
+            saving = peak_growth(save)
+            newest = checkpoints.newest()
+            assert newest is not None
+            loading = peak_growth(lambda: checkpoints.load(trainer, newest))  # noqa: B023
+            state = sum(p.numel() for p in trainer.wrapped.parameters()) * 12
+            found[str(distributed)] = (state, saving, loading)
+    return found
+
+
+def test_no_rank_holds_more_than_its_share_of_a_save_or_of_a_load(tmp_path: Path) -> None:
+    """Two data-parallel ranks: each copies half of the state; a load copies nothing.
+
+    Then the weights go from rank to rank bucket by bucket, as after any step; on a CPU all of them
+    are one bucket, which gloo copies.
+    """
+    shape = TinyModel(hidden_size=512, layers=4, heads=8, kv_heads=8, head_dim=64, ffn_size=2048)
+    random_model(shape, 0).save_pretrained(str(tmp_path / "model"))
+    for found in run_ranks(memory, 2, tmp_path / "model", tmp_path, timeout_seconds=200):
+        for state, saving, loading in found.values():
+            assert state > 150 * MEGABYTE, "the share is far above the slack"
+            assert saving < state / 2 + SLACK
+            assert loading < state / 3 + SLACK

@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_async.checkpoint.convert import hf_to_megatron
 from megatron_async.checkpoint.manager import CheckpointManager, Finalised
-from megatron_async.checkpoint.writer import RankWriter
+from megatron_async.checkpoint.manifest import open_checkpoint
+from megatron_async.checkpoint.writer import SaveJob
 from megatron_async.config.load import merge
 from megatron_async.config.run import CheckpointConfig
 from megatron_async.errors import ComponentFailure, UserError
@@ -125,16 +127,23 @@ def test_step_zero_can_be_saved_and_resumed(
         assert train(trainer, 2) == losses
 
 
-def test_another_kind_of_optimizer_is_refused(
+def test_weights_alone_cannot_be_resumed(model_dir: Path, tmp_path: Path, process: None) -> None:
+    hf_to_megatron(model_dir, tmp_path / "converted")
+    with (
+        trainer_with(model_dir) as trainer,
+        pytest.raises(UserError, match="cannot be loaded: it has no tensor exp_avg/"),
+    ):
+        manager(tmp_path).load(trainer, open_checkpoint(tmp_path / "converted"))
+
+
+def test_hyperparameters_are_those_of_the_configuration(
     model_dir: Path, tmp_path: Path, process: None
 ) -> None:
-    with trainer_with(model_dir) as trainer:
+    with trainer_with(model_dir, {"optimizer": {"betas": [0.9, 0.95]}}) as trainer:
         manager(tmp_path).save(trainer, {})
-    with trainer_with(model_dir, {"optimizer": {"distributed": False}}) as trainer:
-        newest = manager(tmp_path).newest()
-        assert newest is not None
-        with pytest.raises(UserError, match="distributed is False"):
-            manager(tmp_path).load(trainer, newest)
+    with trainer_with(model_dir, {"optimizer": {"betas": [0.8, 0.9]}}) as trainer:
+        manager(tmp_path).load(trainer, open_checkpoint(tmp_path / "step_000000"))
+        assert {group["betas"] for group in trainer.optimizer.param_groups} == {(0.8, 0.9)}
 
 
 def test_a_corrupt_checkpoint_is_passed_over_with_a_message(
@@ -145,7 +154,7 @@ def test_a_corrupt_checkpoint_is_passed_over_with_a_message(
         for _ in range(2):
             train(trainer, 1)
             checkpoints.save(trainer, {})
-    data = next((tmp_path / "step_000002").glob("*.distcp"))
+    data = next((tmp_path / "step_000002").glob("rank_*"))
     data.write_bytes(data.read_bytes()[:-100])
     with caplog.at_level(logging.WARNING):
         newest = manager(tmp_path).newest()
@@ -161,7 +170,7 @@ def test_when_all_are_corrupt_that_is_an_error_and_not_a_fresh_start(
     assert manager(tmp_path).newest() is None
     with trainer_with(model_dir) as trainer:
         manager(tmp_path).save(trainer, {})
-    next((tmp_path / "step_000000").glob("*.distcp")).unlink()
+    next((tmp_path / "step_000000").glob("rank_*")).unlink()
     with pytest.raises(UserError, match="every checkpoint in"):
         manager(tmp_path).newest()
 
@@ -191,13 +200,13 @@ def test_training_goes_on_while_an_asynchronous_save_writes(
 ) -> None:
     """What is saved are the weights of the moment of `save`, however long the disk takes."""
     let_go = threading.Event()
-    write = RankWriter.write
+    write = SaveJob._write_files
 
-    def slow_write(writer: RankWriter) -> Any:
+    def slow_write(job: SaveJob) -> Any:
         assert let_go.wait(30)
-        return write(writer)
+        return write(job)
 
-    monkeypatch.setattr(RankWriter, "write", slow_write)
+    monkeypatch.setattr(SaveJob, "_write_files", slow_write)
     checkpoints = manager(tmp_path, asynchronous=True)
     with trainer_with(model_dir) as trainer:
         train(trainer, 1)
@@ -221,11 +230,11 @@ def test_a_save_that_does_not_end_is_an_error_within_the_time_limit(
 ) -> None:
     let_go = threading.Event()
 
-    def hang(writer: RankWriter) -> Any:
+    def hang(job: SaveJob) -> Any:
         let_go.wait(30)
         raise OSError("given up")
 
-    monkeypatch.setattr(RankWriter, "write", hang)
+    monkeypatch.setattr(SaveJob, "_write_files", hang)
     checkpoints = manager(tmp_path, asynchronous=True, timeout_seconds=0.3)
     with trainer_with(model_dir) as trainer:
         checkpoints.save(trainer, {})
@@ -271,7 +280,7 @@ def test_what_a_killed_save_left_is_removed_by_the_next_run(
 ) -> None:
     leftover = tmp_path / ".saving_0.7"
     leftover.mkdir()
-    (leftover / "__0_0.distcp").write_bytes(b"half")
+    (leftover / "rank_00000.f32.safetensors").write_bytes(b"half")
     with trainer_with(model_dir) as trainer, caplog.at_level(logging.WARNING):
         checkpoints = manager(tmp_path)
         assert checkpoints.newest() is None

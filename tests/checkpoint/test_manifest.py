@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from megatron_async.checkpoint import manifest as manifests
@@ -53,6 +54,7 @@ def latest_step(root: Path) -> int | None:
     return None if latest is None else latest.manifest.step
 
 
+@hypothesis_settings(deadline=None)
 @given(
     lineage=st.integers(0, 9),
     step=st.integers(0, 10**6),
@@ -60,15 +62,38 @@ def latest_step(root: Path) -> int | None:
 )
 def test_json_round_trip(lineage: int, step: int, extra: dict[str, object]) -> None:
     manifest = Manifest(
-        lineage, step, Layout(2, 2, 1), {"a": manifests.FileRecord(3, "ff")}, {"step": step}, extra
+        lineage,
+        step,
+        Layout(2, 2, 1),
+        {"a": manifests.FileRecord(3, "ff")},
+        {"step": step},
+        extra,
+        tensors={"weights/w": manifests.TensorRecord("float32", (2, 3), "00ff")},
     )
     assert Manifest.from_json(manifest.to_json()) == manifest
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 99}', '{"format": 1, "step": 2}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 2}', '{"format": 2, "step": 2}'])
 def test_other_json_is_corrupt(text: str) -> None:
     with pytest.raises(CorruptCheckpoint):
         Manifest.from_json(text)
+
+
+@pytest.mark.parametrize("found", [1, 3])
+def test_another_format_is_refused_by_a_sentence_that_names_both(
+    tmp_path: Path, found: int
+) -> None:
+    """Also by a run that looks for its newest one: passed over, it would begin afresh."""
+    write(tmp_path, 1)
+    manifest_file = write(tmp_path, 2) / "manifest.json"
+    content = json.loads(manifest_file.read_text())
+    assert content["format"] == 2
+    manifest_file.write_text(json.dumps({**content, "format": found}))
+    told = f"step_000002: it has format {found}, and this version of megatron_async reads format 2"
+    with pytest.raises(UserError, match=told):
+        open_checkpoint(tmp_path / "step_000002")
+    with pytest.raises(UserError, match=told):
+        find_latest(tmp_path)
 
 
 def test_no_checkpoint_is_none(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ The line that begins there is the one that every later resume goes on with.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron_async.checkpoint.manifest import (
+    MANIFEST_NAME,
     Layout,
     Manifest,
     finalise,
@@ -24,6 +26,7 @@ from megatron_async.config.rollout import StoreConfig
 from megatron_async.errors import UserError
 from megatron_async.run import rollback
 from megatron_async.run.directory import RunDirectory
+from megatron_async.run.preflight import check_resume
 from megatron_async.run.rollback import rollback_to
 from megatron_async.trajectory.store import TrajectoryStore
 from megatron_async.trajectory.types import PolicyVersion
@@ -194,3 +197,13 @@ def test_a_checkpoint_whose_trajectories_were_exported_is_refused(run: RunDirect
     with pytest.raises(UserError, match=r"checkpoint 0\.2 cannot be resumed from: .* exported"):
         rollback_to(run, 2)
     assert rollback_to(run, 4).target.step == 4
+
+
+def test_checkpoints_of_another_format_are_refused_before_anything_starts(
+    run: RunDirectory,
+) -> None:
+    check_resume(run)
+    manifest = step_directory(run.checkpoints, 6) / MANIFEST_NAME
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 1}))
+    with pytest.raises(UserError, match=r"step_000006: it has format 1, .* reads format 2"):
+        check_resume(run)

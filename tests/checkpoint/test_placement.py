@@ -1,0 +1,92 @@
+"""Where a parameter lies: names and shapes without a layout, shards that cover it exactly once."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from tempfile import mkdtemp
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_async.checkpoint.placement import Slot, boxes, exported, shards_of, stage_slots
+from megatron_async.weights.architecture import Architecture
+from megatron_async.weights.families import read_architecture, rules_of
+from megatron_async.weights.shards import Layout, split
+from tests.hf_models import CASES, EXPERT_CASES, build_hf_model
+
+FAMILIES = [*CASES, *EXPERT_CASES]
+
+
+@cache
+def architecture(case: str) -> Architecture:
+    folder = Path(mkdtemp(prefix="placement-"))
+    build_hf_model(case).config.save_pretrained(folder)
+    return read_architecture(folder)
+
+
+def numbered(slot: Slot) -> tuple[Tensor, dict[str, Tensor]]:
+    """A whole parameter whose elements are all different, and the tensors it is made of."""
+    source, count = {}, 0
+    for name, shape in zip(slot.tensor_names, slot.rule.shapes, strict=True):
+        size = torch.Size(shape).numel()
+        source[name] = torch.arange(count, count + size).reshape(shape)
+        count += size
+    return shard_of(slot, source, 1, 0), source
+
+
+def shard_of(slot: Slot, source: dict[str, Tensor], size: int, rank: int) -> Tensor:
+    def read(name: str, dim: int, start: int, stop: int) -> Tensor:
+        return source[name].narrow(dim, start, stop - start)
+
+    return split(slot.rule, slot.tensor_names, read, shards_of(slot.rule, size), rank)
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+@hypothesis_settings(deadline=None)
+@given(data=st.data())
+def test_any_cut_of_the_shards_covers_every_parameter_exactly_once(
+    case: str, data: st.DataObject
+) -> None:
+    """The shards are those that a tensor rank holds; padding of the vocabulary is nowhere."""
+    a = architecture(case)
+    slot = data.draw(st.sampled_from(list(stage_slots(a, 0, 1))))
+    size = data.draw(st.sampled_from([1, 2, 4]))
+    whole, source = numbered(slot)
+    assert whole.shape == slot.shape
+    found = torch.full(slot.shape, -1)
+    for rank in range(shards_of(slot.rule, size)):
+        flat_N = shard_of(slot, source, size, rank).reshape(-1)
+        cuts = data.draw(st.lists(st.integers(0, len(flat_N)), max_size=4))
+        for begin, end in pairwise([0, *sorted(cuts), len(flat_N)]):
+            for box in boxes(slot, size, rank, begin, end):
+                assert begin <= box.begin < box.end <= end
+                where = tuple(slice(o, o + s) for o, s in zip(box.offsets, box.shape, strict=True))
+                assert (found[where] == -1).all()
+                found[where] = flat_N[box.begin : box.end].view(box.shape)
+    assert torch.equal(found, whole)
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_names_are_unique_and_those_of_the_stages_are_those_of_the_model(case: str) -> None:
+    a = architecture(case)
+    names = [slot.name for slot in stage_slots(a, 0, 1)]
+    assert len(set(names)) == len(names)
+    assert [slot.name for stage in range(2) for slot in stage_slots(a, stage, 2)] == names
+
+
+def test_a_tied_head_is_the_embedding() -> None:
+    a = architecture("llama_tied")
+    (head,) = [rule for rule in rules_of(a) if not rule.exported]
+    assert head.layout is Layout.VOCAB
+    assert Slot(exported(a, head)).name == "embedding.word_embeddings.weight"
+
+
+def test_an_expert_has_its_number_in_the_whole_model() -> None:
+    names = {slot.name for slot in stage_slots(architecture("mixtral"), 1, 2)}
+    assert "decoder.layers.3.mlp.experts.2.linear_fc1.weight" in names
