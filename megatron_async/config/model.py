@@ -88,6 +88,12 @@ class TrainerConfig(Settings):
     max_nonfinite_steps: int = Field(
         3, ge=1, description="Skipped non-finite steps in a row after which the run stops."
     )
+    compare_replicas_every_steps: int = Field(
+        10,
+        ge=0,
+        description="Compare the copies of weights that ranks must hold equal (one hash a tensor), "
+        "after the first step and every so many; a difference stops the run. 0 = never.",
+    )
     wait_for_batch_seconds: float = Field(
         1800.0, gt=0, description="Longest wait for a batch before the run stops with an error."
     )

@@ -43,6 +43,7 @@ from megatron_async.trainer.optimizer import (
 )
 from megatron_async.trainer.parallel import rank_layout
 from megatron_async.trainer.policy_model import PolicyModel, build_policy
+from megatron_async.trainer.replicas import ReplicaCheck
 from megatron_async.trainer.report import StepReport
 from megatron_async.trainer.rl import ReferencePolicy, mean_of, policy_gradient_loss
 from megatron_async.trainer.sft import sft_loss
@@ -121,6 +122,9 @@ class PolicyTrainer:
         self.wrapped = wrap_data_parallel(self.model[0], self._settings, bf16=bf16)
         self.optimizer = build_optimizer(self.wrapped, self._settings, bf16=bf16)
         logger.info("optimizer: %s", fused_optimizer_name(self.optimizer))
+        self._replicas = ReplicaCheck(
+            self.model[0], self.optimizer, config.trainer.compare_replicas_every_steps
+        )
         self.algorithm = build_algorithm(config, self.layout.device)
         self._reference: ReferencePolicy | None = None
         if purpose == "rl" and self.algorithm.needs_ref_logprobs:
@@ -181,7 +185,8 @@ class PolicyTrainer:
 
         An update that is not finite is skipped, counted and reported; where preparing the batch
         fails for that reason, all of it is. Raises ComponentFailure after
-        `trainer.max_nonfinite_steps` skipped updates in a row.
+        `trainer.max_nonfinite_steps` skipped updates in a row, and when copies of the weights that
+        ranks must hold equal are not.
         """
         began = time.monotonic()
         try:
@@ -280,7 +285,7 @@ class PolicyTrainer:
         began: float,
         phases: Mapping[str, float],
     ) -> StepReport:
-        """Count the step; stop the run when too many updates in a row were skipped."""
+        """Count the step; stop the run where updates keep being skipped or weights differ."""
         applied = [update for update in updates if update.applied]
         skipped = [update for update in updates if not update.applied]
         for update in skipped:
@@ -291,6 +296,8 @@ class PolicyTrainer:
                 f"{self._nonfinite_in_a_row} updates in a row were not finite (the last: "
                 f"{skipped[-1].reason}); trainer.max_nonfinite_steps is {limit}"
             )
+        replicas_began = time.monotonic()
+        self._replicas.after_step(self._step + 1)
         report = StepReport(
             step=self._step,
             loss=sum(update.loss for update in applied) / max(1, len(applied)),
@@ -310,6 +317,7 @@ class PolicyTrainer:
                 **phases,
                 "gradient": sum(update.gradient_seconds for update in updates),
                 "optimizer": sum(update.optimizer_seconds for update in updates),
+                "compare_replicas": time.monotonic() - replicas_began,
             },
         )
         self._step += 1

@@ -5,6 +5,8 @@ trainer computes in float32, packed, split into microbatches and over ranks. Its
 off one step of Adam in its linear regime, as the difference of the exported weights before and
 after: reduction, sharding, gathering and export are all in what is compared.
 
+Copies of the new weights that ranks must hold equal are compared bit for bit.
+
 The relative error of a tensor is ||ours - reference|| / ||reference||; where the reference is
 exactly zero (an expert that no token was sent to), ours must be exactly zero.
 
@@ -16,8 +18,7 @@ By hand, more cases, another seed, a larger world (about 0.7 s a case on two cor
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,7 +51,10 @@ _ADAM = {"lr": SCALE * 1e7, "eps": 1e7, "clip_grad": 0.0, "betas": [0.9, 0.99]}
 
 @dataclass(frozen=True)
 class Measured:
-    """One case: relative error of each tensor, and the two scalars of the step, ours and theirs."""
+    """One case: relative error of each tensor, the two scalars of the step, ours and theirs, and
+
+    the copies of the new weights that ranks should hold equal and do not.
+    """
 
     case: RandomCase
     errors: Mapping[str, float]
@@ -58,7 +62,7 @@ class Measured:
     reference_norm: float
     loss: float
     reference_loss: float
-    seconds: float
+    differences: Sequence[str]
 
 
 def measure_cases(folder: str, count: int, seed: int) -> list[Measured]:
@@ -97,6 +101,7 @@ def _config(case: RandomCase, folder: str) -> RunConfig:
         "trainer": {
             "microbatch_tokens": case.microbatch_tokens,
             "recompute_activations": case.recompute_activations,
+            "compare_replicas_every_steps": 0,  # compared below, case by case
             "collective_timeout_seconds": 300,  # the slowest rank's share of the references
         },
         "schedule": {"group_size": 2, "groups_per_batch": 3},
@@ -106,13 +111,14 @@ def _config(case: RandomCase, folder: str) -> RunConfig:
 
 
 def _measure(case: RandomCase, folder: str) -> Measured:
+    from megatron_async.trainer.replicas import ReplicaCheck
     from megatron_async.trainer.step import PolicyTrainer
 
-    began = time.monotonic()
     path = Path(folder) / str(case.number) / "reference.pt"
     reference: Reference = torch.load(path, weights_only=False)
     trainer = PolicyTrainer(_config(case, folder))
     report = trainer.train_batch(reference.batch)
+    check = ReplicaCheck(trainer.model[0], trainer.optimizer, every_steps=1)
     after = weights(trainer)  # of the whole model on rank 0, empty elsewhere
     ours = {
         name: (reference.weights[name].double() - after[name].double()) / SCALE for name in after
@@ -126,7 +132,7 @@ def _measure(case: RandomCase, folder: str) -> Measured:
         reference_norm=float(total),
         loss=report.loss,
         reference_loss=reference.loss,
-        seconds=time.monotonic() - began,
+        differences=[str(found) for found in check.compare()],
     )
 
 
@@ -155,6 +161,7 @@ def test_the_gradient_of_every_tensor_equals_autograds(
     worst = sorted(((error, name) for name, error in found.errors.items()), reverse=True)
     assert worst[0][0] < TOLERANCE, f"{found.case}: {worst[:5]}"
     assert found.loss == pytest.approx(found.reference_loss, rel=TOLERANCE, abs=1e-6), found.case
+    assert not found.differences, found.case
     assert found.norm == pytest.approx(found.reference_norm, rel=TOLERANCE), found.case
 
 

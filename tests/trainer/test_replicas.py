@@ -1,0 +1,293 @@
+"""Copies that ranks must hold equal are compared; a difference in one bit stops the run by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_async.errors import ComponentFailure
+from megatron_async.trainer.replicas import Copies, Difference, ReplicaCheck
+from tests.distributed import run_ranks
+from tests.hf_models import save_hf_model
+from tests.trainer.cases import ragged_batch, settings, trainer_session
+
+NORM, MATRIX, LONELY = 1, 2, 3
+
+
+def sums(*rows: list[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return np.array(rows, np.int64)
+
+
+class TestWhichEntriesAreCopies:
+    def test_what_one_rank_alone_holds_is_not_sent(self) -> None:
+        copies = Copies([[(LONELY, 0), (NORM, 0)], [(NORM, 1), (MATRIX, 1)]])
+        assert copies.sent == [[1], [0]]
+        assert copies.width == 1
+
+    def test_equal_copies_are_no_difference(self) -> None:
+        copies = Copies([[(NORM, 0), (MATRIX, 0)], [(MATRIX, 1), (NORM, 1)]])
+        assert copies.differing(sums([5, 7], [7, 5])) == []
+
+    def test_a_difference_has_its_first_entry_and_the_ranks_of_each_version(self) -> None:
+        copies = Copies([[(NORM, rank), (MATRIX, rank)] for rank in range(4)])
+        found = copies.differing(sums([5, 7], [5, 7], [5, 8], [5, 7]))
+        assert found == [(0, 1, ((0, 1, 3), (2,)))]
+
+    def test_parts_of_one_copy_are_added_modulo_2_to_the_64(self) -> None:
+        parts = [[(NORM, 0)], [(NORM, 0)], [(NORM, 2)], [(NORM, 2)]]
+        largest = 2**63 - 1
+        assert Copies(parts).differing(sums([largest], [largest], [-4], [2])) == []
+        assert Copies(parts).differing(sums([largest], [largest], [-4], [3])) == [
+            (0, 0, ((0, 1), (2, 3)))
+        ]
+
+    def test_nothing_is_sent_where_every_rank_holds_something_else(self) -> None:
+        copies = Copies([[(NORM, 0)], [(MATRIX, 1)]])
+        assert copies.width == 0
+        assert copies.differing(np.zeros((2, 0), np.int64)) == []
+
+    def test_the_sentence_counts_ranks_in_runs(self) -> None:
+        difference = Difference("model.norm.weight", ((0, 1, 2, 5), (3, 4)))
+        assert (
+            str(difference) == "model.norm.weight (not the same on ranks 0-2, 5 and on ranks 3-4)"
+        )
+
+
+@dataclass(frozen=True)
+class Plant:
+    """One bit of one rank's copy: of a parameter, or of the optimizer's float32 copy of it."""
+
+    parameter: str
+    rank: int
+    named: str
+    sides: tuple[tuple[int, ...], ...]
+    of_optimizer: bool = False
+
+
+@dataclass(frozen=True)
+class World:
+    """A model at a layout of four ranks, and what is planted in it, one after the other."""
+
+    model: str
+    changes: dict[str, Any]
+    plants: list[Plant] = field(default_factory=list)
+
+
+_LAYER = "decoder.layers.0."
+WORLDS = {
+    "tensor x data": World(
+        "qwen3",
+        {"parallel": {"tensor": 2}},
+        [
+            Plant(
+                f"{_LAYER}self_attention.q_layernorm.weight",
+                1,
+                "model.layers.0.self_attn.q_norm.weight",
+                ((0, 2, 3), (1,)),
+            ),
+            Plant(
+                f"{_LAYER}mlp.linear_fc2.weight",
+                3,
+                "model.layers.0.mlp.down_proj.weight (tensor shard 1 of 2)",
+                ((1,), (3,)),
+            ),
+        ],
+    ),
+    "tied over stages": World(
+        "qwen2_tied",
+        {"parallel": {"tensor": 2, "pipeline": 2, "sequence": True}},
+        [
+            Plant(
+                "output_layer.weight",
+                2,
+                "model.embed_tokens.weight (tensor shard 0 of 2)",
+                ((0,), (2,)),
+            )
+        ],
+    ),
+    "experts": World(
+        "qwen3_moe",
+        {"parallel": {"tensor": 2, "sequence": True, "expert": 2}},
+        [
+            Plant(
+                f"{_LAYER}mlp.experts.local_experts.1.linear_fc1.weight",
+                3,
+                "model.layers.0.mlp.experts.3.gate_proj.weight, "
+                "model.layers.0.mlp.experts.3.up_proj.weight",
+                ((1,), (3,)),
+            ),
+            Plant(
+                f"{_LAYER}mlp.router.weight",
+                2,
+                "model.layers.0.mlp.gate.weight",
+                ((0, 1, 3), (2,)),
+            ),
+        ],
+    ),
+    "experts without expert parallelism": World(
+        "mixtral",
+        {"parallel": {"tensor": 4, "sequence": True}},
+        [
+            Plant(
+                f"{_LAYER}mlp.experts.local_experts.3.linear_fc2.weight",
+                0,
+                "model.layers.0.block_sparse_moe.experts.3.w2.weight",
+                ((0,), (1, 2, 3)),
+            )
+        ],
+    ),
+    "half precision": World(
+        "qwen2",
+        {"model": {"dtype": "bfloat16"}, "optimizer": {"distributed": False}},
+        [
+            Plant(
+                f"{_LAYER}self_attention.linear_proj.weight",
+                1,
+                "the optimizer's copy of model.layers.0.self_attn.o_proj.weight",
+                ((0, 2, 3), (1,)),
+                of_optimizer=True,
+            )
+        ],
+    ),
+    "half precision, sharded optimizer": World(
+        "qwen2_tied",
+        {"parallel": {"pipeline": 2}, "model": {"dtype": "bfloat16"}},
+        [
+            Plant(
+                "output_layer.weight",
+                3,
+                "the optimizer's copy of model.embed_tokens.weight",
+                ((0, 1), (2, 3)),
+                of_optimizer=True,
+            )
+        ],
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """By one rank: differences after two healthy steps, with each plant, and when it was undone."""
+
+    healthy: list[Difference]
+    planted: list[list[Difference]]
+    after: list[Difference]
+
+
+def plant_everywhere(models: dict[str, str]) -> dict[str, Seen]:
+    """In each rank: every world of `WORLDS`, one after the other."""
+    found = {}
+    for name, world in WORLDS.items():
+        config = settings(
+            Path(models[world.model]),
+            {
+                **world.changes,
+                "parallel": {"ranks": 4, **world.changes.get("parallel", {})},
+                "optimizer": {"lr": 1e-2, **world.changes.get("optimizer", {})},
+                "trainer": {"compare_replicas_every_steps": 0},
+            },
+        )
+        with trainer_session(config) as trainer:
+            check = ReplicaCheck(trainer.model[0], trainer.optimizer, every_steps=1)
+            for step in range(2):
+                assert not trainer.train_batch(ragged_batch(step)).skipped
+            healthy, planted = check.compare(), []
+            for plant in world.plants:
+                _flip_a_bit(trainer, plant)
+                planted.append(check.compare())
+                _flip_a_bit(trainer, plant)
+            found[name] = Seen(healthy, planted, check.compare())
+    return found
+
+
+@torch.no_grad()
+def _flip_a_bit(trainer: Any, plant: Plant) -> None:
+    """The lowest bit of an element's float32, or of its bfloat16."""
+    if dist.get_rank() == plant.rank:
+        values = dict(trainer.model[0].named_parameters())[plant.parameter]
+        if plant.of_optimizer:
+            values = values.main_param
+        bits_N = values.detach().view(-1).view(torch.int32 if values.itemsize == 4 else torch.int16)
+        bits_N[3] ^= 1
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("models")
+    for name in {world.model for world in WORLDS.values()}:
+        save_hf_model(name, root / name)
+    return {path.name: str(path) for path in root.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def seen(models: dict[str, str]) -> list[dict[str, Seen]]:
+    return run_ranks(plant_everywhere, 4, models, timeout_seconds=480)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WORLDS)
+def test_after_training_no_copies_differ(name: str, seen: list[dict[str, Seen]]) -> None:
+    assert [rank[name].healthy + rank[name].after for rank in seen] == [[]] * 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WORLDS)
+def test_one_bit_on_one_rank_is_found_and_named_on_all(
+    name: str, seen: list[dict[str, Seen]]
+) -> None:
+    expected = [[Difference(plant.named, plant.sides)] for plant in WORLDS[name].plants]
+    for rank in seen:
+        assert rank[name].planted == expected
+
+
+def train_until_it_stops(model: str, every: int, wrong_from: int, steps: int) -> tuple[int, str]:
+    """Steps done and the error, on a rank; rank 1's norm gradient is wrong from a step on."""
+    config = settings(
+        Path(model),
+        {
+            "parallel": {"ranks": 2, "tensor": 2},
+            "optimizer": {"lr": 1e-2},
+            "trainer": {"compare_replicas_every_steps": every},
+        },
+    )
+    with trainer_session(config) as trainer:
+        norm = dict(trainer.model[0].named_parameters())["decoder.final_layernorm.weight"]
+        changes: Callable[[torch.Tensor], torch.Tensor] = lambda gradient: (  # noqa: E731
+            gradient * 2 if dist.get_rank() == 1 and trainer.step >= wrong_from else gradient
+        )
+        norm.register_hook(changes)
+        for step in range(steps):
+            try:
+                trainer.train_batch(ragged_batch(step))
+            except ComponentFailure as error:
+                return step, str(error)
+    return steps, ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("every", "wrong_from", "stops_in"),
+    [(10, 0, 0), (3, 1, 2), (0, 0, 4)],
+    ids=["after the first step", "every three steps", "never"],
+)
+def test_a_run_stops_at_the_comparison_after_copies_part(
+    every: int, wrong_from: int, stops_in: int, models: dict[str, str]
+) -> None:
+    results = run_ranks(
+        train_until_it_stops, 2, models["qwen3"], every, wrong_from, 4, timeout_seconds=120
+    )
+    assert results[0] == results[1], "every rank raises the same error"
+    steps, message = results[0]
+    assert steps == stops_in
+    if every:
+        assert message.startswith(
+            "trainer ranks that must hold equal weights do not: model.norm.weight "
+            "(not the same on rank 0 and on rank 1); "
+        )
