@@ -32,9 +32,11 @@ from tests.hf_models import CASES, EXPERT_CASES, save_hf_model, tensors_of
 from tests.trainer.cases import ragged_batch, settings, trainer_session, weights
 from tests.worlds import legal_layouts, world
 
-pytestmark = pytest.mark.slow
-
 CASES_IN_CI, CASES_A_LAUNCH, LARGEST_WORLD = 8, 8, 4
+COUNT = int(os.environ.get("LAYOUT_CASES", CASES_IN_CI))
+SECONDS_A_CASE = 40  # at most; a launch that passes it is ended
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(60 + 2 * SECONDS_A_CASE * COUNT)]
 MOMENTS = ("exp_avg", "exp_avg_sq")
 State = dict[str, dict[str, Tensor]]
 
@@ -254,9 +256,10 @@ def check_all(cases: list[Case], folder: Path) -> None:
 
 
 def test_any_layout_loads_what_any_other_saved(tmp_path: Path) -> None:
-    count = int(os.environ.get("LAYOUT_CASES", CASES_IN_CI))
     first = int(os.environ.get("LAYOUT_SEED", 0)) * 1_000_000
-    for begin in range(first, first + count, CASES_A_LAUNCH):
-        seeds = range(begin, min(begin + CASES_A_LAUNCH, first + count))
+    for begin in range(first, first + COUNT, CASES_A_LAUNCH):
+        seeds = range(begin, min(begin + CASES_A_LAUNCH, first + COUNT))
         cases = [random_case(seed, tmp_path / "models") for seed in seeds]
-        run_ranks(check_all, LARGEST_WORLD, cases, tmp_path, timeout_seconds=40 * len(cases))
+        run_ranks(
+            check_all, LARGEST_WORLD, cases, tmp_path, timeout_seconds=SECONDS_A_CASE * len(cases)
+        )
