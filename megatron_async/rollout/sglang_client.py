@@ -15,6 +15,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import uuid
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
@@ -26,6 +27,7 @@ import numpy as np
 import orjson
 
 from megatron_async.config.rollout import EngineConfig
+from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.interfaces import (
     EngineError,
     EngineStatus,
@@ -51,7 +53,7 @@ _CONNECT_SECONDS = 30.0
 # Below the server's own limit (5 s): a request on a connection that it is just closing is lost.
 _KEEP_ALIVE_SECONDS = 2.0
 _CONTROL_SECONDS = 60.0
-_HEALTH_SECONDS = 5.0
+_HEALTH_SECONDS = 30.0
 _ABORT_AGAIN_SECONDS = 0.5
 _ABORT_ATTEMPTS = 20
 _CONTROL_ERRORS = (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError)
@@ -140,6 +142,7 @@ class SGLangClient:
         except Refusal as refusal:
             raise RequestRefused(f"{self._engine_id}: request {name}: {refusal}") from refusal
         except (*_CONTROL_ERRORS, BadReport, KeyError) as error:
+            _check_own_limits(error)
             raise EngineError(
                 f"{self._engine_id} ({self._url}): generation of request {name} "
                 f"failed: {_describe(error)}"
@@ -341,6 +344,7 @@ class SGLangClient:
                 answer = await response.read()
                 status = response.status
         except _CONTROL_ERRORS as error:
+            _check_own_limits(error)
             raise EngineError(
                 f"{self._engine_id} ({self._url}): {method} /{path} failed: {_describe(error)}"
             ) from error
@@ -368,6 +372,15 @@ def _counter(metrics: bytes, name: bytes) -> int:
     """Sum of a Prometheus counter over its labels; 0 while SGLang has not counted any."""
     lines = (line for line in metrics.splitlines() if line.startswith(name))
     return int(sum(float(line.rsplit(b" ", 1)[1]) for line in lines))
+
+
+def _check_own_limits(error: BaseException) -> None:
+    """Raises ComponentFailure when this process could not even ask: that is no engine's fault."""
+    if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
+        raise ComponentFailure(
+            f"the rollout manager cannot open more connections ({error}): raise the limit of open "
+            "files (ulimit -n), or lower schedule.concurrency"
+        ) from error
 
 
 def _describe(error: BaseException) -> str:

@@ -6,6 +6,7 @@ A whole manager over simulated engines, with limits of about a second in place o
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator
 from contextlib import closing
 from pathlib import Path
@@ -338,6 +339,64 @@ def test_responses_that_take_longer_than_a_silence_may(tmp_path: Path) -> None:
         assert in_service(trainer) == (1, {})
         await trainer.manager.stop()
         await engines.runner.cleanup()
+
+    run(body())
+
+
+def test_engines_are_not_to_blame_for_connections_that_the_manager_cannot_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit of open files: the run ends with the remedy, and no engine is given up."""
+
+    async def body() -> None:
+        config = config_of("copris", count=1)
+        client = SGLangClient("engine0", "http://127.0.0.1:9", config.engines)
+
+        def full(*_: Any, **__: Any) -> Any:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        class Remote(Engines):
+            async def launch(self, index: int) -> Any:
+                return client
+
+            async def alive(self, index: int) -> bool:
+                return True
+
+        trainer = trainer_of(tmp_path, config, Remote())
+        await trainer.manager.start()
+        await trainer.manager.attach(ResumePoint(0))
+        driver = trainer.manager._driver
+        await driver.begin_update(PolicyVersion(0, 0))
+        monkeypatch.setattr(client._session, "post", full)
+        monkeypatch.setattr(client._session, "request", full)
+        driver.end_update(PolicyVersion(0, 0), ["engine0"])
+        with pytest.raises(ComponentFailure, match=r"cannot open more connections .*ulimit -n"):
+            await driver.next_batch(5.0)
+        assert in_service(trainer) == (1, {})
+        await trainer.manager.stop()
+
+    run(body())
+
+
+def test_an_update_that_waits_for_a_long_response(tmp_path: Path) -> None:
+    """`drain`: as long as for a batch, whatever `weights.timeout_seconds` allows a transfer."""
+
+    async def body() -> None:
+        model = SimulatedEngineModel(mean_length=10**9, step_seconds=0.01, stream_interval=4)
+        config = config_of(
+            "sync",
+            count=1,
+            weights={"timeout_seconds": 0.2},
+            experiment={"forced_lengths": [4, 4, 100, 100]},
+            schedule={"overlap": True, "refill": "continuous", "max_async_level": 4},
+        )
+        trainer = trainer_of(tmp_path, config, Fleet(model))
+        await trainer.manager.start()
+        await trainer.begin(ResumePoint(0))
+        await trainer.batch()
+        await trainer.publish(0, 1)
+        assert in_service(trainer)[0] == 1
+        await trainer.manager.stop()
 
     run(body())
 
