@@ -53,7 +53,7 @@ from megatron_async.trainer.layout import check_layout
 from megatron_async.weights.architecture import Architecture
 from megatron_async.weights.export import buckets
 from megatron_async.weights.families import read_architecture
-from megatron_async.weights.load import INDEX_FILE, SafetensorsDirectory, check_tensors
+from megatron_async.weights.model_files import INDEX_FILE, SafetensorsDirectory, check_tensors
 from megatron_async.weights.save import (
     COPIED_SUFFIXES,
     DEFAULT_SHARD_BYTES,

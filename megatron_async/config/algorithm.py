@@ -123,8 +123,9 @@ class RolloutCorrectionConfig(Settings):
     @model_validator(mode="before")
     @classmethod
     def _preset(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("preset") in CORRECTION_PRESETS:
-            return {**CORRECTION_PRESETS[data["preset"]], **data}
+        preset = data.get("preset") if isinstance(data, dict) else None
+        if isinstance(preset, str) and preset in CORRECTION_PRESETS:
+            return {**CORRECTION_PRESETS[preset], **data}
         return data
 
     @model_validator(mode="after")

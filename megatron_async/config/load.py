@@ -9,6 +9,7 @@ Invariants
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from megatron_async.config.files import parse_yaml, read_text
 from megatron_async.config.presets import SCHEDULE_PRESETS, schedule_defaults
 from megatron_async.config.recipes import RECIPES, recipe_defaults
 from megatron_async.config.run import RunConfig
-from megatron_async.errors import UserError
+from megatron_async.errors import UserError, shown
 from megatron_async.import_path import anchored
 
 _MAX_BASE_DEPTH = 8
@@ -40,32 +42,27 @@ def read_yaml(path: Path, depth: int = 0) -> dict[str, Any]:
     """A YAML mapping with `base:` files (relative to it) merged below it."""
     if depth > _MAX_BASE_DEPTH:
         raise UserError(f"config file {path}: `base:` is nested deeper than {_MAX_BASE_DEPTH}")
-    try:
-        content = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise UserError(f"config file {path} cannot be read: {error.strerror}") from error
-    except yaml.YAMLError as error:
-        raise UserError(f"config file {path} is not valid YAML: {error}") from error
+    what = f"config file {path}"
+    content = parse_yaml(read_text(path, what), what)
     if content is None:
         content = {}
     if not isinstance(content, dict):
-        raise UserError(f"config file {path} must hold a mapping, got {type(content).__name__}")
+        raise UserError(f"{what} must hold a mapping, got {type(content).__name__}")
     content = anchored(content, path.parent)
     base = content.pop("base", None)
     if base is None:
         return content
-    return merge(read_yaml(path.parent / str(base), depth + 1), content)
+    if not isinstance(base, str):
+        raise UserError(f"{what}: `base` is {shown(base)}; it must name a file")
+    return merge(read_yaml(path.parent / base, depth + 1), content)
 
 
 def parse_override(text: str) -> dict[str, Any]:
     """`a.b=value` to a nested mapping; the value is read as YAML."""
     dotted, equals, value = text.partition("=")
     if not equals or not all(dotted.split(".")):
-        raise UserError(f"override {text!r} is not of the form section.setting=value")
-    try:
-        parsed: Any = yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        raise UserError(f"override {text!r}: the value is not valid YAML") from error
+        raise UserError(f"override {shown(text)} is not of the form section.setting=value")
+    parsed = parse_yaml(value, f"override {shown(text)}")
     if isinstance(parsed, str):
         parsed = _number(parsed)
     parsed = anchored(parsed, Path.cwd())
@@ -79,9 +76,10 @@ def _number(text: str) -> str | float:
     if "_" in text:
         return text
     try:
-        return float(text)
+        number = float(text)
     except ValueError:
         return text
+    return number if math.isfinite(number) else text
 
 
 def build_config(settings: Mapping[str, Any]) -> RunConfig:
@@ -110,11 +108,11 @@ def _named(
 ) -> str:
     inner = settings.get(section) or {}
     if not isinstance(inner, Mapping):
-        raise UserError(f"{section} must be a mapping of settings, got {inner!r}")
+        raise UserError(f"{section} must be a mapping of settings, got {shown(inner)}")
     name = inner.get(key, default)
-    if name not in known:
-        raise UserError(f"{section}.{key} is {name!r}; it must be one of {', '.join(known)}")
-    return str(name)
+    if not isinstance(name, str) or name not in known:
+        raise UserError(f"{section}.{key} is {shown(name)}; it must be one of {', '.join(known)}")
+    return name
 
 
 def describe(error: ValidationError) -> str:
@@ -122,11 +120,11 @@ def describe(error: ValidationError) -> str:
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"]) or "config"
     if first["type"] == "extra_forbidden":
-        return f"unknown setting {where} (value {first['input']!r})"
+        return f"unknown setting {where} (value {shown(first['input'])})"
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "value_error":
         return f"{where}: {message}" if first["loc"] else message
-    return f"{where} is {first['input']!r}: {message[0].lower()}{message[1:]}"
+    return f"{where} is {shown(first['input'])}: {message[0].lower()}{message[1:]}"
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:

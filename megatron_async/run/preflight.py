@@ -5,7 +5,6 @@ Every refusal is a `UserError` of one sentence.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -34,19 +33,20 @@ _LEAST_TOLERANCE_OF_BFLOAT16 = 1e-3
 
 
 def check_model(path: Path | str) -> dict[str, Any]:
-    """The parsed config.json of a Hugging Face directory with weights and a tokenizer."""
+    """The parsed config.json of a Hugging Face directory with undamaged weights and a tokenizer."""
+    from megatron_async.weights.architecture import read_config_json
+    from megatron_async.weights.model_files import SafetensorsDirectory
+
     directory = Path(path)
-    config_file = directory / "config.json"
-    if not str(path) or not config_file.is_file():
+    if not str(path) or not (directory / "config.json").is_file():
         raise UserError(f"model.path {str(path)!r} has no config.json: not a Hugging Face model")
-    try:
-        parsed: dict[str, Any] = json.loads(config_file.read_text())
-    except json.JSONDecodeError as error:
-        raise UserError(f"model.path {path}: config.json is not valid JSON ({error})") from error
+    parsed = read_config_json(path)
     if not any(directory.glob("*.safetensors")):
         raise UserError(f"model.path {path} holds no *.safetensors weights")
     if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
         raise UserError(f"model.path {path} holds no tokenizer")
+    with SafetensorsDirectory(path) as weights:
+        weights.open_all()
     return parsed
 
 
@@ -89,12 +89,19 @@ def check_probe_tolerance(config: RunConfig) -> None:
 
 def served_context(model: Mapping[str, Any]) -> int | None:
     """The context that SGLang reads from a parsed config.json; None when nothing is said there."""
-    text = model.get("text_config", model)
-    scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
-    stretched = scaling.get("factor", 1)
-    if "original_max_position_embeddings" in scaling or scaling.get("rope_type") == "llama3":
-        stretched = 1  # what the file says is the length after scaling
-    found = (text[key] for key in _CONTEXT_KEYS if text.get(key) is not None)
+    from megatron_async.weights.architecture import ConfigReader
+
+    outer = ConfigReader(model, "SGLang")
+    text = ConfigReader(outer.mapping("text_config", model.get("text_config", model)), "SGLang")
+    key = "rope_scaling" if text.raw.get("rope_scaling") else "rope_parameters"
+    scaling = ConfigReader(text.mapping(key, text.raw.get(key) or {}), "SGLang")
+    stretched = scaling.number("factor", 1.0)
+    if (
+        "original_max_position_embeddings" in scaling.raw
+        or scaling.raw.get("rope_type") == "llama3"
+    ):
+        stretched = 1.0  # what the file says is the length after scaling
+    found = (text.integer(key) for key in _CONTEXT_KEYS if text.raw.get(key) is not None)
     return next((int(stretched * length) for length in found), None)
 
 
@@ -114,7 +121,7 @@ def check_resume(directory: RunDirectory) -> None:
 
 
 def check_run(config: RunConfig, *, generates: bool = True) -> None:
-    """The model, the parallel layout on it, engines and task, without starting anything.
+    """Model, weights, the parallel layout, engines and task, without starting anything.
 
     `generates`: engines will be asked for responses to the task's prompts.
     """
@@ -128,9 +135,11 @@ def check_run(config: RunConfig, *, generates: bool = True) -> None:
     from megatron_async.tasks import build_task
     from megatron_async.trainer.layout import check_layout
     from megatron_async.weights.families import read_architecture
+    from megatron_async.weights.model_files import check_weights
 
     architecture = read_architecture(config.model.path)
     check_layout(architecture, config.parallel)
+    check_weights(config.model.path, architecture)
     if config.engines.quantization == "fp8":
         from megatron_async.rollout.sglang_process import resolve_device
         from megatron_async.weights.quantise import check_fp8

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import yaml
 
+from megatron_async.config.files import parse_yaml, read_text
 from megatron_async.config.simulate import EfficiencyConfig
 from megatron_async.errors import UserError
 from megatron_async.simulate.hardware import Gpu
@@ -147,12 +147,8 @@ class MeasuredEngine:
 
 def read_engine_costs(path: Path) -> MeasuredEngine:
     """A cost model as `profile-engine` writes it. Raises UserError naming what does not fit."""
-    try:
-        data = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise UserError(f"simulate.cost_model {path} cannot be read: {error.strerror}") from error
-    except yaml.YAMLError as error:
-        raise UserError(f"simulate.cost_model {path} is not valid YAML: {error}") from error
+    what = f"simulate.cost_model {path}"
+    data = parse_yaml(read_text(path, what), what)
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise UserError(f"simulate.cost_model {path} is not a cost model (no format: {FORMAT})")
     if data.get("format_version") != FORMAT_VERSION:
@@ -162,7 +158,7 @@ def read_engine_costs(path: Path) -> MeasuredEngine:
         )
     try:
         return fit_engine_costs(data)
-    except (KeyError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ArithmeticError, ValueError) as error:
         raise UserError(f"simulate.cost_model {path} does not fit: {error!r}") from error
 
 

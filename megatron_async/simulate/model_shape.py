@@ -6,7 +6,6 @@ layer; biases and norm weights are left out (below 0.01 % of the parameters).
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any, Final
 
 from megatron_async.config import RunConfig
 from megatron_async.errors import UserError
+from megatron_async.weights.architecture import ConfigReader, read_config_json
 
 BF16 = 2
 """Bytes of a weight and of a KV entry."""
@@ -114,36 +114,32 @@ def shape_of(config: RunConfig) -> ModelShape:
             "the simulator needs a model: set simulate.model to one of "
             f"{', '.join(SHAPES)}, or model.path to a directory with a config.json"
         )
-    path = Path(config.model.path) / "config.json"
-    try:
-        data = json.loads(path.read_text())
-    except OSError as error:
-        raise UserError(f"model.path: {path} cannot be read: {error.strerror}") from error
-    except json.JSONDecodeError as error:
-        raise UserError(f"model.path: {path} is not valid JSON") from error
-    return shape_from_config(data, path)
+    return shape_from_config(
+        read_config_json(config.model.path), Path(config.model.path) / "config.json"
+    )
 
 
 def shape_from_config(data: dict[str, Any], path: Path) -> ModelShape:
-    """The shape in a config.json. Raises UserError naming what is missing."""
-    data = data.get("text_config", data)
-    try:
-        heads = int(data["num_attention_heads"])
-        experts = int(data.get("num_experts") or data.get("num_local_experts") or 0)
-        intermediate = data.get("moe_intermediate_size")
-        return ModelShape(
-            hidden=int(data["hidden_size"]),
-            layers=int(data["num_hidden_layers"]),
-            heads=heads,
-            kv_heads=int(data.get("num_key_value_heads") or heads),
-            head_dim=int(data.get("head_dim") or data["hidden_size"] // heads),
-            intermediate=int(
-                intermediate if experts and intermediate else data["intermediate_size"]
-            ),
-            vocab=int(data["vocab_size"]),
-            tied=bool(data.get("tie_word_embeddings", False)),
-            experts=experts,
-            experts_per_token=int(data.get("num_experts_per_tok") or 0),
-        )
-    except KeyError as error:
-        raise UserError(f"model.path: {path} has no {error.args[0]}") from error
+    """The shape in a config.json, also of families that the trainer does not know.
+
+    Raises UserError naming what is missing.
+    """
+    outer = ConfigReader(data, "the simulator", f"model.path: {path}")
+    inner = outer.mapping("text_config", data.get("text_config", data))
+    config = ConfigReader(inner, outer.family, outer.where)
+    counts = [key for key in ("num_experts", "num_local_experts") if inner.get(key)]
+    experts = config.integer(counts[0]) if counts else 0
+    width = "moe_intermediate_size" if experts else "intermediate_size"
+    hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    return ModelShape(
+        hidden=hidden,
+        layers=config.layers(),
+        heads=heads,
+        kv_heads=config.integer("num_key_value_heads", heads),
+        head_dim=config.integer("head_dim", hidden // heads),
+        intermediate=config.integer(width if inner.get(width) else "intermediate_size"),
+        vocab=config.integer("vocab_size"),
+        tied=config.flag("tie_word_embeddings"),
+        experts=experts,
+        experts_per_token=config.integer("num_experts_per_tok", largest=experts) if experts else 0,
+    )

@@ -14,7 +14,6 @@ Invariants
 
 from __future__ import annotations
 
-import json
 import math
 from array import array
 from collections.abc import Callable, Iterator
@@ -26,10 +25,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_async.errors import UserError
+from megatron_async.config.files import parse_json
+from megatron_async.errors import UserError, shown
 from megatron_async.run.directory import RunDirectory
 from megatron_async.trajectory.store_reader import StoreReader
 
+_LONGEST = 1e15  # tokens; beyond it floats skip whole numbers
 Array = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 
@@ -107,9 +108,9 @@ def _entries(path: Path, setting: str) -> Iterator[Any]:
 
 def _parsed(text: bytes, where: str) -> Any:
     try:
-        return json.loads(text.decode())
-    except ValueError as error:
-        raise UserError(f"{where} is not JSON or numbers: {error}") from error
+        return parse_json(text.decode(), where)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where} is not UTF-8 text: {error}") from error
 
 
 def _committed_bytes(path: Path) -> float:
@@ -132,7 +133,7 @@ def _length(entry: Any) -> tuple[float | None, object]:
         found = count(entry[name])
     if isinstance(found, bool) or not isinstance(found, int | float):
         return None, found
-    return (float(found) if math.isfinite(found) else None), found
+    return (float(found) if abs(found) < _LONGEST else None), shown(found)
 
 
 def _ending(entry: Any) -> str | None:

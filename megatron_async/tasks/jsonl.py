@@ -1,4 +1,4 @@
-"""Prompts and answers from a user's JSONL file, judged by exact match or by math-verify.
+"""Prompts and answers from a user's JSONL file, scored by exact match or by math-verify.
 
 Invariants
 - Every refusal names the file and the line.
@@ -9,15 +9,17 @@ Invariants
 
 from __future__ import annotations
 
-import json
+import codecs
+import math
 import random
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
+from megatron_async.config.files import parse_json
 from megatron_async.config.rollout import TaskConfig
-from megatron_async.errors import UserError
+from megatron_async.errors import UserError, shown
 from megatron_async.tasks.answers import final_answer
 from megatron_async.tasks.base import Judgement, Problem, is_heldout, stable_hash
 
@@ -36,9 +38,11 @@ def read_jsonl(path: str, required: tuple[str, ...], setting: str) -> list[dict[
 def _objects(path: str, setting: str) -> list[tuple[str, dict[str, Any]]]:
     """(what a refusal names, object) of every line that is not blank; at least one."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        # Only "\n" ends a line: JSON may hold U+2028 and U+0085 as they are.
+        lines = Path(path).read_bytes().split(b"\n")
+    except (OSError, ValueError) as error:
         raise UserError(f"{setting} {path!r} cannot be read: {error}") from error
+    lines[0] = lines[0].removeprefix(codecs.BOM_UTF8)
     places = ((f"{setting} {path}, line {i}", line) for i, line in enumerate(lines, start=1))
     rows = [(where, _object(line, where)) for where, line in places if line.strip()]
     if not rows:
@@ -46,11 +50,11 @@ def _objects(path: str, setting: str) -> list[tuple[str, dict[str, Any]]]:
     return rows
 
 
-def _object(line: str, where: str) -> dict[str, Any]:
+def _object(line: bytes, where: str) -> dict[str, Any]:
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where} is not valid JSON: {error.msg}") from error
+        row = parse_json(line.decode(), where)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where} is not UTF-8 text (byte {error.start})") from error
     if not isinstance(row, dict):
         raise UserError(f"{where} must be an object, got {type(row).__name__}")
     return row
@@ -59,10 +63,13 @@ def _object(line: str, where: str) -> dict[str, Any]:
 def _texts(row: dict[str, Any], required: tuple[str, ...], where: str) -> dict[str, str]:
     for key in required:
         value = row.get(key)
-        if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-            raise UserError(f"{where}: `{key}` must be a text or a number, got {value!r}")
+        infinite = isinstance(value, float) and not math.isfinite(value)
+        if isinstance(value, bool) or not isinstance(value, (str, int, float)) or infinite:
+            raise UserError(f"{where}: `{key}` must be a text or a number, got {shown(value)}")
         if not str(value).strip():
             raise UserError(f"{where}: `{key}` is empty")
+        if any("\ud800" <= c <= "\udfff" for c in str(value)):
+            raise UserError(f"{where}: `{key}` holds half of a surrogate pair, got {shown(value)}")
     return {key: str(row[key]) for key in required}
 
 
@@ -70,11 +77,11 @@ def _problem(row: dict[str, Any], where: str) -> Problem:
     texts = _texts(row, ("prompt", "answer"), where)
     priority = row.get("priority", 0)
     if isinstance(priority, bool) or not isinstance(priority, int):
-        raise UserError(f"{where}: `priority` must be a whole number, got {priority!r}")
+        raise UserError(f"{where}: `priority` must be a whole number, got {shown(priority)}")
     if abs(priority) > _LARGEST_PRIORITY:
         raise UserError(
             f"{where}: `priority` must be between -{_LARGEST_PRIORITY} and {_LARGEST_PRIORITY}, "
-            f"got {priority}"
+            f"got {shown(priority)}"
         )
     return Problem(texts["prompt"], {"answer": texts["answer"]}, priority=priority)
 
@@ -163,7 +170,7 @@ def exactly_equal(reference: str, answer: str) -> bool:
 
 
 def mathematically_equal(reference: str, answer: str) -> bool:
-    """math-verify's verdict, without its own limit (it needs `signal.alarm` of a main thread)."""
+    """Equal to math-verify, without its own limit (it needs `signal.alarm` of a main thread)."""
     from math_verify import parse, verify
 
     if exactly_equal(reference, answer):

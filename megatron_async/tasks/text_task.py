@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from megatron_async.config.files import read_json_object
 from megatron_async.config.rollout import TaskConfig
-from megatron_async.errors import UserError
+from megatron_async.errors import UserError, shown
 from megatron_async.tasks.base import Problem, ProblemSource, WorkedExample
 from megatron_async.tasks.jsonl import worked_lines
 from megatron_async.trajectory.types import IntArray, Prompt
@@ -137,7 +137,7 @@ def load_tokenizer(model_path: str) -> Any:
         tokenizer = Reader.from_pretrained(
             model_path, local_files_only=True, trust_remote_code=False
         )
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # a damaged file raises anything
         raise UserError(f"model.path {model_path!r} has no readable tokenizer: {error}") from error
     if tokenizer.eos_token_id is None:
         raise UserError(f"model.path {model_path!r}: the tokenizer has no end-of-text token")
@@ -146,11 +146,10 @@ def load_tokenizer(model_path: str) -> Any:
 
 def _named_class(model_path: str) -> str:
     """The class that the directory wants; empty if it does not say."""
-    try:
-        settings = json.loads((Path(model_path) / "tokenizer_config.json").read_text())
-    except (OSError, ValueError):  # whoever reads the tokenizer says what is wrong
+    file = Path(model_path) / "tokenizer_config.json"
+    if not file.is_file():
         return ""
-    return str(settings.get("tokenizer_class", "")) if isinstance(settings, dict) else ""
+    return str(read_json_object(file, f"model.path: {file}").get("tokenizer_class", ""))
 
 
 def stop_tokens(model_path: str, tokenizer: Any) -> tuple[int, ...]:
@@ -158,9 +157,12 @@ def stop_tokens(model_path: str, tokenizer: Any) -> tuple[int, ...]:
     stops = {int(tokenizer.eos_token_id)}
     file = Path(model_path) / "generation_config.json"
     if file.is_file():
-        try:
-            more = json.loads(file.read_text()).get("eos_token_id")
-        except json.JSONDecodeError as error:
-            raise UserError(f"model.path: {file} is not valid JSON: {error.msg}") from error
-        stops.update([more] if isinstance(more, int) else more or [])
+        more = read_json_object(file, f"model.path: {file}").get("eos_token_id")
+        ids = more if isinstance(more, list) else [] if more is None else [more]
+        if not all(type(token) is int and 0 <= token < 1 << 31 for token in ids):
+            raise UserError(
+                f"model.path: {file}: eos_token_id is {shown(more)}; it must be a token or a list "
+                "of tokens"
+            )
+        stops.update(ids)
     return tuple(sorted(stops))

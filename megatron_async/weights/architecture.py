@@ -10,13 +10,19 @@ Invariants
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
-from megatron_async.errors import UserError
+from megatron_async.config.files import read_json_object
+from megatron_async.errors import UserError, shown
+
+LARGEST_SIZE: Final = (1 << 31) - 1
+"""Of any dimension or count in a config.json: what tensors can have."""
+MOST_LAYERS: Final = 100_000
+DTYPES: Final = ("float32", "bfloat16", "float16")
 
 RopeKind = Literal["default", "linear", "llama3"]
 Activation = Literal["silu", "gelu_tanh"]
@@ -90,83 +96,140 @@ class Architecture:
 
 
 class ConfigReader:
-    """Typed access to config.json; every refusal names the file's key and value."""
+    """Typed access to config.json; every refusal names the file, its key and the value."""
 
-    def __init__(self, raw: Mapping[str, Any], family: str) -> None:
+    def __init__(self, raw: Mapping[str, Any], family: str, where: str = "config.json") -> None:
         self.raw = raw
         self.family = family
+        self.where = where
 
-    def integer(self, key: str, default: int | None = None) -> int:
+    def integer(self, key: str, default: int | None = None, largest: int = LARGEST_SIZE) -> int:
+        """A number from 1 to `largest`."""
         value = self.raw.get(key)
         value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise UserError(f"config.json: {key} is {value!r}; it must be a positive integer")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:
+            raise self.error(key, value, f"a whole number from 1 to {largest}")
         return value
 
     def number(self, key: str, default: float) -> float:
+        """A positive number."""
         value = self.raw.get(key)
-        value = default if value is None else value
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise UserError(f"config.json: {key} is {value!r}; it must be a number")
-        return float(value)
+        return self._positive(key, default if value is None else value)
 
     def flag(self, key: str, default: bool = False) -> bool:
         value = self.raw.get(key)
-        return default if value is None else bool(value)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise self.error(key, value, "true or false")
+        return value
+
+    def mapping(self, key: str, value: Any) -> Mapping[str, Any]:
+        """`value` of `key`, as it is."""
+        if not isinstance(value, Mapping):
+            raise self.error(key, value, "a mapping")
+        return value
 
     def refuse(self, key: str, allowed: Sequence[Any] = (None, False)) -> None:
         """Raises UserError when `key` is set to anything that is not `allowed`."""
         value = self.raw.get(key)
         if value not in allowed:
             raise UserError(
-                f"config.json: {key} is {value!r}, which is not supported for {self.family}"
+                f"{self.where}: {key} is {shown(value)}, which is not supported for {self.family}"
             )
 
+    def error(self, key: str, value: Any, wanted: str) -> UserError:
+        """What to raise for a value that does not fit."""
+        return UserError(f"{self.where}: {key} is {shown(value)}; it must be {wanted}")
+
+    def _positive(self, key: str, value: Any) -> float:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            try:
+                number = float(value)
+            except OverflowError:
+                number = math.inf
+            if 0 < number < math.inf:
+                return number
+        raise self.error(key, value, "a positive number")
+
     def head_dim(self) -> int:
-        heads = self.integer("num_attention_heads")
-        if self.raw.get("head_dim") is not None:
-            return self.integer("head_dim")
-        return self.integer("hidden_size") // heads
+        """Of its own, or the hidden size shared by the heads; even, because rope turns pairs."""
+        hidden, heads = self.integer("hidden_size"), self.integer("num_attention_heads")
+        if self.raw.get("head_dim") is None and hidden % heads:
+            raise self.error("hidden_size", hidden, f"divisible by num_attention_heads {heads}")
+        size = self.integer("head_dim", hidden // heads)
+        if size % 2:
+            raise self.error("head_dim", size, "even")
+        return size
 
-    def rope(self) -> Rope:
+    def rope(self, default_theta: float = 1e4) -> Rope:
         """`rope_parameters`, or `rope_theta` and `rope_scaling`."""
-        settings = self.raw.get("rope_parameters")
-        if settings is None:
-            settings = {**(self.raw.get("rope_scaling") or {})}
-            settings["rope_theta"] = self.raw.get("rope_theta", 10000.0)
-        return self.rope_from(settings)
+        theta = self.raw.get("rope_theta", default_theta)
+        key = "rope_scaling" if self.raw.get("rope_parameters") is None else "rope_parameters"
+        settings = self.mapping(key, self.raw.get(key) or {})
+        return self.rope_from({"rope_theta": theta, **settings}, key)
 
-    def rope_from(self, settings: Mapping[str, Any]) -> Rope:
+    def rope_from(self, settings: Mapping[str, Any], key: str) -> Rope:
+        """The rope of these settings, which `key` of the config holds."""
         kind = settings.get("rope_type", settings.get("type", "default"))
         if kind not in ("default", "linear", "llama3"):
             raise UserError(
-                f"config.json: rope type {kind!r} is not supported; default, linear and llama3 are"
+                f"{self.where}: {key} has the rope type {shown(kind)}, which is not supported; "
+                "default, linear and llama3 are"
             )
         if settings.get("partial_rotary_factor", 1.0) != 1.0:
             raise UserError(
-                "config.json: partial_rotary_factor is "
-                f"{settings['partial_rotary_factor']!r}; only 1.0 is supported"
+                f"{self.where}: partial_rotary_factor is "
+                f"{shown(settings['partial_rotary_factor'])}; only 1.0 is supported"
             )
-        theta = float(settings.get("rope_theta", 10000.0))
+
+        def positive(name: str) -> float:
+            return self._positive(f"{key}.{name}", settings.get(name))
+
+        theta = self._positive("rope_theta", settings["rope_theta"])
         if kind == "default":
             return Rope(theta=theta)
         if kind == "linear":
-            return Rope(theta=theta, kind="linear", factor=float(settings["factor"]))
+            return Rope(theta=theta, kind="linear", factor=positive("factor"))
+        low, high = positive("low_freq_factor"), positive("high_freq_factor")
+        if low >= high:
+            raise self.error(f"{key}.high_freq_factor", high, f"above low_freq_factor {low}")
+        positions = ConfigReader(settings, self.family, f"{self.where}: {key}")
         return Rope(
             theta=theta,
             kind="llama3",
-            factor=float(settings["factor"]),
-            low_freq_factor=float(settings["low_freq_factor"]),
-            high_freq_factor=float(settings["high_freq_factor"]),
-            original_max_positions=int(settings["original_max_position_embeddings"]),
+            factor=positive("factor"),
+            low_freq_factor=low,
+            high_freq_factor=high,
+            original_max_positions=positions.integer("original_max_position_embeddings"),
         )
+
+    def experts(self, count_key: str, width_key: str, *, normalize_top_k: bool) -> Experts:
+        """The mixture that these keys describe."""
+        count = self.integer(count_key)
+        return Experts(
+            num=count,
+            top_k=self.integer("num_experts_per_tok", largest=count),
+            ffn_size=self.integer(width_key),
+            normalize_top_k=normalize_top_k,
+        )
+
+    def layers(self) -> int:
+        return self.integer("num_hidden_layers", largest=MOST_LAYERS)
+
+    def dtype(self) -> str:
+        """The precision of the weights."""
+        name = self.raw.get("dtype") or self.raw.get("torch_dtype") or "float32"
+        name = name.removeprefix("torch.") if isinstance(name, str) else name
+        if name not in DTYPES:
+            raise self.error("dtype", name, f"one of {', '.join(DTYPES)}")
+        return str(name)
 
     def dense(self, **extra: Any) -> Architecture:
         """The fields that all supported decoders share, plus `extra`."""
         heads = self.integer("num_attention_heads")
         fields: dict[str, Any] = {
             "family": self.family,
-            "num_layers": self.integer("num_hidden_layers"),
+            "num_layers": self.layers(),
             "hidden_size": self.integer("hidden_size"),
             "ffn_size": self.integer("intermediate_size"),
             "num_heads": heads,
@@ -176,7 +239,7 @@ class ConfigReader:
             "max_positions": self.integer("max_position_embeddings", 2048),
             "norm_eps": self.number("rms_norm_eps", 1e-6),
             "tied_head": self.flag("tie_word_embeddings"),
-            "dtype": str(self.raw.get("dtype") or self.raw.get("torch_dtype") or "float32"),
+            "dtype": self.dtype(),
             "raw": self.raw,
         }
         if "rope" not in extra:
@@ -185,7 +248,7 @@ class ConfigReader:
         architecture = Architecture(**fields)
         if architecture.num_heads % architecture.num_kv_heads:
             raise UserError(
-                f"config.json: num_attention_heads {architecture.num_heads} is not divisible by "
+                f"{self.where}: num_attention_heads {architecture.num_heads} is not divisible by "
                 f"num_key_value_heads {architecture.num_kv_heads}"
             )
         return architecture
@@ -198,12 +261,6 @@ def read_config_json(model_dir: Path | str) -> dict[str, Any]:
         raise UserError("model.path is empty; it must name a Hugging Face model directory")
     if not Path(model_dir).is_dir():
         raise UserError(f"model.path {model_dir} is not a directory")
-    try:
-        raw = json.loads(path.read_text())
-    except FileNotFoundError as error:
-        raise UserError(f"model.path {model_dir} has no config.json") from error
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
-    if not isinstance(raw, dict):
-        raise UserError(f"{path} must hold a JSON object, got {type(raw).__name__}")
-    return raw
+    if not path.exists():
+        raise UserError(f"model.path {model_dir} has no config.json")
+    return read_json_object(path, f"model.path: {path}")

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from megatron_async.errors import UserError
 from megatron_async.weights.architecture import Architecture
 from megatron_async.weights.export import SENDER, NamedTensor, export_buckets
-from megatron_async.weights.load import INDEX_FILE, SINGLE_FILE
+from megatron_async.weights.model_files import INDEX_FILE, SINGLE_FILE
 from megatron_async.weights.placement import unwrap
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
@@ -61,18 +61,9 @@ def save_hf(
 
 def checkpoint_dtype(architecture: Architecture) -> torch.dtype:
     """The precision that config.json states."""
-    dtypes = {
-        "float32": torch.float32,
-        "bfloat16": torch.bfloat16,
-        "float16": torch.float16,
-    }
-    name = architecture.dtype.removeprefix("torch.")
-    if name not in dtypes:
-        raise UserError(
-            f"config.json: dtype is {architecture.dtype!r}; float32, bfloat16 and float16 are "
-            "supported"
-        )
-    return dtypes[name]
+    dtype = getattr(torch, architecture.dtype)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
 def write_model_directory(

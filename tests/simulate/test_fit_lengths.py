@@ -156,7 +156,7 @@ def test_what_no_removal_has_committed_is_left_out(
 def test_a_torn_line_of_any_other_file_is_named(export: Path) -> None:
     copied = export.with_name("copy.jsonl")
     copied.write_text(export.read_text()[:-10])
-    with pytest.raises(UserError, match=rf"{copied}, line 32, is not JSON or numbers"):
+    with pytest.raises(UserError, match=rf"{copied}, line 32, is not valid JSON"):
         read_lengths(copied)
 
 

@@ -11,7 +11,7 @@ import pytest
 from megatron_async.errors import UserError
 from megatron_async.weights.architecture import Rope
 from megatron_async.weights.families import families, read_architecture, rules_of
-from megatron_async.weights.load import SafetensorsDirectory
+from megatron_async.weights.model_files import SafetensorsDirectory
 from tests.hf_models import CASES, EXPERT_CASES, save_hf_model
 
 LLAMA: dict[str, Any] = {
@@ -117,5 +117,5 @@ def test_a_missing_or_damaged_config_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no config"):
         read_architecture(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": ')
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match="is not valid JSON"):
         read_architecture(tmp_path)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from megatron_async.errors import UserError
+from megatron_async.errors import UserError, shown
 from megatron_async.weights.architecture import Architecture, ConfigReader, read_config_json
 from megatron_async.weights.shards import Rule
 
@@ -46,13 +46,13 @@ def read_architecture(model_dir: Path | str) -> Architecture:
     """
     raw = read_config_json(model_dir)
     model_type = raw.get("model_type")
-    family = families().get(str(model_type))
-    if family is None:
+    if not isinstance(model_type, str) or model_type not in families():
         raise UserError(
-            f"model_type {model_type!r} in {model_dir}/config.json is not supported; supported "
-            f"are {', '.join(sorted(families()))}"
+            f"model_type {shown(model_type)} in {model_dir}/config.json is not supported; "
+            f"supported are {', '.join(sorted(families()))}"
         )
-    return family.architecture(ConfigReader(raw, family.model_type))
+    where = f"model.path: {Path(model_dir) / 'config.json'}"
+    return families()[model_type].architecture(ConfigReader(raw, model_type, where))
 
 
 def rules_of(architecture: Architecture) -> tuple[Rule, ...]:

@@ -35,23 +35,31 @@ def _architecture(config: ConfigReader) -> Architecture:
 
 def _ropes(config: ConfigReader) -> tuple[Rope, Rope]:
     """(global, local), as transformers 5 and as transformers 4 write them."""
-    settings = config.raw.get("rope_parameters")
-    if settings is not None:
-        return (
-            config.rope_from(settings["full_attention"]),
-            config.rope_from(settings["sliding_attention"]),
+    key = "rope_parameters"
+    if config.raw.get(key) is not None:
+        both = config.mapping(key, config.raw[key])
+        full, local = (
+            config.mapping(f"{key}.{name}", both.get(name))
+            for name in ("full_attention", "sliding_attention")
         )
-    scaling = config.raw.get("rope_scaling") or {}
-    full = {**scaling, "rope_theta": config.number("rope_theta", 1e6)}
-    return config.rope_from(full), Rope(theta=config.number("rope_local_base_freq", 1e4))
+        return (
+            config.rope_from({"rope_theta": 1e6, **full}, f"{key}.full_attention"),
+            config.rope_from({"rope_theta": 1e4, **local}, f"{key}.sliding_attention"),
+        )
+    return config.rope(default_theta=1e6), Rope(theta=config.number("rope_local_base_freq", 1e4))
 
 
 def _local_layers(config: ConfigReader) -> tuple[bool, ...]:
-    kinds = config.raw.get("layer_types")
-    if kinds is not None:
-        return tuple(kind == "sliding_attention" for kind in kinds)
-    period = config.integer("sliding_window_pattern", 6)
-    return tuple((layer + 1) % period != 0 for layer in range(config.integer("num_hidden_layers")))
+    layers, kinds = config.layers(), config.raw.get("layer_types")
+    if kinds is None:
+        period = config.integer("sliding_window_pattern", 6)
+        return tuple((layer + 1) % period != 0 for layer in range(layers))
+    known = ("sliding_attention", "full_attention")
+    if not isinstance(kinds, list) or len(kinds) != layers or any(k not in known for k in kinds):
+        raise config.error(
+            "layer_types", kinds, f"a list of {layers}, each of {' or '.join(known)}"
+        )
+    return tuple(kind == "sliding_attention" for kind in kinds)
 
 
 def _feed_forward(architecture: Architecture) -> list[Rule]:

@@ -1,6 +1,6 @@
 """Mixtral: experts w1 (gate), w3 (up), w2 (down) in every layer, their weights summing to 1."""
 
-from megatron_async.weights.architecture import Architecture, ConfigReader, Experts
+from megatron_async.weights.architecture import Architecture, ConfigReader
 from megatron_async.weights.decoder import decoder_rules, expert_rules
 from megatron_async.weights.families import Family
 from megatron_async.weights.shards import Rule
@@ -10,13 +10,11 @@ def _architecture(config: ConfigReader) -> Architecture:
     config.refuse("sliding_window")
     config.refuse("hidden_act", (None, "silu"))
     config.refuse("router_jitter_noise", (None, 0, 0.0))
-    experts = Experts(
-        num=config.integer("num_local_experts"),
-        top_k=config.integer("num_experts_per_tok"),
-        ffn_size=config.integer("intermediate_size"),
-        normalize_top_k=True,
+    return config.dense(
+        experts=config.experts("num_local_experts", "intermediate_size", normalize_top_k=True),
+        rope=config.rope(default_theta=1e6),
+        norm_eps=config.number("rms_norm_eps", 1e-5),
     )
-    return config.dense(experts=experts)
 
 
 def _feed_forward(architecture: Architecture) -> list[Rule]:

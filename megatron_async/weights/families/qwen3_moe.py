@@ -1,6 +1,6 @@
 """Qwen3-MoE (30B-A3B, 235B-A22B): Qwen3 attention, experts in every layer, no shared expert."""
 
-from megatron_async.weights.architecture import Architecture, ConfigReader, Experts
+from megatron_async.weights.architecture import Architecture, ConfigReader
 from megatron_async.weights.decoder import decoder_rules, expert_rules
 from megatron_async.weights.families import Family
 from megatron_async.weights.shards import Rule
@@ -14,12 +14,8 @@ def _architecture(config: ConfigReader) -> Architecture:
     config.refuse("mlp_only_layers", (None, []))
     # transformers 5 writes num_local_experts, the published checkpoints num_experts.
     count_key = "num_experts" if "num_experts" in config.raw else "num_local_experts"
-    experts = Experts(
-        num=config.integer(count_key),
-        top_k=config.integer("num_experts_per_tok"),
-        ffn_size=config.integer("moe_intermediate_size"),
-        normalize_top_k=config.flag("norm_topk_prob"),
-    )
+    normalize = config.flag("norm_topk_prob")
+    experts = config.experts(count_key, "moe_intermediate_size", normalize_top_k=normalize)
     return config.dense(qk_norm=True, experts=experts)
 
 

@@ -1,0 +1,135 @@
+"""Text, JSON and YAML that a person hands over, read so that every refusal is one sentence.
+
+Invariants
+- Files are UTF-8, with or without a byte order mark.
+- What is returned is whole and of plain types; every failure of a reader is a UserError that
+  begins with `what`, the name of the thing that was read.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Hashable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+
+from megatron_async.errors import UserError, shown
+
+_MOST_LEVELS = 32
+_MOST_VALUES = 1_000_000
+_MISFIT = "a value does not fit its tag"
+
+
+def read_text(path: Path, what: str) -> str:
+    """The file's text."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise UserError(f"{what} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{what} is not UTF-8 text (byte {error.start})") from error
+    except ValueError as error:  # a path with a null byte
+        raise UserError(f"{what} cannot be read: {error}") from error
+
+
+def parse_json(text: str, what: str) -> Any:
+    """The value that `text` holds."""
+    try:
+        return json.loads(text, parse_constant=_no_constant)
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, " * ("\n" in text) + f"column {error.colno}"
+        raise UserError(f"{what} is not valid JSON: {error.msg} ({where})") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{what} is not valid JSON: {_reason(error)}") from error
+
+
+def read_json_object(path: Path, what: str) -> dict[str, Any]:
+    """The object that the file holds."""
+    content = parse_json(read_text(path, what), what)
+    if not isinstance(content, dict):
+        raise UserError(f"{what} must hold a JSON object, got {type(content).__name__}")
+    return content
+
+
+def parse_yaml(text: str, what: str) -> Any:
+    """The value that `text` holds; no mapping has a key twice."""
+    try:
+        content = yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
+        raise UserError(f"{what} is not valid YAML: {error.problem}{where}") from error
+    # The last four: a value that does not fit its tag, as in `!!int ""`.
+    except (
+        yaml.YAMLError,
+        RecursionError,
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+    ) as error:
+        raise UserError(f"{what} is not valid YAML: {_reason(error)}") from error
+    _check_plain(content, what, "", itertools.count(1))
+    return content
+
+
+def _check_plain(value: object, what: str, where: str, seen: Iterator[int], depth: int = 0) -> None:
+    """Raises UserError for what YAML can express and JSON cannot.
+
+    `seen` counts values and `depth` levels, because YAML's aliases make cycles and towers.
+    """
+    if depth > _MOST_LEVELS or next(seen) > _MOST_VALUES:
+        raise UserError(f"{what} holds more than {_MOST_LEVELS} levels or {_MOST_VALUES:,} values")
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if not isinstance(key, str) or not _is_plain(key):
+                raise UserError(f"{what}: {where or 'it'} has the key {shown(key)}; keys are texts")
+            _check_plain(inner, what, f"{where}.{key}" if where else key, seen, depth + 1)
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            _check_plain(inner, what, f"{where}.{number}", seen, depth + 1)
+    elif not _is_plain(value):
+        raise UserError(
+            f"{what}: {where or 'the value'} is {shown(value)}; a value is a text, a finite number "
+            "of at most 64 bits, true, false, null, a list or a mapping"
+        )
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, str):
+        return not any(c == "\0" or "\ud800" <= c <= "\udfff" for c in value)
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, int):
+        return -(1 << 63) <= value < 1 << 63
+    return value is None
+
+
+class _Loader(yaml.SafeLoader):
+    """Plain types only, and no key twice: PyYAML would keep the last one without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in seen:
+                    problem = f"{shown(key.value)} is set twice"
+                    raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    if "integer string conversion" in str(error):
+        return "it holds a number of thousands of digits"
+    return str(error) if isinstance(error, ValueError | yaml.YAMLError) else _MISFIT

@@ -1,0 +1,126 @@
+"""Damaged inputs at the command line: exit code 2, one sentence, nothing made."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_async import cli
+from tests.inputs.model_directories import CONFIGS, write_model
+
+Damage = Callable[[Path], None]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("commands") / "whole", "llama")
+
+
+def _config(**changes: Any) -> Damage:
+    def write(folder: Path) -> None:
+        (folder / "config.json").write_text(json.dumps({**CONFIGS["llama"], **changes}))
+
+    return write
+
+
+def _bytes(name: str, content: bytes) -> Damage:
+    return lambda folder: (folder / name).write_bytes(content) and None
+
+
+def _cut_weights(folder: Path) -> None:
+    os.truncate(folder / "model.safetensors", 1000)
+
+
+DAMAGES: dict[str, tuple[Damage, str]] = {
+    "wrong hidden size": (_config(hidden_size=16, head_dim=4), "config.json asks for (128, 16)"),
+    "wrong layer count": (_config(num_hidden_layers=3), "config.json asks for 3 layers"),
+    "layers as text": (_config(num_hidden_layers="two"), "num_hidden_layers is 'two'"),
+    "rope without factor": (_config(rope_scaling={"type": "linear"}), "rope_scaling.factor"),
+    "lone surrogate": (_config(model_type="\ud800"), r"model_type '\ud800'"),
+    "not UTF-8": (_bytes("config.json", b'{"\xff": 1}'), "is not UTF-8 text"),
+    "cut weights": (_cut_weights, "model.safetensors cannot be read"),
+    "damaged tokenizer": (_bytes("tokenizer.json", b"[1"), "has no readable tokenizer"),
+    "odd generation config": (
+        _bytes("generation_config.json", b'{"eos_token_id": ["x"]}'),
+        "eos_token_id is ['x']; it must be a token",
+    ),
+    "deep run file": (_bytes("run.yaml", b"[" * 2000), "is nested too deeply"),
+    "line separators and a bad line": (
+        _bytes("data.jsonl", '{"prompt": "a\u2028b", "answer": 1}\n{"prompt": 1}\n'.encode()),
+        "data.jsonl, line 2: `answer` must be a text or a number, got None",
+    ),
+}
+
+
+def _damaged(whole: Path, folder: Path, damage: Damage) -> list[str]:
+    """Arguments that name a model, a run file and problems in `folder`, one of them damaged."""
+    shutil.copytree(whole, folder, dirs_exist_ok=True)
+    settings = {
+        "root": str(folder / "runs"),
+        "model": {"path": str(folder)},
+        "task": {"kind": "jsonl", "name": "exact", "path": str(folder / "data.jsonl")},
+    }
+    (folder / "run.yaml").write_text(json.dumps(settings))
+    (folder / "data.jsonl").write_text('{"prompt": "1+1=", "answer": 2}\n')
+    damage(folder)
+    return ["--config", str(folder / "run.yaml")]
+
+
+def _is_refusal(code: object, printed: str, sentence: str, folder: Path) -> None:
+    lines = printed.strip().splitlines()
+    assert code == 2 and len(lines) == 1, printed
+    assert lines[0].startswith("error: ") and sentence in lines[0]
+    assert not (folder / "runs").exists(), "nothing may be half-written"
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_train_refuses_before_anything_starts(
+    name: str,
+    whole: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    damage, sentence = DAMAGES[name]
+    arguments = _damaged(whole, tmp_path, damage)
+    monkeypatch.setattr(sys, "argv", ["megatron-async", "train", *arguments])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    _is_refusal(end.value.code, capsys.readouterr().err, sentence, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        (["train"], "wrong hidden size"),
+        (["train"], "cut weights"),
+        (["sft", "--out", "out"], "line separators and a bad line"),
+        (["eval"], "cut weights"),
+        (["simulate"], "not UTF-8"),
+        (["plan"], "layers as text"),
+        (["launch", "--dry-run"], "deep run file"),
+    ],
+)
+def test_commands_refuse_as_processes(
+    command: list[str], name: str, whole: Path, tmp_path: Path
+) -> None:
+    damage, sentence = DAMAGES[name]
+    arguments = _damaged(whole, tmp_path, damage)
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_async.cli", *command, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=tmp_path,
+    )
+    _is_refusal(done.returncode, done.stderr, sentence, tmp_path)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,120 @@
+"""Any JSONL file of problems: its rows, line by line, or one sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_async.config.rollout import TaskConfig
+from megatron_async.errors import UserError
+from megatron_async.tasks.jsonl import JsonlProblems, read_jsonl
+from tests.fuzz import accepted, damaged, fuzzed, json_texts
+
+_texts = st.text(max_size=8) | st.sampled_from(["a\u2028b", "a\u2029b", "a\x85b", "\x0b", "\x1c"])
+_rows = st.fixed_dictionaries(
+    {"prompt": _texts | st.integers(), "answer": _texts | st.floats(allow_nan=False)},
+    optional={"priority": st.integers(), "more": _texts},
+)
+_good_lines = st.builds(
+    lambda row, raw: json.dumps(row, ensure_ascii=not raw), _rows, st.booleans()
+)
+_damaged_lines = st.builds(
+    lambda key, text: '{"prompt": "a", "answer": "b", ' + f'"{key}": {text}' + "}",
+    st.sampled_from(["prompt", "answer", "priority", "more"]),
+    json_texts,
+)
+_lines = (_good_lines | _damaged_lines | json_texts).map(
+    lambda line: line.encode("utf-8", "surrogatepass")
+)
+_files = st.builds(
+    lambda lines, end, last: end.join(lines) + last,
+    st.lists(_lines | st.binary(max_size=6) | st.just(b""), max_size=4),
+    st.sampled_from([b"\n", b"\r\n"]),
+    st.sampled_from([b"", b"\n", b"\r\n"]),
+)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("jsonl") / "problems.jsonl"
+
+
+def _problems(file: Path) -> JsonlProblems:
+    return JsonlProblems(
+        TaskConfig(kind="jsonl", name="exact", path=str(file), heldout_share=1e-12)
+    )
+
+
+def _expected(content: bytes) -> list[tuple[str, str]]:
+    rows = [json.loads(line) for line in content.removeprefix(b"\xef\xbb\xbf").split(b"\n")
+            if line.strip()]  # fmt: skip
+    return [(str(row["prompt"]), str(row["answer"])) for row in rows]
+
+
+def _agrees(file: Path) -> None:
+    problems = accepted(lambda: _problems(file))
+    if problems is not None:
+        expected = _expected(file.read_bytes())
+        found = [problems.train(place) for place in range(len(expected))]
+        assert sorted((p.question, p.payload["answer"]) for p in found) == sorted(expected)
+        for problem in found:
+            json.dumps(problem.payload).encode()
+            problem.question.encode()
+
+
+@fuzzed(400)
+@given(_files)
+def test_fuzz_files(file: Path, content: bytes) -> None:
+    file.write_bytes(content)
+    _agrees(file)
+
+
+@fuzzed(150)
+@given(st.data())
+def test_fuzz_damaged_bytes(file: Path, data: st.DataObject) -> None:
+    rows = [{"prompt": f"What is {i} + 1?", "answer": i + 1, "priority": i} for i in range(3)]
+    whole = "\n".join(json.dumps(row) for row in rows) + "\n"
+    file.write_bytes(data.draw(damaged(whole.encode())))
+    _agrees(file)
+
+
+@pytest.mark.parametrize("inside", ["\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c", "\r"])
+def test_only_a_newline_ends_a_line(file: Path, inside: str) -> None:
+    row = {"prompt": f"a{inside}b", "answer": f"c{inside}d"}
+    text = json.dumps(row, ensure_ascii=inside < " ")
+    file.write_bytes(f'{text}\r\n\n{{"prompt": "last", "answer": 1}}'.encode())
+    problems = _problems(file)
+    found = {p.question: p.payload["answer"] for p in (problems.train(i) for i in range(2))}
+    assert found == {f"a{inside}b": f"c{inside}d", "last": "1"}
+    assert len(read_jsonl(str(file), ("prompt",), "sft.data")) == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        (rb'{"prompt": "\ud800", "answer": "b"}', "`prompt` holds half of a surrogate pair"),
+        (rb'{"prompt": "a", "answer": "\udfff"}', "`answer` holds half of a surrogate pair"),
+        (b'{"prompt": "a", "answer": NaN}', "is not valid JSON: NaN is not a JSON number"),
+        (b'{"prompt": "a", "answer": 1e999}', "`answer` must be a text or a number, got inf"),
+        (b'{"prompt": ' + b"9" * 5000 + b"}", "is not valid JSON: it holds a number of thousands"),
+        (b"[" * 200_000, "is not valid JSON: it is nested too deeply"),
+        (b'{"prompt": "\xff", "answer": "b"}', r"is not UTF-8 text \(byte 12\)"),
+    ],
+)
+def test_a_line_that_cannot_be_read_is_named(file: Path, line: bytes, sentence: str) -> None:
+    file.write_bytes(b'{"prompt": "a", "answer": "b"}\n' + line + b"\n")
+    with pytest.raises(UserError, match=sentence) as caught:
+        _problems(file)
+    assert f"task.path {file}, line 2" in str(caught.value)
+
+
+def test_a_name_that_is_no_file_is_refused() -> None:
+    settings: dict[str, Any] = {"kind": "jsonl", "name": "exact"}
+    for path in ("", "/", "a\0b"):
+        with pytest.raises(UserError, match="cannot be read"):
+            JsonlProblems(TaskConfig(**settings, path=path))

@@ -1,0 +1,196 @@
+"""Any safetensors files beside a config.json: found fit, or refused in one sentence."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from megatron_async.errors import UserError
+from megatron_async.weights.families import read_architecture
+from megatron_async.weights.model_files import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    SafetensorsDirectory,
+    check_weights,
+    expected_tensors,
+)
+from tests.fuzz import accepted, damaged, fuzzed, json_texts
+from tests.inputs.model_directories import write_model
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("weights") / "whole", "qwen3")
+
+
+@pytest.fixture
+def folder(whole: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole, tmp_path / "model"))
+
+
+def _check(folder: Path) -> None:
+    """What is accepted can be read, every tensor whole."""
+    architecture = read_architecture(folder)
+    if accepted(lambda: check_weights(folder, architecture) or True):
+        with SafetensorsDirectory(folder) as directory:
+            for name, shape in expected_tensors(architecture):
+                assert directory.read(name, 0, 0, shape[0]).shape == shape
+
+
+def _header(file: bytes) -> tuple[dict[str, Any], bytes]:
+    (length,) = struct.unpack("<Q", file[:8])
+    return json.loads(file[8 : 8 + length]), file[8 + length :]
+
+
+def _with_header(text: bytes, data: bytes) -> bytes:
+    return struct.pack("<Q", len(text)) + text + data
+
+
+@fuzzed(150)
+@given(st.data())
+def test_fuzz_damaged_bytes(
+    whole: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    folder = _scratch(whole, tmp_path_factory)
+    file = (whole / SINGLE_FILE).read_bytes()
+    (folder / SINGLE_FILE).write_bytes(data.draw(damaged(file)))
+    _check(folder)
+
+
+@fuzzed(250)
+@given(st.data())
+def test_fuzz_changed_headers(
+    whole: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    """Fields of a header changed, with the bytes behind it as they were."""
+    folder = _scratch(whole, tmp_path_factory)
+    header, tail = _header((whole / SINGLE_FILE).read_bytes())
+    texts = {name: json.dumps(entry) for name, entry in header.items()}
+    name = data.draw(st.sampled_from(sorted(header)))
+    match data.draw(st.sampled_from(["field", "entry", "rename", "remove"])):
+        case "field":
+            field = data.draw(st.sampled_from(["dtype", "shape", "data_offsets", "more"]))
+            value = data.draw(
+                json_texts
+                | st.sampled_from(['"F16"', '"I32"', '"F64"', '"F8_E4M3"', "[0, 0]", "[8, 4]"])
+                | st.lists(st.integers(0, 2000), max_size=3).map(json.dumps)
+            )
+            fields = {key: json.dumps(old) for key, old in header[name].items()} | {field: value}
+            texts[name] = "{" + ",".join(f'"{k}":{v}' for k, v in fields.items()) + "}"
+        case "entry":
+            texts[name] = data.draw(json_texts)
+        case "rename":
+            texts[data.draw(st.text(st.characters(exclude_categories=["Cs"]), max_size=9))] = (
+                texts.pop(name)
+            )
+        case "remove":
+            del texts[name]
+    text = "{" + ",".join(f"{json.dumps(k)}:{v}" for k, v in texts.items()) + "}"
+    (folder / SINGLE_FILE).write_bytes(_with_header(text.encode("utf-8", "replace"), tail))
+    _check(folder)
+
+
+@fuzzed(150)
+@given(st.data())
+def test_fuzz_changed_indexes(
+    whole: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    folder = _scratch(whole, tmp_path_factory)
+    shutil.copy(whole / SINGLE_FILE, folder)
+    header, _ = _header((whole / SINGLE_FILE).read_bytes())
+    texts = dict.fromkeys(header, json.dumps(SINGLE_FILE))
+    name = data.draw(st.sampled_from(sorted(texts)))
+    texts[name] = data.draw(
+        json_texts
+        | st.sampled_from(
+            ['"../x"', '"nowhere.safetensors"', '"config.json"', '"."', '""', '"\\ud800"']
+        )
+    )
+    index = data.draw(
+        st.just('{"weight_map": {' + ",".join(f'"{k}":{v}' for k, v in texts.items()) + "}}")
+        | json_texts.map(lambda text: f'{{"weight_map": {text}}}')
+        | json_texts
+    )
+    (folder / INDEX_FILE).write_text(index, "utf-8", "surrogatepass")
+    _check(folder)
+
+
+def _scratch(whole: Path, factory: pytest.TempPathFactory) -> Path:
+    """A directory that examples share: config.json and nothing else."""
+    folder = factory.getbasetemp() / "scratch"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    shutil.copy(whole / "config.json", folder)
+    return folder
+
+
+Change = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (
+            lambda t: {k: v for k, v in t.items() if "1.mlp.up" not in k},
+            r"model\.layers\.1\.mlp\.up_proj\.weight is missing; config\.json asks for 2 layers",
+        ),
+        (
+            lambda t: {**t, "model.norm.weight": torch.ones(7)},
+            r"model\.norm\.weight has shape \(7,\), config\.json asks for \(8,\)",
+        ),
+        (
+            lambda t: {**t, "model.norm.weight": torch.ones(8, dtype=torch.int32)},
+            r"model\.norm\.weight holds I32; weights must be one of F64, F32, F16, BF16",
+        ),
+        (
+            lambda t: {**t, "model.layers.0.self_attn.q_proj.bias": torch.zeros(4)},
+            r"q_proj\.bias is unknown to family qwen3 with the 2 layers",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit_the_config_are_named(
+    folder: Path, change: Change, sentence: str
+) -> None:
+    save_file(change(load_file(folder / SINGLE_FILE)), folder / SINGLE_FILE)
+    with pytest.raises(UserError, match=sentence):
+        check_weights(folder, read_architecture(folder))
+
+
+@pytest.mark.parametrize("kept", [0, 7, 8, 100, -1])
+def test_a_cut_file_is_named(folder: Path, kept: int) -> None:
+    file = (folder / SINGLE_FILE).read_bytes()
+    (folder / SINGLE_FILE).write_bytes(file[:kept])
+    with pytest.raises(UserError, match=r"model\.safetensors cannot be read"):
+        check_weights(folder, read_architecture(folder))
+
+
+def test_shards_of_an_index_are_all_opened(folder: Path) -> None:
+    tensors = load_file(folder / SINGLE_FILE)
+    (folder / SINGLE_FILE).unlink()
+    names = sorted(tensors)
+    files = {f"model-{i}.safetensors": names[i::2] for i in range(2)}
+    for file, held in files.items():
+        save_file({name: tensors[name] for name in held}, folder / file)
+    weight_map = {name: file for file, held in files.items() for name in held}
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
+    architecture = read_architecture(folder)
+    check_weights(folder, architecture)
+
+    weight_map[names[0]] = "model-1.safetensors"
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(UserError, match=r"is in model-1\.safetensors, which does not hold it"):
+        check_weights(folder, architecture)
+
+    (folder / "model-1.safetensors").unlink()
+    with pytest.raises(UserError, match=r"model-1\.safetensors is missing"):
+        check_weights(folder, architecture)
