@@ -34,7 +34,7 @@ from megatron_async.tasks.scorer_frames import (
 
 START_TIMEOUT_SECONDS: Final = 120.0
 
-_END_TIMEOUT_SECONDS = 15.0
+_END_TIMEOUT_SECONDS = 75.0  # more than a keeper takes at most to end what is left
 _CREDENTIALS = struct.Struct("3i")  # process, user and group id of a packet's sender
 _MODULE = "megatron_async.tasks.verifier_process"
 

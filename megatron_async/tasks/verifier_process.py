@@ -50,7 +50,7 @@ _LOG_BYTES = 16 << 10
 _TAIL_BYTES = 2000
 _PIECE_BYTES = 4096  # a pipe that is ready takes so much without waiting
 _REAP_MILLISECONDS = 1000.0
-_END_SECONDS = 5.0
+_END_SECONDS = 60.0  # on a busy machine one look at all processes takes a second
 _ERROR_CHARACTERS = 500
 
 
@@ -184,7 +184,7 @@ def _end_descendants() -> None:
                 pass
         except ChildProcessError:
             return
-        time.sleep(0.002)
+        time.sleep(0.01)
 
 
 def main(config_json: str) -> int:

@@ -104,11 +104,13 @@ def leave_children(score: Any) -> Any:
     """One child, and one grandchild in a session of its own, whose parents have ended."""
     if os.fork() == 0:
         time.sleep(600)
-    if os.fork() == 0:
+    between = os.fork()
+    if between == 0:
         os.setsid()
         if os.fork() == 0:
             time.sleep(600)
         os._exit(0)
+    os.waitpid(between, 0)
     return score
 
 
