@@ -92,6 +92,7 @@ def test_auto_concurrency_moves_and_the_metrics_tell_it(
         "steps": 16,
         "schedule": {"preset": "copris", "concurrency": "auto"},
         "experiment": {"forced_lengths": [20, 30, 20, 60]},
+        "telemetry": {"record_steps": 100},  # all of it in one file
     }
     config = settings("auto", tmp_path, model, changes)
     directory = RunDirectory.create(config)
