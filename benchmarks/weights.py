@@ -40,9 +40,9 @@ from benchmarks.command import command_line
 from megatron_async.config import RunConfig, build_config
 from megatron_async.config.rollout import SamplingConfig
 from megatron_async.rollout.interfaces import GenerationRequest
+from megatron_async.rollout.probe import PROMPTS, errors, packed, sample
 from megatron_async.rollout.sglang_client import SGLangClient
 from megatron_async.rollout.sglang_process import SGLangProcess
-from megatron_async.run.loop import probe_batch
 from megatron_async.tasks.tiny_model import TinyModel, build_tiny_model
 from megatron_async.trainer.parallel import parallel_session
 from megatron_async.trainer.step import PolicyTrainer
@@ -52,10 +52,12 @@ from megatron_async.weights.families import rules_of
 from megatron_async.weights.http import EngineAddress
 from megatron_async.weights.publisher import WeightPublisher
 from megatron_async.weights.transport import TransferReport
-from megatron_async.weights.verify import check_probe, engine_parameter
+from megatron_async.weights.verify import engine_parameter
 
 MIB = 1 << 20
 LAYER_PARAMETERS = 1536 * (1536 + 2 * 512 + 1536 + 3 * 6144)
+# Mean error of log-probs with which `delta` passes.
+_ROUNDED_TO_BFLOAT16 = 0.05
 TRANSPORTS = ("distributed", "tensor", "disk", "delta")
 RUNNING = 2
 SMALL_BUCKET_MIB = 8
@@ -268,10 +270,15 @@ class Bench:
         return Update(publisher.report, verified, still, raw)
 
     async def _verify(self, client: SGLangClient, version: PolicyVersion) -> None:
-        probe = probe_batch(settings(self.model, "disk", 1), self.trainer.vocab_size)
+        weights = settings(self.model, "disk", 1).weights
         await client.checksum()
-        expected = self.trainer.compute_logprobs(probe)[1:].astype(np.float32)
-        check_probe("engine", await client.score(probe.token_ids_T), expected, 0.05, version)
+        prompts = [np.array([5, 6, 7, i], np.int32) for i in range(PROMPTS)]
+        tokens, limit = weights.probe_tokens, weights.timeout_seconds
+        samples = await sample(client, prompts, SamplingConfig(), version, tokens, limit)
+        logprobs_T = self.trainer.compute_logprobs(packed(samples, 1.0))
+        [error] = errors(samples, logprobs_T).values()
+        if not error.mean <= _ROUNDED_TO_BFLOAT16:
+            raise RuntimeError(f"the engine does not hold the trainer's weights: {error}")
 
 
 async def _stream(client: SGLangClient, name: str, arrivals: list[float]) -> None:

@@ -4,7 +4,7 @@
 #
 # Its settings are for two CPU cores. Where there is a GPU it stays idle, and the environment for the
 # CPU lies beside the other, in .venv-cpu. MEGATRON_ASYNC_FLAVOUR=gpu uses the GPUs (untested), of which
-# the two trainer ranks and the engine need three, and weights.probe_tolerance=0.05 for bfloat16.
+# the two trainer ranks and the engine need three.
 set -euo pipefail
 if [ "${MEGATRON_ASYNC_FLAVOUR:-cpu}" = cpu ] && nvidia-smi -L >/dev/null 2>&1; then
   root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

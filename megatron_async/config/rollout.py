@@ -244,11 +244,18 @@ class WeightsConfig(Settings):
     )
     bucket_mib: int = Field(512, ge=1, description="Size of one bucket, MiB.")
     verify: Literal["every", "first", "never"] = Field(
-        "every", description="When checksums and the probe sequence are compared."
+        "every",
+        description="Updates after which checksums, and ratios of tokens that each engine samples, "
+        "are compared.",
     )
-    probe_tokens: int = Field(48, ge=2, description="Length of the fixed probe sequence.")
-    probe_tolerance: float = Field(
-        0.05, gt=0, description="Mean |engine - trainer| log-prob of the probe; 1e-4 in float32."
+    probe_tokens: int = Field(
+        48, ge=4, description="Tokens that each engine samples for that, over four prompts."
+    )
+    probe_tolerance: float | None = Field(
+        None,
+        gt=0,
+        description="Largest mean |engine - trainer| log-prob of them. Unset: 1e-4 where all "
+        "compute in float32; else learned in the first updates (docs/weights.md).",
     )
     timeout_seconds: float = Field(600.0, gt=0, description="Limit of one whole update.")
 

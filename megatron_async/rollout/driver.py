@@ -221,8 +221,21 @@ class RolloutDriver:
             slot.hold()  # they may answer nothing until they have the weights
         return [slot.client for slot in receivers]
 
+    def sent(self, version: PolicyVersion, engine_ids: Sequence[str]) -> None:
+        """These engines were sent `version`: what they generate with it waits for `verified`."""
+        for engine_id in engine_ids:
+            if (slot := self._slots.get(engine_id)) is not None:
+                slot.expect(version)
+
+    def verified(self, engine_ids: Sequence[str]) -> None:
+        """What these engines were sent last is right: their tokens are taken."""
+        for engine_id in engine_ids:
+            if (slot := self._slots.get(engine_id)) is not None:
+                slot.accept()
+
     def end_update(self, version: PolicyVersion, engine_ids: Sequence[str]) -> None:
-        """These engines hold `version` now (verified)."""
+        """These engines generate with `version` from now on; it is `verified` before or after."""
+        self.sent(version, engine_ids)
         self.statistics.update_ended()
         is_new = version != self._version
         self._version = version
@@ -262,14 +275,16 @@ class RolloutDriver:
             await asyncio.sleep(_IDLE_POLL_SECONDS)
 
     async def quiesce(self) -> None:
-        """End generation for good: running requests are aborted, their tokens kept."""
+        """Nothing is started any more; what runs goes on, also where an update has paused it."""
         self._quiet = True
-        requests = self._generation.of()
         clients = [slot.client for slot in self._slots.values()]
         for slot in self._slots.values():
             slot.release()
         await self._each(clients, lambda client: client.resume())
-        await self._generation.abort(requests)
+
+    async def end_generation(self) -> None:
+        """After `quiesce`: running requests are aborted, their tokens kept."""
+        await self._generation.abort(self._generation.of())
 
     def drop_batch(self, step: int, reason: DropReason) -> None:
         """The trainer could not use the batch of `step`."""

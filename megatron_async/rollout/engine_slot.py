@@ -4,6 +4,8 @@ Invariants
 - Whoever pauses or resumes an engine through its slot's client, the slot knows of it: silence of an
   engine that is held is not counted, and what cannot work on a held engine waits for its release.
 - A slot that was given up never comes back; a restarted or stale engine gets a new one.
+- Tokens of a version are accepted once the engine is verified for it (`version_gate.py`), and until
+  then it counts as held: they are read no further.
 """
 
 from __future__ import annotations
@@ -15,10 +17,12 @@ from collections.abc import Callable
 from megatron_async.rollout.forwarding import ForwardingClient
 from megatron_async.rollout.interfaces import EngineClient, PauseMode
 from megatron_async.rollout.silence import EngineWatch
+from megatron_async.rollout.version_gate import VersionGate
 from megatron_async.trajectory.types import PolicyVersion
 
 _PAUSE = "pause"
 _UPDATE = "update"
+_CHECK = "check"
 
 
 class EngineSlot:
@@ -39,6 +43,7 @@ class EngineSlot:
         self.failed_prompts: set[int] = set()
         self.check: asyncio.Task[None] | None = None
         self.given_up = False
+        self.gate = VersionGate()
         self._released = asyncio.Event()
 
     @property
@@ -56,9 +61,21 @@ class EngineSlot:
         if not self.watch.held:
             self._released.set()
 
+    def expect(self, version: PolicyVersion) -> None:
+        """It was sent this version: what it generates with it waits."""
+        self.gate.expect(version)
+        if self.gate.closed:
+            self.hold(_CHECK)
+
+    def accept(self) -> None:
+        """It is verified for what it was sent last."""
+        self.gate.accept()
+        self.release(_CHECK)
+
     def give_up(self) -> None:
         """It serves no more; whoever waits for its release goes on."""
         self.given_up = True
+        self.gate.give_up()
         self._released.set()
 
     async def until_released(self) -> None:

@@ -11,7 +11,7 @@ from megatron_async.rollout.interfaces import (
     PauseMode,
     TokenChunk,
 )
-from megatron_async.trajectory.types import FloatArray, IntArray, PolicyVersion
+from megatron_async.trajectory.types import PolicyVersion
 
 
 class ForwardingClient:
@@ -36,6 +36,10 @@ class ForwardingClient:
     def longest_tokens(self) -> int | None:
         return self._client.longest_tokens
 
+    @property
+    def dtype(self) -> str | None:
+        return self._client.dtype
+
     def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
         return self._client.generate(request)
 
@@ -51,8 +55,8 @@ class ForwardingClient:
     async def flush_cache(self) -> None:
         await self._client.flush_cache()
 
-    async def release_memory(self) -> None:
-        await self._client.release_memory()
+    async def release_memory(self, *, keep_weights: bool = False) -> None:
+        await self._client.release_memory(keep_weights=keep_weights)
 
     async def resume_memory(self, *, weights_only: bool) -> None:
         await self._client.resume_memory(weights_only=weights_only)
@@ -62,9 +66,6 @@ class ForwardingClient:
 
     async def checksum(self) -> str:
         return await self._client.checksum()
-
-    async def score(self, token_ids: IntArray) -> FloatArray:
-        return await self._client.score(token_ids)
 
     async def status(self) -> EngineStatus:
         return await self._client.status()

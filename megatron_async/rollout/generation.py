@@ -264,6 +264,10 @@ class Generation:
                     "end of the response",
                 )
                 continue
+            if len(chunk.token_ids) and not await slot.gate.passes(chunk.version):
+                why = f"generated tokens of version {chunk.version}, which it was not sent"
+                self._reports.give_up(slot, f"engine {slot.engine_id} {why}")
+                return
             try:
                 self._take(request, chunk)
             except SupersededRequest as superseded:

@@ -34,7 +34,10 @@ class RequestRefused(EngineError):
 
 @dataclass(frozen=True, eq=False)
 class GenerationRequest:
-    """Continue `input_ids` (prompt and earlier response tokens) by at most `max_new_tokens`."""
+    """Continue `input_ids` (prompt and earlier response tokens) by at most `max_new_tokens`.
+
+    `urgent`: before all that wait in the engine's queue.
+    """
 
     request_id: str
     input_ids: IntArray
@@ -42,6 +45,7 @@ class GenerationRequest:
     sampling: SamplingConfig
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    urgent: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +89,11 @@ class EngineClient(Protocol):
         """Prompt and response together that it takes; None when that is not known."""
         ...
 
+    @property
+    def dtype(self) -> str | None:
+        """The type in which it computes, as torch calls it; None when that is not known."""
+        ...
+
     def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
         """Stream a response. Cancelling the iteration aborts the request."""
         ...
@@ -99,8 +108,8 @@ class EngineClient(Protocol):
 
     async def flush_cache(self) -> None: ...
 
-    async def release_memory(self) -> None:
-        """Give the device memory of weights and KV cache back; the engine is paused or idle."""
+    async def release_memory(self, *, keep_weights: bool = False) -> None:
+        """Give the device memory of KV cache and weights back; the engine is paused or idle."""
         ...
 
     async def resume_memory(self, *, weights_only: bool) -> None:
@@ -113,10 +122,6 @@ class EngineClient(Protocol):
 
     async def checksum(self) -> str:
         """One checksum over all weights that the engine really holds (all TP ranks)."""
-        ...
-
-    async def score(self, token_ids: IntArray) -> FloatArray:
-        """Raw log-probs (temperature 1) of tokens 1..n-1 given those before, [n - 1]."""
         ...
 
     async def status(self) -> EngineStatus: ...

@@ -3,12 +3,15 @@
 It is a plain class that a Ray actor (`rollout/actors.py`) or a test holds. The trainer's calls come
 in a fixed order: `attach`, then again and again `next_batch` (a batch, or the news that stale
 engines want weights), `begin_update`, the transfer itself (which the trainer does), `end_update`,
-and `evaluate` when that says so. Every call says of which line its trainer is.
+`verify_update` with the trainer's log-probs of what that returned, and `evaluate` when that says
+so. Every call says of which line its trainer is.
 
 Invariants
-- An update counts only for engines that agree on their checksum and whose log-probs of the probe
-  sequence agree with the trainer's (SEMANTICS.md section 5). One that does not is sent the weights
-  once more; if that does not help either, it is replaced.
+- An update counts only for engines that agree on their checksum and whose own tokens have ratio 1
+  under the trainer (`weight_checks.py`). One that does not is sent the weights once more; if that
+  does not help either, it is replaced.
+- No token reaches the store before its engine is verified for its version: what engines generate
+  meanwhile waits (`version_gate.py`). Engines that share the trainer's devices rest meanwhile.
 - A trainer that has been replaced changes nothing for its successor: neither by a call that begins
   later (`_session_of`, the door of every call) nor by one that was under way (`_still`).
 - `checkpoint_finalised` is called after the manifest exists, never before.
@@ -17,13 +20,10 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from megatron_async.config import RunConfig
 from megatron_async.errors import ComponentFailure
@@ -31,7 +31,9 @@ from megatron_async.rollout.driver import RolloutDriver
 from megatron_async.rollout.evaluate import EvalResult, evaluate
 from megatron_async.rollout.fleet import EngineLauncher, Fleet
 from megatron_async.rollout.interfaces import EngineClient, EngineError, Verifier
+from megatron_async.rollout.probe import PROMPTS, Sample, packed
 from megatron_async.rollout.shared_devices import SharedDevices
+from megatron_async.rollout.weight_checks import Outcome, WeightChecks
 from megatron_async.scheduler.record import Recorder
 from megatron_async.scheduler.record_files import RecordFiles
 from megatron_async.scheduler.scheduler import Scheduler
@@ -48,13 +50,17 @@ class NotAttached(ComponentFailure):
 
 @dataclass(frozen=True, eq=False)
 class UpdateReport:
-    """A verified update: how far the probe was off, and whether it is to be evaluated.
+    """A verified update: how far log-probs were from the trainer's, and whether to evaluate it.
 
-    `warnings`: (name, message) of what the rollout side has said since the update before.
+    `probe_drift`: the mean error over the usual one, in half precision once that is learned.
+    `passed`: every engine that was sent the weights, none was left out or is sent them again.
+    `warnings`: (name, message) of what the rollout side has reported since the update before.
     """
 
     probe_mean_error: float | None
     probe_max_error: float | None
+    probe_drift: float | None
+    passed: bool
     evaluation_due: bool
     warnings: tuple[tuple[str, str], ...] = ()
 
@@ -70,6 +76,16 @@ class ResumePoint:
     step: int = 0
     parent: int | None = None
     store_position: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class _Update:
+    """An update between `end_update` and `verify_update`; `rests`: engines do so meanwhile."""
+
+    version: PolicyVersion
+    holders: list[EngineClient]
+    samples: Sequence[Sample] = ()
+    rests: bool = False
 
 
 class _TaskPrompts:
@@ -128,7 +144,8 @@ class RolloutManager:
         self._holders: list[EngineClient] = []
         self._doubted: set[str] = set()
         self._why = "none is there"
-        self._agreed: tuple[PolicyVersion, str] | None = None
+        self._checks = WeightChecks(config, self._probe_prompts)
+        self._update: _Update | None = None
         self._devices = SharedDevices(config.engines.placement == "colocated", self._tell)
 
     # ------------------------------------------------------------ life
@@ -285,52 +302,95 @@ class RolloutManager:
         return [EngineAddress(engine.engine_id, engine.url) for engine in engines]
 
     async def end_update(
-        self,
-        lineage: int,
-        number: int,
-        engine_ids: Sequence[str],
-        probe_ids: IntArray | None,
-        probe_logprobs: FloatArray | None,
-    ) -> UpdateReport:
-        """Verify what the engines hold, and publish it.
+        self, lineage: int, number: int, engine_ids: Sequence[str], verify: bool
+    ) -> TokenBatch | None:
+        """The engines that hold version `number` now; they generate from here on.
 
-        `probe_ids` [n] and the trainer's raw log-probs of its tokens 1..n-1, [n - 1]; None skips
-        the check (`weights.verify`). An engine that fails it is stale again. Raises
-        ComponentFailure when no engine is left after the last step.
+        With `verify`, what each of them sampled, for the trainer to compute log-probs of, which
+        `verify_update` wants; None without. An engine that fails a check is stale again.
         """
         session, version = self._session_of(lineage), PolicyVersion(lineage, number)
         for engine_id in self._addressed - set(engine_ids):
             self._driver.engine_failed(engine_id, f"engine {engine_id} did not take {version}")
+        self._driver.sent(version, engine_ids)
         holders = [e for e in self._driver.engines() if e.engine_id in set(engine_ids)]
-        last = number >= self._config.steps
         await self._devices.wake(self._driver.engines())
         stale = set(self._driver.stale_engines()) & set(holders)
         # A trainer that died in the middle of an update has left them paused.
         await self._tell(stale, lambda engine: engine.resume())
         # What an idle engine has cached was made by other weights (`kv: keep` does not flush).
         await self._tell(stale, lambda engine: engine.flush_cache())
-        if probe_ids is not None:
-            holders = await self._compare_checksums(session, holders, version)
+        if verify:
+            holders = self._passed(session, await self._checks.held(holders, version))
         self._still(session)
-        if last:
-            await session.driver.quiesce()
-            await self._tell(holders, lambda engine: engine.flush_cache())
+        if not verify:
+            await self._go_on(session, holders, version)
+            self._driver.verified([engine.engine_id for engine in holders])
+            self._update = _Update(version, holders)
+            return None
+        sampling = asyncio.ensure_future(self._checks.sampled(holders, version))
+        try:
+            await asyncio.sleep(0)  # the samples are asked for before anything else
+            if not self._devices.shared:  # there engines rest until they are verified
+                await self._go_on(session, holders, version)
+            outcome, samples = await sampling
+        finally:
+            sampling.cancel()
+        holders = self._passed(session, outcome)
+        await self._devices.rest(self._driver.engines(), keep_weights=True)
+        self._update = _Update(version, holders, samples, rests=self._devices.shared)
+        return packed(samples, self._config.sampling.temperature) if samples else None
+
+    async def _go_on(
+        self, session: _Session, holders: Sequence[EngineClient], version: PolicyVersion
+    ) -> None:
+        """Generation with `version`; after the last step nothing new is started."""
+        if version.number < self._config.steps:
+            session.driver.end_update(version, [engine.engine_id for engine in holders])
         else:
-            self._driver.end_update(version, [e.engine_id for e in holders])
-        mean = worst = None
-        if probe_ids is not None and probe_logprobs is not None:
-            holders, mean, worst = await self._probe(
-                session, holders, version, probe_ids, probe_logprobs
-            )
-            self._doubted -= {engine.engine_id for engine in holders}
-        self._still(session)
+            await session.driver.quiesce()
+
+    async def verify_update(
+        self, lineage: int, number: int, logprobs_T: FloatArray | None, float32: bool
+    ) -> UpdateReport:
+        """Release what engines generated under version `number`, if they are right.
+
+        `logprobs_T` are the trainer's of the batch that `end_update` returned, computed in
+        `float32` or with fewer bits; None where there was none. Raises ComponentFailure when no
+        engine is left after the last step.
+        """
+        session, version = self._session_of(lineage), PolicyVersion(lineage, number)
+        update, self._update = self._update, None
+        if update is None or update.version != version:
+            raise ComponentFailure(f"{version} was to be verified before its update had ended")
+        last = number >= self._config.steps
+        await self._devices.wake(self._driver.engines())
+        ratios = self._checks.ratios(
+            update.holders, update.samples, logprobs_T, version, float32=float32
+        )
+        holders = self._passed(session, ratios.outcome)
+        if update.samples:
+            self._doubted.difference_update(engine.engine_id for engine in holders)
+        if update.rests:
+            await self._go_on(session, holders, version)
+        self._driver.verified([engine.engine_id for engine in holders])
+        if last:
+            await session.driver.end_generation()
+            await self._tell(holders, lambda engine: engine.flush_cache())
         if last and not holders:
             raise ComponentFailure(f"no engine holds the last version, {version}: {self._why}")
         self._holders = holders
         due = bool(holders) and self._evaluation_due(number)
         if last and not due:
             await self._devices.rest(self._driver.engines())
-        return UpdateReport(mean, worst, due, self._driver.statistics.take_warnings())
+        return UpdateReport(
+            probe_mean_error=ratios.mean_error,
+            probe_max_error=ratios.max_error,
+            probe_drift=ratios.drift,
+            passed=len(holders) == len(self._addressed),
+            evaluation_due=due,
+            warnings=self._driver.statistics.take_warnings(),
+        )
 
     async def _tell(
         self, engines: Iterable[EngineClient], what: Callable[[EngineClient], Awaitable[None]]
@@ -346,6 +406,9 @@ class RolloutManager:
             self._still(session)
             if failure is not None:
                 session.driver.engine_failed(engine.engine_id, failure)
+
+    def _probe_prompts(self) -> list[IntArray]:
+        return [prompt.token_ids for prompt in self._task.train_prompts(0, PROMPTS)]
 
     def _evaluation_due(self, number: int) -> bool:
         every = self._config.eval.every_steps
@@ -402,91 +465,20 @@ class RolloutManager:
             tag,
         )
 
-    def _doubt(self, engine: EngineClient, why: str) -> None:
-        """The check failed: the weights are sent once more; the second time it is replaced."""
-        name, self._why = engine.engine_id, why
-        if name in self._doubted:
-            self._doubted.discard(name)
-            self._driver.engine_failed(name, f"{why}, twice")
-        else:
-            self._doubted.add(name)
-            self._driver.engine_stale(name, why)
-
-    async def _compare_checksums(
-        self, session: _Session, engines: Sequence[EngineClient], version: PolicyVersion
-    ) -> list[EngineClient]:
-        """Those engines that hold `version`, with the checksum that most of them have.
-
-        Engines that come to a version later must have the checksum of those that serve it.
-        """
-
-        async def ask(engine: EngineClient) -> tuple[EngineClient, str, PolicyVersion] | None:
-            try:
-                return engine, await engine.checksum(), await engine.version()
-            except EngineError as error:
-                self._still(session)
-                self._driver.engine_failed(engine.engine_id, str(error))
-                return None
-
-        answers = [a for a in await asyncio.gather(*map(ask, engines)) if a is not None]
+    def _passed(self, session: _Session, outcome: Outcome) -> list[EngineClient]:
+        """Those that passed a check. Others are sent the weights once more, then replaced."""
         self._still(session)
-        counts = Counter(checksum for _, checksum, held in answers if held == version).most_common()
-        # Two that are equally common: nobody can say which is right.
-        clear = bool(counts) and counts[0][1] > sum(n for _, n in counts[1:2])
-        agreed = counts[0][0] if clear else None
-        if self._agreed is not None and self._agreed[0] == version:
-            agreed = self._agreed[1]  # others serve this version already
-        self._agreed = None if agreed is None else (version, agreed)
-        good = []
-        for engine, checksum, held in answers:
-            if held != version:
-                self._doubt(
-                    engine,
-                    f"engine {engine.engine_id} says that it holds version {held} after the "
-                    f"update to {version}",
-                )
-            elif checksum != agreed:
-                listing = ", ".join(f"{other.engine_id}: {sum_}" for other, sum_, _ in answers)
-                self._doubt(engine, f"engines disagree on the weights of {version}: {listing}")
+        for engine_id, why in outcome.failed.items():
+            self._driver.engine_failed(engine_id, why)
+        for engine_id, why in outcome.wrong.items():
+            self._why = why
+            if engine_id in self._doubted:
+                self._doubted.discard(engine_id)
+                self._driver.engine_failed(engine_id, f"{why}, twice")
             else:
-                good.append(engine)
-        return good
-
-    async def _probe(
-        self,
-        session: _Session,
-        engines: Sequence[EngineClient],
-        version: PolicyVersion,
-        probe_ids: IntArray,
-        expected: FloatArray,
-    ) -> tuple[list[EngineClient], float, float]:
-        """Those engines whose log-probs are the trainer's; largest mean and largest error."""
-        scored = await asyncio.gather(
-            *(engine.score(probe_ids) for engine in engines), return_exceptions=True
-        )
-        self._still(session)
-        limit = self._config.weights.probe_tolerance
-        good: list[EngineClient] = []
-        means, maxima = [0.0], [0.0]
-        for engine, got in zip(engines, scored, strict=True):
-            if isinstance(got, EngineError):
-                self._driver.engine_failed(engine.engine_id, str(got))
-                continue
-            if isinstance(got, BaseException):
-                raise got
-            error = np.abs(got - expected)
-            means.append(float(error.mean()))
-            maxima.append(float(error.max()))
-            if means[-1] <= limit:
-                good.append(engine)
-            else:
-                self._doubt(
-                    engine,
-                    f"engine {engine.engine_id} does not hold the trainer's weights of {version}: "
-                    f"the probe's log-probs differ by {means[-1]:.2e} on average, "
-                    f"weights.probe_tolerance is {limit:.2e}",
-                )
-        return good, max(means), max(maxima)
+                self._doubted.add(engine_id)
+                self._driver.engine_stale(engine_id, why)
+        return outcome.good
 
     # ------------------------------------------------------------ checkpoints
 

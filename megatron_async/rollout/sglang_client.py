@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import aiohttp
-import numpy as np
 import orjson
 
 from megatron_async.config.rollout import EngineConfig
@@ -36,6 +35,7 @@ from megatron_async.rollout.interfaces import (
     RequestRefused,
     TokenChunk,
 )
+from megatron_async.rollout.sglang_queue import URGENT
 from megatron_async.rollout.sglang_stream import (
     BadReport,
     Refusal,
@@ -45,7 +45,7 @@ from megatron_async.rollout.sglang_stream import (
     refusal_of,
     sampling_params,
 )
-from megatron_async.trajectory.types import FloatArray, IntArray, PolicyVersion
+from megatron_async.trajectory.types import PolicyVersion
 
 _FLUSH_SECONDS = 20
 # Loopback or a rack's network; long, since a server on a loaded machine accepts slowly.
@@ -75,7 +75,7 @@ class SGLangClient:
         self._control_seconds = max(_CONTROL_SECONDS, settings.no_progress_seconds)
         self._kv_capacity = kv_capacity_tokens
         self._longest: int | None = None
-        self._scoring = 0
+        self._dtype: str | None = None
         headers = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
         self._session = aiohttp.ClientSession(
             headers=headers,
@@ -94,8 +94,10 @@ class SGLangClient:
         try:
             loads = await client._loads()
             client._kv_capacity = sum(int(load["max_total_num_tokens"]) for load in loads)
-            longest = (await client._get_json("server_info")).get("max_req_input_len")
+            info = await client._get_json("server_info")
+            longest = info.get("max_req_input_len")
             client._longest = None if longest is None else int(longest)
+            client._dtype = info.get("dtype")
         except BaseException:
             await client.close()
             raise
@@ -118,6 +120,10 @@ class SGLangClient:
         """Prompt and response together: what was generated is part of the input of a resumption."""
         return self._longest
 
+    @property
+    def dtype(self) -> str | None:
+        return self._dtype
+
     async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
         """Stream a response. Cancelling or closing the iteration aborts the request."""
         name = request.request_id
@@ -131,6 +137,8 @@ class SGLangClient:
             "return_logprob": True,
             "stream": True,
         }
+        if request.urgent:
+            body["priority"] = URGENT
         self._wire_ids[name] = wire_id
         ended = False
         try:
@@ -162,7 +170,7 @@ class SGLangClient:
         Returns when the abort has reached the engine; requests that are not running are ignored.
         """
         running = {name: self._wire_ids[name] for name in request_ids if name in self._wire_ids}
-        if len(running) == len(self._wire_ids) > 1 and not self._scoring:
+        if len(running) == len(self._wire_ids) > 1:
             await self._post("abort_request", {"abort_all": True})  # one call instead of thousands
         else:
             await self._post_aborts(running.values())
@@ -179,9 +187,16 @@ class SGLangClient:
         # Requests that were aborted a moment ago may still be on their way out.
         await self._post(f"flush_cache?timeout={_FLUSH_SECONDS}", None)
 
-    async def release_memory(self) -> None:
-        await self._post("release_memory_occupation", {"tags": list(_MEMORY)})
-        self._released = set(_MEMORY)
+    async def release_memory(self, *, keep_weights: bool = False) -> None:
+        # SGLang refuses what it has released already.
+        tags = [
+            part
+            for part in _MEMORY
+            if part not in self._released and not (keep_weights and part == _WEIGHTS)
+        ]
+        if tags:
+            await self._post("release_memory_occupation", {"tags": tags})
+            self._released.update(tags)
 
     async def resume_memory(self, *, weights_only: bool) -> None:
         # SGLang refuses what it has not released, so each part is asked for once.
@@ -219,32 +234,6 @@ class SGLangClient:
         """One checksum over all weights that the engine really holds (all TP ranks)."""
         answer = await self._post("weights_checker", {"action": "checksum"})
         return str(answer["per_engine_checksum"])
-
-    async def score(self, token_ids: IntArray) -> FloatArray:
-        """Raw log-probs (temperature 1) of tokens 1..n-1 given those before, [n - 1].
-
-        The prefix cache is not used. A paused engine answers when it is resumed.
-        """
-        self._scoring += 1
-        try:
-            answer = await self._post(
-                "generate",
-                {
-                    "input_ids": token_ids.tolist(),
-                    "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
-                    "return_logprob": True,
-                    "logprob_start_len": 0,
-                },
-            )
-        finally:
-            self._scoring -= 1
-        entries = answer["meta_info"]["input_token_logprobs"]
-        if len(entries) != len(token_ids):
-            raise EngineError(
-                f"{self._engine_id} ({self._url}): asked to score {len(token_ids)} tokens, "
-                f"answered for {len(entries)}"
-            )
-        return np.asarray([entry[0] for entry in entries[1:]], dtype=np.float32)
 
     async def status(self) -> EngineStatus:
         loads = await self._loads()

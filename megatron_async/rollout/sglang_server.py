@@ -11,6 +11,7 @@ the work; a forked one has it already):
 - `POST /receive_weights`, for weights that come as differences (sglang_receiver.py).
 - Of weights that are broadcast, the next bucket is received while one is loaded (sglang_ahead.py).
 - No request reuses a prompt prefix that older weights have computed (sglang_prefix.py).
+- Requests that verify the engine go before those that wait (sglang_queue.py).
 - A lifeline: the server ends itself at once, with all its processes, as soon as whoever started it
   is gone or lets go. The starter holds the write end of a pipe whose read end is named in the
   environment. (To SIGTERM alone SGLang listens every five seconds.)
@@ -67,7 +68,7 @@ def install() -> None:
         sglang_attention.register()
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from megatron_async.rollout import sglang_ahead, sglang_prefix
+    from megatron_async.rollout import sglang_ahead, sglang_prefix, sglang_queue
 
     if HookRegistry._hooks.get(_ACCEPT):
         return
@@ -79,6 +80,7 @@ def install() -> None:
         (sglang_ahead.LEAVE, ahead.leave, around, "weight-update groups cannot be left"),
         (sglang_ahead.BEGIN, ahead.begin, before, "weight updates cannot be begun"),
         (sglang_prefix.QUEUE, sglang_prefix.before_queue, before, "old prefixes are reused"),
+        (sglang_queue.QUEUE, sglang_queue.after_queue, after, "checks of engines wait for others"),
         (sglang_prefix.CHANGE, sglang_prefix.after_change, after, "old prefixes are reused"),
     )
     for target, hook, kind, _ in hooks:

@@ -28,7 +28,7 @@ class SharedDevices:
     def __init__(self, shared: bool, tell: Tell) -> None:
         self._shared = shared
         self._tell = tell
-        self._resting: set[str] = set()
+        self._resting: dict[str, bool] = {}  # whether it has memory for its weights
 
     @property
     def shared(self) -> bool:
@@ -40,25 +40,31 @@ class SharedDevices:
         """Ids of engines without memory, or with memory for weights only."""
         return frozenset(self._resting)
 
-    async def rest(self, engines: Iterable[EngineClient]) -> None:
-        """The trainer's turn. An engine that rests already is left alone."""
+    async def rest(self, engines: Iterable[EngineClient], *, keep_weights: bool = False) -> None:
+        """The trainer's turn. `keep_weights`: it computes with its weights, no more."""
 
         async def put_to_rest(engine: EngineClient) -> None:
             await engine.pause("retract")
-            await engine.release_memory()
-            self._resting.add(engine.engine_id)
+            await engine.release_memory(keep_weights=keep_weights)
+            self._resting[engine.engine_id] = keep_weights
 
         if self._shared:
-            awake = [engine for engine in engines if engine.engine_id not in self._resting]
-            await self._tell(awake, put_to_rest)
+            # One that rests already may have its weights to give.
+            has_more = (lambda e: e not in self._resting) if keep_weights else self._has_weights
+            await self._tell([e for e in engines if has_more(e.engine_id)], put_to_rest)
+
+    def _has_weights(self, engine_id: str) -> bool:
+        return self._resting.get(engine_id, True)
 
     async def take_weights(self, engines: Iterable[EngineClient]) -> None:
         """Memory for the weights that are about to be sent; the engines go on resting."""
+
+        async def take(engine: EngineClient) -> None:
+            await engine.resume_memory(weights_only=True)
+            self._resting[engine.engine_id] = True
+
         if self._shared:
-            await self._tell(
-                [engine for engine in engines if engine.engine_id in self._resting],
-                lambda engine: engine.resume_memory(weights_only=True),
-            )
+            await self._tell([e for e in engines if e.engine_id in self._resting], take)
 
     async def wake(self, engines: Iterable[EngineClient]) -> None:
         """The engines' turn: the trainer holds nothing."""
@@ -66,7 +72,7 @@ class SharedDevices:
         async def wake_up(engine: EngineClient) -> None:
             await engine.resume_memory(weights_only=False)
             await engine.resume()
-            self._resting.discard(engine.engine_id)
+            del self._resting[engine.engine_id]
 
         if self._shared:
             await self._tell(

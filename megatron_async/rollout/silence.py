@@ -2,8 +2,8 @@
 
 Invariants
 - An engine's silence grows only while it has requests and is not held. It is held while it is
-  paused, receives weights, or has given its memory away. A first request, a token and the end of a
-  hold begin it anew.
+  paused, receives weights or is verified, or has given its memory away. A first request, a token
+  and the end of a hold begin it anew.
 - A request's silence grows only while its engine is not held and reports an empty queue: a request
   that waits for room in the KV cache, or was sent back to the queue, is silent for a good reason.
 - There is no clock here; every call carries the time, in seconds that never run backwards.

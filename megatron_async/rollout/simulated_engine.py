@@ -33,7 +33,7 @@ from megatron_async.rollout.interfaces import (
     StreamEnd,
     TokenChunk,
 )
-from megatron_async.trajectory.types import FloatArray, IntArray, PolicyVersion
+from megatron_async.trajectory.types import PolicyVersion
 
 _MASK = (1 << 64) - 1
 
@@ -75,7 +75,7 @@ class SimulatedEngineModel:
         return self._mix(previous + self.vocab_size, position) % self.mean_length == 0
 
     def logprob(self, token: int, position: int) -> float:
-        """A made-up log-prob in (-2, -1], the same at generation and at scoring."""
+        """A made-up log-prob in (-2, -1]."""
         return -1.0 - (self._mix(token, position) % 1024) / 1024
 
     def _mix(self, a: int, b: int) -> int:
@@ -139,6 +139,10 @@ class SimulatedEngine:
         return self._model.kv_capacity_tokens
 
     @property
+    def dtype(self) -> str:
+        return "float32"
+
+    @property
     def longest_tokens(self) -> int | None:
         return self._model.longest_tokens
 
@@ -185,7 +189,10 @@ class SimulatedEngine:
         if name in self._running or name in self._queued:
             raise EngineError(f"{self._engine_id}: request {name!r} runs already")
         running = _Running(request, last_token=int(request.input_ids[-1]), version=self._version)
-        self._queued[name] = running
+        if request.urgent:
+            self._queued = {name: running, **self._queued}
+        else:
+            self._queued[name] = running
         if self._loop is None or self._loop.done():
             self._loop = asyncio.create_task(self._decode())
         self._work.set()
@@ -235,7 +242,7 @@ class SimulatedEngine:
     async def flush_cache(self) -> None:
         self._require_alive("flush_cache")
 
-    async def release_memory(self) -> None:
+    async def release_memory(self, *, keep_weights: bool = False) -> None:
         """As SGLang: an error while a request holds memory."""
         self._require_alive("release_memory")
         if self._running:
@@ -251,12 +258,6 @@ class SimulatedEngine:
     async def checksum(self) -> str:
         self._require_alive("checksum")
         return f"checksum of {self._weights}"
-
-    async def score(self, token_ids: IntArray) -> FloatArray:
-        """Log-probs of tokens 1..n-1, [n - 1]; the same that generation reports."""
-        self._require_alive("score")
-        values = [self._model.logprob(int(token), p) for p, token in enumerate(token_ids)][1:]
-        return np.asarray(values, dtype=np.float32)
 
     async def status(self) -> EngineStatus:
         self._require_alive("status")

@@ -35,6 +35,7 @@ from megatron_async.rollout.interfaces import (
     RequestRefused,
     TokenChunk,
 )
+from megatron_async.rollout.sglang_queue import URGENT
 from megatron_async.rollout.sglang_server import hold_lifeline, take_key
 from megatron_async.rollout.simulated_engine import SimulatedEngine, SimulatedEngineModel
 from megatron_async.trajectory.types import PolicyVersion
@@ -142,7 +143,10 @@ class SimulatedServer:
         return web.json_response({"weight_version": str(self._version)})
 
     async def _server_info(self, request: web.Request) -> web.Response:
-        return web.json_response({"max_req_input_len": self._engine.longest_tokens})
+        engine = self._engine
+        return web.json_response(
+            {"max_req_input_len": engine.longest_tokens, "dtype": engine.dtype}
+        )
 
     async def _loads(self, request: web.Request) -> web.Response:
         status = await self._engine.status()
@@ -164,8 +168,6 @@ class SimulatedServer:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        if not body.get("stream"):
-            return await self._score(body)
         wanted = _generation_request(body)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
@@ -183,13 +185,6 @@ class SimulatedServer:
             self._running.discard(wanted.request_id)
         await response.write(_event("[DONE]"))
         return response
-
-    async def _score(self, body: dict[str, Any]) -> web.Response:
-        token_ids = np.asarray(body["input_ids"], dtype=np.int32)
-        logprobs = await self._engine.score(token_ids)
-        entries: list[list[Any]] = [[None, int(token_ids[0]), None]]
-        entries += [[float(v), int(t), None] for v, t in zip(logprobs, token_ids[1:], strict=True)]
-        return web.json_response({"meta_info": {"input_token_logprobs": entries}})
 
     async def _abort(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -260,6 +255,7 @@ def _generation_request(body: dict[str, Any]) -> GenerationRequest:
         sampling=SamplingConfig(),
         stop_token_ids=tuple(params.get("stop_token_ids", ())),
         ignore_eos=bool(params.get("ignore_eos", False)),
+        urgent=body.get("priority") == URGENT,
     )
 
 

@@ -23,7 +23,7 @@ from megatron_async.rollout.interfaces import EngineError
 from megatron_async.rollout.manager import NotAttached, ResumePoint, UpdateReport
 from megatron_async.run.stop import StopAsked
 from megatron_async.trajectory.batch import TokenBatch
-from megatron_async.trajectory.types import FloatArray, IntArray
+from megatron_async.trajectory.types import FloatArray
 from megatron_async.weights.http import EngineAddress
 
 _SLACK_SECONDS = 30.0
@@ -60,14 +60,14 @@ class RolloutLink(Protocol):
         """Engines that must receive version `number`, ready for it."""
         ...
 
-    def end_update(
-        self,
-        number: int,
-        engine_ids: Sequence[str],
-        probe_ids: IntArray | None,
-        probe_logprobs: FloatArray | None,
+    def end_update(self, number: int, engine_ids: Sequence[str], verify: bool) -> TokenBatch | None:
+        """These engines were sent version `number`; with `verify`, what they sampled with it."""
+        ...
+
+    def verify_update(
+        self, number: int, logprobs_T: FloatArray | None, float32: bool
     ) -> UpdateReport:
-        """These engines were sent version `number`: verify and publish it."""
+        """The trainer's log-probs of what `end_update` returned, computed in `float32` or less."""
         ...
 
     def evaluate(self, number: int) -> EvalResult:
@@ -135,17 +135,17 @@ class RayLink:
         limit += _SLACK_SECONDS
         return cast("list[EngineAddress]", self._call("begin_update", limit, number))
 
-    def end_update(
-        self,
-        number: int,
-        engine_ids: Sequence[str],
-        probe_ids: IntArray | None,
-        probe_logprobs: FloatArray | None,
+    def end_update(self, number: int, engine_ids: Sequence[str], verify: bool) -> TokenBatch | None:
+        # What engines sample has as long as the transfer had.
+        limit = 2 * self._config.weights.timeout_seconds + _SLACK_SECONDS
+        answer = self._call("end_update", limit, number, list(engine_ids), verify)
+        return cast("TokenBatch | None", answer)
+
+    def verify_update(
+        self, number: int, logprobs_T: FloatArray | None, float32: bool
     ) -> UpdateReport:
         limit = self._config.weights.timeout_seconds + _SLACK_SECONDS
-        answer = self._call(
-            "end_update", limit, number, list(engine_ids), probe_ids, probe_logprobs
-        )
+        answer = self._call("verify_update", limit, number, logprobs_T, float32)
         return cast("UpdateReport", answer)
 
     def evaluate(self, number: int) -> EvalResult:

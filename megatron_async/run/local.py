@@ -34,7 +34,7 @@ from megatron_async.trainer.offload import trainer_memory
 from megatron_async.trainer.parallel import parallel_session
 from megatron_async.trainer.step import PolicyTrainer
 from megatron_async.trajectory.batch import TokenBatch
-from megatron_async.trajectory.types import FloatArray, IntArray
+from megatron_async.trajectory.types import FloatArray
 from megatron_async.weights.http import EngineAddress
 from megatron_async.weights.publisher import WeightPublisher
 
@@ -103,16 +103,14 @@ class LocalLink:
         work = self._manager.begin_update(self._lineage, number)
         return self._call(work)  # type: ignore[no-any-return]
 
-    def end_update(
-        self,
-        number: int,
-        engine_ids: Sequence[str],
-        probe_ids: IntArray | None,
-        probe_logprobs: FloatArray | None,
+    def end_update(self, number: int, engine_ids: Sequence[str], verify: bool) -> TokenBatch | None:
+        work = self._manager.end_update(self._lineage, number, engine_ids, verify)
+        return self._call(work)  # type: ignore[no-any-return]
+
+    def verify_update(
+        self, number: int, logprobs_T: FloatArray | None, float32: bool
     ) -> UpdateReport:
-        work = self._manager.end_update(
-            self._lineage, number, engine_ids, probe_ids, probe_logprobs
-        )
+        work = self._manager.verify_update(self._lineage, number, logprobs_T, float32)
         return self._call(work)  # type: ignore[no-any-return]
 
     def evaluate(self, number: int) -> EvalResult:

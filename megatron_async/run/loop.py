@@ -22,8 +22,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-import numpy as np
-
 from megatron_async.checkpoint.manager import CheckpointManager, Finalised
 from megatron_async.config import RunConfig
 from megatron_async.rollout.manager import ResumePoint, UpdateReport
@@ -32,6 +30,7 @@ from megatron_async.run.rank_zero import RankZero
 from megatron_async.run.stop import StopAsked, StopRequest
 from megatron_async.telemetry.health import HealthWatch
 from megatron_async.telemetry.metrics import MetricsWriter
+from megatron_async.trainer.hf_config import parameter_dtype
 from megatron_async.trainer.offload import AlwaysThere, Residence, TrainerMemory
 from megatron_async.trainer.report import StepReport
 from megatron_async.trainer.step import PolicyTrainer
@@ -69,8 +68,7 @@ class TrainLoop:
         self._parts = parts
         self._config = parts.config
         self._trainer = parts.trainer
-        self._probe = probe_batch(parts.config, parts.trainer.vocab_size)
-        self._updates_sent = 0
+        self._verified_once = False
         self._health = HealthWatch()
         self._saved_step = parts.trainer.step
         self._store_position = parts.resume.store_position
@@ -175,17 +173,20 @@ class TrainLoop:
         self._parts.memory.hold(Residence.WEIGHTS)
         engines = self._parts.rank_zero.does(lambda: self._link.begin_update(number))
         reached = self._parts.publisher.publish(engines, self._trainer.version)
-        verify = self._config.weights.verify
-        checked = verify == "every" or (verify == "first" and self._updates_sent == 0)
-        self._updates_sent += 1
-        expected = None
-        if checked:
-            expected = self._trainer.compute_logprobs(self._probe)[1:].astype(np.float32)
-        ids = self._probe.token_ids_T if checked else None
+        wanted = self._config.weights.verify
+        verify = wanted == "every" or (wanted == "first" and not self._verified_once)
         self._parts.memory.hold(Residence.NOTHING)
+        samples = self._parts.rank_zero.does(lambda: self._link.end_update(number, reached, verify))
+        logprobs_T, float32 = None, False
+        if samples is not None:
+            self._parts.memory.hold(Residence.WEIGHTS)
+            logprobs_T = self._trainer.compute_logprobs(samples)
+            float32 = parameter_dtype(self._config.model).itemsize == 4
+            self._parts.memory.hold(Residence.NOTHING)
         update = self._parts.rank_zero.does(
-            lambda: self._link.end_update(number, reached, ids, expected)
+            lambda: self._link.verify_update(number, logprobs_T, float32)
         )
+        self._verified_once = self._verified_once or (verify and update.passed)
         if self._parts.metrics is not None:
             for name, message in update.warnings:  # of the step that made this version
                 self._parts.metrics.warn(max(0, number - 1), name, message)
@@ -255,8 +256,12 @@ class TrainLoop:
             "train/microbatches": report.num_microbatches,
             "train/tokens_per_second": report.tokens_per_second,
         }
-        if update.probe_mean_error is not None:
-            metrics["weights/probe_mean_error"] = update.probe_mean_error
+        probe = {
+            "weights/probe_mean_error": update.probe_mean_error,
+            "weights/probe_max_error": update.probe_max_error,
+            "weights/probe_drift": update.probe_drift,
+        }
+        metrics |= {name: value for name, value in probe.items() if value is not None}
         writer.write(report.step, metrics)
         for name, message in self._health.step(metrics):
             writer.warn(report.step, name, message)
@@ -266,27 +271,3 @@ class TrainLoop:
             lengths_S = batch.lengths_S() - batch.prompt_lengths_S
             writer.histogram(report.step, "rollout/response_length", lengths_S)
             writer.histogram(report.step, "rollout/reward", batch.rewards_S)
-
-
-def probe_batch(config: RunConfig, vocab_size: int) -> TokenBatch:
-    """The fixed probe sequence of `weights.probe_tokens` tokens, at temperature 1."""
-    length = config.weights.probe_tokens
-    tokens_T = np.random.default_rng(0).integers(0, vocab_size, length, dtype=np.int32)
-    mask_T = np.ones(length, np.float32)
-    mask_T[0] = 0
-    zeros_T = np.zeros(length, np.int32)
-    return TokenBatch(
-        step=0,
-        token_ids_T=tokens_T,
-        loss_mask_T=mask_T,
-        rollout_logprobs_T=np.zeros(length, np.float32),
-        version_T=zeros_T,
-        lag_T=zeros_T,
-        cu_seqlens_S1=np.array([0, length], np.int32),
-        rewards_S=np.zeros(1, np.float32),
-        group_ids_S=np.zeros(1, np.int64),
-        trajectory_ids_S=np.zeros(1, np.int64),
-        prompt_lengths_S=np.ones(1, np.int32),
-        truncated_S=np.zeros(1, np.bool_),
-        resumed_S=np.zeros(1, np.bool_),
-    )

@@ -77,12 +77,13 @@ def check_probe_tolerance(config: RunConfig) -> None:
 
     weights, engines = config.weights, config.engines
     dtype = resolve_dtype(engines, resolve_device(engines))
-    if weights.verify == "never" or dtype == "float32":
+    tolerance = weights.probe_tolerance
+    if tolerance is None or weights.verify == "never" or dtype == "float32":
         return
-    if weights.probe_tolerance < _LEAST_TOLERANCE_OF_BFLOAT16:
+    if tolerance < _LEAST_TOLERANCE_OF_BFLOAT16:
         raise UserError(
-            f"weights.probe_tolerance is {weights.probe_tolerance:g}, which takes float32, and "
-            f"engines.dtype {engines.dtype} is {dtype} here: set weights.probe_tolerance 0.05, or "
+            f"weights.probe_tolerance is {tolerance:g}, which takes float32, and engines.dtype "
+            f"{engines.dtype} is {dtype} here: leave weights.probe_tolerance out, or set "
             "engines.dtype and model.dtype float32"
         )
 

@@ -29,7 +29,7 @@ def patience_seconds(config: RunConfig) -> float:
     return _SLACK_SECONDS + max(
         config.trainer.wait_for_batch_seconds,
         config.engines.start_timeout_seconds,
-        config.weights.timeout_seconds,
+        2 * config.weights.timeout_seconds,
         config.checkpoint.timeout_seconds,
         config.eval.timeout_seconds,
     )

@@ -20,7 +20,7 @@ from megatron_async.rollout.evaluate import EvalResult
 from megatron_async.rollout.manager import ResumePoint, UpdateReport
 from megatron_async.run.link import RolloutLink
 from megatron_async.trajectory.batch import TokenBatch
-from megatron_async.trajectory.types import FloatArray, IntArray
+from megatron_async.trajectory.types import FloatArray
 from megatron_async.weights.http import EngineAddress
 
 
@@ -63,14 +63,13 @@ class NotingLink:
     def begin_update(self, number: int) -> list[EngineAddress]:
         return self._link.begin_update(number)
 
-    def end_update(
-        self,
-        number: int,
-        engine_ids: Sequence[str],
-        probe_ids: IntArray | None,
-        probe_logprobs: FloatArray | None,
+    def end_update(self, number: int, engine_ids: Sequence[str], verify: bool) -> TokenBatch | None:
+        return self._link.end_update(number, engine_ids, verify)
+
+    def verify_update(
+        self, number: int, logprobs_T: FloatArray | None, float32: bool
     ) -> UpdateReport:
-        return self._link.end_update(number, engine_ids, probe_ids, probe_logprobs)
+        return self._link.verify_update(number, logprobs_T, float32)
 
     def evaluate(self, number: int) -> EvalResult:
         return self._link.evaluate(number)

@@ -36,7 +36,7 @@ from megatron_async.errors import ComponentFailure
 from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weights.http import EngineAddress, EngineCallError, EngineCalls
 from megatron_async.weights.turns import Alone, Baton, EarlierStageFailed, Turns
-from megatron_async.weights.verify import NameCheck, check_same, engine_parameters
+from megatron_async.weights.verify import NameCheck, engine_parameters
 
 NamedTensor = tuple[str, Tensor]
 Bucket = Sequence[NamedTensor]
@@ -252,23 +252,6 @@ class WeightSender(abc.ABC):
             update.give_up()
             self._abandon(calls)
             raise
-
-    def checksums(self) -> dict[str, str]:
-        """Engine id -> checksum over everything that the engine holds."""
-        answers = self.calls.every(
-            "weights_checker", {"action": "checksum"}, self.settings.timeout_seconds
-        )
-        names = [engine.engine_id for engine in self.calls.engines]
-        return {
-            name: str(answer["per_engine_checksum"])
-            for name, answer in zip(names, answers, strict=True)
-        }
-
-    def verify_same(self, version: PolicyVersion) -> str:
-        """The checksum that all engines report. Raises ComponentFailure if they differ."""
-        checksums = self.checksums()
-        check_same(checksums, version)
-        return next(iter(checksums.values()))
 
     def close(self) -> None:
         """Release everything."""

@@ -1,25 +1,30 @@
-"""Do the engines hold what the trainer sent? Pure checks on what engines report.
+"""Do engines hold what the trainer sent, and sample from what their log-probs describe?
 
-SGLang accepts a tensor whose name it does not know and ignores it, and its checksums are over its
-own fused layout, so that a trainer cannot compute them. Hence four checks, each of which catches
-what the others cannot (SEMANTICS.md section 5):
+Pure checks of what engines report. SGLang accepts a tensor whose name it does not know and ignores
+it, its checksums are over its own fused layout, so that a trainer cannot compute them, and some of
+its settings change log-probs or sampling. Hence four checks, each of which catches what the others
+cannot (SEMANTICS.md section 5):
 
 - every name that is sent belongs to a parameter that the engine has (`NameCheck.add`);
 - every parameter that the engine has was sent (`NameCheck.finish`);
-- all engines report the same checksum (`check_same`);
-- the engine's log-probs of a fixed probe sequence are the trainer's (`check_probe`).
+- all engines hold one version under one checksum (`agreed_checksum`, `disagreement`);
+- tokens that an engine samples have ratio 1 under the trainer (`RatioCheck`).
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import numpy as np
 
 from megatron_async.errors import ComponentFailure
-from megatron_async.trajectory.types import FloatArray, IntArray, PolicyVersion
+from megatron_async.trajectory.types import FloatArray, PolicyVersion
 
 _NAMED = 4
 _SCALES = re.compile(r"scale(_inv|_2)?$")
@@ -92,43 +97,109 @@ class NameCheck:
             )
 
 
-def check_same(checksums: Mapping[str, str], version: PolicyVersion) -> None:
-    """Raises ComponentFailure unless all engines (id -> checksum) hold the same weights."""
-    if len(set(checksums.values())) > 1:
-        listing = ", ".join(f"{engine}: {value[:16]}" for engine, value in checksums.items())
-        raise ComponentFailure(f"the engines disagree on the weights of {version}: {listing}")
+@dataclass(frozen=True)
+class Held:
+    """What one engine reports that it holds."""
+
+    engine_id: str
+    version: PolicyVersion
+    checksum: str
 
 
-def probe_tokens(vocab_size: int, length: int) -> IntArray:
-    """The fixed probe sequence: tokens spread over the vocabulary by a Weyl sequence, [length]."""
-    golden = 0.6180339887498949
-    positions = (np.arange(1, length + 1) * golden) % 1.0
-    return (positions * vocab_size).astype(np.int32)
+def agreed_checksum(reports: Sequence[Held], version: PolicyVersion) -> str | None:
+    """The checksum that most engines with `version` have; None where two are equally common."""
+    counts = Counter(held.checksum for held in reports if held.version == version).most_common(2)
+    clear = len(counts) == 1 or (len(counts) == 2 and counts[0][1] > counts[1][1])
+    return counts[0][0] if clear else None
 
 
-def probe_error(engine: FloatArray, trainer: FloatArray) -> tuple[float, float]:
-    """Mean and largest |engine - trainer| of raw log-probs of tokens 1..n-1, both [n - 1]."""
-    if engine.shape != trainer.shape:
-        raise ValueError(f"probe log-probs of shapes {engine.shape} and {trainer.shape}")
-    error = np.abs(engine.astype(np.float64) - trainer.astype(np.float64))
-    return float(error.mean()), float(error.max())
-
-
-def check_probe(
-    engine_id: str,
-    engine: FloatArray,
-    trainer: FloatArray,
-    tolerance: float,
-    version: PolicyVersion,
-) -> tuple[float, float]:
-    """`probe_error`; raises ComponentFailure if the mean is above `tolerance` or not a number."""
-    mean, worst = probe_error(engine, trainer)
-    if not mean <= tolerance:
-        raise ComponentFailure(
-            f"engine {engine_id} does not hold the trainer's weights of {version}: the probe's "
-            f"log-probs differ by {mean:.2e} on average, weights.probe_tolerance is {tolerance:.2e}"
+def disagreement(
+    held: Held, reports: Sequence[Held], version: PolicyVersion, agreed: str | None
+) -> str | None:
+    """Why this engine does not hold `version` as agreed; None when it does."""
+    if held.version != version:
+        return (
+            f"engine {held.engine_id} reports version {held.version} after the update to {version}"
         )
-    return mean, worst
+    if held.checksum != agreed:
+        listing = ", ".join(f"{other.engine_id}: {other.checksum[:16]}" for other in reports)
+        return f"engines disagree on the weights of {version}: {listing}"
+    return None
+
+
+@dataclass(frozen=True)
+class RatioError:
+    """Mean and largest |engine - trainer| log-prob over the tokens that an engine sampled."""
+
+    mean: float
+    largest: float
+
+    @classmethod
+    def of(cls, engine_N: FloatArray, trainer_N: FloatArray) -> RatioError:
+        """Both [N], N > 0. What is not a number stays so, and passes no check."""
+        if engine_N.shape != trainer_N.shape or not engine_N.size:
+            raise ValueError(f"log-probs of shapes {engine_N.shape} and {trainer_N.shape}")
+        error_N = np.abs(engine_N.astype(np.float64) - trainer_N.astype(np.float64))
+        return cls(float(error_N.mean()), float(error_N.max()))
+
+
+EXACT_TOLERANCE = 1e-4
+"""Largest mean error at temperature 1 where engine and trainer compute in float32."""
+BASELINE_UPDATES = 4
+"""Updates from which the usual error is learned where one of them computes in less."""
+GROSS_FACTOR = 10.0
+"""A mean error above this many times the usual one is a gross error, ..."""
+GROSS_LEAST, GROSS_MOST = 0.2, 1.0
+"""... but none below the first of these is, and each above the second; that one alone counts while
+the baseline is learned. Weights of another model are 2 to 9 off, log-probs at another temperature
+1.7; healthy half-precision runs are reported with 0.03 to 0.4."""
+
+
+class RatioCheck:
+    """How far from 1 the ratios of on-policy tokens may be; it learns what is usual.
+
+    With `tolerance` that is the limit of the mean error. Without: `EXACT_TOLERANCE` where all
+    compute in float32 (`exact`); else gross errors alone do not pass. The baseline is the median of
+    the engines' mean errors over the first `BASELINE_UPDATES` updates of this object's life.
+    """
+
+    def __init__(self, *, tolerance: float | None, temperature: float) -> None:
+        self._tolerance = tolerance
+        # An error of the logits is divided by it.
+        self._exact = EXACT_TOLERANCE / min(1.0, temperature)
+        self._learned: list[list[float]] = []
+
+    @property
+    def baseline(self) -> float | None:
+        """The usual mean error; None until it is learned."""
+        if len(self._learned) < BASELINE_UPDATES:
+            return None
+        return median(mean for update in self._learned for mean in update)
+
+    def limit(self, *, exact: bool) -> float:
+        """Largest mean error that passes."""
+        if self._tolerance is not None:
+            return self._tolerance
+        if exact:
+            return self._exact
+        if self.baseline is None:
+            return GROSS_MOST
+        return min(GROSS_MOST, max(GROSS_LEAST, GROSS_FACTOR * self.baseline))
+
+    def passes(self, error: RatioError, *, exact: bool) -> bool:
+        """Whether an engine's error is within the limit (no error that is not a number is)."""
+        return error.mean <= self.limit(exact=exact)
+
+    def learn(self, errors: Iterable[RatioError]) -> None:
+        """One update's errors, of the engines that passed."""
+        means = [error.mean for error in errors]
+        if means and self.baseline is None:
+            self._learned.append(means)
+
+    def drift(self, errors: Iterable[RatioError]) -> float | None:
+        """The largest of the mean errors over the usual one; None until that is learned."""
+        worst = max((error.mean for error in errors), default=math.nan)
+        return None if self.baseline is None else worst / max(self.baseline, 1e-12)
 
 
 def _listing(names: Iterable[str]) -> str:

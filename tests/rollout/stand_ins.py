@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.manager import RolloutManager
 from megatron_async.rollout.simulated_engine import SimulatedEngine, SimulatedEngineModel
 from megatron_async.tasks.scorer_count import ScorerCount
-from megatron_async.trajectory.types import Prompt
+from megatron_async.trajectory.batch import TokenBatch
+from megatron_async.trajectory.types import FloatArray, Prompt
 
 MODEL = SimulatedEngineModel(mean_length=12, step_seconds=0.001, stream_interval=4)
 
@@ -92,6 +94,14 @@ def manager_of(
         store_file=folder / "store.sqlite",
         events_directory=folder / "events",
     )
+
+
+def trainer_logprobs(batch: TokenBatch) -> FloatArray:
+    """What a trainer computes whose policy is that of the simulated engines."""
+    bounds = pairwise(batch.cu_seqlens_S1.tolist())
+    sequences = [batch.token_ids_T[start:end] for start, end in bounds]
+    values = [MODEL.logprob(int(t), p) for ids in sequences for p, t in enumerate(ids)]
+    return np.asarray(values, np.float32) * batch.loss_mask_T
 
 
 def run(body: Coroutine[Any, Any, None]) -> None:

@@ -66,7 +66,8 @@ async def stop_under_judgements(folder: Path, verdict: Callable[[], float | None
     await manager.attach(ResumePoint(0))
     await manager.begin_update(0, 0)
     engine.set_weights(PolicyVersion(0, 0))
-    await manager.end_update(0, 0, [engine.engine_id], None, None)
+    await manager.end_update(0, 0, [engine.engine_id], False)
+    await manager.verify_update(0, 0, None, False)
     while not sent or verifier.asked < len(sent) - 1:
         await asyncio.sleep(0.01)
     before = len(sent)

@@ -86,6 +86,7 @@ async def one_batch(manager: RolloutManager, engines: Engines) -> None:
     await manager.begin_update(0, 0)
     engine = engines.all[0]
     engine.set_weights(PolicyVersion(0, 0))
-    await manager.end_update(0, 0, [engine.engine_id], None, None)
+    await manager.end_update(0, 0, [engine.engine_id], False)
+    await manager.verify_update(0, 0, None, False)
     with pytest.raises(LookupError):
         await manager.next_batch(0)

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,6 +76,14 @@ class Scripted:
         return None
 
 
+def verified_slot(engine: Any, clock: Callable[[], float] = time.monotonic) -> EngineSlot:
+    """Of an engine that serves version `V0`."""
+    slot = EngineSlot(engine, clock)
+    slot.gate.expect(V0)
+    slot.gate.accept()
+    return slot
+
+
 @dataclass
 class Bench:
     """`Generation` with one running trajectory of prompt (5, 0)."""
@@ -112,7 +121,7 @@ class Bench:
         )
         generation = Generation(config, store, statistics, (STOP,), reports)
         engine = Scripted(list(script))
-        slot = EngineSlot(engine)  # type: ignore[arg-type]
+        slot = verified_slot(engine)
         trajectory_id = group.trajectories[0].trajectory_id
         return cls(
             store, generation, slot, events, trajectory_id, statistics, engine,
@@ -265,7 +274,7 @@ def test_who_ends_behind_the_last_abort_is_not_blamed(
     async def body() -> None:
         monkeypatch.setattr("megatron_async.rollout.generation._ABORT_TRIES", 1)
         bench = Bench.of(tmp_path, config_of())
-        bench.slot = EngineSlot(Slow([]))  # type: ignore[arg-type]
+        bench.slot = verified_slot(Slow([]))
         bench.generation.submit(bench.trajectory_id, bench.slot)
         await asyncio.sleep(0)
         await bench.generation.abort(bench.generation.of())
@@ -380,7 +389,7 @@ class Quiet(Scripted):
 
 async def quiet(bench: Bench) -> EngineSlot:
     """A request that has said (7) on a `Quiet` engine with a clock in `bench.now`."""
-    slot = EngineSlot(Quiet([chunk(7)]), lambda: bench.now)  # type: ignore[arg-type]
+    slot = verified_slot(Quiet([chunk(7)]), lambda: bench.now)
     slot.watch.queue(0, 0.0)
     bench.generation.submit(bench.trajectory_id, slot)
     while bench.statistics.tokens < 1:

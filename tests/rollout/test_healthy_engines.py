@@ -120,7 +120,8 @@ def test_engines_that_take_long_to_receive_weights(tmp_path: Path, preset: str) 
         for engine in trainer.engines.all:
             engine.receiving = False
             engine.set_weights(PolicyVersion(0, 1))
-        await trainer.manager.end_update(0, 1, [a.engine_id for a in addresses], None, None)
+        await trainer.manager.end_update(0, 1, [a.engine_id for a in addresses], False)
+        await trainer.manager.verify_update(0, 1, None, False)
         assert (await trainer.batch()).step == 1
         assert in_service(trainer) == (2, {})
         await trainer.manager.stop()
@@ -182,7 +183,8 @@ def test_engines_that_end_no_request_while_they_are_paused_in_place(
         generation = trainer.manager._driver._generation
         assert any(request.abort_wanted for request in generation._requests.values())
         trainer.engines.all[0].set_weights(PolicyVersion(0, 1))
-        await trainer.manager.end_update(0, 1, [a.engine_id for a in addresses], None, None)
+        await trainer.manager.end_update(0, 1, [a.engine_id for a in addresses], False)
+        await trainer.manager.verify_update(0, 1, None, False)
         async with asyncio.timeout(5):
             while any(request.abort_wanted for request in generation._requests.values()):
                 await asyncio.sleep(0.01)

@@ -12,7 +12,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from megatron_async.config import RunConfig
@@ -67,7 +66,8 @@ class Trainer:
             if await engine.healthy():
                 engine.set_weights(PolicyVersion(lineage, number))
         ids = [address.engine_id for address in addresses]
-        return await self.manager.end_update(lineage, number, ids, None, None)
+        await self.manager.end_update(lineage, number, ids, False)
+        return await self.manager.verify_update(lineage, number, None, False)
 
     async def begin(self, resume: ResumePoint) -> None:
         await self.manager.attach(resume)
@@ -239,9 +239,7 @@ def test_what_a_replaced_trainer_still_says_changes_nothing_for_its_successor(
         number = 100 if last else 1
         await manager.begin_update(0, number)
         engine.set_weights(PolicyVersion(0, number))
-        late = asyncio.create_task(
-            manager.end_update(0, number, [engine.engine_id], np.arange(4, dtype=np.int32), None)
-        )
+        late = asyncio.create_task(manager.end_update(0, number, [engine.engine_id], True))
         await verifying.wait()
         await manager.attach(ResumePoint(1, 0, parent=0))
         go_on.set()
@@ -259,7 +257,8 @@ LATE: dict[str, Callable[[RolloutManager], Any]] = {
     "next_batch": lambda manager: manager.next_batch(0),
     "drop_batch": lambda manager: manager.drop_batch(0, 0, "nonfinite"),
     "begin_update": lambda manager: manager.begin_update(0, 1),
-    "end_update": lambda manager: manager.end_update(0, 1, ["engine0"], None, None),
+    "end_update": lambda manager: manager.end_update(0, 1, ["engine0"], False),
+    "verify_update": lambda manager: manager.verify_update(0, 1, None, False),
     "evaluate": lambda manager: manager.evaluate(0, 0),
     "position": lambda manager: manager.position(0),
     "checkpoint_finalised": lambda manager: manager.checkpoint_finalised(0, 1, [1]),

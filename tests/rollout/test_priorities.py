@@ -51,7 +51,8 @@ async def submitted(folder: Path, resume: ResumePoint) -> list[int]:
     await manager.attach(resume)
     await manager.begin_update(resume.lineage, 0)
     engine.set_weights(engine.given)
-    await manager.end_update(resume.lineage, 0, [engine.engine_id], None, None)
+    await manager.end_update(resume.lineage, 0, [engine.engine_id], False)
+    await manager.verify_update(resume.lineage, 0, None, False)
     while len(engine.asked) < 8 or manager.status()["tokens"] < 8:
         await asyncio.sleep(0.01)
     await manager.stop()

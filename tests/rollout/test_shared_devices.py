@@ -16,7 +16,7 @@ from megatron_async.rollout.manager import ResumePoint
 from megatron_async.rollout.sglang_process import server_command
 from megatron_async.rollout.simulated_engine import SimulatedEngine
 from megatron_async.trajectory.types import PolicyVersion
-from tests.rollout.stand_ins import MODEL, Engines, manager_of, run
+from tests.rollout.stand_ins import MODEL, Engines, manager_of, run, trainer_logprobs
 
 ALL = frozenset({"weights", "rest"})
 
@@ -38,10 +38,10 @@ class MemoryEngine(SimulatedEngine):
         self.said.append("resume")
         await super().resume()
 
-    async def release_memory(self) -> None:
+    async def release_memory(self, *, keep_weights: bool = False) -> None:
         await super().release_memory()
-        self.said.append("release")
-        self.memory = frozenset()
+        self.said.append("release all but weights" if keep_weights else "release")
+        self.memory = self.memory & {"weights"} if keep_weights else frozenset()
 
     async def resume_memory(self, *, weights_only: bool) -> None:
         await super().resume_memory(weights_only=weights_only)
@@ -77,8 +77,9 @@ def settings(preset: str, **engines: Any) -> RunConfig:
 class Run:
     """A manager with engines, and the trainer's calls."""
 
-    def __init__(self, folder: Path, config: RunConfig) -> None:
+    def __init__(self, folder: Path, config: RunConfig, verify: bool = True) -> None:
         self.launcher = MemoryEngines()
+        self.verify = verify
         self.manager = manager_of(folder, config, self.launcher)
 
     @property
@@ -99,14 +100,20 @@ class Run:
         for engine in self.engines:
             engine.set_weights(PolicyVersion(0, number))
         ids = [address.engine_id for address in addresses]
-        if (await self.manager.end_update(0, number, ids, None, None)).evaluation_due:
+        samples = await self.manager.end_update(0, number, ids, self.verify)
+        logprobs_T = None
+        if samples is not None:
+            assert self.all_hold(frozenset({"weights"})), "the trainer computes now"
+            logprobs_T = trainer_logprobs(samples)
+        if (await self.manager.verify_update(0, number, logprobs_T, True)).evaluation_due:
             await self.manager.evaluate(0, number)
 
 
+@pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("preset", ["rapid", "sync", "copris"])
-def test_engines_rest_whenever_the_trainer_works(tmp_path: Path, preset: str) -> None:
+def test_engines_rest_whenever_the_trainer_works(tmp_path: Path, preset: str, verify: bool) -> None:
     async def body() -> None:
-        it = Run(tmp_path, settings(preset, count=2))
+        it = Run(tmp_path, settings(preset, count=2), verify)
         await it.begin()
         assert it.all_hold(frozenset()), "the trainer is built while engines rest"
         await it.publish(0)

@@ -2,44 +2,64 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from megatron_async.config import RunConfig
 from megatron_async.errors import ComponentFailure
+from megatron_async.rollout.interfaces import GenerationRequest, TokenChunk
 from megatron_async.rollout.manager import ResumePoint, UpdateReport
 from megatron_async.rollout.simulated_engine import SimulatedEngine
-from megatron_async.trajectory.types import FloatArray, IntArray, PolicyVersion
-from tests.rollout.stand_ins import MODEL, Engines, manager_of, run, settings
-
-PROBE = np.array([5, 6, 7, 8], np.int32)
+from megatron_async.trajectory.batch import TokenBatch
+from megatron_async.trajectory.store_reader import StoreReader
+from megatron_async.trajectory.types import PolicyVersion
+from tests.rollout.stand_ins import MODEL, Engines, manager_of, run, settings, trainer_logprobs
 
 
 class WrongEngine(SimulatedEngine):
-    """Lies so many times in one of the three answers that are checked."""
+    """Lies so many times in one of the answers that are checked."""
 
     def __init__(self, engine_id: str, lie: str, times: int) -> None:
         super().__init__(engine_id, MODEL)
         self._lie = lie
         self._times = times
+        self.lied: list[TokenChunk] = []
 
     def _lies(self, about: str) -> bool:
-        if about != self._lie or self._times == 0:
-            return False
-        self._times -= 1
-        return True
+        return about == self._lie and self._times > 0
 
-    async def score(self, token_ids: IntArray) -> FloatArray:
-        return await super().score(token_ids) + np.float32(self._lies("probe"))
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
+        """Wrong weights show in all that it generates, until it is sent the weights again."""
+        async for chunk in super().generate(request):
+            if self._lies("probe"):
+                chunk = replace(chunk, logprobs=chunk.logprobs + np.float32(1))
+                self.lied.append(chunk)
+            if self._lies("label") and request.request_id.startswith("t"):
+                chunk = replace(chunk, version=PolicyVersion(0, 5))
+            yield chunk
+
+    async def flush_cache(self) -> None:
+        await super().flush_cache()
+        if self.lied:  # it was sent them again
+            self._times -= 1
+            self.lied = []
 
     async def checksum(self) -> str:
-        return "another" if self._lies("checksum") else await super().checksum()
+        lies = self._lies("checksum")
+        self._times -= lies
+        return "another" if lies else await super().checksum()
 
     async def version(self) -> PolicyVersion:
-        held = await super().version()
-        return PolicyVersion(held.lineage, held.number + 7) if self._lies("version") else held
+        held, lies = await super().version(), self._lies("version")
+        self._times -= lies
+        return PolicyVersion(held.lineage, held.number + 7) if lies else held
 
 
 class WrongEngines(Engines):
@@ -68,12 +88,16 @@ class Run:
         self.manager = manager_of(folder, config, engines)
 
     async def publish(self, number: int) -> UpdateReport:
+        samples = await self.send(number)
+        logprobs_T = None if samples is None else trainer_logprobs(samples)
+        return await self.manager.verify_update(0, number, logprobs_T, True)
+
+    async def send(self, number: int) -> TokenBatch | None:
         addresses = await self.manager.begin_update(0, number)
         for engine in self.engines.now.values():
             engine.set_weights(PolicyVersion(0, number), f"weights {number}")
-        expected = await SimulatedEngine("trainer", MODEL).score(PROBE)
         ids = [address.engine_id for address in addresses]
-        return await self.manager.end_update(0, number, ids, PROBE, expected)
+        return await self.manager.end_update(0, number, ids, True)
 
     async def train(self, steps: int) -> int:
         """As the trainer's loop does; the number of publications."""
@@ -153,7 +177,9 @@ def test_of_two_that_differ_neither_is_believed(tmp_path: Path) -> None:
 def test_the_run_ends_with_the_reason_when_no_engine_ever_passes(tmp_path: Path) -> None:
     async def body() -> None:
         it = Run(tmp_path, restarting(1), WrongEngines("probe", [99, 99]))
-        with pytest.raises(ComponentFailure, match=r"no inference engine is left: .*probe_toler"):
+        with pytest.raises(
+            ComponentFailure, match=r"no inference engine is left: .*log-probs of its own"
+        ):
             await it.train(2)
         await it.manager.stop()
 
@@ -169,5 +195,146 @@ def test_a_mismatch_after_the_last_step_is_an_error(tmp_path: Path) -> None:
         with pytest.raises(ComponentFailure, match="no engine holds the last version"):
             await it.publish(0)
         await it.manager.stop()
+
+    run(body())
+
+
+def stored(folder: Path) -> list[tuple[int, float]]:
+    """(position, log-prob) error of every token in the store: 0 where the engine did not lie."""
+    with closing(StoreReader(folder / "store.sqlite")) as reader:
+        found = [reader.trajectory(entry.trajectory_id) for entry in reader.summaries()]
+    tokens = []
+    for trajectory in found:
+        at = len(trajectory.prompt.token_ids)
+        for segment in trajectory.segments:
+            for token, logprob in zip(segment.token_ids, segment.logprobs, strict=True):
+                tokens.append((at, abs(float(logprob) - MODEL.logprob(int(token), at))))
+                at += 1
+    return tokens
+
+
+@pytest.mark.parametrize("preset", ["pipeline", "copris", "sync"])
+def test_tokens_wait_until_their_engine_is_verified_and_then_all_are_kept(
+    tmp_path: Path, preset: str
+) -> None:
+    async def body() -> None:
+        it = Run(tmp_path, settings(preset), WrongEngines("nothing", []))
+        await it.manager.start()
+        await it.manager.attach(ResumePoint(0))
+        samples = await it.send(0)
+        engine = it.engines.now[0]
+        while engine.tokens_generated < 48 + 4:  # after its samples it does not idle
+            await asyncio.sleep(0.001)
+        assert it.manager.status()["tokens"] == 0
+        assert samples is not None
+        await it.manager.verify_update(0, 0, trainer_logprobs(samples), True)
+        batch = await it.manager.next_batch(0)
+        assert batch is not None
+        await it.manager.stop()
+        tokens = stored(tmp_path)
+        assert len(tokens) >= 12 and max(error for _, error in tokens) < 1e-6
+
+    run(body())
+
+
+@pytest.mark.parametrize("preset", ["pipeline", "async"])
+def test_no_token_of_an_engine_that_fails_its_check_reaches_the_store(
+    tmp_path: Path, preset: str
+) -> None:
+    """In the middle of a run: the version before was right, and what it made is kept."""
+
+    async def body() -> None:
+        config = settings(preset).model_copy(update={"engines": restarting(1).engines})
+        it = Run(tmp_path, config, WrongEngines("probe", [0]))
+        await it.manager.start()
+        await it.manager.attach(ResumePoint(0))
+        await it.publish(0)
+        assert await it.manager.next_batch(0) is not None
+        engine = it.engines.now[0]
+        assert isinstance(engine, WrongEngine)
+        engine._times = 2
+        for _ in range(2):  # wrong, sent again and wrong again, replaced
+            samples = await it.send(1)
+            assert samples is not None
+            while len(engine.lied) <= 12:  # chunks of the samples
+                await asyncio.sleep(0.001)
+            report = await it.manager.verify_update(0, 1, trainer_logprobs(samples), True)
+            assert report.probe_mean_error == pytest.approx(1.0, abs=1e-6)
+            assert not report.passed
+        while it.engines.now[0] is engine:
+            await asyncio.sleep(0.01)
+        for step in (1, 2):
+            while (batch := await it.manager.next_batch(0)) is None:
+                await it.publish(step)
+            assert batch.step == step
+            await it.publish(step + 1)
+        assert it.up == ["engine0.1"]
+        await it.manager.stop()
+        tokens = stored(tmp_path)
+        assert len(tokens) > 20 and max(error for _, error in tokens) < 1e-6
+
+    run(body())
+
+
+def test_an_engine_whose_tokens_carry_a_version_that_it_was_not_sent_is_given_up(
+    tmp_path: Path,
+) -> None:
+    async def body() -> None:
+        it = Run(tmp_path, restarting(1), WrongEngines("label", [1]))
+        await it.manager.start()
+        await it.manager.attach(ResumePoint(0))
+        await it.publish(0)
+        while len(it.engines.all) == 1:
+            await asyncio.sleep(0.01)
+        while (batch := await it.manager.next_batch(0)) is None:
+            await it.publish(0)
+        assert batch.step == 0 and it.up == ["engine0.1"]
+        await it.manager.stop()
+        with closing(StoreReader(tmp_path / "store.sqlite")) as reader:
+            found = [reader.trajectory(entry.trajectory_id) for entry in reader.summaries()]
+        versions = {segment.version for one in found for segment in one.segments}
+        assert versions == {PolicyVersion(0, 0)}
+
+    run(body())
+
+
+def test_aborts_wait_for_a_verification_that_takes_its_time(tmp_path: Path) -> None:
+    """A stream whose tokens wait does not end, and that is not the engine's failure."""
+
+    async def body() -> None:
+        it = Run(tmp_path, settings("pipeline"), WrongEngines("nothing", []))
+        await it.manager.start()
+        await it.manager.attach(ResumePoint(0))
+        samples = await it.send(0)
+        driver = it.manager._driver
+        while not len(driver._generation):
+            await asyncio.sleep(0.001)
+        with mock.patch("megatron_async.rollout.generation._ABORT_RETRY_SECONDS", 0.001):
+            aborting = asyncio.create_task(driver._generation.abort(driver._generation.of()))
+            await asyncio.sleep(0.1)  # many times over
+            assert it.up == ["engine0.0"] and not aborting.done()
+            assert samples is not None
+            await it.manager.verify_update(0, 0, trainer_logprobs(samples), True)
+            await aborting
+        assert it.up == ["engine0.0"]
+        await it.manager.stop()
+
+    run(body())
+
+
+@pytest.mark.parametrize("preset", ["pipeline", "async", "copris"])
+def test_what_runs_at_the_last_update_is_verified_and_then_ended(
+    tmp_path: Path, preset: str
+) -> None:
+    async def body() -> None:
+        it = Run(
+            tmp_path,
+            settings(preset).model_copy(update={"steps": 2}),
+            WrongEngines("nothing", []),
+        )
+        assert await it.train(2) == 3
+        assert it.manager.status()["running"] == 0
+        await it.manager.stop()
+        assert max(error for _, error in stored(tmp_path)) < 1e-6
 
     run(body())

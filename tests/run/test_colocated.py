@@ -18,6 +18,7 @@ def said_by_a_loop() -> list[str]:
     """Two steps over stand-ins that only say what happens, in order."""
     import torch.distributed as dist
 
+    from megatron_async.config.model import ModelConfig
     from megatron_async.run.loop import LoopParts, TrainLoop
     from megatron_async.trajectory.types import PolicyVersion
 
@@ -38,10 +39,12 @@ def said_by_a_loop() -> list[str]:
         return do
 
     trainer.train_batch = train_batch
+    trainer.compute_logprobs = lambda batch: said.append("compute")
     link = SimpleNamespace(
         next_batch=note("generate", SimpleNamespace(step=0, store_position=1)),
         begin_update=note("engines take weights", []),
-        end_update=note("engines wake", SimpleNamespace(evaluation_due=False)),
+        end_update=note("engines sample", object()),
+        verify_update=note("engines wake", SimpleNamespace(evaluation_due=False, passed=True)),
         position=note("engines rest", {}),
         checkpoint_finalised=note("finalised"),
     )
@@ -50,7 +53,8 @@ def said_by_a_loop() -> list[str]:
     config: Any = SimpleNamespace(
         steps=2,
         checkpoint=SimpleNamespace(every_steps=2),
-        weights=SimpleNamespace(probe_tokens=4, verify="never"),
+        model=ModelConfig(dtype="float32"),
+        weights=SimpleNamespace(verify="every"),
     )
     publisher: Any = SimpleNamespace(publish=lambda engines, version: said.append("send") or [])
     parts: Any = LoopParts(
@@ -67,7 +71,10 @@ def said_by_a_loop() -> list[str]:
     return said
 
 
-UPDATE = ["trainer weights", "engines take weights", "send", "trainer nothing", "engines wake"]
+UPDATE = [
+    *("trainer weights", "engines take weights", "send", "trainer nothing"),
+    *("engines sample", "trainer weights", "compute", "trainer nothing", "engines wake"),
+]
 
 
 @pytest.mark.slow

@@ -120,7 +120,7 @@ def config_file(tmp_path: Path) -> Path:
     return path
 
 
-GPUS_TOO_FEW = ["engines.device=cuda", "weights.probe_tolerance=0.05"]
+GPUS_TOO_FEW = ["engines.device=cuda"]
 
 
 def test_what_the_gpus_cannot_do_is_refused_before_a_run_directory_is_made(

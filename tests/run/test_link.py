@@ -34,7 +34,8 @@ def test_an_evaluation_may_take_longer_than_an_update() -> None:
     link = NotingLink(
         build_config({"eval": {"timeout_seconds": 5000}, "weights": {"timeout_seconds": 7}})
     )
-    link.end_update(0, [], None, None)
+    link.end_update(0, [], False)
+    link.verify_update(0, None, False)
     link.evaluate(0)
     assert link.limits["end_update"] < 60
     assert link.limits["evaluate"] > 5000, "the rollout side gives up first, and says why"
@@ -95,7 +96,8 @@ CALLS: dict[str, Callable[[RolloutLink], Any]] = {
     "next_batch": lambda link: link.next_batch(),
     "drop_batch": lambda link: link.drop_batch(4, "nonfinite"),
     "begin_update": lambda link: link.begin_update(4),
-    "end_update": lambda link: link.end_update(4, ["engine0"], None, None),
+    "end_update": lambda link: link.end_update(4, ["engine0"], False),
+    "verify_update": lambda link: link.verify_update(4, None, False),
     "evaluate": lambda link: link.evaluate(4),
     "position": lambda link: link.position(),
     "checkpoint_finalised": lambda link: link.checkpoint_finalised(4, [2, 4]),

@@ -51,6 +51,10 @@ class ForgetfulLink:
 
     def end_update(self, number: int, *rest: Any) -> Any:
         self._call("end_update", number)
+        return None
+
+    def verify_update(self, number: int, *rest: Any) -> Any:
+        self._call("verify_update", number)
         self._fresh = False
         return SimpleNamespace(evaluation_due=number == 0)
 
@@ -96,7 +100,7 @@ def train(lost_at: set[int]) -> tuple[list[Any], list[int]]:
     config: Any = SimpleNamespace(
         steps=2,
         checkpoint=SimpleNamespace(every_steps=1),
-        weights=SimpleNamespace(probe_tokens=4, verify="never"),
+        weights=SimpleNamespace(verify="never"),
     )
     publisher: Any = SimpleNamespace(publish=lambda engines, version: [])
     resume = ResumePoint(4, 0, 3, 99)
@@ -111,7 +115,7 @@ def lose_everywhere() -> dict[int, tuple[list[Any], list[int]]]:
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
-    found = {call: train({call}) for call in range(14)}
+    found = {call: train({call}) for call in range(17)}
     dist.destroy_process_group()
     return found
 
@@ -131,16 +135,13 @@ def test_at_whichever_call_it_is_lost_every_step_is_trained_once(tmp_path: Path)
         for step in (1, 2):
             assert ("finalised", step) in answered
             assert answered.index(("end_update", step)) > answered.index(("begin_update", step))
-    # lost between two halves of an update: the new engines get both
-    said = found[undisturbed.index(("end_update", 1)) + 1][0]
-    lost = said.index(("end_update", 1, "lost"))
-    assert said[lost : lost + 4] == [
-        ("end_update", 1, "lost"),
-        ("attach", 4, 1, 3, 100),
-        ("begin_update", 1),
-        ("end_update", 1),
-    ]
+    # lost between two parts of an update: the new engines get all of it
+    update = [(part, 1) for part in ("begin_update", "end_update", "verify_update")]
+    for part in update[1:]:
+        said = found[undisturbed.index(part) + 1][0]
+        lost = said.index((*part, "lost"))
+        assert said[lost + 1 : lost + 5] == [("attach", 4, 1, 3, 100), *update]
     # so do those that were to be evaluated
     said = found[undisturbed.index(("evaluate", 0)) + 1][0]
     lost = said.index(("evaluate", 0, "lost"))
-    assert said[lost + 2 : lost + 5] == [("begin_update", 0), ("end_update", 0), ("evaluate", 0)]
+    assert said[lost + 2 : lost + 6] == [*((part, 0) for part, _ in update), ("evaluate", 0)]

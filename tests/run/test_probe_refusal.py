@@ -10,16 +10,17 @@ from megatron_async.run.launch import ROOT
 from megatron_async.run.preflight import check_probe_tolerance
 
 
-def test_the_quickstarts_tolerance_takes_float32() -> None:
+def test_a_tolerance_that_takes_float32_is_refused_for_engines_in_bfloat16() -> None:
     quickstart = ROOT / "configs" / "quickstart.yaml"
-    check_probe_tolerance(load_config(quickstart, ["engines.device=cpu"]))
-    check_probe_tolerance(load_config(quickstart, ["engines.device=cuda", "engines.dtype=float32"]))
-    told = r"weights\.probe_tolerance is 0\.0001.* engines\.dtype auto is bfloat16"
-    with pytest.raises(UserError, match=told):
-        check_probe_tolerance(load_config(quickstart, ["engines.device=cuda"]))
-    check_probe_tolerance(
-        load_config(quickstart, ["engines.device=cuda", "weights.probe_tolerance=0.05"])
-    )
+    exact = "weights.probe_tolerance=1e-4"
+    check_probe_tolerance(load_config(quickstart, [exact, "engines.device=cpu"]))
+    in_float32 = ["engines.device=cuda", "engines.dtype=float32"]
+    check_probe_tolerance(load_config(quickstart, [exact, *in_float32]))
+    refusal = r"weights\.probe_tolerance is 0\.0001.* engines\.dtype auto is bfloat16"
+    with pytest.raises(UserError, match=refusal):
+        check_probe_tolerance(load_config(quickstart, [exact, "engines.device=cuda"]))
+    for other in ([], ["weights.probe_tolerance=0.05"]):
+        check_probe_tolerance(load_config(quickstart, ["engines.device=cuda", *other]))
 
 
 @pytest.mark.parametrize("weights", [{}, {"probe_tolerance": 1e-5, "verify": "never"}])

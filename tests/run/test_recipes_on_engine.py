@@ -57,7 +57,6 @@ def settings(recipe: str, root: Path, model: Path) -> RunConfig:
                 "eval": {"prompts": 4},
                 "checkpoint": {"every_steps": 100, "export_hf": False},
                 "experiment": {"forced_lengths": LENGTHS},
-                "weights": {"probe_tolerance": 1e-4},
             },
         )
     )
@@ -174,7 +173,7 @@ def test_rapid_and_the_engine_take_turns_on_shared_devices(
 
         async def noted(client: SGLangClient, real: Any = real, **kept: bool) -> None:
             await real(client, **kept)
-            said.append("engine " + ("rests" if not kept else str(kept)))
+            said.append(f"engine {kept}")
 
         monkeypatch.setattr(SGLangClient, name, noted)
 
@@ -196,8 +195,13 @@ def test_rapid_and_the_engine_take_turns_on_shared_devices(
         "engine {'weights_only': True}",
         "trainer nothing",
         "engine {'weights_only': False}",
+        "engine {'keep_weights': True}",  # it has sampled; the trainer computes its log-probs
+        "trainer weights",
+        "trainer nothing",
+        "engine {'weights_only': False}",
     ]
-    step = ["engine rests", "trainer all"]
+    rests = "engine {'keep_weights': False}"
+    step = [rests, "trainer all"]
     # The checkpoint of the last step asks for the whole trainer once more.
-    expected = ["engine rests", *update, *(step + update) * (STEPS - 1), *step, "trainer all"]
+    expected = [rests, *update, *(step + update) * (STEPS - 1), *step, "trainer all"]
     assert said == [*expected, *update, *step]

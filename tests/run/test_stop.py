@@ -59,7 +59,6 @@ class Loop:
         config: Any = SimpleNamespace(
             steps=10,
             checkpoint=SimpleNamespace(every_steps=every_steps),
-            weights=SimpleNamespace(probe_tokens=4),
         )
         parts: Any = LoopParts(config, trainer, None, checkpoints, link, None, stop)  # type: ignore[arg-type]
         self.loop = TrainLoop(parts)

@@ -246,20 +246,6 @@ def test_an_iterator_that_raises_leaves_the_engine_usable(start: Start) -> None:
     sender.close()
 
 
-def test_engines_that_hold_different_weights_are_noticed(start: Start) -> None:
-    one, two = start("works"), start("works")
-    alone = _sender()
-    alone.connect([one])
-    alone.send(_buckets(3.0), VERSION)
-    alone.close()
-    sender = _sender()
-    sender.connect([one, two])
-    sender.send(_buckets(1.0), VERSION)
-    with pytest.raises(ComponentFailure, match=r"disagree on the weights of 0\.1"):
-        sender.verify_same(VERSION)
-    sender.close()
-
-
 def test_a_tensor_that_no_engine_knows_is_refused(start: Start) -> None:
     sender = _sender()
     sender.connect([start("works")])

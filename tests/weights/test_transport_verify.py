@@ -1,4 +1,4 @@
-"""Names, probes, buckets and published directories: the parts of an update that need no engine."""
+"""Names, buckets and published directories: the parts of an update that need no engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -23,10 +22,7 @@ from megatron_async.weights.tensor import serialise
 from megatron_async.weights.transport import sending_device, with_next
 from megatron_async.weights.verify import (
     NameCheck,
-    check_probe,
-    check_same,
     engine_parameter,
-    probe_tokens,
 )
 
 VERSION = PolicyVersion(2, 9)
@@ -64,26 +60,6 @@ def test_a_long_list_of_missing_parameters_is_shortened() -> None:
     check = NameCheck(frozenset(f"layer{i}.weight" for i in range(9)))
     with pytest.raises(ComponentFailure, match="and 5 more"):
         check.finish()
-
-
-def test_equal_checksums_pass_and_different_ones_name_the_engines() -> None:
-    check_same({"one": "x", "two": "x"}, VERSION)
-    with pytest.raises(ComponentFailure, match=r"weights of 2\.9: one: x, two: y"):
-        check_same({"one": "x", "two": "y"}, VERSION)
-
-
-def test_the_probe_is_fixed_and_spread_over_the_vocabulary() -> None:
-    probe = probe_tokens(1000, 48)
-    assert (probe == probe_tokens(1000, 48)).all()
-    assert len(set(probe.tolist())) == 48
-    assert probe.min() >= 0 and probe.max() < 1000
-    assert probe.max() - probe.min() > 900
-
-
-def test_a_probe_that_is_not_a_number_does_not_pass() -> None:
-    trainer = np.zeros(3, dtype=np.float32)
-    with pytest.raises(ComponentFailure, match="nan"):
-        check_probe("one", np.array([0, np.nan, 0], dtype=np.float32), trainer, 1.0, VERSION)
 
 
 def test_flattening_keeps_every_tensor_aligned_and_bit_for_bit() -> None:

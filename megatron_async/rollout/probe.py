@@ -1,0 +1,155 @@
+"""Samples by which an engine is verified: tokens of its own, as the run samples them.
+
+After an update each engine continues a few prompts of the task, by the same endpoint and with the
+same sampling settings as any trajectory, and the trainer computes the log-probs of what came. A
+ratio of 1 there shows weights, sampling and log-probs at once.
+
+Invariants
+- Every engine is asked for the same number of tokens, whatever the model would end at.
+- The requests go before those that wait in the engine: a full engine is verified as soon as a
+  request leaves it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_async.config.rollout import SamplingConfig
+from megatron_async.rollout.interfaces import (
+    EngineClient,
+    EngineError,
+    GenerationRequest,
+    RequestRefused,
+)
+from megatron_async.trajectory.batch import TokenBatch
+from megatron_async.trajectory.types import FloatArray, IntArray, PolicyVersion
+from megatron_async.weights.verify import RatioError
+
+PROMPTS = 4
+_PROMPT_TOKENS = 256
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """A continuation by one engine, with its log-probs."""
+
+    engine_id: str
+    prompt_ids: IntArray
+    token_ids: IntArray
+    logprobs: FloatArray
+
+
+def probe_prompts(prompts: Sequence[IntArray]) -> list[IntArray]:
+    """The beginnings of these prompts: long enough to be real, short enough for any context."""
+    return [np.asarray(ids[:_PROMPT_TOKENS], dtype=np.int32) for ids in prompts]
+
+
+async def sample(
+    engine: EngineClient,
+    prompts: Sequence[IntArray],
+    sampling: SamplingConfig,
+    version: PolicyVersion,
+    tokens: int,
+    timeout_seconds: float,
+) -> list[Sample]:
+    """At least `tokens` tokens in all, spread over the prompts. Raises EngineError.
+
+    A prompt that the engine refuses as invalid is left out: that is no evidence about the engine.
+    """
+    each = -(-tokens // len(prompts))
+    requests = [
+        GenerationRequest(
+            request_id=f"probe-{version}-{number};",
+            input_ids=prompt,
+            max_new_tokens=each,
+            sampling=sampling,
+            ignore_eos=True,
+            urgent=True,
+        )
+        for number, prompt in enumerate(prompts)
+    ]
+    try:
+        async with asyncio.timeout(timeout_seconds):
+            found = await asyncio.gather(*(_continued(engine, r, version) for r in requests))
+    except TimeoutError as error:
+        raise EngineError(
+            f"engine {engine.engine_id} did not generate {each} tokens for the check of {version} "
+            f"within {timeout_seconds:g} s"
+        ) from error
+    samples = [one for one in found if isinstance(one, Sample)]
+    if not samples:
+        raise EngineError(
+            f"engine {engine.engine_id} refuses every prompt of its check: {found[0]}"
+        )
+    return samples
+
+
+async def _continued(
+    engine: EngineClient, request: GenerationRequest, version: PolicyVersion
+) -> Sample | RequestRefused:
+    try:
+        chunks = [chunk async for chunk in engine.generate(request)]
+    except RequestRefused as refusal:
+        return refusal
+    versions = {chunk.version for chunk in chunks if len(chunk.token_ids)}
+    if versions != {version}:
+        labels = ", ".join(str(other) for other in sorted(versions))
+        raise EngineError(
+            f"engine {engine.engine_id} generated tokens of versions {labels or 'none'} after the "
+            f"update to {version}"
+        )
+    token_ids = np.concatenate([chunk.token_ids for chunk in chunks])
+    if len(token_ids) != request.max_new_tokens:
+        raise EngineError(
+            f"engine {engine.engine_id} generated {len(token_ids)} of {request.max_new_tokens} "
+            f"tokens for the check of {version}"
+        )
+    logprobs = np.concatenate([chunk.logprobs for chunk in chunks])
+    return Sample(engine.engine_id, request.input_ids, token_ids, logprobs)
+
+
+def packed(samples: Sequence[Sample], temperature: float) -> TokenBatch:
+    """One sequence a sample, in order, for the trainer to compute log-probs of the responses."""
+    prompts_S = np.array([len(s.prompt_ids) for s in samples], np.int32)
+    lengths_S = prompts_S + np.array([len(s.token_ids) for s in samples], np.int32)
+    zeros_T, zeros_S = np.zeros(int(lengths_S.sum()), np.int32), np.zeros(len(samples), np.int64)
+    mask = [
+        np.repeat([0, 1], [len(s.prompt_ids), len(s.token_ids)]).astype(np.float32) for s in samples
+    ]
+    logprobs = [np.concatenate([np.zeros(len(s.prompt_ids)), s.logprobs]) for s in samples]
+    return TokenBatch(
+        step=0,
+        token_ids_T=np.concatenate([p for s in samples for p in (s.prompt_ids, s.token_ids)]),
+        loss_mask_T=np.concatenate(mask),
+        rollout_logprobs_T=np.concatenate(logprobs).astype(np.float32),
+        version_T=zeros_T,
+        lag_T=zeros_T,
+        cu_seqlens_S1=np.concatenate([[0], np.cumsum(lengths_S)]).astype(np.int32),
+        rewards_S=zeros_S.astype(np.float32),
+        group_ids_S=zeros_S,
+        trajectory_ids_S=zeros_S,
+        prompt_lengths_S=prompts_S,
+        truncated_S=zeros_S.astype(np.bool_),
+        resumed_S=zeros_S.astype(np.bool_),
+        temperature=temperature,
+    )
+
+
+def errors(samples: Sequence[Sample], logprobs_T: FloatArray) -> dict[str, RatioError]:
+    """By engine; `logprobs_T` are the trainer's of `packed`, [T]."""
+    engines: dict[str, list[FloatArray]] = {}
+    trainer: dict[str, list[FloatArray]] = {}
+    end = 0
+    for one in samples:
+        start = end + len(one.prompt_ids)
+        end = start + len(one.token_ids)
+        engines.setdefault(one.engine_id, []).append(one.logprobs)
+        trainer.setdefault(one.engine_id, []).append(logprobs_T[start:end])
+    return {
+        engine_id: RatioError.of(np.concatenate(parts), np.concatenate(trainer[engine_id]))
+        for engine_id, parts in engines.items()
+    }

@@ -1,0 +1,173 @@
+"""Verifies engines after an update: asks them, and compares by the rules of `weights/verify.py`.
+
+In two steps, since the trainer computes in between: `held` and `sampled` ask the engines, `ratios`
+compares what they sampled with the trainer's log-probs of it.
+
+Invariants
+- Nothing here changes an engine or gives one up: each step says which engines passed, which hold
+  or sample something else, and which failed to answer.
+- The rules remember across updates: the checksum that a version was published with, and what
+  difference to the trainer is usual in half precision.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+
+from megatron_async.config import RunConfig
+from megatron_async.rollout import probe
+from megatron_async.rollout.interfaces import EngineClient, EngineError
+from megatron_async.trajectory.types import FloatArray, IntArray, PolicyVersion
+from megatron_async.weights.verify import (
+    Held,
+    RatioCheck,
+    agreed_checksum,
+    disagreement,
+)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """Engines that passed; by id, why others are `wrong` or have `failed` to answer."""
+
+    good: list[EngineClient] = field(default_factory=list)
+    wrong: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Ratios:
+    """What the comparison with the trainer found; errors over all engines, None without any."""
+
+    outcome: Outcome
+    mean_error: float | None = None
+    max_error: float | None = None
+    drift: float | None = None
+
+
+class WeightChecks:
+    """The checks of one manager's engines."""
+
+    def __init__(self, config: RunConfig, prompts: Callable[[], Sequence[IntArray]]) -> None:
+        """`prompts` gives some of the task's."""
+        self._config = config
+        self._prompts = prompts
+        self._agreed: tuple[PolicyVersion, str] | None = None
+        self._rule = RatioCheck(
+            tolerance=config.weights.probe_tolerance, temperature=config.sampling.temperature
+        )
+        # Fewer bits on the way to the engine, whatever it computes with.
+        self._sent_exactly = (
+            config.weights.transport != "delta" and config.engines.quantization == "none"
+        )
+
+    async def held(self, engines: Sequence[EngineClient], version: PolicyVersion) -> Outcome:
+        """Whether they hold `version` under one checksum.
+
+        Engines that come to a version later must have the checksum of those that serve it.
+        """
+
+        async def ask(engine: EngineClient) -> Held:
+            checksum = await engine.checksum()
+            return Held(engine.engine_id, await engine.version(), checksum)
+
+        found, failed = await _each(engines, ask)
+        reports = [report for _, report in found]
+        agreed = agreed_checksum(reports, version)
+        if self._agreed is not None and self._agreed[0] == version:
+            agreed = self._agreed[1]
+        self._agreed = None if agreed is None else (version, agreed)
+        outcome = Outcome(failed=failed)
+        for engine, report in found:
+            why = disagreement(report, reports, version, agreed)
+            if why is None:
+                outcome.good.append(engine)
+            else:
+                outcome.wrong[engine.engine_id] = why
+        return outcome
+
+    async def sampled(
+        self, engines: Sequence[EngineClient], version: PolicyVersion
+    ) -> tuple[Outcome, list[probe.Sample]]:
+        """Tokens of each engine as the run samples them."""
+        weights, sampling = self._config.weights, self._config.sampling
+        prompts = probe.probe_prompts(self._prompts())
+
+        async def ask(engine: EngineClient) -> list[probe.Sample]:
+            return await probe.sample(
+                engine, prompts, sampling, version, weights.probe_tokens, weights.timeout_seconds
+            )
+
+        found, failed = await _each(engines, ask)
+        good = [engine for engine, _ in found]
+        return Outcome(good, failed=failed), [one for _, samples in found for one in samples]
+
+    def ratios(
+        self,
+        engines: Sequence[EngineClient],
+        samples: Sequence[probe.Sample],
+        logprobs_T: FloatArray | None,
+        version: PolicyVersion,
+        *,
+        float32: bool,
+    ) -> Ratios:
+        """`logprobs_T` are the trainer's of `probe.packed(samples)`, computed in `float32` or less.
+
+        Every one of `engines` has samples, or none has, and then they pass.
+        """
+        if logprobs_T is None:
+            if samples:
+                raise ValueError(f"engines sampled with {version}, and no log-probs came of it")
+            return Ratios(Outcome(list(engines)))
+        exact = float32 and self._sent_exactly and all(e.dtype == "float32" for e in engines)
+        errors = probe.errors(samples, logprobs_T)
+        outcome = Outcome()
+        for engine in engines:
+            error = errors[engine.engine_id]
+            if self._rule.passes(error, exact=exact):
+                outcome.good.append(engine)
+                continue
+            outcome.wrong[engine.engine_id] = (
+                f"engine {engine.engine_id} does not sample from the trainer's weights of "
+                f"{version}: log-probs of its own tokens differ by {error.mean:.2e} on average, "
+                f"and {self._rule.limit(exact=exact):.2e} is the limit {self._limit_is(exact)}"
+            )
+        drift = None
+        if not exact:
+            drift = self._rule.drift(errors.values())
+            self._rule.learn(errors[engine.engine_id] for engine in outcome.good)
+        return Ratios(
+            outcome,
+            float(np.max([error.mean for error in errors.values()], initial=0.0)),
+            float(np.max([error.largest for error in errors.values()], initial=0.0)),
+            drift,
+        )
+
+    def _limit_is(self, exact: bool) -> str:
+        if self._config.weights.probe_tolerance is not None:
+            return "(weights.probe_tolerance)"
+        return "in float32" if exact else "of a gross error in half precision"
+
+
+async def _each(
+    engines: Sequence[EngineClient], ask: Callable[[EngineClient], Awaitable[T]]
+) -> tuple[list[tuple[EngineClient, T]], dict[str, str]]:
+    """All at once: the answers, and why some did not answer."""
+    answers = await asyncio.gather(*(ask(e) for e in engines), return_exceptions=True)
+    found: list[tuple[EngineClient, T]] = []
+    failed: dict[str, str] = {}
+    for engine, answer in zip(engines, answers, strict=True):
+        if isinstance(answer, EngineError):
+            failed[engine.engine_id] = str(answer)
+        elif isinstance(answer, BaseException):
+            raise answer
+        else:
+            found.append((engine, answer))
+    return found, failed

@@ -1,0 +1,159 @@
+"""What engines are verified by: their own tokens, sampled as the run samples, before all else."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_async.config.rollout import SamplingConfig
+from megatron_async.rollout.interfaces import EngineError
+from megatron_async.rollout.probe import Sample, errors, packed, probe_prompts, sample
+from megatron_async.rollout.sglang_client import SGLangClient
+from megatron_async.rollout.simulated_engine import SimulatedEngine, SimulatedEngineModel
+from megatron_async.trajectory.batch import TokenBatch
+from megatron_async.trajectory.types import FloatArray, IntArray, PolicyVersion
+from megatron_async.weights.verify import EXACT_TOLERANCE, RatioError
+from tests.engine import EngineUnderTest, collect, make_request, reference_logprobs, until_streaming
+from tests.rollout.stand_ins import MODEL, run, trainer_logprobs
+
+VERSION = PolicyVersion(5, 2)
+PROMPTS = [np.array(ids, np.int32) for ids in ([5, 9, 17, 3], [7], [2, 4, 6], [1, 1])]
+
+
+def test_every_engine_samples_as_many_tokens_and_the_trainer_sees_them_as_sequences() -> None:
+    async def body() -> None:
+        engine = SimulatedEngine("one", MODEL, VERSION)
+        samples = await sample(engine, PROMPTS, SamplingConfig(), VERSION, 10, 5.0)
+        await engine.close()
+        assert [len(one.token_ids) for one in samples] == [3, 3, 3, 3]
+        batch = packed(samples, 0.7)
+        assert batch.temperature == 0.7
+        assert batch.cu_seqlens_S1.tolist() == [0, 7, 11, 17, 22]
+        assert batch.prompt_lengths_S.tolist() == [4, 1, 3, 2]
+        assert batch.num_trained_tokens == 12
+        for number, one in enumerate(samples):
+            alone = batch.select([number])
+            ids = [*PROMPTS[number].tolist(), *one.token_ids.tolist()]
+            assert alone.token_ids_T.tolist() == ids
+        logprobs_T = trainer_logprobs(batch)
+        assert (batch.rollout_logprobs_T == logprobs_T).all()
+        assert errors(samples, logprobs_T) == {"one": RatioError(0, 0)}
+
+    run(body())
+
+
+def test_errors_are_told_apart_by_engine() -> None:
+    def one(engine_id: str, logprobs: list[float]) -> Sample:
+        ids = np.zeros(len(logprobs), np.int32)
+        return Sample(engine_id, np.zeros(2, np.int32), ids, np.array(logprobs, np.float32))
+
+    samples = [one("a", [-1.0]), one("b", [-1.0, -2.0]), one("a", [-3.0])]
+    trainer_T = np.array([0, 0, -1, 0, 0, -1, -1, 0, 0, -2], np.float32)
+    assert errors(samples, trainer_T) == {"a": RatioError(0.5, 1.0), "b": RatioError(0.5, 1.0)}
+
+
+def test_a_long_prompt_is_cut_so_that_it_fits_every_context() -> None:
+    [cut] = probe_prompts([np.arange(10_000, dtype=np.int32)])
+    assert len(cut) == 256 and cut[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("version", "seconds", "why"),
+    [
+        (PolicyVersion(5, 1), 5.0, r"tokens of versions 5\.1 after the update to 5\.2"),
+        (VERSION, 0.05, r"did not generate 3 tokens for the check of 5\.2 within 0\.05 s"),
+    ],
+)
+def test_an_engine_that_does_not_sample_the_version_in_time_fails(
+    version: PolicyVersion, seconds: float, why: str
+) -> None:
+    async def body() -> None:
+        slow = SimulatedEngineModel(step_seconds=0.03)
+        engine = SimulatedEngine("one", slow, version)
+        with pytest.raises(EngineError, match=f"engine one .*{why}"):
+            await sample(engine, PROMPTS, SamplingConfig(), VERSION, 10, seconds)
+        assert (await engine.status()).running_requests == 0
+        await engine.close()
+
+    run(body())
+
+
+def test_a_prompt_that_the_engine_refuses_is_left_out() -> None:
+    async def body() -> None:
+        engine = SimulatedEngine("one", replace(MODEL, longest_tokens=6), VERSION)
+        samples = await sample(engine, PROMPTS, SamplingConfig(), VERSION, 10, 5.0)
+        assert [len(one.prompt_ids) for one in samples] == [1, 3, 2], "4 + 3 tokens are too many"
+        with pytest.raises(EngineError, match=r"refuses every prompt of its check: .*7 tokens"):
+            await sample(engine, PROMPTS[:1], SamplingConfig(), VERSION, 3, 5.0)
+        await engine.close()
+
+    run(body())
+
+
+def _trainer(engine: EngineUnderTest, model: str, batch: TokenBatch, temperature: float) -> Any:
+    """What a trainer with these weights computes, at this temperature."""
+    values: list[FloatArray] = []
+    for number in range(batch.num_sequences):
+        ids: IntArray = batch.select([number]).token_ids_T
+        found = reference_logprobs(engine.models[model], ids.tolist(), temperature)
+        values += [np.zeros(1, np.float32), found]
+    return np.concatenate(values)
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_the_real_engines_tokens_have_ratio_one_at_the_runs_own_temperature(
+    sglang_engine: EngineUnderTest, temperature: float
+) -> None:
+    """Other weights, and log-probs at another temperature, are far from it."""
+    engine = sglang_engine
+    engine.hold("a", VERSION)
+    sampling = SamplingConfig(temperature=temperature)
+    samples = engine.run(lambda c: sample(c, PROMPTS, sampling, VERSION, 48, 30.0))
+    batch = packed(samples, temperature)
+
+    def error(model: str, at: float) -> float:
+        return errors(samples, _trainer(engine, model, batch, at))["engine"].mean
+
+    assert error("a", temperature) < EXACT_TOLERANCE / 10
+    assert error("a", temperature + 0.4) > 100 * EXACT_TOLERANCE
+    assert error("b", temperature) > 1
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_a_full_engine_samples_before_it_takes_what_waits(sglang_engine: EngineUnderTest) -> None:
+    engine = sglang_engine
+    engine.hold("a", VERSION)
+    prompt, long = PROMPTS[0].tolist(), 1900
+
+    async def check(client: SGLangClient) -> list[list[Any]]:
+        fillers = client.kv_capacity_tokens // (len(prompt) + long)
+        names = [f"r{i}" for i in range(fillers)]
+        arrived: list[list[Any]] = [[] for _ in names]
+        tasks = [
+            asyncio.create_task(collect(client, make_request(name, prompt, long), into))
+            for name, into in zip(names, arrived, strict=True)
+        ]
+        await until_streaming(arrived)
+        waiting: list[list[Any]] = [[] for _ in range(4)]
+        tasks += [
+            asyncio.create_task(collect(client, make_request(f"w{i}", prompt, long), into))
+            for i, into in enumerate(waiting)
+        ]
+        deadline = asyncio.get_running_loop().time() + 20
+        while (await client.status()).queued_requests < len(waiting):
+            assert asyncio.get_running_loop().time() < deadline, "nothing waits in the engine"
+            await asyncio.sleep(0.05)
+        await sample(client, PROMPTS, SamplingConfig(), VERSION, 48, 30.0)
+        seen = [list(into) for into in waiting]
+        await client.abort([*names, *(f"w{i}" for i in range(len(waiting)))])
+        await asyncio.gather(*tasks)
+        return seen
+
+    assert engine.run(check) == [[], [], [], []], "what waited was let in before the samples"
