@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import stat
 import subprocess
@@ -18,18 +17,16 @@ from megatron_async.run.launch import ROOT, Cluster, launch_run
 from megatron_async.tasks.tokenizer import write_character_tokenizer
 from megatron_async.trajectory.store import TrajectoryStore
 from tests.checkpoint.test_manifest import write
+from tests.hf_models import save_hf_model
 
 GPUS = Cluster(gpus_per_node=8, engine_nodes=None, time_limit="02:00:00")
 
 
 @pytest.fixture
 def settings(tmp_path: Path) -> Path:
-    """A config whose model directory has everything but weights worth loading."""
+    """A config whose model is small, and can be split over eight tensor ranks."""
     model = tmp_path / "model"
-    model.mkdir()
-    shape = json.loads((ROOT / "tests/data/qwen2.5-32b.config.json").read_text())
-    (model / "config.json").write_text(json.dumps(shape))
-    (model / "model.safetensors").touch()
+    save_hf_model("qwen3", model, num_key_value_heads=8, max_position_embeddings=4096)
     write_character_tokenizer(model)
     path = tmp_path / "c.yaml"
     path.write_text(
