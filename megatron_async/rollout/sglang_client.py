@@ -260,11 +260,18 @@ class SGLangClient:
         await asyncio.gather(*self._background, return_exceptions=True)
         await self._session.close()
 
+    def _open_session(self) -> aiohttp.ClientSession:
+        """The session. EngineError once the client is closed: calls that were about to be made
+        when their engine was given up fail as calls to that engine do."""
+        if self._session.closed:
+            raise EngineError(f"{self._engine_id} ({self._url}): the client has been closed")
+        return self._session
+
     async def _stream(self, body: dict[str, Any]) -> AsyncIterator[TokenChunk]:
         decoder = StreamDecoder()
         buffer = bytearray()
         limit = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS)
-        async with self._session.post(
+        async with self._open_session().post(
             f"{self._url}/generate", data=orjson.dumps(body), headers=_JSON, timeout=limit
         ) as response:
             if response.status != 200:
@@ -327,7 +334,7 @@ class SGLangClient:
         limit = aiohttp.ClientTimeout(total=seconds, sock_connect=_CONNECT_SECONDS)
         data = None if body is None else orjson.dumps(body)
         try:
-            async with self._session.request(
+            async with self._open_session().request(
                 method, f"{self._url}/{path}", data=data, headers=_JSON, timeout=limit
             ) as response:
                 answer = await response.read()
