@@ -25,7 +25,8 @@ import psutil
 import yaml
 
 from benchmarks.crash.evidence import Seen, look
-from megatron_async.run.directory import RunDirectory
+from benchmarks.crash.ledger import arrivals_file
+from megatron_async.run_directory import RunDirectory
 from megatron_async.tasks.tiny_model import TinyModel, build_tiny_model
 from megatron_async.telemetry.metrics import read_metrics
 
@@ -33,9 +34,9 @@ Target = Literal["trainer", "manager", "engine", "verifier", "tree"]
 PARTS: tuple[Target, ...] = ("trainer", "manager", "engine", "verifier")
 TARGETS: tuple[Target, ...] = (*PARTS, "tree")
 _MARKS: dict[Target, tuple[str, ...]] = {
-    "trainer": ("megatron_async.run.train_rank",),
+    "trainer": ("megatron_async.train_loop.rank",),
     "manager": ("ray::ManagerActor",),
-    "engine": ("megatron_async.rollout.sglang_server", "megatron_async.rollout.simulated_server"),
+    "engine": ("megatron_async.engines.sglang.server", "megatron_async.engines.simulated.server"),
     "verifier": ("megatron_async.tasks.verifier_process", "ray::VerifierWorker"),
 }
 SHAPE = TinyModel(hidden_size=32, layers=2, heads=2, kv_heads=1, head_dim=16, ffn_size=64)
@@ -111,7 +112,7 @@ def configuration(
         "weights": {"timeout_seconds": 60},
         "store": {"chunk_tokens": 32, "compact_after_checkpoints": 2},
         "telemetry": {"progress": "lines", "tensorboard": False},
-        "experiment": {"ledger": True},
+        "experiment": {"ledger": f"{Path(__file__).with_name('ledger.py').resolve()}:Ledger"},
     }
     if simulated:
         config["engines"]["simulated"] = {"mean_length": 60, "step_seconds": 0.008}
@@ -238,7 +239,7 @@ class RunUnderFire:
             self.resume(*overrides)
         else:
             self._kill_one(target)
-        arrivals = self.directory.arrivals
+        arrivals = arrivals_file(self.directory.path)
         size = arrivals.stat().st_size if arrivals.exists() else 0
         if patient:
             self.wait_for_progress(time.time())

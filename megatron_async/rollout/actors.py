@@ -50,12 +50,12 @@ class ManagerActor:
         import yaml
 
         from megatron_async.config import RunConfig
-        from megatron_async.rollout.arrivals import NotingLauncher
-        from megatron_async.rollout.engine_actor import RayEngineLauncher
+        from megatron_async.engines.actor import RayEngineLauncher
+        from megatron_async.engines.nodes import NOT_ON_TRAINER_NODES
+        from megatron_async.import_path import load_object
         from megatron_async.rollout.fleet import EngineLauncher
         from megatron_async.rollout.manager import RolloutManager
-        from megatron_async.rollout.nodes import NOT_ON_TRAINER_NODES
-        from megatron_async.run.directory import RunDirectory
+        from megatron_async.run_directory import RunDirectory
         from megatron_async.tasks import build_task
         from megatron_async.tasks.verifier import RayVerifierPool
 
@@ -64,8 +64,9 @@ class ManagerActor:
         directory = RunDirectory(Path(run_directory))
         task = build_task(config.task, config.model.path)
         launcher: EngineLauncher = RayEngineLauncher(config, directory.logs)
-        if config.experiment.ledger:
-            launcher = NotingLauncher(launcher, directory.arrivals)
+        if config.experiment.ledger is not None:
+            ledger = load_object(config.experiment.ledger, "experiment.ledger")
+            launcher = ledger(directory.path).launcher(launcher)
         self._manager = RolloutManager(
             config,
             task=task,

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
 
-from megatron_async.rollout.interfaces import EngineClient
+from megatron_async.engines.interface import EngineClient
 
 Tell = Callable[
     [Iterable[EngineClient], Callable[[EngineClient], Awaitable[None]]], Awaitable[None]
@@ -34,11 +34,6 @@ class SharedDevices:
     def shared(self) -> bool:
         """Whether engines and trainer alternate at all."""
         return self._shared
-
-    @property
-    def resting(self) -> frozenset[str]:
-        """Ids of engines without memory, or with memory for weights only."""
-        return frozenset(self._resting)
 
     async def rest(self, engines: Iterable[EngineClient]) -> None:
         """The trainer's turn. An engine that rests already is left alone."""

@@ -27,8 +27,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_async.errors import UserError
-from megatron_async.run.directory import RunDirectory
-from megatron_async.trajectory.store_reader import StoreReader
+from megatron_async.run_directory import RunDirectory
+from megatron_async.store.reader import StoreReader
 
 Array = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]

@@ -13,11 +13,11 @@ import pytest
 
 from megatron_async.config import RunConfig, build_config
 from megatron_async.config.load import merge
-from megatron_async.rollout.interfaces import EngineStatus
+from megatron_async.engines.interface import EngineStatus
+from megatron_async.engines.simulated.engine import SimulatedEngine
 from megatron_async.rollout.manager import ResumePoint
-from megatron_async.rollout.simulated_engine import SimulatedEngine
+from megatron_async.store.reader import StoreReader
 from megatron_async.trajectory.batch import TokenBatch
-from megatron_async.trajectory.store_reader import StoreReader
 from megatron_async.trajectory.types import Prompt, TrajectoryState
 from tests.rollout.stand_ins import Fixed, run, settings
 from tests.rollout.test_manager import Trainer
@@ -41,7 +41,7 @@ def with_straggler() -> RunConfig:
 
 def lag_in_samples(batch: TokenBatch) -> list[int]:
     """Counted anew: every batch has trained `BATCH` samples."""
-    index_T = batch.sequence_index_T()
+    index_T = np.repeat(np.arange(batch.num_sequences), batch.lengths_S())
     trained_T = batch.loss_mask_T > 0
     oldest = [batch.version_T[trained_T & (index_T == s)].min() for s in range(batch.num_sequences)]
     return [int(BATCH * (batch.step - version)) for version in oldest]

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from megatron_async.config import RunConfig
+from megatron_async.engines.simulated.engine import SimulatedEngine
 from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.manager import ResumePoint, UpdateReport
-from megatron_async.rollout.simulated_engine import SimulatedEngine
 from megatron_async.trajectory.types import FloatArray, IntArray, PolicyVersion
 from tests.rollout.stand_ins import MODEL, Engines, manager_of, run, settings
 
