@@ -98,6 +98,7 @@ def train(
         check_probe_tolerance,
         check_resume,
         check_run,
+        check_store,
     )
     from megatron_async.run.report import closing_table, summarise, where_things_are
     from megatron_async.run.rollback import rollback_to
@@ -117,6 +118,7 @@ def train(
         check_one_machine(settings)
         check_run(settings)
         check_probe_tolerance(settings)
+        check_store(settings, RunDirectory.of(settings) if resume is None else directory)
         devices = split_of_this_machine(settings)
         if resume is not None:
             check_resume(directory)
@@ -381,7 +383,7 @@ def trajectories(
         with claimed(directory, "trajectories --drop"):
             newest = next(iter(list_checkpoints(directory.checkpoints)), None)
             committed = None if newest is None else newest.manifest.version
-            gone = drop_group_of(directory.store_file, drop, committed)
+            gone = drop_group_of(directory.store_file, drop, committed, settings.store.directory)
         typer.echo(f"dropped (user), with its group: {', '.join(map(str, gone))}")
         return
     console = Console(soft_wrap=True)
@@ -396,6 +398,8 @@ def trajectories(
         # Its ids are older than most of the store's, but not than all of them.
         listed = sorted([*older, *reader.summaries()], key=lambda s: s.trajectory_id)
         console.print(listing(listed, state=wanted, limit=limit or None))
+        if reader.note:
+            console.print(reader.note, markup=False, highlight=False)
         missing = "" if exported else store_exported.missing_line(reader)
         if missing:
             console.print(missing, markup=False, highlight=False)

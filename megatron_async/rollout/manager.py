@@ -151,7 +151,7 @@ class RolloutManager:
     async def _attach(self, resume: ResumePoint) -> None:
         if self._session is not None and resume.lineage < self._session.resume.lineage:
             raise _replaced(resume.lineage, self._session.resume.lineage)
-        await self._detach(lambda before: _replaced(before.resume.lineage, resume.lineage))
+        await self._detach(lambda s: _replaced(s.resume.lineage, resume.lineage), leave=False)
         # On a thread: a large file takes seconds, in which engines want to be heard.
         store = await asyncio.to_thread(
             TrajectoryStore.open,
@@ -177,7 +177,7 @@ class RolloutManager:
                 files, self._config.schedule, first_step=resume.step, version=version
             )
         # Prompts that became groups after the checkpoint are in the store already.
-        prompts = _TaskPrompts(self._task, store.admitted_groups)
+        prompts = _TaskPrompts(self._task, store.prompts_read)
         driver = RolloutDriver(
             self._config,
             scheduler=Scheduler(self._config.schedule, first_step=resume.step, version=version),
@@ -195,19 +195,20 @@ class RolloutManager:
         self._fleet.attach(driver)
         await self._devices.rest(driver.engines())
 
-    async def _detach(self, why: Callable[[_Session], ComponentFailure]) -> None:
+    async def _detach(self, why: Callable[[_Session], ComponentFailure], leave: bool) -> None:
         session, self._session = self._session, None
         self._fleet.detach()
         if session is not None:
             session.driver.fail(why(session))  # whoever waits for it waits in vain
-            await session.driver.close()
+            await session.driver.close(leave=leave)
             if session.recorder is not None:
                 session.recorder.close()
 
     async def stop(self) -> None:
         """Keep every token, close the store, end the engines."""
         async with self._attaching:
-            await self._detach(lambda _: ComponentFailure("the rollout manager was stopped"))
+            stopped = ComponentFailure("the rollout manager was stopped")
+            await self._detach(lambda _: stopped, leave=True)
             await self._fleet.stop()
 
     @property
@@ -498,6 +499,7 @@ class RolloutManager:
         session = self._session_of(lineage)
         await self._devices.rest(session.driver.engines())
         position = await session.store.sync(durable=True)
+        session.store.replicate()
         self._still(session)
         return {"store_position": position}
 

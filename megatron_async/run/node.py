@@ -39,7 +39,7 @@ from megatron_async.run.claim import RunInUse, claimed
 from megatron_async.run.directory import Outcome, RunDirectory
 from megatron_async.run.environment import RAY_NODE_ENVIRONMENT, trainer_environment
 from megatron_async.run.meeting import MEET_SECONDS, TrainerNode
-from megatron_async.run.preflight import check_probe_tolerance
+from megatron_async.run.preflight import check_probe_tolerance, check_store
 from megatron_async.run.processes import Child, start_torchrun
 from megatron_async.run.session import Session
 
@@ -108,6 +108,7 @@ def run_rollout(node: Node) -> int:
         stack.callback(node.session.close)  # before the run is given up
         node.use_token()
         check_probe_tolerance(node.config)  # here: a login node may have other devices
+        check_store(node.config, node.directory)
         port = free_port()
         address = f"{node.address}:{port}"
         with node.ray_node(

@@ -87,6 +87,13 @@ def check_probe_tolerance(config: RunConfig) -> None:
         )
 
 
+def check_store(config: RunConfig, directory: RunDirectory) -> None:
+    """Where the rollout manager runs: does the trajectory store have a disk that it works on?"""
+    from megatron_async.trajectory.store_place import check_place, place_of_writer
+
+    check_place(place_of_writer(directory.store_file, config.store.directory))
+
+
 def served_context(model: Mapping[str, Any]) -> int | None:
     """The context that SGLang reads from a parsed config.json; None when nothing is said there."""
     text = model.get("text_config", model)

@@ -28,6 +28,7 @@ import numpy.typing as npt
 
 from megatron_async.errors import UserError
 from megatron_async.run.directory import RunDirectory
+from megatron_async.trajectory.store_place import has_store
 from megatron_async.trajectory.store_reader import StoreReader
 
 Array = npt.NDArray[np.float64]
@@ -115,7 +116,7 @@ def _parsed(text: bytes, where: str) -> Any:
 def _committed_bytes(path: Path) -> float:
     """How far `path` may be read: no limit, unless it is the export of a run that is there."""
     store = RunDirectory(path.absolute().parent.parent).store_file
-    if not store.exists():
+    if not has_store(store):
         return math.inf
     with closing(StoreReader(store)) as reader:
         return reader.exported().bytes if reader.export_file == path.absolute() else math.inf
