@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from megatron_async.disk import naming_disk_errors
 from megatron_async.errors import ComponentFailure, UserError
 
 app = typer.Typer(
@@ -48,7 +49,8 @@ def main() -> None:
     # would bury the progress lines.
     warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
     try:
-        app(standalone_mode=True)
+        with naming_disk_errors():
+            app(standalone_mode=True)
     except UserError as error:
         _exit_with(f"error: {error}", 2)
     except ComponentFailure as error:

@@ -16,10 +16,24 @@ from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.interfaces import PromptSource
 from megatron_async.rollout.statistics import RolloutStatistics
 from megatron_async.scheduler import events as ev
+from megatron_async.tasks.base import Task
 from megatron_async.trajectory.store import TrajectoryStore
-from megatron_async.trajectory.types import DropReason, Group
+from megatron_async.trajectory.types import DropReason, Group, Prompt
 
 _REFUSED_IN_ROW = 64
+
+
+class TaskPrompts:
+    """A task's training problems in order, from `position` on."""
+
+    def __init__(self, task: Task, position: int) -> None:
+        self._task = task
+        self.position = position
+
+    def take(self, count: int) -> list[Prompt]:
+        prompts = self._task.train_prompts(self.position, count)
+        self.position += len(prompts)
+        return prompts
 
 
 class Admission:

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from megatron_async.config import RunConfig
+from megatron_async.disk import disk_failure
 from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.admission import Admission
 from megatron_async.rollout.engine_slot import EngineSlot
@@ -130,11 +131,13 @@ class RolloutDriver:
         self._closed = True
         self._quiet = True  # first: what still ends meanwhile must start nothing
         self._monitor.close()
-        await self._generation.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._store.close()
+        try:
+            await self._generation.close()
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await self._store.close()
 
     # ------------------------------------------------------------ engines
 
@@ -422,7 +425,9 @@ class RolloutDriver:
         elif isinstance(error, ComponentFailure):
             self.fail(error)
         elif error is not None:
-            failure = ComponentFailure(f"the rollout driver failed: {error!r}")
+            failure = disk_failure(error) or ComponentFailure(
+                f"the rollout driver failed: {error!r}"
+            )
             failure.__cause__ = error
             self.fail(failure)
 

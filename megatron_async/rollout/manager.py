@@ -17,6 +17,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -27,19 +28,21 @@ import numpy as np
 
 from megatron_async.config import RunConfig
 from megatron_async.errors import ComponentFailure
+from megatron_async.rollout.admission import TaskPrompts
 from megatron_async.rollout.driver import RolloutDriver
 from megatron_async.rollout.evaluate import EvalResult, evaluate
 from megatron_async.rollout.fleet import EngineLauncher, Fleet
 from megatron_async.rollout.interfaces import EngineClient, EngineError, Verifier
 from megatron_async.rollout.shared_devices import SharedDevices
-from megatron_async.scheduler.record import Recorder
-from megatron_async.scheduler.record_files import RecordFiles
+from megatron_async.scheduler.record import Recorder, new_record
 from megatron_async.scheduler.scheduler import Scheduler
 from megatron_async.tasks.base import Task
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.store import TrajectoryStore
-from megatron_async.trajectory.types import DropReason, FloatArray, IntArray, PolicyVersion, Prompt
+from megatron_async.trajectory.types import DropReason, FloatArray, IntArray, PolicyVersion
 from megatron_async.weights.http import EngineAddress
+
+_logger = logging.getLogger(__name__)
 
 
 class NotAttached(ComponentFailure):
@@ -70,19 +73,6 @@ class ResumePoint:
     step: int = 0
     parent: int | None = None
     store_position: int | None = None
-
-
-class _TaskPrompts:
-    """A task's training problems in order, from `position` on."""
-
-    def __init__(self, task: Task, position: int) -> None:
-        self._task = task
-        self.position = position
-
-    def take(self, count: int) -> list[Prompt]:
-        prompts = self._task.train_prompts(self.position, count)
-        self.position += len(prompts)
-        return prompts
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +141,10 @@ class RolloutManager:
     async def _attach(self, resume: ResumePoint) -> None:
         if self._session is not None and resume.lineage < self._session.resume.lineage:
             raise _replaced(resume.lineage, self._session.resume.lineage)
-        await self._detach(lambda before: _replaced(before.resume.lineage, resume.lineage))
+        try:
+            await self._detach(lambda before: _replaced(before.resume.lineage, resume.lineage))
+        except ComponentFailure as error:  # of the trainer before, who has been given it already
+            _logger.warning("the session before could not be closed: %s", error)
         # On a thread: a large file takes seconds, in which engines want to be heard.
         store = await asyncio.to_thread(
             TrajectoryStore.open,
@@ -163,21 +156,13 @@ class RolloutManager:
             position=resume.store_position,
         )
         version = PolicyVersion(resume.lineage, resume.step)
-        recorder = None
-        if self._events_directory is not None:
-            self._events_directory.mkdir(exist_ok=True)
-            telemetry = self._config.telemetry
-            files = RecordFiles(
-                self._events_directory,
-                resume.lineage,
-                keep_steps=telemetry.record_steps,
-                most_bytes=telemetry.record_mib << 20,
-            )
-            recorder = Recorder(
-                files, self._config.schedule, first_step=resume.step, version=version
-            )
+        try:
+            recorder = new_record(self._events_directory, self._config, version)
+        except BaseException:
+            await store.close()
+            raise
         # Prompts that became groups after the checkpoint are in the store already.
-        prompts = _TaskPrompts(self._task, store.admitted_groups)
+        prompts = TaskPrompts(self._task, store.admitted_groups)
         driver = RolloutDriver(
             self._config,
             scheduler=Scheduler(self._config.schedule, first_step=resume.step, version=version),
@@ -200,15 +185,19 @@ class RolloutManager:
         self._fleet.detach()
         if session is not None:
             session.driver.fail(why(session))  # whoever waits for it waits in vain
-            await session.driver.close()
-            if session.recorder is not None:
-                session.recorder.close()
+            try:
+                await session.driver.close()
+            finally:
+                if session.recorder is not None:
+                    session.recorder.close()
 
     async def stop(self) -> None:
         """Keep every token, close the store, end the engines."""
         async with self._attaching:
-            await self._detach(lambda _: ComponentFailure("the rollout manager was stopped"))
-            await self._fleet.stop()
+            try:
+                await self._detach(lambda _: ComponentFailure("the rollout manager was stopped"))
+            finally:
+                await self._fleet.stop()
 
     @property
     def _attached(self) -> _Session:

@@ -32,6 +32,7 @@ import psutil
 
 from megatron_async.config.rollout import EngineConfig
 from megatron_async.config.sampling_contract import without_breaking_variables
+from megatron_async.disk import writing
 from megatron_async.errors import ComponentFailure, ProcessKilled
 from megatron_async.rollout.nodes import free_port
 from megatron_async.rollout.sglang_server import (
@@ -266,10 +267,12 @@ class SGLangProcess:
             )
         read_end, write_end = os.pipe()
         environment[LIFELINE_VARIABLE] = str(read_end)
-        self._log_path.parent.mkdir(parents=True, exist_ok=True)
-        self._log_path.touch(mode=0o600)  # SGLang writes all of its settings, also the key
         try:
-            with self._log_path.open("ab") as log:
+            with writing(self._log_path):
+                self._log_path.parent.mkdir(parents=True, exist_ok=True)
+                self._log_path.touch(mode=0o600)  # SGLang writes all of its settings, also the key
+                log = self._log_path.open("ab")
+            with log:
                 self._process = subprocess.Popen(
                     command,
                     env=environment,

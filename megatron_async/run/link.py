@@ -16,7 +16,7 @@ import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from megatron_async.config import RunConfig
-from megatron_async.errors import ComponentFailure
+from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.rollout.actors import MANAGER_NAME, NAMESPACE
 from megatron_async.rollout.evaluate import EvalResult
 from megatron_async.rollout.interfaces import EngineError
@@ -189,6 +189,8 @@ class RayLink:
         except RayTaskError as error:
             if isinstance(error.cause, NotAttached):
                 raise ManagerLost(str(error.cause)) from error
+            if isinstance(error.cause, UserError):
+                raise UserError(str(error.cause)) from error
             if isinstance(error.cause, ComponentFailure | EngineError):
                 raise ComponentFailure(str(error.cause)) from error
             # Ray's own wrapper cannot be sent to the other ranks; its text can.

@@ -12,6 +12,7 @@ Invariants
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -88,6 +89,7 @@ class RolloutSide:
         self._config = config
         self._directory = directory
         self._manager: Any = None
+        self._failure = ""
 
     def start(self) -> None:
         """Create the manager; engines start in the background (`status` tells how that went)."""
@@ -121,6 +123,7 @@ class RolloutSide:
         except GetTimeoutError:
             return {}
         if status.get("failure"):
+            self._failure = status["failure"]
             raise ComponentFailure(status["failure"])
         return status
 
@@ -131,8 +134,13 @@ class RolloutSide:
         try:
             ray.get(self._manager.call.remote("stop"), timeout=_CALL_SECONDS)
         except (RayError, ComponentFailure, UserError) as error:
-            self._log(f"stopping the rollout manager: {error!r}")
+            cause = error.cause if isinstance(error, RayTaskError) else error
+            self._log(f"stopping the rollout manager: {cause!r}")
 
     def _log(self, line: str) -> None:
-        with (self._directory.logs / "supervisor.log").open("a") as out:
-            out.write(f"{line}\n")
+        try:
+            with (self._directory.logs / "supervisor.log").open("a") as out:
+                out.write(f"{line}\n")
+        except OSError:  # a full disk must not hide the failure that is about to be raised
+            if not self._failure:
+                print(line, file=sys.stderr)

@@ -18,13 +18,14 @@ from typing import Final
 import numpy as np
 
 from megatron_async.config import RunConfig
-from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.errors import UserError
 from megatron_async.rollout.nodes import node_address
 from megatron_async.run.claim import new_run
 from megatron_async.run.directory import RunDirectory
 from megatron_async.run.environment import trainer_environment
 from megatron_async.run.meeting import MEET_SECONDS, TrainerNode
 from megatron_async.run.processes import start_torchrun
+from megatron_async.run.rank_exit import exit_code, leave
 from megatron_async.run.session import Session, check_name
 from megatron_async.tasks.base import WorkedExample
 from megatron_async.telemetry.progress import Progress
@@ -66,9 +67,9 @@ def run_sft(
             progress.update({})
     finally:
         child.stop()
-    if first:
-        directory.raise_failure()
     if child.exit_code() != 0:
+        if first:
+            directory.raise_failure()
         raise child.failure("sft")
 
 
@@ -159,19 +160,10 @@ def _sft_metrics(report: StepReport) -> dict[str, float]:
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code of one rank: 0, 1 for a failed component, 2 for bad input."""
+    """Exit code of one rank (`run/rank_exit.py`)."""
     directory, config = RunDirectory.find(arguments[0], [])
-    try:
-        train(config, directory, Path(arguments[1]))
-    except (UserError, ComponentFailure) as error:
-        code = 2 if isinstance(error, UserError) else 1
-        directory.report_failure(str(error), code)
-        return code
-    return 0
+    return exit_code(directory, lambda: train(config, directory, Path(arguments[1])))
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # gloo threads of a failed collective would keep the interpreter alive
+    leave(main(sys.argv[1:]))

@@ -11,11 +11,11 @@ the store says. One JSON line each, in one `write`:
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_async.disk import LineFile, writing
 from megatron_async.rollout.evaluate import EvalResult
 from megatron_async.rollout.manager import ResumePoint, UpdateReport
 from megatron_async.run.link import RolloutLink
@@ -30,8 +30,9 @@ class NotingLink:
     def __init__(self, link: RolloutLink, notes: Path) -> None:
         self._link = link
         self._lineage = 0
-        notes.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(notes, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        with writing(notes):
+            notes.parent.mkdir(parents=True, exist_ok=True)
+        self._file = LineFile(notes)
 
     def attach(self, resume: ResumePoint) -> None:
         self._lineage = resume.lineage
@@ -82,4 +83,5 @@ class NotingLink:
         self._link.checkpoint_finalised(step, kept_steps)
 
     def _note(self, **line: Any) -> None:
-        os.write(self._file, (json.dumps(line) + "\n").encode())
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()

@@ -32,7 +32,9 @@ from typing import Any, TextIO, TypeVar
 
 from pydantic import ValidationError
 
+from megatron_async.config import RunConfig
 from megatron_async.config.schedule import ScheduleConfig
+from megatron_async.disk import LineFile
 from megatron_async.errors import UserError
 from megatron_async.scheduler import events as ev
 from megatron_async.scheduler.record_files import RecordFiles
@@ -140,7 +142,7 @@ class Recorder:
         version: PolicyVersion,
     ) -> None:
         self._files = to if isinstance(to, RecordFiles) else None
-        self._stream = to.open_next() if isinstance(to, RecordFiles) else to
+        self._stream: TextIO | LineFile = to.open_next() if isinstance(to, RecordFiles) else to
         self._events = 0
         self._size = 0
         self._header: dict[str, Any] = {
@@ -151,6 +153,7 @@ class Recorder:
             "version": list(version),
         }
         self._write(self._header)
+        self.flush()  # a file without its header is no record
 
     def step(self, scheduler: Scheduler, event: ev.Event) -> list[ev.Action]:
         """`scheduler.step(event)`, recorded; what it raises is recorded and raised on."""
@@ -187,6 +190,21 @@ class Recorder:
 
     def _write(self, line: dict[str, Any]) -> int:
         return self._stream.write(json.dumps(line, separators=(",", ":")) + "\n")
+
+
+def new_record(
+    directory: Path | None, config: RunConfig, version: PolicyVersion
+) -> Recorder | None:
+    """The next record of the lineage of `version`; None without a directory. Raises CannotWrite."""
+    if directory is None:
+        return None
+    files = RecordFiles(
+        directory,
+        version.lineage,
+        keep_steps=config.telemetry.record_steps,
+        most_bytes=config.telemetry.record_mib << 20,
+    )
+    return Recorder(files, config.schedule, first_step=version.number, version=version)
 
 
 def encode(message: ev.Event | Outcome) -> list[Any]:

@@ -15,8 +15,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import NamedTuple
 
+from megatron_async.disk import LineFile, writing
 from megatron_async.scheduler.events import EmitBatch
 
 _SEGMENTS = 4
@@ -65,12 +66,14 @@ class RecordFiles:
         self._most_bytes = most_bytes
         self._steps = 0
 
-    def open_next(self) -> TextIO:
-        """The next file, empty; what need not be kept any more is removed."""
+    def open_next(self) -> LineFile:
+        """The next file, empty; what need not be kept any more is removed. Raises CannotWrite."""
         self._steps = 0
         self._key = self._key._replace(segment=self._key.segment + 1)
-        stream = (self._directory / self._key.name).open("x", encoding="utf-8")
-        self._prune()
+        with writing(self._directory):
+            self._directory.mkdir(exist_ok=True)
+            stream = LineFile(self._directory / self._key.name, new=True)
+            self._prune()
         return stream
 
     def full(self, actions: Sequence[object], size: int) -> bool:

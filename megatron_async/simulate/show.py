@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from megatron_async.disk import writing
 from megatron_async.simulate.sweep import Point
 
 _COLUMNS = (
@@ -108,5 +109,6 @@ def plot(points: Sequence[Point], path: Path) -> None:
     axes[2].legend()
     axes[2].set_xticks(list(places), names, rotation=45, ha="right")
     figure.tight_layout()
-    figure.savefig(path)
+    with writing(path):
+        figure.savefig(path)
     pyplot.close(figure)

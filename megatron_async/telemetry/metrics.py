@@ -1,7 +1,9 @@
 """`metrics.jsonl` and TensorBoard: one line and one set of scalars for each step.
 
 Invariants
-- A line is written whole and flushed before the next step begins.
+- A line is written whole or not at all, and flushed before the next step begins; one that an
+  earlier process left torn is cut off when the file is opened. What cannot be written raises
+  CannotWrite.
 - After a resume from step n, lines of later steps of the abandoned line stay; every line carries
   its lineage, and readers keep the newest line of a step (`read_metrics`).
 """
@@ -17,18 +19,22 @@ from typing import Any
 
 import numpy.typing as npt
 
+from megatron_async.disk import LineFile, json_lines, writing
+
 
 class MetricsWriter:
     """Writes for one process (trainer rank 0, or the sft command)."""
 
     def __init__(self, metrics_file: Path, tensorboard_dir: Path | None, *, lineage: int) -> None:
-        self._file = metrics_file.open("a", encoding="utf-8")
+        self._file = LineFile(metrics_file)
         self._lineage = lineage
         self._tensorboard: Any = None
+        self._board = tensorboard_dir
         if tensorboard_dir is not None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._tensorboard = SummaryWriter(str(tensorboard_dir), flush_secs=10)
+            with writing(tensorboard_dir):
+                self._tensorboard = SummaryWriter(str(tensorboard_dir), flush_secs=10)
 
     def write(self, step: int, metrics: Mapping[str, float], *, kind: str = "train") -> None:
         """Append one step."""
@@ -42,8 +48,9 @@ class MetricsWriter:
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
         if self._tensorboard is not None:
-            for name, value in metrics.items():
-                self._tensorboard.add_scalar(name, float(value), step)
+            with writing(self._board):
+                for name, value in metrics.items():
+                    self._tensorboard.add_scalar(name, float(value), step)
 
     def warn(self, step: int, name: str, message: str) -> None:
         """A named warning, for the progress display and for whoever looks later."""
@@ -57,18 +64,23 @@ class MetricsWriter:
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
         if self._tensorboard is not None:
-            self._tensorboard.add_text(f"warning/{name}", message, step)
+            with writing(self._board):
+                self._tensorboard.add_text(f"warning/{name}", message, step)
 
     def histogram(self, step: int, name: str, values: npt.ArrayLike) -> None:
         """A TensorBoard histogram."""
         if self._tensorboard is not None:
-            self._tensorboard.add_histogram(name, values, step)
+            with writing(self._board):
+                self._tensorboard.add_histogram(name, values, step)
 
     def close(self) -> None:
         """Flush and close both."""
-        self._file.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        try:
+            self._file.close()
+        finally:
+            if self._tensorboard is not None:
+                with writing(self._board):
+                    self._tensorboard.close()
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -83,15 +95,11 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path, *, kind: str = "train") -> list[dict[str, float]]:
-    """Lines of one kind along the surviving line, by step. A torn last line is left out."""
+    """Lines of one kind along the surviving line, by step. Torn lines are left out."""
     newest: dict[int, dict[str, float]] = {}
     if not path.exists():
         return []
-    for text in path.read_text().splitlines():
-        try:
-            line = json.loads(text)
-        except json.JSONDecodeError:
-            continue
+    for line in json_lines(path.read_bytes()):
         if line.get("kind") != kind:
             continue
         known = newest.get(line["step"])

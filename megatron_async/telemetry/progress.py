@@ -6,7 +6,6 @@ run that is not are the same run.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from pathlib import Path
@@ -16,6 +15,8 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
+
+from megatron_async.disk import json_lines, whole_lines_end
 
 
 class Progress:
@@ -30,7 +31,7 @@ class Progress:
         self._live_wanted = choice == "live" or (choice == "auto" and sys.stdout.isatty())
         self._silent = choice == "off"
         self._live: Live | None = None
-        self._offset = metrics_file.stat().st_size if metrics_file.exists() else 0
+        self._offset = whole_lines_end(metrics_file)
         self._began = time.monotonic()
         self._shown_warnings: set[str] = set()
 
@@ -77,7 +78,7 @@ class Progress:
             data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
-        return [json.loads(text) for text in whole.splitlines()]
+        return list(json_lines(whole))
 
 
 def format_step(line: dict[str, Any], steps: int) -> str:

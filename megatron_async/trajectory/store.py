@@ -33,6 +33,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_async.config.rollout import StoreConfig
+from megatron_async.disk import reason
+from megatron_async.errors import UserError
 from megatron_async.file_lock import FileLock
 from megatron_async.trajectory import store_schema as schema
 from megatron_async.trajectory.packing import line_number
@@ -61,6 +63,10 @@ logger = logging.getLogger(__name__)
 _WAIT_SECONDS = 60.0
 
 
+def _cannot_open(path: Path, error: Exception) -> UserError:
+    return UserError(f"trajectory store {path} cannot be opened: {reason(error)}")
+
+
 class TrajectoryStore:
     """See the module. All methods belong to one thread (the event loop's)."""
 
@@ -85,15 +91,20 @@ class TrajectoryStore:
         later is scored again. A damaged file is salvaged: see `recovery`. Raises UserError.
         """
         path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _cannot_open(path, error) from error
         lock = lock_store(path)
         try:
             state = load_state(path, lineage=lineage, step=step, parent=parent, position=position)
             if state.recovery is not None:
                 logger.warning("%s", state.recovery.sentence)
             cut_uncommitted(schema.export_file(path), state.exported.bytes)
-        except BaseException:
+        except BaseException as error:
             lock.close()
+            if isinstance(error, OSError | sqlite3.Error):
+                raise _cannot_open(path, error) from error
             raise
         return cls(path, settings or StoreConfig(), lock, state)
 

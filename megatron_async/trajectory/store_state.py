@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from megatron_async import disk
 from megatron_async.errors import UserError
 from megatron_async.trajectory.store_export import is_restorable
 from megatron_async.trajectory.store_lineage import Consumption, Line, LineTree, reached
@@ -122,7 +123,9 @@ def load_state(
         return state
     except (DamagedStore, sqlite3.Error) as error:
         if not is_damage(error):
-            raise UserError(f"trajectory store {path} cannot be opened: {error}") from error
+            raise UserError(
+                f"trajectory store {path} cannot be opened: {disk.reason(error)}"
+            ) from error
         recovery = salvage(path, str(error), position or 0)
     state = _read_state(path, lineage, step, parent)
     set_aside = _set_aside(state, step, everything=recovery.behind)

@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_async.disk import CannotWrite
 from megatron_async.errors import ComponentFailure
 from megatron_async.weights.blocks import DeltaError, apply
 from megatron_async.weights.publication import (
@@ -125,7 +126,7 @@ class WeightReceiver:
             for name, expected in manifest.shards.items():
                 publication.add(name, shard(name, expected))
             path = publication.finish(Manifest(manifest.version, manifest.shards, manifest.owners))
-        except OSError as error:
+        except (OSError, CannotWrite) as error:
             raise ComponentFailure(f"weights cannot be kept in {self._root}: {error}") from error
         finally:
             publication.discard()

@@ -3,10 +3,13 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from megatron_async.disk import CannotWrite
 from megatron_async.telemetry.health import HealthWatch
 from megatron_async.telemetry.metrics import MetricsWriter, read_metrics
 from megatron_async.telemetry.progress import Progress, format_status
+from tests.small_disk import SmallDisk
 
 
 def test_tensorboard_files_and_lines_are_written(tmp_path: Path) -> None:
@@ -106,3 +109,65 @@ def test_warnings_are_in_tensorboard_too(tmp_path: Path) -> None:
         writer.warn(4, "queue_overflow", "generation outruns training")
     events = b"".join(path.read_bytes() for path in (tmp_path / "tb").glob("events.*"))
     assert b"warning/queue_overflow" in events and b"generation outruns training" in events
+
+
+def test_a_record_after_a_torn_line_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    with MetricsWriter(path, None, lineage=0) as writer:
+        writer.write(0, {"x": 1})
+    with path.open("a") as file:
+        file.write('{"kind": "train", "st')
+    with MetricsWriter(path, None, lineage=1) as writer:
+        writer.write(1, {"x": 2})
+    assert [line["x"] for line in read_metrics(path)] == [1, 2]
+
+
+def test_progress_begins_before_a_torn_line_and_shows_what_takes_its_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"kind": "train", "st' + 200 * "x")
+    with Progress(path, 10, "lines") as progress:
+        progress.update({})
+        with MetricsWriter(path, None, lineage=0) as writer:
+            writer.write(3, {"train/loss": 0.5, "train/tokens_per_second": 1200}, kind="sft")
+        progress.update({})
+    assert capsys.readouterr().out.count("sft    4/10") == 1
+
+
+def test_a_full_disk_is_a_sentence_and_every_line_that_is_there_is_whole(disk: SmallDisk) -> None:
+    path = disk.path / "m.jsonl"
+    writer = MetricsWriter(path, None, lineage=0)
+    disk.fill(leave=2 * 4096)
+    metrics = {f"metric/{n}": float(n) for n in range(40)}
+    step = 0
+    with pytest.raises(CannotWrite, match=f"^{path} cannot be written: No space left on device;"):
+        for step in range(100):
+            writer.write(step, metrics)
+    writer.close()
+    assert step > 2
+    assert len(read_metrics(path)) == step
+    disk.make_room()
+    with MetricsWriter(path, None, lineage=1) as again:
+        again.write(step, metrics)
+    assert len(read_metrics(path)) == step + 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.timeout(60)  # the thread that writes for TensorBoard must not leave us waiting
+def test_a_full_disk_under_tensorboard_is_a_sentence_too(tmp_path: Path, disk: SmallDisk) -> None:
+    board = disk.path / "tb"
+    writer = MetricsWriter(tmp_path / "m.jsonl", board, lineage=0)
+    disk.fill()
+    with pytest.raises(CannotWrite, match=f"^{board} cannot be written: No space left on device;"):
+        for step in range(100_000):
+            writer.histogram(step, "h", np.arange(2000))
+    with pytest.raises(CannotWrite):
+        writer.close()
+
+
+def test_a_read_only_disk_is_a_sentence(tmp_path: Path, disk: SmallDisk) -> None:
+    disk.read_only()
+    for file, board in (("m.jsonl", None), (str(tmp_path / "m.jsonl"), disk.path / "tb")):
+        with pytest.raises(CannotWrite, match="cannot be written: Read-only file system; mount"):
+            MetricsWriter(disk.path / file, board, lineage=0)
