@@ -131,6 +131,14 @@ class RunConfig(Settings):
         default_factory=SimulateConfig, description="`megatron-async simulate` and `plan` only."
     )
 
+    @property
+    def scheduler(self) -> ScheduleConfig:
+        """The schedule with what other sections say about it: `expected_tokens`."""
+        if self.schedule.expected_tokens is not None:
+            return self.schedule
+        expected = max(1, self.sampling.max_new_tokens // 2)
+        return self.schedule.model_copy(update={"expected_tokens": expected})
+
     @model_validator(mode="after")
     def _cross_checks(self) -> Self:
         limit = self.engines.max_total_tokens

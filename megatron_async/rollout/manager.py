@@ -174,13 +174,13 @@ class RolloutManager:
                 most_bytes=telemetry.record_mib << 20,
             )
             recorder = Recorder(
-                files, self._config.schedule, first_step=resume.step, version=version
+                files, self._config.scheduler, first_step=resume.step, version=version
             )
         # Prompts that became groups after the checkpoint are in the store already.
         prompts = _TaskPrompts(self._task, store.admitted_groups)
         driver = RolloutDriver(
             self._config,
-            scheduler=Scheduler(self._config.schedule, first_step=resume.step, version=version),
+            scheduler=Scheduler(self._config.scheduler, first_step=resume.step, version=version),
             store=store,
             prompts=prompts,
             verifier=self._verifier,
