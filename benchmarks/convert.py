@@ -23,9 +23,9 @@ from rich.table import Table
 from safetensors import safe_open
 
 from megatron_async.checkpoint.placement import stage_slots
-from megatron_async.weights.export import buckets
-from megatron_async.weights.families import read_architecture
-from megatron_async.weights.save import write_model_directory
+from megatron_async.models.export import buckets
+from megatron_async.models.families import read_architecture
+from megatron_async.models.save import write_model_directory
 
 
 def write_source(folder: Path, gigabytes: float, shard_gb: float) -> int:

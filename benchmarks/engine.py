@@ -27,14 +27,14 @@ from safetensors.torch import load_file
 
 from benchmarks.command import command_line
 from megatron_async.config.rollout import EngineConfig, SamplingConfig, WeightsConfig
-from megatron_async.rollout.interfaces import GenerationRequest
-from megatron_async.rollout.sglang_client import SGLangClient
-from megatron_async.rollout.sglang_process import SGLangProcess
-from megatron_async.rollout.sglang_server import CPU_ATTENTION_BACKEND
+from megatron_async.engines.interface import GenerationRequest
+from megatron_async.engines.sglang.client import SGLangClient
+from megatron_async.engines.sglang.process import SGLangProcess
+from megatron_async.engines.sglang.server import CPU_ATTENTION_BACKEND
 from megatron_async.tasks.tiny_model import build_tiny_model
 from megatron_async.trajectory.types import PolicyVersion
-from megatron_async.weights.http import EngineAddress
-from megatron_async.weights.transport import make_sender
+from megatron_async.weight_sync.http import EngineAddress
+from megatron_async.weight_sync.transports.base import make_sender
 
 LENGTH = 256
 REPEATS = 3

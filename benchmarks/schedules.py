@@ -37,9 +37,9 @@ import numpy as np
 from benchmarks.command import command_line
 from megatron_async.config import RunConfig, build_config
 from megatron_async.config.load import merge, read_yaml
-from megatron_async.run.devices import split_of_this_machine
-from megatron_async.run.directory import RunDirectory
-from megatron_async.run.supervisor import Supervisor
+from megatron_async.launcher.devices import split_of_this_machine
+from megatron_async.launcher.supervisor import Supervisor
+from megatron_async.run_directory import RunDirectory
 from megatron_async.tasks.tiny_model import build_tiny_model
 from megatron_async.telemetry.metrics import read_metrics
 

@@ -30,16 +30,16 @@ from benchmarks.command import command_line
 from benchmarks.papers.report import ROOT, table
 from megatron_async.config import RunConfig, build_config
 from megatron_async.config.load import merge, read_yaml
-from megatron_async.rollout.sglang_client import SGLangClient
-from megatron_async.rollout.sglang_process import SGLangProcess
-from megatron_async.run.directory import RunDirectory
-from megatron_async.run.local import train_locally
+from megatron_async.engines.sglang.client import SGLangClient
+from megatron_async.engines.sglang.process import SGLangProcess
+from megatron_async.run_directory import RunDirectory
 from megatron_async.simulate.build import simulate
 from megatron_async.simulate.profile_engine import profile
 from megatron_async.simulate.statistics import Summary
+from megatron_async.store.reader import StoreReader
 from megatron_async.tasks.verifier import LocalVerifierPool
 from megatron_async.telemetry.metrics import read_metrics
-from megatron_async.trajectory.store_reader import StoreReader
+from megatron_async.testing.local import train_locally
 
 GOAL = 0.15
 BATCHES = (1, 8, 24, 48, 96)

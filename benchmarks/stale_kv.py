@@ -32,11 +32,11 @@ from benchmarks.command import command_line
 from benchmarks.papers.training import GROUP, configure, train
 from benchmarks.recipes import row_of, table
 from megatron_async.checkpoint.convert import megatron_to_hf
+from megatron_async.commands.quickstart import with_model
 from megatron_async.config import RunConfig
-from megatron_async.rollout.interfaces import GenerationRequest, PauseMode
-from megatron_async.rollout.sglang_client import SGLangClient
-from megatron_async.rollout.sglang_process import SGLangProcess
-from megatron_async.run.quickstart import with_model
+from megatron_async.engines.interface import GenerationRequest, PauseMode
+from megatron_async.engines.sglang.client import SGLangClient
+from megatron_async.engines.sglang.process import SGLangProcess
 from megatron_async.tasks import build_task
 from megatron_async.trainer.parallel import parallel_session
 from megatron_async.trainer.step import PolicyTrainer

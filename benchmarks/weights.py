@@ -39,20 +39,20 @@ import torch.distributed as dist
 from benchmarks.command import command_line
 from megatron_async.config import RunConfig, build_config
 from megatron_async.config.rollout import SamplingConfig
-from megatron_async.rollout.interfaces import GenerationRequest
+from megatron_async.engines.interface import GenerationRequest
+from megatron_async.engines.sglang.client import SGLangClient
+from megatron_async.engines.sglang.process import SGLangProcess
+from megatron_async.models.families import rules_of
 from megatron_async.rollout.probe import PROMPTS, errors, packed, sample
-from megatron_async.rollout.sglang_client import SGLangClient
-from megatron_async.rollout.sglang_process import SGLangProcess
 from megatron_async.tasks.tiny_model import TinyModel, build_tiny_model
 from megatron_async.trainer.parallel import parallel_session
 from megatron_async.trainer.step import PolicyTrainer
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import PolicyVersion
-from megatron_async.weights.families import rules_of
-from megatron_async.weights.http import EngineAddress
-from megatron_async.weights.publisher import WeightPublisher
-from megatron_async.weights.transport import TransferReport
-from megatron_async.weights.verify import engine_parameter
+from megatron_async.weight_sync.http import EngineAddress
+from megatron_async.weight_sync.publisher import WeightPublisher
+from megatron_async.weight_sync.transports.base import TransferReport
+from megatron_async.weight_sync.verify import engine_parameter
 
 MIB = 1 << 20
 LAYER_PARAMETERS = 1536 * (1536 + 2 * 512 + 1536 + 3 * 6144)
@@ -412,7 +412,7 @@ def receiver(bench: Bench) -> Iterator[EngineAddress]:
     ]
     known.write_text(json.dumps(sorted({engine_parameter(name) for name in names})))
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.weights.fake_engine", "drops", str(known)],
+        [sys.executable, "-m", "tests.weight_sync.fake_engine", "drops", str(known)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )

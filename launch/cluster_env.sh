@@ -1,6 +1,6 @@
 # What every node of a cluster launch sets; sourced by launch/slurm/* and launch/torchrun/*.
 # The one place for modules, containers, NCCL and InfiniBand. Nothing here needs root. What a role
-# needs wherever it runs is in megatron_async/run/environment.py.
+# needs wherever it runs is in megatron_async/launcher/environment.py.
 #
 #   MEGATRON_ASYNC_VENV       the Python environment     (default: .venv in the repository)
 #   MEGATRON_ASYNC_SETUP      a file to source first: module load ..., proxies, paths

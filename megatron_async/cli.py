@@ -89,19 +89,19 @@ def train(
     Ctrl-C ends it cleanly; `--resume runs/NAME` goes on, with unfinished trajectories still there.
     With `--from-step N` it goes back first; newer checkpoints become checkpoints/abandoned_*.
     """
+    from megatron_async.commands.report import closing_table, summarise, where_things_are
+    from megatron_async.commands.rollback import rollback_to
     from megatron_async.config import load_config
-    from megatron_async.run.claim import claimed, new_run
-    from megatron_async.run.devices import split_of_this_machine
-    from megatron_async.run.directory import RunDirectory
-    from megatron_async.run.preflight import (
+    from megatron_async.launcher.claim import claimed, new_run
+    from megatron_async.launcher.devices import split_of_this_machine
+    from megatron_async.launcher.preflight import (
         check_one_machine,
         check_probe_tolerance,
         check_resume,
         check_run,
     )
-    from megatron_async.run.report import closing_table, summarise, where_things_are
-    from megatron_async.run.rollback import rollback_to
-    from megatron_async.run.supervisor import Supervisor
+    from megatron_async.launcher.supervisor import Supervisor
+    from megatron_async.run_directory import RunDirectory
 
     _check_from_step(from_step, resume)
     with ExitStack() as stack:
@@ -150,11 +150,11 @@ def sft(
     index: Annotated[int, typer.Option(help="This node's number from 0, with --session.")] = 0,
 ) -> None:
     """Fine-tune on worked answers with the same Megatron trainer; leaves a HF checkpoint."""
+    from megatron_async.commands.sft import SFT, run_sft, run_sft_on_nodes
     from megatron_async.config import load_config
-    from megatron_async.run.claim import new_run
-    from megatron_async.run.devices import check_trainer_here
-    from megatron_async.run.preflight import check_one_machine, check_run
-    from megatron_async.run.sft import SFT, run_sft, run_sft_on_nodes
+    from megatron_async.launcher.claim import new_run
+    from megatron_async.launcher.devices import check_trainer_here
+    from megatron_async.launcher.preflight import check_one_machine, check_run
 
     settings = load_config(_need(config, "sft"), list(overrides or []))
     if session is None:
@@ -186,10 +186,10 @@ def evaluate(
     """Held-out accuracy of one or several checkpoints, measured on an SGLang engine."""
     import tempfile
 
+    from megatron_async.commands.evaluation import evaluate_checkpoints
     from megatron_async.config import load_config
+    from megatron_async.launcher.preflight import check_model
     from megatron_async.rollout.evaluate import EvalResult
-    from megatron_async.run.evaluation import evaluate_checkpoints
-    from megatron_async.run.preflight import check_model
 
     settings = load_config(_need(config, "eval"), list(overrides or []))
     paths = list(model or []) or [Path(settings.model.path)]
@@ -215,8 +215,8 @@ def quickstart(
 
     The settings are for two CPU cores; launch/quickstart.sh runs it there on GPU machines too.
     """
+    from megatron_async.commands.quickstart import quickstart as run
     from megatron_async.config import load_config
-    from megatron_async.run.quickstart import quickstart as run
 
     run(load_config(config, list(overrides or [])))
 
@@ -230,10 +230,10 @@ def rollout(
 
     Ends when the trainers have ended. `launch` sets all of this up; this is the part by itself.
     """
-    from megatron_async.run.claim import claimed
-    from megatron_async.run.directory import RunDirectory
-    from megatron_async.run.node import drive_rollout
-    from megatron_async.run.preflight import check_probe_tolerance, check_run
+    from megatron_async.launcher.claim import claimed
+    from megatron_async.launcher.node import drive_rollout
+    from megatron_async.launcher.preflight import check_probe_tolerance, check_run
+    from megatron_async.run_directory import RunDirectory
 
     directory, settings = RunDirectory.find(run_directory, [])
     with claimed(directory, "megatron-async rollout"):
@@ -265,7 +265,7 @@ def launch(
     ] = None,
 ) -> None:
     """Run over several nodes: a Slurm job, or the commands to start by hand on every node."""
-    from megatron_async.run.launch import Cluster, launch_run
+    from megatron_async.commands.launch import Cluster, launch_run
 
     cluster = Cluster(gpus_per_node, engine_nodes, time_limit, tuple(sbatch or ()))
     _check_from_step(from_step, resume)
@@ -329,8 +329,8 @@ def report(run_directory: Annotated[Path, typer.Argument(help="runs/NAME")]) -> 
     """The closing table of a run, from its metrics file."""
     from rich.console import Console
 
-    from megatron_async.run.directory import RunDirectory
-    from megatron_async.run.report import closing_table, summarise, where_things_are
+    from megatron_async.commands.report import closing_table, summarise, where_things_are
+    from megatron_async.run_directory import RunDirectory
 
     directory, _ = RunDirectory.find(run_directory, [])
     console = Console(soft_wrap=True)
@@ -363,14 +363,14 @@ def trajectories(
     from rich.console import Console
 
     from megatron_async.checkpoint.manifest import list_checkpoints
-    from megatron_async.run.claim import claimed
-    from megatron_async.run.directory import RunDirectory
+    from megatron_async.launcher.claim import claimed
+    from megatron_async.run_directory import RunDirectory
+    from megatron_async.store import exported as store_exported
+    from megatron_async.store.drop import drop_group_of
+    from megatron_async.store.reader import StoreReader
+    from megatron_async.store.view import details, listing
     from megatron_async.tasks.text_task import load_tokenizer
-    from megatron_async.trajectory import store_exported
-    from megatron_async.trajectory.store_drop import drop_group_of
-    from megatron_async.trajectory.store_reader import StoreReader
     from megatron_async.trajectory.types import TrajectoryState
-    from megatron_async.trajectory.view import details, listing
 
     directory, settings = RunDirectory.find(run_directory, [])
     if state is not None and state not in set(TrajectoryState):
@@ -418,7 +418,7 @@ def simulate(
     plot: Annotated[Path | None, typer.Option(help="Write a PNG with the figures.")] = None,
 ) -> None:
     """Run the real scheduler on a virtual clock: throughput, idle shares, lag, recomputation."""
-    from megatron_async.simulate.command import simulate_command
+    from megatron_async.commands.simulate import simulate_command
 
     given = [*(overrides or []), *(setting or [])]
     simulate_command(_need(config, "simulate"), given, sweep or [], presets, plot)
@@ -434,7 +434,7 @@ def plan(
     top: Annotated[int, typer.Option(min=1, help="Layouts that are simulated and shown.")] = 5,
 ) -> None:
     """The best split of simulate.gpus GPUs, parallel sizes that fit, and N'; with runner-ups."""
-    from megatron_async.simulate.command import plan_command
+    from megatron_async.commands.simulate import plan_command
 
     plan_command(_need(config, "plan"), [*(overrides or []), *(setting or [])], top)
 
@@ -451,7 +451,7 @@ def fit_lengths(
     ] = None,
 ) -> None:
     """Fit a log-normal and a Weibull to recorded response lengths, for simulate and plan."""
-    from megatron_async.simulate.command import fit_command
+    from megatron_async.commands.simulate import fit_command
 
     fit_command(file, cut)
 
@@ -480,7 +480,7 @@ def replay(
     timeline: Annotated[bool, typer.Option(help="Print what happened, batch by batch.")] = True,
 ) -> None:
     """Feed recorded events to the scheduler again: the same actions, or the first that differs."""
-    from megatron_async.run.replay import replay_command
+    from megatron_async.commands.replay import replay_command
 
     replay_command(run_directory, lineage, timeline)
 
@@ -488,7 +488,7 @@ def replay(
 @app.command()
 def doctor() -> None:
     """What is installed, what will be used, and why."""
-    from megatron_async.run.doctor import report_lines
+    from megatron_async.commands.doctor import report_lines
 
     for line in report_lines():
         typer.echo(line)

@@ -39,9 +39,9 @@ _PRELOAD = [
     "megatron.core.pipeline_parallel",
     "megatron.core.models.gpt.gpt_model",
     "megatron.core.models.gpt.gpt_layer_specs",
-    "megatron_async.run.loop",
+    "megatron_async.train_loop.loop",
     "megatron_async.trainer.step",
-    "megatron_async.weights.publisher",
+    "megatron_async.weight_sync.publisher",
     "tests.trainer.cases",
 ]
 _OUTPUT_TAIL = 4000

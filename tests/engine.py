@@ -17,11 +17,11 @@ import numpy as np
 import torch
 
 from megatron_async.config.rollout import EngineConfig, SamplingConfig
-from megatron_async.rollout.interfaces import GenerationRequest, TokenChunk
-from megatron_async.rollout.sglang_client import SGLangClient
-from megatron_async.rollout.sglang_process import SGLangProcess
+from megatron_async.engines.interface import GenerationRequest, TokenChunk
+from megatron_async.engines.sglang.client import SGLangClient
+from megatron_async.engines.sglang.process import SGLangProcess
 from megatron_async.trajectory.types import FloatArray, IntArray, PolicyVersion
-from megatron_async.weights.http import EngineAddress, call
+from megatron_async.weight_sync.http import EngineAddress, call
 from tests.hf_models import save_hf_model
 
 VOCAB = 128

@@ -22,9 +22,9 @@ import torch.distributed as dist
 
 from megatron_async.config.model import ParallelConfig
 from megatron_async.errors import UserError
-from megatron_async.trainer.layout import check_layout
+from megatron_async.models.architecture import Architecture
+from megatron_async.models.layout import check_layout
 from megatron_async.trainer.parallel import destroy_parallel
-from megatron_async.weights.architecture import Architecture
 
 # A rank that is not in a world goes ahead and waits here for the next one that it is in.
 _PATIENCE = timedelta(seconds=300)

@@ -32,7 +32,7 @@ from benchmarks.crash.run import (
     prepare,
 )
 from megatron_async.config import RunConfig
-from megatron_async.rollout.simulated_server import engine_model
+from megatron_async.engines.simulated.server import engine_model
 from megatron_async.tasks.tokenizer import EOS_ID
 
 PRESETS = ("copris", "pipeline", "async")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from benchmarks.crash.evidence import CONSUMED, Attach, Batch, Evidence, Kept
-from megatron_async.rollout.simulated_engine import SimulatedEngineModel
+from megatron_async.engines.simulated.engine import SimulatedEngineModel
 from megatron_async.trajectory.types import PolicyVersion
 
 DONE = ("finished", "scored", CONSUMED, "dropped")

@@ -1,7 +1,7 @@
 """What is known after a crash test, from three independent witnesses.
 
-- the arrivals: every token that reached a rollout manager (`megatron_async/rollout/arrivals.py`);
-- the trainer: every line it began and every batch it took (`megatron_async/run/trained.py`);
+- the arrivals: every token that reached a rollout manager (`megatron_async/testing/arrivals.py`);
+- the trainer: every line it began and every batch it took (`megatron_async/testing/trained.py`);
 - the store with its export, and the checkpoint manifests.
 
 Reading only; `checks.py` compares them.
@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from megatron_async.checkpoint.manifest import list_checkpoints
-from megatron_async.run.directory import RunDirectory
-from megatron_async.trajectory.store_lineage import Consumption
-from megatron_async.trajectory.store_reader import (
+from megatron_async.run_directory import RunDirectory
+from megatron_async.store.lineage import Consumption
+from megatron_async.store.reader import (
     StoreContent,
     StoreReader,
     assemble,
     prompt_of,
     read_chunks,
 )
-from megatron_async.trajectory.store_schema import connect
+from megatron_async.store.schema import connect
 from megatron_async.trajectory.types import PolicyVersion, TrajectoryState
 
 CONSUMED = "batched"

@@ -25,7 +25,7 @@ import psutil
 import yaml
 
 from benchmarks.crash.evidence import Seen, look
-from megatron_async.run.directory import RunDirectory
+from megatron_async.run_directory import RunDirectory
 from megatron_async.tasks.tiny_model import TinyModel, build_tiny_model
 from megatron_async.telemetry.metrics import read_metrics
 
@@ -33,9 +33,9 @@ Target = Literal["trainer", "manager", "engine", "verifier", "tree"]
 PARTS: tuple[Target, ...] = ("trainer", "manager", "engine", "verifier")
 TARGETS: tuple[Target, ...] = (*PARTS, "tree")
 _MARKS: dict[Target, tuple[str, ...]] = {
-    "trainer": ("megatron_async.run.train_rank",),
+    "trainer": ("megatron_async.train_loop.rank",),
     "manager": ("ray::ManagerActor",),
-    "engine": ("megatron_async.rollout.sglang_server", "megatron_async.rollout.simulated_server"),
+    "engine": ("megatron_async.engines.sglang.server", "megatron_async.engines.simulated.server"),
     "verifier": ("megatron_async.tasks.verifier_process", "ray::VerifierWorker"),
 }
 SHAPE = TinyModel(hidden_size=32, layers=2, heads=2, kv_heads=1, head_dim=16, ffn_size=64)

@@ -1,6 +1,6 @@
 """Real trainings of the quickstart model on one warm engine, for benchmarks of what is learned.
 
-Each run is a whole training in this process (`megatron_async.run.local`): one trainer rank, the
+Each run is a whole training in this process (`megatron_async.testing.local`): one trainer rank, the
 scheduler, the store, reasoning-gym's verifier. All runs of a script start from the same fine-tuned
 model (the quickstart leaves one in runs/NAME/sft) and see equally many trajectories.
 """
@@ -22,11 +22,11 @@ import numpy as np
 from benchmarks.papers.report import ROOT, parser
 from megatron_async.config import RunConfig, build_config
 from megatron_async.config.load import merge, read_yaml
-from megatron_async.rollout.sglang_process import SGLangProcess
-from megatron_async.run.directory import RunDirectory
-from megatron_async.run.local import train_locally
+from megatron_async.engines.sglang.process import SGLangProcess
+from megatron_async.run_directory import RunDirectory
 from megatron_async.tasks.verifier import LocalVerifierPool
 from megatron_async.telemetry.metrics import read_metrics
+from megatron_async.testing.local import train_locally
 
 GROUP = 8
 Line = dict[str, Any]

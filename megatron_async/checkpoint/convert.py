@@ -49,18 +49,18 @@ from megatron_async.checkpoint.tally import Tally, compare, dtype_name, dtype_na
 from megatron_async.config.load import load_config
 from megatron_async.config.model import ParallelConfig
 from megatron_async.errors import UserError
-from megatron_async.trainer.layout import check_layout
-from megatron_async.weights.architecture import Architecture
-from megatron_async.weights.export import buckets
-from megatron_async.weights.families import read_architecture
-from megatron_async.weights.model_files import INDEX_FILE, SafetensorsDirectory, check_tensors
-from megatron_async.weights.save import (
+from megatron_async.models.architecture import Architecture
+from megatron_async.models.export import buckets
+from megatron_async.models.families import read_architecture
+from megatron_async.models.layout import check_layout
+from megatron_async.models.model_files import INDEX_FILE, SafetensorsDirectory, check_tensors
+from megatron_async.models.save import (
     COPIED_SUFFIXES,
     DEFAULT_SHARD_BYTES,
     checkpoint_dtype,
     write_model_directory,
 )
-from megatron_async.weights.shards import merge, split
+from megatron_async.models.shards import merge, split
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HF_FOLDER = "hf"

@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from megatron_async.weights.architecture import Architecture
-from megatron_async.weights.families import rules_of
-from megatron_async.weights.shards import Layout, Place, Rule
+from megatron_async.models.architecture import Architecture
+from megatron_async.models.families import rules_of
+from megatron_async.models.shards import Layout, Place, Rule
 
 WEIGHTS = "weights"
 

@@ -35,8 +35,8 @@ from megatron_async.checkpoint.state import (
 )
 from megatron_async.checkpoint.tally import Tally, dtype_named
 from megatron_async.errors import UserError
-from megatron_async.weights.architecture import Architecture
-from megatron_async.weights.placement import PlacedParameter, placed_parameters
+from megatron_async.models.architecture import Architecture
+from megatron_async.models.parameters import PlacedParameter, placed_parameters
 
 
 def load_checkpoint_weights(model: Any, path: Path) -> None:

@@ -39,10 +39,10 @@ from megatron_async.checkpoint.manifest import (
 from megatron_async.checkpoint.placement import WEIGHTS, Box, Slot, boxes, exported, stage_slots
 from megatron_async.checkpoint.random_state import load_random_state
 from megatron_async.checkpoint.tally import Tally, as_int64, compare, tally
+from megatron_async.models.architecture import Architecture
+from megatron_async.models.parameters import PlacedParameter, placed_parameters, unwrap
+from megatron_async.models.shards import Layout as ShardLayout
 from megatron_async.trajectory.types import PolicyVersion
-from megatron_async.weights.architecture import Architecture
-from megatron_async.weights.placement import PlacedParameter, placed_parameters, unwrap
-from megatron_async.weights.shards import Layout as ShardLayout
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

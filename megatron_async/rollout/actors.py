@@ -50,14 +50,14 @@ class ManagerActor:
         import yaml
 
         from megatron_async.config import RunConfig
-        from megatron_async.rollout.arrivals import NotingLauncher
-        from megatron_async.rollout.engine_actor import RayEngineLauncher
+        from megatron_async.engines.actor import RayEngineLauncher
+        from megatron_async.engines.nodes import NOT_ON_TRAINER_NODES
         from megatron_async.rollout.fleet import EngineLauncher
         from megatron_async.rollout.manager import RolloutManager
-        from megatron_async.rollout.nodes import NOT_ON_TRAINER_NODES
-        from megatron_async.run.directory import RunDirectory
+        from megatron_async.run_directory import RunDirectory
         from megatron_async.tasks import build_task
         from megatron_async.tasks.verifier import RayVerifierPool
+        from megatron_async.testing.arrivals import NotingLauncher
 
         config_yaml, run_directory = self._arguments
         config = RunConfig.model_validate(yaml.safe_load(config_yaml))

@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron_async.config import RunConfig
+from megatron_async.engines.interface import PromptSource
 from megatron_async.errors import ComponentFailure
-from megatron_async.rollout.interfaces import PromptSource
 from megatron_async.rollout.statistics import RolloutStatistics
 from megatron_async.scheduler import events as ev
-from megatron_async.trajectory.store import TrajectoryStore
+from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.types import DropReason, Group
 
 _REFUSED_IN_ROW = 64

@@ -21,20 +21,20 @@ from typing import Any
 import numpy as np
 
 from megatron_async.config import RunConfig
+from megatron_async.engines.interface import EngineClient, EngineError, PromptSource, Verifier
 from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.admission import Admission
 from megatron_async.rollout.engine_slot import EngineSlot
 from megatron_async.rollout.generation import Generation, Reports
-from megatron_async.rollout.interfaces import EngineClient, EngineError, PromptSource, Verifier
 from megatron_async.rollout.monitor import EngineMonitor
 from megatron_async.rollout.statistics import RolloutStatistics
 from megatron_async.scheduler import events as ev
 from megatron_async.scheduler.record import Recorder
 from megatron_async.scheduler.scheduler import Scheduler
+from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.packing import pack_groups
 from megatron_async.trajectory.sample_lag import SamplesTrained
-from megatron_async.trajectory.store import TrajectoryStore
 from megatron_async.trajectory.types import (
     DropReason,
     PolicyVersion,

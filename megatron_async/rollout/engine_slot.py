@@ -14,8 +14,8 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from megatron_async.rollout.forwarding import ForwardingClient
-from megatron_async.rollout.interfaces import EngineClient, PauseMode
+from megatron_async.engines.forwarding import ForwardingClient
+from megatron_async.engines.interface import EngineClient, PauseMode
 from megatron_async.rollout.silence import EngineWatch
 from megatron_async.rollout.version_gate import VersionGate
 from megatron_async.trajectory.types import PolicyVersion

@@ -17,7 +17,7 @@ import numpy as np
 
 from megatron_async.config.rollout import SamplingConfig
 from megatron_async.config.run import EvalConfig
-from megatron_async.rollout.interfaces import (
+from megatron_async.engines.interface import (
     EngineClient,
     EngineError,
     GenerationRequest,

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megatron_async.config.rollout import EngineConfig
+from megatron_async.engines.interface import EngineClient
 from megatron_async.errors import ComponentFailure, ProcessKilled
 from megatron_async.rollout.driver import RolloutDriver
-from megatron_async.rollout.interfaces import EngineClient
 
 
 class EngineLauncher(Protocol):

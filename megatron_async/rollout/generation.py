@@ -29,17 +29,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_async.config import RunConfig
-from megatron_async.rollout.engine_slot import EngineSlot
-from megatron_async.rollout.interfaces import (
+from megatron_async.engines.interface import (
     EngineError,
     GenerationRequest,
     RequestRefused,
     TokenChunk,
 )
+from megatron_async.rollout.engine_slot import EngineSlot
 from megatron_async.rollout.statistics import RolloutStatistics
 from megatron_async.scheduler import events as ev
-from megatron_async.trajectory.store import TrajectoryStore
-from megatron_async.trajectory.store_records import SupersededRequest
+from megatron_async.store.records import SupersededRequest
+from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.types import FinishReason, RequestKey, Trajectory
 
 _FAILED_PROMPTS_IN_ROW = 3

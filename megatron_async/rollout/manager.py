@@ -26,22 +26,22 @@ from pathlib import Path
 from typing import Any
 
 from megatron_async.config import RunConfig
+from megatron_async.engines.interface import EngineClient, EngineError, Verifier
 from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.driver import RolloutDriver
 from megatron_async.rollout.evaluate import EvalResult, evaluate
 from megatron_async.rollout.fleet import EngineLauncher, Fleet
-from megatron_async.rollout.interfaces import EngineClient, EngineError, Verifier
 from megatron_async.rollout.probe import PROMPTS, Sample, packed
 from megatron_async.rollout.shared_devices import SharedDevices
 from megatron_async.rollout.weight_checks import Outcome, WeightChecks
 from megatron_async.scheduler.record import Recorder
 from megatron_async.scheduler.record_files import RecordFiles
 from megatron_async.scheduler.scheduler import Scheduler
+from megatron_async.store.store import TrajectoryStore
 from megatron_async.tasks.base import Task
 from megatron_async.trajectory.batch import TokenBatch
-from megatron_async.trajectory.store import TrajectoryStore
 from megatron_async.trajectory.types import DropReason, FloatArray, IntArray, PolicyVersion, Prompt
-from megatron_async.weights.http import EngineAddress
+from megatron_async.weight_sync.http import EngineAddress
 
 
 class NotAttached(ComponentFailure):

@@ -13,9 +13,9 @@ import asyncio
 from collections.abc import Callable, Mapping
 
 from megatron_async.config.rollout import EngineConfig
+from megatron_async.engines.interface import EngineError
 from megatron_async.rollout.engine_slot import EngineSlot
 from megatron_async.rollout.generation import Generation
-from megatron_async.rollout.interfaces import EngineError
 from megatron_async.rollout.statistics import RolloutStatistics
 from megatron_async.scheduler import events as ev
 

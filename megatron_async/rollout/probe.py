@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_async.config.rollout import SamplingConfig
-from megatron_async.rollout.interfaces import (
+from megatron_async.engines.interface import (
     EngineClient,
     EngineError,
     GenerationRequest,
@@ -27,7 +27,7 @@ from megatron_async.rollout.interfaces import (
 )
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import FloatArray, IntArray, PolicyVersion
-from megatron_async.weights.verify import RatioError
+from megatron_async.weight_sync.verify import RatioError
 
 PROMPTS = 4
 _PROMPT_TOKENS = 256

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
 
-from megatron_async.rollout.interfaces import EngineClient
+from megatron_async.engines.interface import EngineClient
 
 Tell = Callable[
     [Iterable[EngineClient], Callable[[EngineClient], Awaitable[None]]], Awaitable[None]

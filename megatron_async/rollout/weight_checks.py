@@ -1,4 +1,4 @@
-"""Verifies engines after an update: asks them, and compares by the rules of `weights/verify.py`.
+"""Verifies engines after an update: asks them, and compares by the rules of `weight_sync/verify.py`.
 
 In two steps, since the trainer computes in between: `held` and `sampled` ask the engines, `ratios`
 compares what they sampled with the trainer's log-probs of it.
@@ -20,10 +20,10 @@ from typing import TypeVar
 import numpy as np
 
 from megatron_async.config import RunConfig
+from megatron_async.engines.interface import EngineClient, EngineError
 from megatron_async.rollout import probe
-from megatron_async.rollout.interfaces import EngineClient, EngineError
 from megatron_async.trajectory.types import FloatArray, IntArray, PolicyVersion
-from megatron_async.weights.verify import (
+from megatron_async.weight_sync.verify import (
     Held,
     RatioCheck,
     agreed_checksum,

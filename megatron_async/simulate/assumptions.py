@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from megatron_async.config import RunConfig
 from megatron_async.config.base import Settings
 from megatron_async.config.simulate import SimulateConfig
-from megatron_async.simulate import memory, model_shape, planner
+from megatron_async.models import shape as model_shape
+from megatron_async.models.shape import shape_of
+from megatron_async.simulate import memory, planner
 from megatron_async.simulate.build import engine_costs, trainer_costs
 from megatron_async.simulate.engine_costs import MeasuredEngine
 from megatron_async.simulate.hardware import gpu_of
-from megatron_async.simulate.model_shape import shape_of
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from megatron_async.config import RunConfig
 from megatron_async.errors import UserError
+from megatron_async.models.shape import shape_of
 from megatron_async.scheduler.record import Recorder
 from megatron_async.simulate.engine import Engine, Limits
 from megatron_async.simulate.engine_costs import (
@@ -29,7 +30,6 @@ from megatron_async.simulate.memory import (
     kv_capacity_tokens,
     trainer_state_bytes,
 )
-from megatron_async.simulate.model_shape import shape_of
 from megatron_async.simulate.statistics import Summary
 from megatron_async.simulate.trainer_costs import TrainerCosts
 from megatron_async.simulate.world import World

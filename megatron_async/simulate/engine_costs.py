@@ -30,8 +30,8 @@ import numpy as np
 from megatron_async.config.files import parse_yaml, read_text
 from megatron_async.config.simulate import EfficiencyConfig
 from megatron_async.errors import UserError
+from megatron_async.models.shape import BF16, ModelShape
 from megatron_async.simulate.hardware import Gpu
-from megatron_async.simulate.model_shape import BF16, ModelShape
 
 FORMAT = "megatron_async.engine_cost"
 FORMAT_VERSION = 1

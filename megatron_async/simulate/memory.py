@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_async.simulate.model_shape import BF16, ModelShape
+from megatron_async.models.shape import BF16, ModelShape
 
 WEIGHT_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2, 4, 12
 """Of a parameter: bf16, fp32, and fp32 master weights with two moments of Adam."""

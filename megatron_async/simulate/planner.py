@@ -26,6 +26,7 @@ from rich.table import Table
 from megatron_async.config import RunConfig, build_config
 from megatron_async.config.load import merge
 from megatron_async.errors import UserError
+from megatron_async.models.shape import shape_of
 from megatron_async.simulate.build import simulate, trainer_costs
 from megatron_async.simulate.engine_costs import RooflineEngine
 from megatron_async.simulate.hardware import gpu_of
@@ -36,7 +37,6 @@ from megatron_async.simulate.memory import (
     kv_capacity_tokens,
     trainer_state_bytes,
 )
-from megatron_async.simulate.model_shape import shape_of
 from megatron_async.simulate.statistics import Summary
 
 _SIZES = (1, 2, 4, 8, 16)

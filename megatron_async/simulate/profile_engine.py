@@ -40,8 +40,8 @@ import typer
 import yaml
 
 from megatron_async.config.rollout import EngineConfig, SamplingConfig
+from megatron_async.engines.interface import EngineClient, EngineError, GenerationRequest
 from megatron_async.errors import ComponentFailure, UserError
-from megatron_async.rollout.interfaces import EngineClient, EngineError, GenerationRequest
 from megatron_async.simulate.engine_costs import FORMAT, FORMAT_VERSION, fit_engine_costs
 
 _TOKEN_IDS = 32
@@ -269,7 +269,7 @@ def profile_command(
     sizes, lengths = _numbers("--batches", batches), _numbers("--contexts", contexts)
 
     async def measure() -> dict[str, Any]:
-        from megatron_async.rollout.sglang_client import SGLangClient
+        from megatron_async.engines.sglang.client import SGLangClient
 
         client = await SGLangClient.connect("profiled", url, EngineConfig(api_key=api_key))
         try:

@@ -27,8 +27,8 @@ import numpy.typing as npt
 
 from megatron_async.config.files import parse_json
 from megatron_async.errors import UserError, shown
-from megatron_async.run.directory import RunDirectory
-from megatron_async.trajectory.store_reader import StoreReader
+from megatron_async.run_directory import RunDirectory
+from megatron_async.store.reader import StoreReader
 
 _LONGEST = 1e15  # tokens; beyond it floats skip whole numbers
 Array = npt.NDArray[np.float64]

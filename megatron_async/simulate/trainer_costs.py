@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_async.config.simulate import SimulateConfig
+from megatron_async.models.shape import BF16, ModelShape
 from megatron_async.simulate.engine_costs import all_reduce_seconds
 from megatron_async.simulate.hardware import Gpu
 from megatron_async.simulate.memory import (
@@ -36,7 +37,6 @@ from megatron_async.simulate.memory import (
     TrainerLayout,
     trainer_state_bytes,
 )
-from megatron_async.simulate.model_shape import BF16, ModelShape
 
 
 @dataclass(frozen=True)

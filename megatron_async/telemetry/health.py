@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Mapping
 
 from megatron_async.algorithms.metrics import health_warnings, unjudged_rules
-from megatron_async.scheduler.signatures import entropy_growth, ess_collapse
+from megatron_async.scheduler.warnings import entropy_growth, ess_collapse
 
 _REMEMBERED_STEPS = 64
 

@@ -20,8 +20,8 @@ from megatron_async_kernels.backend import describe_backend, describe_loss
 
 from megatron_async.config.model import ModelConfig
 from megatron_async.errors import UserError
+from megatron_async.models.architecture import Architecture
 from megatron_async.trainer.device import has_cuda
-from megatron_async.weights.architecture import Architecture
 
 LayerBackend = Literal["local", "transformer_engine"]
 

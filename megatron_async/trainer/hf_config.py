@@ -13,10 +13,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_async.config.model import ModelConfig, ParallelConfig, TrainerConfig
+from megatron_async.models.architecture import Architecture
+from megatron_async.models.layout import check_layout
 from megatron_async.trainer.capabilities import Backends
 from megatron_async.trainer.device import has_cuda
-from megatron_async.trainer.layout import check_layout
-from megatron_async.weights.architecture import Architecture
 
 __all__ = ["check_layout", "gelu_tanh", "parameter_dtype", "transformer_config"]
 

@@ -26,12 +26,12 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 
+from megatron_async.models.architecture import Architecture
 from megatron_async.trainer.attention import PackedAttention
 from megatron_async.trainer.capabilities import Backends
 from megatron_async.trainer.gemma_layers import LocalGlobalSelfAttention, RowParallelLinearNorm
 from megatron_async.trainer.norm import RMSNorm
 from megatron_async.trainer.router import TorchRouter
-from megatron_async.weights.architecture import Architecture
 
 
 def block_spec(

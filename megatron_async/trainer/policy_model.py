@@ -24,16 +24,16 @@ from megatron_async_kernels import token_logprob
 from torch import Tensor
 
 from megatron_async.config.model import ModelConfig, ParallelConfig, TrainerConfig
+from megatron_async.models.architecture import Architecture
+from megatron_async.models.families import read_architecture
+from megatron_async.models.layout import check_layout
+from megatron_async.models.parameters import placed_parameters
 from megatron_async.trainer.capabilities import Backends, choose
 from megatron_async.trainer.hf_config import transformer_config
 from megatron_async.trainer.layer_spec import block_spec
-from megatron_async.trainer.layout import check_layout
 from megatron_async.trainer.packed import PackedInputs, TokenLogprobs
 from megatron_async.trainer.parallel import seed_everything
 from megatron_async.trainer.rope import inverse_frequencies, rotary_angles
-from megatron_async.weights.architecture import Architecture
-from megatron_async.weights.families import read_architecture
-from megatron_async.weights.placement import placed_parameters
 
 
 class PolicyModel(GPTModel):

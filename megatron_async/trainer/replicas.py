@@ -30,10 +30,10 @@ from torch import Tensor
 
 from megatron_async.checkpoint.checksum import checksum
 from megatron_async.errors import ComponentFailure
+from megatron_async.models.parameters import PlacedParameter, placed_parameters
+from megatron_async.models.shards import Layout
 from megatron_async.trainer.device import current_device
 from megatron_async.trainer.policy_model import PolicyModel
-from megatron_async.weights.placement import PlacedParameter, placed_parameters
-from megatron_async.weights.shards import Layout
 
 SumMatrix = npt.NDArray[np.int64]
 

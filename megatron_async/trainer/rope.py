@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from megatron_async.weights.architecture import Rope
+from megatron_async.models.architecture import Rope
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:

@@ -29,6 +29,7 @@ from megatron_async.checkpoint.start import load_checkpoint_weights
 from megatron_async.checkpoint.tally import dtype_name
 from megatron_async.config import RunConfig
 from megatron_async.errors import ComponentFailure
+from megatron_async.models.load import load_hf_weights
 from megatron_async.trainer.device import current_device
 from megatron_async.trainer.forward import LossFunction, PolicyRunner
 from megatron_async.trainer.hf_config import parameter_dtype
@@ -49,7 +50,6 @@ from megatron_async.trainer.rl import ReferencePolicy, mean_of, policy_gradient_
 from megatron_async.trainer.sft import sft_loss
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import FloatArray, PolicyVersion
-from megatron_async.weights.load import load_hf_weights
 
 logger = logging.getLogger(__name__)
 

@@ -24,9 +24,9 @@ from megatron_async.checkpoint.manager import CheckpointManager
 from megatron_async.config import RunConfig
 from megatron_async.config.model import ParallelConfig
 from megatron_async.config.run import CheckpointConfig
+from megatron_async.models.families import read_architecture
 from megatron_async.trainer import optimizer as optimizer_module
 from megatron_async.trainer.step import PolicyTrainer
-from megatron_async.weights.families import read_architecture
 from tests.distributed import run_ranks
 from tests.hf_models import CASES, EXPERT_CASES, save_hf_model, tensors_of
 from tests.trainer.cases import ragged_batch, settings, trainer_session, weights

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_async.checkpoint.placement import Slot, boxes, exported, shards_of, stage_slots
-from megatron_async.weights.architecture import Architecture
-from megatron_async.weights.families import read_architecture, rules_of
-from megatron_async.weights.shards import Layout, split
+from megatron_async.models.architecture import Architecture
+from megatron_async.models.families import read_architecture, rules_of
+from megatron_async.models.shards import Layout, split
 from tests.hf_models import CASES, EXPERT_CASES, build_hf_model
 
 FAMILIES = [*CASES, *EXPERT_CASES]

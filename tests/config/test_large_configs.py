@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from megatron_async.commands.launch import Cluster, check_nodes
 from megatron_async.config import RunConfig, load_config
-from megatron_async.run.launch import Cluster, check_nodes
-from megatron_async.trainer.layout import check_layout
-from megatron_async.weights.architecture import Architecture, ConfigReader
-from megatron_async.weights.families import families, rules_of
-from megatron_async.weights.shards import Place
+from megatron_async.models.architecture import Architecture, ConfigReader
+from megatron_async.models.families import families, rules_of
+from megatron_async.models.layout import check_layout
+from megatron_async.models.shards import Place
 
 ROOT = Path(__file__).parents[2]
 DATA = Path(__file__).parents[1] / "data"

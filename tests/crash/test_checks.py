@@ -39,7 +39,7 @@ from benchmarks.crash.evidence import (
     read_arrivals,
 )
 from benchmarks.crash.run import PARTS, TARGETS
-from megatron_async.rollout.simulated_engine import SimulatedEngineModel
+from megatron_async.engines.simulated.engine import SimulatedEngineModel
 from megatron_async.trajectory.types import PolicyVersion
 
 MODEL = SimulatedEngineModel(vocab_size=64, mean_length=10**9)

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from megatron_async.config import RunConfig, build_config
 from megatron_async.errors import UserError
-from megatron_async.run.preflight import check_run
-from megatron_async.simulate.model_shape import shape_of
-from megatron_async.weights.architecture import DTYPES, Architecture, Rope
-from megatron_async.weights.families import read_architecture
-from megatron_async.weights.model_files import check_weights
+from megatron_async.launcher.preflight import check_run
+from megatron_async.models.architecture import DTYPES, Architecture, Rope
+from megatron_async.models.families import read_architecture
+from megatron_async.models.model_files import check_weights
+from megatron_async.models.shape import shape_of
 from tests.fuzz import accepted, damaged, fuzzed, json_texts
 from tests.inputs.model_directories import CONFIGS, write_model
 

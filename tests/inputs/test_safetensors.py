@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from megatron_async.errors import UserError
-from megatron_async.weights.families import read_architecture
-from megatron_async.weights.model_files import (
+from megatron_async.models.families import read_architecture
+from megatron_async.models.model_files import (
     INDEX_FILE,
     SINGLE_FILE,
     SafetensorsDirectory,

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from megatron_async.config import RunConfig, build_config
+from megatron_async.engines.simulated.engine import SimulatedEngine, SimulatedEngineModel
 from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.manager import RolloutManager
-from megatron_async.rollout.simulated_engine import SimulatedEngine, SimulatedEngineModel
 from megatron_async.tasks.scorer_count import ScorerCount
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import FloatArray, Prompt

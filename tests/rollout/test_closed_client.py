@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from megatron_async.config.rollout import EngineConfig, SamplingConfig
-from megatron_async.rollout.interfaces import EngineError, GenerationRequest
-from megatron_async.rollout.sglang_client import SGLangClient
+from megatron_async.engines.interface import EngineError, GenerationRequest
+from megatron_async.engines.sglang.client import SGLangClient
 
 
 def test_every_call_of_a_closed_client_is_an_engine_error() -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_async.rollout.interfaces import GenerationRequest, TokenChunk
+from megatron_async.engines.interface import GenerationRequest, TokenChunk
+from megatron_async.engines.simulated.engine import SimulatedEngine
 from megatron_async.rollout.manager import ResumePoint
-from megatron_async.rollout.simulated_engine import SimulatedEngine
-from megatron_async.trajectory.store_reader import StoreReader
+from megatron_async.store.reader import StoreReader
 from megatron_async.trajectory.types import PolicyVersion, Prompt, TrajectoryState
 from tests.rollout.stand_ins import Engines, Fixed, manager_of, run, settings
 

@@ -13,11 +13,11 @@ import pytest
 
 from megatron_async.config import RunConfig, build_config
 from megatron_async.config.load import merge
-from megatron_async.rollout.interfaces import EngineStatus
+from megatron_async.engines.interface import EngineStatus
+from megatron_async.engines.simulated.engine import SimulatedEngine
 from megatron_async.rollout.manager import ResumePoint
-from megatron_async.rollout.simulated_engine import SimulatedEngine
+from megatron_async.store.reader import StoreReader
 from megatron_async.trajectory.batch import TokenBatch
-from megatron_async.trajectory.store_reader import StoreReader
 from megatron_async.trajectory.types import Prompt, TrajectoryState
 from tests.rollout.stand_ins import Fixed, run, settings
 from tests.rollout.test_manager import Trainer

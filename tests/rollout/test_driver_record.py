@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron_async.commands.replay import replay_command
 from megatron_async.config import build_config
 from megatron_async.config.load import merge
 from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.manager import ResumePoint, RolloutManager
-from megatron_async.run.replay import replay_command
 from megatron_async.scheduler import events as ev
 from megatron_async.scheduler.record import Raised, read_record
 from megatron_async.scheduler.record_files import record_files

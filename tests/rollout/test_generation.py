@@ -18,20 +18,20 @@ import pytest
 
 from megatron_async.config import RunConfig, build_config
 from megatron_async.config.load import merge
-from megatron_async.rollout.engine_slot import EngineSlot
-from megatron_async.rollout.generation import Generation, Reports, end_of
-from megatron_async.rollout.interfaces import (
+from megatron_async.engines.interface import (
     EngineError,
     GenerationRequest,
     RequestRefused,
     TokenChunk,
 )
+from megatron_async.engines.simulated.engine import SimulatedEngine
+from megatron_async.rollout.engine_slot import EngineSlot
+from megatron_async.rollout.generation import Generation, Reports, end_of
 from megatron_async.rollout.manager import ResumePoint
-from megatron_async.rollout.simulated_engine import SimulatedEngine
 from megatron_async.rollout.statistics import RolloutStatistics
 from megatron_async.scheduler import events as ev
-from megatron_async.trajectory.store import TrajectoryStore
-from megatron_async.trajectory.store_reader import StoreReader
+from megatron_async.store.reader import StoreReader
+from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.types import (
     FinishReason,
     PolicyVersion,

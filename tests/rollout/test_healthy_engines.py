@@ -17,18 +17,18 @@ from aiohttp import web
 
 from megatron_async.config import RunConfig, build_config
 from megatron_async.config.load import merge
-from megatron_async.errors import ComponentFailure
-from megatron_async.rollout.interfaces import (
+from megatron_async.engines.interface import (
     EngineError,
     GenerationRequest,
     RequestRefused,
     TokenChunk,
 )
+from megatron_async.engines.sglang.client import SGLangClient
+from megatron_async.engines.simulated.engine import SimulatedEngine, SimulatedEngineModel
+from megatron_async.engines.simulated.server import SimulatedServer
+from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.manager import ResumePoint
-from megatron_async.rollout.sglang_client import SGLangClient
-from megatron_async.rollout.simulated_engine import SimulatedEngine, SimulatedEngineModel
-from megatron_async.rollout.simulated_server import SimulatedServer
-from megatron_async.trajectory.store_reader import StoreReader
+from megatron_async.store.reader import StoreReader
 from megatron_async.trajectory.types import DropReason, PolicyVersion, Prompt, TrajectoryState
 from tests.rollout.stand_ins import Engines, Fixed, run, settings
 from tests.rollout.test_manager import Trainer

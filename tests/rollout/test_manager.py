@@ -15,18 +15,18 @@ from typing import Any
 import pytest
 
 from megatron_async.config import RunConfig
-from megatron_async.errors import ComponentFailure, ProcessKilled
-from megatron_async.rollout.interfaces import (
+from megatron_async.engines.interface import (
     EngineError,
     EngineStatus,
     GenerationRequest,
     TokenChunk,
 )
+from megatron_async.engines.simulated.engine import SimulatedEngine
+from megatron_async.errors import ComponentFailure, ProcessKilled
 from megatron_async.rollout.manager import NotAttached, ResumePoint, RolloutManager, UpdateReport
-from megatron_async.rollout.simulated_engine import SimulatedEngine
+from megatron_async.store.reader import StoreReader
+from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.batch import TokenBatch
-from megatron_async.trajectory.store import TrajectoryStore
-from megatron_async.trajectory.store_reader import StoreReader
 from megatron_async.trajectory.types import PolicyVersion, Prompt
 from tests.rollout.stand_ins import Engines, Fixed, manager_of, run, settings
 
@@ -46,7 +46,7 @@ class Noting(Fixed):
 
 
 class Trainer:
-    """Calls a manager as `run/loop.py` does."""
+    """Calls a manager as `train_loop/loop.py` does."""
 
     def __init__(
         self,

@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_async.engines.simulated.engine import SimulatedEngineModel
 from megatron_async.rollout.generation import Generation
 from megatron_async.rollout.manager import ResumePoint
-from megatron_async.rollout.simulated_engine import SimulatedEngineModel
-from megatron_async.trajectory.store_reader import StoreReader
+from megatron_async.store.reader import StoreReader
 from megatron_async.trajectory.types import Trajectory, TrajectoryState
 from tests.rollout.stand_ins import run
 from tests.rollout.test_healthy_engines import Fleet, config_of, trainer_of

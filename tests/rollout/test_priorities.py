@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_async.rollout.interfaces import GenerationRequest, TokenChunk
+from megatron_async.engines.interface import GenerationRequest, TokenChunk
+from megatron_async.engines.simulated.engine import SimulatedEngine
 from megatron_async.rollout.manager import ResumePoint
-from megatron_async.rollout.simulated_engine import SimulatedEngine
 from megatron_async.trajectory.types import PolicyVersion, Prompt
 from tests.rollout.stand_ins import Engines, Fixed, manager_of, run, settings
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from megatron_async.config.rollout import SamplingConfig
-from megatron_async.rollout.interfaces import EngineError
+from megatron_async.engines.interface import EngineError
+from megatron_async.engines.sglang.client import SGLangClient
+from megatron_async.engines.simulated.engine import SimulatedEngine, SimulatedEngineModel
 from megatron_async.rollout.probe import Sample, errors, packed, probe_prompts, sample
-from megatron_async.rollout.sglang_client import SGLangClient
-from megatron_async.rollout.simulated_engine import SimulatedEngine, SimulatedEngineModel
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import FloatArray, IntArray, PolicyVersion
-from megatron_async.weights.verify import EXACT_TOLERANCE, RatioError
+from megatron_async.weight_sync.verify import EXACT_TOLERANCE, RatioError
 from tests.engine import EngineUnderTest, collect, make_request, reference_logprobs, until_streaming
 from tests.rollout.stand_ins import MODEL, run, trainer_logprobs
 

@@ -11,8 +11,8 @@ from hypothesis import given
 
 from megatron_async.config.rollout import SamplingConfig
 from megatron_async.config.run import EvalConfig
+from megatron_async.engines.interface import GenerationRequest, RequestRefused, TokenChunk
 from megatron_async.rollout.evaluate import evaluate
-from megatron_async.rollout.interfaces import GenerationRequest, RequestRefused, TokenChunk
 from megatron_async.trajectory.types import PolicyVersion, RequestKey
 from tests.rollout.stand_ins import Fixed
 

@@ -10,11 +10,11 @@ import pytest
 
 from megatron_async.config import RunConfig, build_config
 from megatron_async.config.rollout import EngineConfig
+from megatron_async.engines.interface import PauseMode
+from megatron_async.engines.sglang.process import server_command
+from megatron_async.engines.simulated.engine import SimulatedEngine
 from megatron_async.errors import UserError
-from megatron_async.rollout.interfaces import PauseMode
 from megatron_async.rollout.manager import ResumePoint
-from megatron_async.rollout.sglang_process import server_command
-from megatron_async.rollout.simulated_engine import SimulatedEngine
 from megatron_async.trajectory.types import PolicyVersion
 from tests.rollout.stand_ins import MODEL, Engines, manager_of, run, trainer_logprobs
 

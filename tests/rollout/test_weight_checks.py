@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from megatron_async.config import RunConfig
+from megatron_async.engines.interface import GenerationRequest, TokenChunk
+from megatron_async.engines.simulated.engine import SimulatedEngine
 from megatron_async.errors import ComponentFailure
-from megatron_async.rollout.interfaces import GenerationRequest, TokenChunk
 from megatron_async.rollout.manager import ResumePoint, UpdateReport
-from megatron_async.rollout.simulated_engine import SimulatedEngine
+from megatron_async.store.reader import StoreReader
 from megatron_async.trajectory.batch import TokenBatch
-from megatron_async.trajectory.store_reader import StoreReader
 from megatron_async.trajectory.types import PolicyVersion
 from tests.rollout.stand_ins import MODEL, Engines, manager_of, run, settings, trainer_logprobs
 

@@ -10,6 +10,7 @@ import yaml
 from megatron_async.config import build_config
 from megatron_async.config.simulate import EfficiencyConfig, GpuConfig
 from megatron_async.errors import UserError
+from megatron_async.models.shape import SHAPES, shape_from_config
 from megatron_async.simulate.build import engine_costs
 from megatron_async.simulate.engine_costs import (
     FORMAT,
@@ -25,7 +26,6 @@ from megatron_async.simulate.memory import (
     kv_capacity_tokens,
     trainer_state_bytes,
 )
-from megatron_async.simulate.model_shape import SHAPES, shape_from_config
 
 PEAK = EfficiencyConfig(
     memory_bandwidth=1,

@@ -18,7 +18,7 @@ from megatron_async.errors import UserError
 from megatron_async.simulate.fit_lengths import Fit, fit_lengths
 from megatron_async.simulate.lengths import GroupSource
 from megatron_async.simulate.recorded_lengths import Recorded, read_lengths, read_recorded
-from megatron_async.trajectory.store import TrajectoryStore
+from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.types import DropReason, FinishReason
 from tests.trajectory.builders import append, prompt
 

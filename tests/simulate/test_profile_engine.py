@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_async.engines.simulated.engine import SimulatedEngine, SimulatedEngineModel
 from megatron_async.errors import ComponentFailure, UserError
-from megatron_async.rollout.simulated_engine import SimulatedEngine, SimulatedEngineModel
 from megatron_async.simulate.engine_costs import fit_engine_costs
 from megatron_async.simulate.profile_engine import (
     Arrival,

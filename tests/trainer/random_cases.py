@@ -25,10 +25,10 @@ from torch.overrides import TorchFunctionMode
 
 from megatron_async.config.model import ParallelConfig
 from megatron_async.errors import UserError
-from megatron_async.trainer.layout import check_layout
+from megatron_async.models.architecture import Architecture, ConfigReader
+from megatron_async.models.families import families
+from megatron_async.models.layout import check_layout
 from megatron_async.trajectory.batch import TokenBatch
-from megatron_async.weights.architecture import Architecture, ConfigReader
-from megatron_async.weights.families import families
 from tests.hf_models import tensors_of
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma3_text", "mixtral", "qwen3_moe")

@@ -60,12 +60,12 @@ def check_layouts(
     export_to: str,
 ) -> dict[tuple[str, str], Checked]:
     """In each rank: the models at their layouts, forward and export."""
+    from megatron_async.models.load import load_hf_weights
+    from megatron_async.models.save import save_hf
     from megatron_async.trainer.device import device_adapter
     from megatron_async.trainer.packed import pack_inputs
     from megatron_async.trainer.parallel import destroy_parallel, init_parallel
     from megatron_async.trainer.policy_model import build_policy
-    from megatron_async.weights.load import load_hf_weights
-    from megatron_async.weights.save import save_hf
 
     trainer = TrainerConfig(collective_timeout_seconds=60, logprob_chunk_tokens=7)
     ids_T, cu_S1 = random_stream(LENGTHS)

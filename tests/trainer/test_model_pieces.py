@@ -10,13 +10,13 @@ import torch
 
 from megatron_async.config.model import ModelConfig, ParallelConfig
 from megatron_async.errors import UserError
+from megatron_async.models.architecture import Architecture, Experts, Rope
+from megatron_async.models.layout import check_layout
 from megatron_async.trainer.attention import packed_attention
 from megatron_async.trainer.capabilities import Capabilities, choose
 from megatron_async.trainer.device import device_adapter
-from megatron_async.trainer.layout import check_layout
 from megatron_async.trainer.packed import pack_inputs
 from megatron_async.trainer.rope import inverse_frequencies, rotary_angles
-from megatron_async.weights.architecture import Architecture, Experts, Rope
 from tests.hf_models import build_hf_model
 
 DENSE = Architecture(

@@ -34,9 +34,9 @@ def device() -> Iterator[torch.device]:
 def test_bfloat16_is_near_float32(
     case: str, recompute: bool, device: torch.device, tmp_path: Path
 ) -> None:
+    from megatron_async.models.load import load_hf_weights
     from megatron_async.trainer.packed import TokenLogprobs, pack_inputs
     from megatron_async.trainer.policy_model import build_policy
-    from megatron_async.weights.load import load_hf_weights
 
     model = save_hf_model(case, tmp_path, initializer_range=0.05)
     ids_T, cu_S1 = random_stream((9, 30, 1, 17))

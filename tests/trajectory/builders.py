@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_async.trajectory.store import TrajectoryStore
+from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.types import (
     FinishReason,
     FloatArray,

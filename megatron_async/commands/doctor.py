@@ -1,0 +1,46 @@
+"""`megatron-async doctor`: what is installed, what will be used, and why."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import sys
+
+from megatron_async.config.model import ModelConfig
+from megatron_async.config.rollout import EngineConfig
+from megatron_async.engines.sglang.process import resolve_device, resolve_dtype
+from megatron_async.trainer.capabilities import choose, detect
+
+_PACKAGES = (
+    "torch",
+    "megatron-core",
+    "sglang",
+    "ray",
+    "transformers",
+    "triton",
+    "transformer-engine",
+    "apex",
+    "reasoning-gym",
+    "tensorboard",
+)
+
+
+def report_lines() -> list[str]:
+    """One line for each fact; never raises for a package that is missing."""
+    lines = [
+        f"Python {platform.python_version()} ({sys.executable})",
+        f"{platform.system()} {platform.machine()}",
+    ]
+    for package in _PACKAGES:
+        try:
+            lines.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            lines.append(f"{package}: not installed")
+    found = detect()
+    lines.append(f"CUDA: {found.cuda or 'none'}")
+    device = resolve_device(EngineConfig())
+    rows = [
+        *choose(ModelConfig(), found).lines(),
+        ("engines", f"SGLang on {device}, {resolve_dtype(EngineConfig(), device)}"),
+    ]
+    return [*lines, "", "what will be used:", *(f"  {part}: {what}" for part, what in rows)]

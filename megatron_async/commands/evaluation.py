@@ -1,0 +1,73 @@
+"""`megatron-async eval`: one engine, one or several Hugging Face checkpoints, held-out accuracy."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from megatron_async.config import RunConfig
+from megatron_async.engines.interface import EngineError
+from megatron_async.engines.sglang.client import SGLangClient
+from megatron_async.engines.sglang.process import SGLangProcess
+from megatron_async.errors import ComponentFailure
+from megatron_async.rollout.evaluate import EvalResult, evaluate
+from megatron_async.tasks import build_task
+from megatron_async.tasks.verifier import LocalVerifierPool
+from megatron_async.trajectory.types import PolicyVersion
+
+_LOOPBACK = "127.0.0.1"
+
+
+def evaluate_checkpoints(
+    config: RunConfig,
+    checkpoints: Sequence[Path],
+    log_directory: Path,
+    on_result: Callable[[Path, EvalResult], None],
+) -> list[EvalResult]:
+    """Accuracy of each checkpoint (same architecture) on the held-out problems of the task.
+
+    The engine is used from this machine only, whatever hosts the run's own engines bind to. Raises
+    ComponentFailure when it does not start, or fails on the way.
+    """
+    engines = config.engines.model_copy(update={"host": _LOOPBACK})
+    process = SGLangProcess(checkpoints[0], engines, log_directory / "eval_engine.log")
+    process.start()
+    try:
+        return asyncio.run(_evaluate(config, checkpoints, process, on_result))
+    finally:
+        process.stop()
+
+
+async def _evaluate(
+    config: RunConfig,
+    checkpoints: Sequence[Path],
+    process: SGLangProcess,
+    on_result: Callable[[Path, EvalResult], None],
+) -> list[EvalResult]:
+    task = build_task(config.task, str(checkpoints[0]))
+    prompts = task.eval_prompts(config.eval.prompts)
+    client = await SGLangClient.connect("eval", process.url, config.engines)
+    verifier = LocalVerifierPool(config.task, str(checkpoints[0]))
+    results = []
+    try:
+        for number, path in enumerate(checkpoints):
+            try:
+                await client.load_from_disk(path, PolicyVersion(0, number))
+                result = await evaluate(
+                    [client],
+                    prompts,
+                    verifier,
+                    config.eval,
+                    config.sampling,
+                    task.stop_token_ids,
+                    f"eval-{number}",
+                )
+            except EngineError as error:
+                raise ComponentFailure(f"the evaluation of {path} failed: {error}") from error
+            on_result(path, result)
+            results.append(result)
+    finally:
+        await client.close()
+        verifier.close()
+    return results

@@ -1,0 +1,81 @@
+"""The quickstart: build a small model, fine-tune it, train it by RL, evaluate on the way.
+
+Every stage is the same code that a large run uses (`run_sft`, `evaluate_checkpoints`,
+`Supervisor`); this module only puts them in a row and adds up the times.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_async.commands.evaluation import evaluate_checkpoints
+from megatron_async.commands.report import closing_table, summarise, where_things_are
+from megatron_async.commands.sft import run_sft
+from megatron_async.config import RunConfig
+from megatron_async.launcher.claim import new_run
+from megatron_async.launcher.devices import DeviceSplit, split_of_this_machine
+from megatron_async.launcher.preflight import check_one_machine, check_probe_tolerance
+from megatron_async.launcher.supervisor import Supervisor
+from megatron_async.rollout.evaluate import EvalResult
+from megatron_async.run_directory import RunDirectory
+from megatron_async.tasks.tiny_model import build_tiny_model
+
+
+class _Phases:
+    def __init__(self) -> None:
+        self.seconds: list[tuple[str, float]] = []
+
+    @contextmanager
+    def time(self, name: str) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        self.seconds.append((name, time.monotonic() - began))
+
+
+def with_model(config: RunConfig, path: Path) -> RunConfig:
+    """The same settings with another model directory."""
+    model = config.model.model_copy(update={"path": str(path)})
+    return config.model_copy(update={"model": model})
+
+
+def quickstart(config: RunConfig) -> None:
+    """All stages into one new run directory. Raises UserError or ComponentFailure."""
+    check_one_machine(config)
+    check_probe_tolerance(config)
+    devices = split_of_this_machine(config)
+    with new_run(config, "megatron-async quickstart") as directory:
+        _run_in(directory, config, devices)
+
+
+def _run_in(directory: RunDirectory, config: RunConfig, devices: DeviceSplit) -> None:
+    console = Console(soft_wrap=True)
+    initial, tuned = directory.path / "model", directory.path / "sft"
+    phases = _Phases()
+    console.print(f"1/4 building the model in {initial}")
+    build_tiny_model(initial, seed=config.seed)
+    console.print("2/4 supervised fine-tuning on worked answers")
+    with phases.time("SFT"):
+        directory.save_config(with_model(config, initial))
+        run_sft(with_model(config, initial), directory, tuned)
+    console.print("3/4 held-out accuracy before RL")
+    with phases.time("evaluation before RL, engine start included"):
+
+        def show(path: Path, result: EvalResult) -> None:
+            console.print(f"  {path.name}: {100 * result.accuracy:.1f} %", highlight=False)
+
+        before, _ = evaluate_checkpoints(config, [initial, tuned], directory.logs, show)
+    console.print("4/4 reinforcement learning")
+    rl = with_model(config, tuned)
+    directory.save_config(rl)
+    with phases.time("RL in all, start of engine and trainers included"):
+        Supervisor(rl, directory, devices).run()
+    summary = summarise(directory)
+    console.print(
+        closing_table(summary, directory, before_sft=before.accuracy, extra_phases=phases.seconds)
+    )
+    console.print(where_things_are(directory), highlight=False)

@@ -1,0 +1,91 @@
+"""Going back: a run goes on from an older checkpoint that it keeps (`--resume RUN --from-step N`).
+
+Every process of a run goes on from the newest checkpoint that it finds. So going back is to take
+the newer ones out of its sight, once, before anything starts: they get another name and stay there.
+
+Invariants
+- Everything that can be refused is refused before the first name changes.
+- The newest goes first, each durably before the next. A crash or a power loss in between leaves a
+  run that goes on from one of its checkpoints, and the same command goes on with the rest.
+- What the abandoned steps had trained is scored again by the line that a resume begins: nothing
+  here touches the store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_async.checkpoint.manifest import (
+    Checkpoint,
+    list_checkpoints,
+    open_checkpoint,
+    sync_directory,
+)
+from megatron_async.errors import UserError
+from megatron_async.run_directory import RunDirectory
+from megatron_async.store.lock import check_not_in_use
+from megatron_async.store.reader import StoreReader
+from megatron_async.store.state import check_serves
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """The checkpoint to go on from, and the newer ones, newest first."""
+
+    target: Checkpoint
+    newer: tuple[Checkpoint, ...]
+
+    def carry_out(self) -> list[Path]:
+        """Set the newer ones aside; returns where they are now. Raises UserError."""
+        return [_set_aside(checkpoint) for checkpoint in self.newer]
+
+
+def rollback_to(directory: RunDirectory, step: int) -> Rollback:
+    """Changes nothing. Raises UserError when the run cannot go on from `step`."""
+    kept = list_checkpoints(directory.checkpoints)
+    place = next((i for i, checkpoint in enumerate(kept) if checkpoint.step == step), None)
+    if place is None:
+        raise UserError(
+            f"--from-step is {step}, and {directory.path} keeps no checkpoint of that step; "
+            f"it keeps {_steps(kept)}"
+        )
+    target = open_checkpoint(kept[place].path)
+    check_not_in_use(directory.store_file)
+    with closing(StoreReader(directory.store_file)) as reader:
+        content = reader.content()
+    check_serves(directory.store_file, content.tree, content.exported, target.manifest.version)
+    newer = tuple(kept[:place])
+    for checkpoint in newer:
+        if (taken := _place_aside(checkpoint)).exists():
+            raise UserError(
+                f"--from-step is {step}, and checkpoint {checkpoint.path} cannot be set aside: "
+                f"{taken} exists already"
+            )
+    return Rollback(target, newer)
+
+
+def _steps(kept: Sequence[Checkpoint]) -> str:
+    steps = sorted(checkpoint.step for checkpoint in kept)
+    if not steps:
+        return "none"
+    return f"step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}"
+
+
+def _place_aside(checkpoint: Checkpoint) -> Path:
+    return checkpoint.path.with_name(f"abandoned_{checkpoint.manifest.version}")
+
+
+def _set_aside(checkpoint: Checkpoint) -> Path:
+    place = _place_aside(checkpoint)
+    try:
+        checkpoint.path.rename(place)
+        # else a power loss may bring it back, and a plain resume would go on from it
+        sync_directory(place.parent)
+        return place
+    except OSError as error:
+        raise UserError(
+            f"checkpoint {checkpoint.path} cannot be set aside as {place}: {error.strerror}"
+        ) from error

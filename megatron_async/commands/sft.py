@@ -1,0 +1,177 @@
+"""Supervised fine-tuning: the same Megatron trainer on worked answers.
+
+`run_sft` is the supervisor's side on one machine, `run_sft_on_nodes` on each of several, `main` one
+rank under torchrun (`-m megatron_async.commands.sft RUN_DIR DESTINATION`). Every rank makes the same
+batches from the same seed; nothing is sent between them but gradients.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from megatron_async.config import RunConfig
+from megatron_async.engines.nodes import node_address
+from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.launcher.claim import new_run
+from megatron_async.launcher.environment import trainer_environment
+from megatron_async.launcher.processes import start_torchrun
+from megatron_async.launcher.rendezvous import MEET_SECONDS, TrainerNode
+from megatron_async.launcher.session import Session, check_name
+from megatron_async.run_directory import RunDirectory
+from megatron_async.tasks.base import WorkedExample
+from megatron_async.telemetry.progress import Progress
+from megatron_async.trainer.report import StepReport
+from megatron_async.trajectory.batch import TokenBatch
+
+SFT: Final = "megatron-async sft"
+_POLL_SECONDS = 0.5
+
+
+def run_sft(
+    config: RunConfig, directory: RunDirectory, destination: Path, node: TrainerNode | None = None
+) -> None:
+    """Train in torchrun ranks, show progress, leave a Hugging Face directory at `destination`.
+
+    `node`: this one of several, of which the first shows the progress. Raises UserError or
+    ComponentFailure with the sentence of the rank that failed.
+    """
+    first = node is None or node.index == 0
+    if first:
+        directory.take_failure()
+    child = start_torchrun(
+        config.parallel.ranks // (1 if node is None else node.count),
+        "megatron_async.commands.sft",
+        *(str(directory.path), str(destination)),
+        log_file=directory.logs / ("sft.log" if node is None else f"sft-{node.index}.log"),
+        environment=trainer_environment(os.environ),
+        meeting=("--standalone",) if node is None else node.meeting(),
+    )
+    try:
+        with Progress(
+            directory.metrics_file,
+            config.sft.steps,
+            config.telemetry.progress if first else "off",
+        ) as progress:
+            while child.exit_code() is None:
+                progress.update({})
+                time.sleep(_POLL_SECONDS)
+            progress.update({})
+    finally:
+        child.stop()
+    if first:
+        directory.raise_failure()
+    if child.exit_code() != 0:
+        raise child.failure("sft")
+
+
+def run_sft_on_nodes(config: RunConfig, destination: Path, session_name: str, index: int) -> None:
+    """`run_sft` on one of `parallel.nodes` nodes, each of which calls this with its `index`.
+
+    Node 0 makes the run directory, which all see. Raises UserError or ComponentFailure.
+    """
+    count = config.parallel.nodes
+    if not 0 <= index < count:
+        raise UserError(f"--index is {index}; parallel.nodes is {count}, so it is 0 to {count - 1}")
+    check_name(session_name)
+    directory = RunDirectory.of(config)
+    with ExitStack() as stack:
+        if index == 0:
+            stack.enter_context(new_run(config, f"{SFT}, session {session_name}"))
+            session = Session.join(directory, session_name)
+            stack.callback(session.close)
+            session.begin()
+        else:  # the directory may be another run's, and only the first node finds out
+            session = Session.begun(directory, session_name, MEET_SECONDS)
+        run_sft(config, directory, destination, TrainerNode(session, index, count, node_address()))
+
+
+def example_batch(examples: Sequence[WorkedExample], step: int) -> TokenBatch:
+    """Pack worked examples; the response (end of text included) is what is trained."""
+    lengths = [len(e.prompt_ids) + len(e.response_ids) for e in examples]
+    cu_S1 = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    mask = [
+        np.concatenate([np.zeros(len(e.prompt_ids)), np.ones(len(e.response_ids))])
+        for e in examples
+    ]
+    count, total = len(examples), int(cu_S1[-1])
+    tokens = [np.concatenate([e.prompt_ids, e.response_ids]) for e in examples]
+    return TokenBatch(
+        step=step,
+        token_ids_T=np.concatenate(tokens).astype(np.int32),
+        loss_mask_T=np.concatenate(mask).astype(np.float32),
+        rollout_logprobs_T=np.zeros(total, np.float32),
+        version_T=np.full(total, -1, np.int32),
+        lag_T=np.zeros(total, np.int32),
+        cu_seqlens_S1=cu_S1,
+        rewards_S=np.zeros(count, np.float32),
+        group_ids_S=np.arange(count, dtype=np.int64),
+        trajectory_ids_S=np.arange(count, dtype=np.int64),
+        prompt_lengths_S=np.array([len(e.prompt_ids) for e in examples], np.int32),
+        truncated_S=np.zeros(count, np.bool_),
+        resumed_S=np.zeros(count, np.bool_),
+    )
+
+
+def train(config: RunConfig, directory: RunDirectory, destination: Path) -> None:
+    """One rank: all steps, then the export."""
+    from megatron_async.models.save import save_hf
+    from megatron_async.tasks import build_task
+    from megatron_async.telemetry.metrics import MetricsWriter
+    from megatron_async.trainer.parallel import parallel_session
+    from megatron_async.trainer.step import PolicyTrainer
+
+    with ExitStack() as stack:
+        layout = stack.enter_context(parallel_session(config.parallel, config.trainer, config.seed))
+        task = build_task(config.task, config.model.path)
+        trainer = PolicyTrainer(config, purpose="sft")
+        examples = task.worked_examples(config.sft.examples, config.sft.data)
+        order = np.random.default_rng(config.seed)
+        metrics = None
+        if layout.rank == 0:
+            board = directory.tensorboard / "sft" if config.telemetry.tensorboard else None
+            metrics = MetricsWriter(directory.metrics_file, board, lineage=0)
+            stack.callback(metrics.close)
+        for step in range(config.sft.steps):
+            chosen = order.integers(0, len(examples), config.sft.batch_sequences)
+            report = trainer.train_sft(example_batch([examples[i] for i in chosen], step))
+            due = step % config.sft.log_every == 0 or step == config.sft.steps - 1
+            if metrics is not None and due:
+                metrics.write(step, _sft_metrics(report), kind="sft")
+        save_hf(trainer.model, destination, config.model.path)
+
+
+def _sft_metrics(report: StepReport) -> dict[str, float]:
+    return {
+        "train/loss": report.loss,
+        "train/grad_norm": report.grad_norm,
+        "train/learning_rate": report.learning_rate,
+        "train/tokens_per_second": report.tokens_per_second,
+        "train/tokens": report.num_tokens,
+    }
+
+
+def main(arguments: list[str]) -> int:
+    """Exit code of one rank: 0, 1 for a failed component, 2 for bad input."""
+    directory, config = RunDirectory.find(arguments[0], [])
+    try:
+        train(config, directory, Path(arguments[1]))
+    except (UserError, ComponentFailure) as error:
+        code = 2 if isinstance(error, UserError) else 1
+        directory.report_failure(str(error), code)
+        return code
+    return 0
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # gloo threads of a failed collective would keep the interpreter alive

@@ -1,0 +1,1 @@
+"""Inference engines: the client protocol and the servers behind it."""

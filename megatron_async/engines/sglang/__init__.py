@@ -1,0 +1,1 @@
+"""SGLang servers, on GPU and CPU."""

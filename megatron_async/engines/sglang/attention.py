@@ -1,0 +1,179 @@
+"""Decode attention on CPU for all requests at once, as an attention backend of SGLang's registry.
+
+SGLang's `torch_native` backend runs one `scaled_dot_product_attention` per request in a Python
+loop, which at 64 requests is most of a decode step. Here the keys and values of all requests are
+gathered into one padded block and a step is a handful of batched operations.
+
+Invariants
+- Same result as the loop up to the rounding of another summation order (float32: 1e-5).
+- Only plain self-attention decode takes the batched way; cross-attention and prefill use
+  SGLang's own code. Sliding windows are masked as SGLang does: a token sees `window` tokens
+  before itself.
+- A padded position never reaches the result: its score is -inf and its value is never NaN times
+  zero, since slot 0 of the pool (what padding points at) is a real, finite slot.
+- Memory of a step is bounded: requests are taken in blocks of at most `_BLOCK_BYTES` of gathered
+  keys (about what a core's cache holds; larger blocks were measured slower), sorted by length so
+  that short requests are not padded to long ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from megatron_async.engines.sglang.server import CPU_ATTENTION_BACKEND
+
+_BLOCK_BYTES = 2 << 20
+
+
+def batched_decode_attention(
+    query_SHD: torch.Tensor,
+    k_cache_PKD: torch.Tensor,
+    v_cache_PKE: torch.Tensor,
+    slots_SC: torch.Tensor,
+    lengths_S: torch.Tensor,
+    scaling: float,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Attention of one new token per request over its cached tokens, grouped heads.
+
+    S requests, H query heads, K key/value heads (H a multiple of K), D and E head sizes, P slots
+    of the pool, C at least the longest length. `slots_SC[s, :lengths_S[s]]` are request s's slots
+    in order, the new token last. With `window`, only the last `window` + 1 of them are seen.
+    Returns [S, H, E] in the query's dtype.
+    """
+    longest = int(lengths_S.max())
+    S, H, D = query_SHD.shape
+    K = k_cache_PKD.shape[1]
+    position_C = torch.arange(longest, device=query_SHD.device)
+    hidden_SC = position_C[None, :] >= lengths_S[:, None]
+    slots_SC = slots_SC[:, :longest].masked_fill(hidden_SC, 0)
+    if window is not None:
+        hidden_SC = hidden_SC | (position_C[None, :] < lengths_S[:, None] - 1 - window)
+    flat = slots_SC.reshape(-1)
+    keys_SKCD = k_cache_PKD.index_select(0, flat).view(S, longest, K, D).transpose(1, 2)
+    values_SKCE = v_cache_PKE.index_select(0, flat).view(S, longest, K, -1).transpose(1, 2)
+    # The query heads of a group stand where SDPA expects query positions: no repeated keys.
+    output_SKGE = scaled_dot_product_attention(
+        query_SHD.view(S, K, H // K, D),
+        keys_SKCD.to(query_SHD.dtype),
+        values_SKCE.to(query_SHD.dtype),
+        attn_mask=~hidden_SC[:, None, None, :],
+        scale=scaling,
+    )
+    return output_SKGE.reshape(S, H, -1)
+
+
+def decode_in_blocks(
+    query_SHD: torch.Tensor,
+    output_SHE: torch.Tensor,
+    k_cache_PKD: torch.Tensor,
+    v_cache_PKE: torch.Tensor,
+    req_to_token_RC: torch.Tensor,
+    req_pool_indices_S: torch.Tensor,
+    lengths_S: torch.Tensor,
+    scaling: float,
+    window: int | None = None,
+    block_bytes: int = _BLOCK_BYTES,
+) -> torch.Tensor:
+    """`batched_decode_attention` over blocks of requests of similar length, into `output_SHE`."""
+    block_tokens = block_bytes // k_cache_PKD[0].nbytes
+    longest = int(lengths_S.max())
+    if len(lengths_S) * longest <= block_tokens:
+        slots = req_to_token_RC[req_pool_indices_S, :longest].to(torch.int64)
+        return output_SHE.copy_(
+            batched_decode_attention(
+                query_SHD, k_cache_PKD, v_cache_PKE, slots, lengths_S, scaling, window
+            )
+        )
+    order_S = torch.argsort(lengths_S, descending=True)
+    lengths = lengths_S[order_S].tolist()
+    start = 0
+    while start < len(lengths):
+        size = max(1, block_tokens // max(lengths[start], 1))
+        block = order_S[start : start + size]
+        slots = req_to_token_RC[req_pool_indices_S[block], : lengths[start]].to(torch.int64)
+        output_SHE[block] = batched_decode_attention(
+            query_SHD[block],
+            k_cache_PKD,
+            v_cache_PKE,
+            slots,
+            lengths_S[block],
+            scaling,
+            window,
+        ).to(output_SHE.dtype)
+        start += size
+    return output_SHE
+
+
+def register() -> None:
+    """Add the backend to SGLang's registry and to what `--attention-backend` accepts.
+
+    Imports SGLang, so stand-ins must be installed before. Must run in every SGLang process.
+    """
+    from sglang.srt.arg_groups.choices import (
+        ATTENTION_BACKEND_CHOICES,
+        add_attention_backend_choices,
+    )
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+
+    if CPU_ATTENTION_BACKEND not in ATTENTION_BACKEND_CHOICES:
+        add_attention_backend_choices([CPU_ATTENTION_BACKEND])
+        register_attention_backend(CPU_ATTENTION_BACKEND)(_make_backend)
+
+
+def _make_backend(runner: Any) -> Any:
+    """The backend for one model runner (called by SGLang in its scheduler process)."""
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    class TorchBatchedAttnBackend(TorchNativeAttnBackend):
+        """SGLang's torch backend with its per-request decode loop replaced."""
+
+        def _run_sdpa_forward_decode(
+            self,
+            query: torch.Tensor,
+            output: torch.Tensor,
+            k_cache: torch.Tensor,
+            v_cache: torch.Tensor,
+            req_to_token: torch.Tensor,
+            req_pool_indices: torch.Tensor,
+            seq_lens: torch.Tensor,
+            encoder_lens: torch.Tensor | None = None,
+            scaling: float | None = None,
+            enable_gqa: bool = False,
+            causal: bool = False,
+            is_cross_attn: bool = False,
+            sliding_window_size: int | None = None,
+        ) -> torch.Tensor:
+            if is_cross_attn or encoder_lens is not None:
+                return super()._run_sdpa_forward_decode(
+                    query,
+                    output,
+                    k_cache,
+                    v_cache,
+                    req_to_token,
+                    req_pool_indices,
+                    seq_lens,
+                    encoder_lens,
+                    scaling=scaling,
+                    enable_gqa=enable_gqa,
+                    causal=causal,
+                    is_cross_attn=is_cross_attn,
+                    sliding_window_size=sliding_window_size,
+                )
+            window = sliding_window_size
+            return decode_in_blocks(
+                query,
+                output,
+                k_cache,
+                v_cache,
+                req_to_token,
+                req_pool_indices,
+                seq_lens,
+                scaling if scaling is not None else query.shape[-1] ** -0.5,
+                window if window is not None and window > -1 else None,
+            )
+
+    return TorchBatchedAttnBackend(runner)

@@ -1,0 +1,383 @@
+"""An SGLang server as an `EngineClient`: its HTTP API over one aiohttp session.
+
+Invariants
+- Every call has a time limit and raises `EngineError` with the engine, the call and the answer.
+- Every token arrives once, with its log-prob and the version that made it (sglang_stream.py).
+- Ids on the wire are never used twice and none is a prefix of another. SGLang aborts every
+  request whose id *starts with* the given one, so that aborting "7" would end "71" too; and two
+  seconds after a stream has ended it aborts that id once more, which would hit a request that was
+  resumed under it.
+- An abort is repeated until the stream has ended: SGLang forgets one that overtakes its request.
+- How long a stream may be silent is not decided here (interfaces.py); a connection whose host is
+  gone is noticed by TCP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import itertools
+import uuid
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import aiohttp
+import orjson
+
+from megatron_async.config.rollout import EngineConfig
+from megatron_async.engines.interface import (
+    EngineError,
+    EngineStatus,
+    GenerationRequest,
+    PauseMode,
+    RequestRefused,
+    TokenChunk,
+)
+from megatron_async.engines.sglang.queue import URGENT
+from megatron_async.engines.sglang.stream import (
+    BadReport,
+    Refusal,
+    StreamDecoder,
+    events_of,
+    parse_version,
+    refusal_of,
+    sampling_params,
+)
+from megatron_async.errors import ComponentFailure
+from megatron_async.trajectory.types import PolicyVersion
+
+_FLUSH_SECONDS = 20
+# Loopback or a rack's network; long, since a server on a loaded machine accepts slowly.
+_CONNECT_SECONDS = 30.0
+# Below the server's own limit (5 s): a request on a connection that it is just closing is lost.
+_KEEP_ALIVE_SECONDS = 2.0
+_CONTROL_SECONDS = 60.0
+_HEALTH_SECONDS = 30.0
+_ABORT_AGAIN_SECONDS = 0.5
+_ABORT_ATTEMPTS = 20
+_CONTROL_ERRORS = (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError)
+# What SGLang calls the parts of its memory.
+_WEIGHTS = "weights"
+_MEMORY = (_WEIGHTS, "kv_cache", "cuda_graph")
+_PREEMPTIONS = b"sglang:num_retracted_requests_total"
+
+
+class SGLangClient:
+    """One SGLang server. Make it with `await SGLangClient.connect(...)`."""
+
+    def __init__(
+        self, engine_id: str, url: str, settings: EngineConfig, kv_capacity_tokens: int = 0
+    ) -> None:
+        self._engine_id = engine_id
+        self._url = url
+        # An engine that answers nothing for as long as this is hung by the settings' own measure.
+        self._control_seconds = max(_CONTROL_SECONDS, settings.no_progress_seconds)
+        self._kv_capacity = kv_capacity_tokens
+        self._longest: int | None = None
+        self._dtype: str | None = None
+        headers = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
+        self._session = aiohttp.ClientSession(
+            headers=headers,
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_SECONDS),
+        )
+        self._wire_ids: dict[str, str] = {}
+        self._unique = uuid.uuid4().hex
+        self._serial = itertools.count()
+        self._background: set[asyncio.Task[None]] = set()
+        self._released: set[str] = set()
+
+    @classmethod
+    async def connect(cls, engine_id: str, url: str, settings: EngineConfig) -> Self:
+        """A client that knows what its server can hold. Raises EngineError."""
+        client = cls(engine_id, url, settings)
+        try:
+            loads = await client._loads()
+            client._kv_capacity = sum(int(load["max_total_num_tokens"]) for load in loads)
+            info = await client._get_json("server_info")
+            longest = info.get("max_req_input_len")
+            client._longest = None if longest is None else int(longest)
+            client._dtype = info.get("dtype")
+        except BaseException:
+            await client.close()
+            raise
+        return client
+
+    @property
+    def engine_id(self) -> str:
+        return self._engine_id
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    @property
+    def kv_capacity_tokens(self) -> int:
+        return self._kv_capacity
+
+    @property
+    def longest_tokens(self) -> int | None:
+        """Prompt and response together: what was generated is part of the input of a resumption."""
+        return self._longest
+
+    @property
+    def dtype(self) -> str | None:
+        return self._dtype
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
+        """Stream a response. Cancelling or closing the iteration aborts the request."""
+        name = request.request_id
+        if name in self._wire_ids:
+            raise EngineError(f"{self._engine_id}: request {name!r} runs already")
+        wire_id = f"{self._unique}.{next(self._serial)};{name}"
+        body = {
+            "rid": wire_id,
+            "input_ids": request.input_ids.tolist(),
+            "sampling_params": sampling_params(request),
+            "return_logprob": True,
+            "stream": True,
+        }
+        if request.urgent:
+            body["priority"] = URGENT
+        self._wire_ids[name] = wire_id
+        ended = False
+        try:
+            async for chunk in self._stream(body):
+                if chunk.end is not None:
+                    ended = True
+                    del self._wire_ids[name]
+                yield chunk
+        except Refusal as refusal:
+            raise RequestRefused(f"{self._engine_id}: request {name}: {refusal}") from refusal
+        except (*_CONTROL_ERRORS, BadReport, KeyError) as error:
+            _check_own_limits(error)
+            raise EngineError(
+                f"{self._engine_id} ({self._url}): generation of request {name} "
+                f"failed: {_describe(error)}"
+            ) from error
+        finally:
+            if not ended:
+                del self._wire_ids[name]
+                self._in_background(self._abort_unread(wire_id))
+        if not ended:
+            raise EngineError(
+                f"{self._engine_id} ({self._url}): the stream of request {name} broke off"
+            )
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End these requests; each stream ends with a chunk of `end="abort"`.
+
+        Returns when the abort has reached the engine; requests that are not running are ignored.
+        """
+        running = {name: self._wire_ids[name] for name in request_ids if name in self._wire_ids}
+        if len(running) == len(self._wire_ids) > 1:
+            await self._post("abort_request", {"abort_all": True})  # one call instead of thousands
+        else:
+            await self._post_aborts(running.values())
+        if running:
+            self._in_background(self._insist_on_abort(running))
+
+    async def pause(self, mode: PauseMode) -> None:
+        await self._post("pause_generation", {"mode": mode})
+
+    async def resume(self) -> None:
+        await self._post("continue_generation", {"torch_empty_cache": False})
+
+    async def flush_cache(self) -> None:
+        # Requests that were aborted a moment ago may still be on their way out.
+        await self._post(f"flush_cache?timeout={_FLUSH_SECONDS}", None)
+
+    async def release_memory(self, *, keep_weights: bool = False) -> None:
+        # SGLang refuses what it has released already.
+        tags = [
+            part
+            for part in _MEMORY
+            if part not in self._released and not (keep_weights and part == _WEIGHTS)
+        ]
+        if tags:
+            await self._post("release_memory_occupation", {"tags": tags})
+            self._released.update(tags)
+
+    async def resume_memory(self, *, weights_only: bool) -> None:
+        # SGLang refuses what it has not released, so each part is asked for once.
+        wanted = [
+            part
+            for part in _MEMORY
+            if part in self._released and (part == _WEIGHTS or not weights_only)
+        ]
+        if wanted:
+            await self._post("resume_memory_occupation", {"tags": wanted})
+            self._released -= set(wanted)
+
+    async def version(self) -> PolicyVersion:
+        """The version that the engine says it holds."""
+        info = await self._get_json("model_info")
+        try:
+            return parse_version(str(info["weight_version"]))
+        except (BadReport, KeyError) as error:
+            raise EngineError(f"{self._engine_id} ({self._url}): {_describe(error)}") from error
+
+    async def load_from_disk(
+        self, model_path: Path, version: PolicyVersion, *, flush_cache: bool = True
+    ) -> None:
+        """Replace the weights by those of a Hugging Face directory of the same architecture."""
+        await self._post(
+            "update_weights_from_disk",
+            {
+                "model_path": str(Path(model_path).absolute()),
+                "weight_version": str(version),
+                "flush_cache": flush_cache,
+            },
+        )
+
+    async def checksum(self) -> str:
+        """One checksum over all weights that the engine really holds (all TP ranks)."""
+        answer = await self._post("weights_checker", {"action": "checksum"})
+        return str(answer["per_engine_checksum"])
+
+    async def status(self) -> EngineStatus:
+        loads = await self._loads()
+        metrics = await self._request("GET", "metrics", None, self._control_seconds)
+        return EngineStatus(
+            running_requests=sum(int(load["num_running_reqs"]) for load in loads),
+            queued_requests=sum(int(load["num_waiting_reqs"]) for load in loads),
+            kv_usage=max(float(load["token_usage"]) for load in loads),
+            preemptions_total=_counter(metrics, _PREEMPTIONS),
+        )
+
+    async def healthy(self) -> bool:
+        """Whether it answers at all; never raises."""
+        try:
+            await self._request("GET", "health", None, _HEALTH_SECONDS)
+        except EngineError:
+            return False
+        return True
+
+    async def close(self) -> None:
+        """Release connections (not the server)."""
+        for task in tuple(self._background):
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        await self._session.close()
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        """The session. EngineError once the client is closed: calls that were about to be made
+        when their engine was given up fail as calls to that engine do."""
+        if self._session.closed:
+            raise EngineError(f"{self._engine_id} ({self._url}): the client has been closed")
+        return self._session
+
+    async def _stream(self, body: dict[str, Any]) -> AsyncIterator[TokenChunk]:
+        decoder = StreamDecoder()
+        buffer = bytearray()
+        limit = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS)
+        async with self._open_session().post(
+            f"{self._url}/generate", data=orjson.dumps(body), headers=_JSON, timeout=limit
+        ) as response:
+            if response.status != 200:
+                raise refusal_of(response.status, await response.text())
+            async for data in response.content.iter_any():
+                for event in events_of(buffer, data):
+                    if event == b"[DONE]":
+                        return
+                    for chunk in decoder.feed(orjson.loads(event)):
+                        yield chunk
+
+    async def _post_aborts(self, wire_ids: Iterable[str]) -> None:
+        await asyncio.gather(*(self._post("abort_request", {"rid": rid}) for rid in wire_ids))
+
+    async def _insist_on_abort(self, running: Mapping[str, str]) -> None:
+        """Repeat an abort while its stream goes on."""
+        for _ in range(_ABORT_ATTEMPTS):
+            await asyncio.sleep(_ABORT_AGAIN_SECONDS)
+            left = [rid for name, rid in running.items() if self._wire_ids.get(name) == rid]
+            if not left:
+                return
+            try:
+                await self._post_aborts(left)
+            except EngineError:
+                # The streams themselves report a dead engine to whoever reads them.
+                return
+
+    async def _abort_unread(self, wire_id: str) -> None:
+        """Abort a request whose stream has lost its reader.
+
+        Twice, in case the first overtakes the request. SGLang also ends it by itself some seconds
+        after the connection has closed, so a failure here costs a little work and nothing else.
+        """
+        try:
+            await self._post_aborts([wire_id])
+            await asyncio.sleep(_ABORT_AGAIN_SECONDS)
+            await self._post_aborts([wire_id])
+        except EngineError:
+            return
+
+    def _in_background(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _loads(self) -> list[dict[str, Any]]:
+        answer = await self._get_json("v1/loads")
+        return list(answer["loads"])
+
+    async def _get_json(self, path: str) -> dict[str, Any]:
+        return _decoded(await self._request("GET", path, None, self._control_seconds))
+
+    async def _post(self, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+        return _decoded(await self._request("POST", path, body, self._control_seconds))
+
+    async def _request(
+        self, method: str, path: str, body: dict[str, Any] | None, seconds: float
+    ) -> bytes:
+        """The answer's body. Raises EngineError unless the status is 200."""
+        limit = aiohttp.ClientTimeout(total=seconds, sock_connect=_CONNECT_SECONDS)
+        data = None if body is None else orjson.dumps(body)
+        try:
+            async with self._open_session().request(
+                method, f"{self._url}/{path}", data=data, headers=_JSON, timeout=limit
+            ) as response:
+                answer = await response.read()
+                status = response.status
+        except _CONTROL_ERRORS as error:
+            _check_own_limits(error)
+            raise EngineError(
+                f"{self._engine_id} ({self._url}): {method} /{path} failed: {_describe(error)}"
+            ) from error
+        if status != 200:
+            raise EngineError(
+                f"{self._engine_id} ({self._url}): {method} /{path} answered {status}: "
+                f"{answer[:500].decode(errors='replace')}"
+            )
+        return answer
+
+
+_JSON = {"Content-Type": "application/json"}
+
+
+def _decoded(answer: bytes) -> dict[str, Any]:
+    """JSON object, or an empty one where SGLang answers with nothing or with plain text."""
+    try:
+        value = orjson.loads(answer)
+    except orjson.JSONDecodeError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _counter(metrics: bytes, name: bytes) -> int:
+    """Sum of a Prometheus counter over its labels; 0 while SGLang has not counted any."""
+    lines = (line for line in metrics.splitlines() if line.startswith(name))
+    return int(sum(float(line.rsplit(b" ", 1)[1]) for line in lines))
+
+
+def _check_own_limits(error: BaseException) -> None:
+    """Raises ComponentFailure when this process could not even ask: that is no engine's fault."""
+    if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
+        raise ComponentFailure(
+            f"the rollout manager cannot open more connections ({error}): raise the limit of open "
+            "files (ulimit -n), or lower schedule.concurrency"
+        ) from error
+
+
+def _describe(error: BaseException) -> str:
+    return str(error) or type(error).__name__

@@ -1,0 +1,357 @@
+"""Starts, watches and ends one SGLang server process (or its stand-in, `engines.kind: simulated`).
+
+    server = SGLangProcess(model_dir, EngineConfig(), log_path=run_dir / "engine0.log")
+    server.start()          # returns when the server answers, or raises ComponentFailure
+    ... server.url ...
+    server.stop()
+
+Invariants
+- A server lives in a process group of its own; `stop` returns when no process of the group is
+  left. If whoever started it dies without `stop`, the server ends itself (a lifeline pipe, see
+  sglang_server.py); a death signal would be tied to the starting thread, not to the process.
+- `start` never waits longer than `engines.start_timeout_seconds`, and notices at once when the
+  process ends. Either failure is a ComponentFailure that quotes the end of the log.
+- No port is fixed: the kernel picks a free one, and a start that loses the race for it is
+  repeated with another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from megatron_async.config.rollout import EngineConfig
+from megatron_async.config.sampling_contract import without_breaking_variables
+from megatron_async.engines.nodes import free_port
+from megatron_async.engines.sglang.server import (
+    CPU_ATTENTION_BACKEND,
+    CPU_VARIABLE,
+    KEY_VARIABLE,
+    LIFELINE_VARIABLE,
+)
+from megatron_async.errors import ComponentFailure, ProcessKilled
+from megatron_async.trajectory.types import PolicyVersion
+
+_PORT_ATTEMPTS = 3
+_POLL_SECONDS = 0.1
+_TERMINATE_SECONDS = 3.0
+_KILL_SECONDS = 10.0
+_LOG_TAIL_CHARACTERS = 1500
+_PORT_TAKEN = "address already in use"
+# What a fresh server says it holds: no version of any run, until the first update has verified.
+NO_VERSION = PolicyVersion(-1, 0)
+
+
+def resolve_device(settings: EngineConfig) -> str:
+    """`cpu` or `cuda`; `auto` is cuda where torch sees a GPU. A simulated engine needs neither."""
+    if settings.kind == "simulated":
+        return "cpu"
+    if settings.device != "auto":
+        return settings.device
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def resolve_dtype(settings: EngineConfig, device: str) -> str:
+    """The weights' type: float32 on CPU and bfloat16 on GPU unless set."""
+    if settings.dtype != "auto":
+        return settings.dtype
+    return "float32" if device == "cpu" else "bfloat16"
+
+
+def server_command(
+    settings: EngineConfig,
+    model_path: Path,
+    port: int,
+    version: PolicyVersion,
+    device: str,
+    in_place: bool = False,
+) -> list[str]:
+    """The command line of one server.
+
+    Token ids go in and come out, so SGLang's tokenizer and detokenizer are off. `in_place`: weights
+    change under running requests that keep their KV cache. The overlap scheduler is off then: with
+    it the last token of the old weights is reported under the new version. (A retracted request's
+    spans, and aborts, are exact either way.)
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_async.engines.sglang.server",
+        *("--model-path", str(model_path)),
+        *("--host", settings.host),
+        *("--port", str(port)),
+        *("--device", device),
+        *("--dtype", resolve_dtype(settings, device)),
+        *("--tp-size", str(settings.tensor)),
+        f"--weight-version={version}",
+        *("--stream-interval", str(settings.stream_interval)),
+        "--incremental-streaming-output",
+        "--skip-tokenizer-init",
+        *(["--disable-overlap-schedule"] if in_place else []),
+        "--enable-metrics",
+        *("--log-level", "info"),
+        *("--log-level-http", "warning"),
+        *("--decode-log-interval", "500"),
+    ]
+    if device == "cpu":
+        # An idle scheduler otherwise polls without pause and takes the trainer's cores.
+        command += ["--attention-backend", CPU_ATTENTION_BACKEND, "--sleep-on-idle"]
+    if settings.max_total_tokens is not None:
+        command += ["--max-total-tokens", str(settings.max_total_tokens)]
+    if settings.max_running_requests is not None:
+        command += ["--max-running-requests", str(settings.max_running_requests)]
+    if settings.context_length is not None:
+        command += ["--context-length", str(settings.context_length)]
+    if settings.placement == "colocated" and device == "cuda":
+        command += ["--enable-memory-saver"]
+    if settings.quantization == "fp8":
+        # Imported here: whoever only starts servers need not import torch.
+        from megatron_async.models.families import read_architecture
+        from megatron_async.weight_sync.quantise import quantization_config
+
+        # The directory has no fp8 weights: they come with the first update, as every version does.
+        override = {"quantization_config": quantization_config(read_architecture(model_path))}
+        command += ["--load-format", "dummy", "--json-model-override-args", json.dumps(override)]
+    return [*command, *settings.extra_args]
+
+
+def server_environment(
+    settings: EngineConfig, device: str, gpus: Sequence[int] | None, base: Mapping[str, str]
+) -> dict[str, str]:
+    """The environment of one server: offline, a cheap health check, one thread per CPU rank.
+
+    Nothing in it changes what is sampled or the log-probs of it.
+
+    The key is here because every user of the machine can read command lines.
+    """
+    environment = without_breaking_variables(base)
+    environment[KEY_VARIABLE] = settings.api_key
+    environment["HF_HUB_OFFLINE"] = "1"
+    environment["PYTHONUNBUFFERED"] = "1"
+    # Otherwise /health generates a token, and a paused engine looks dead.
+    environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"
+    if device == "cpu":
+        environment[CPU_VARIABLE] = "1"
+        # More threads fight the server's own processes: 150 -> 8 tokens/s at concurrency 1.
+        environment["OMP_NUM_THREADS"] = "1"
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+        if settings.tensor > 1:
+            cores = [str(core % (os.cpu_count() or 1)) for core in range(settings.tensor)]
+            environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(cores))
+    elif gpus is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in gpus)
+    return environment
+
+
+def simulated_command(
+    settings: EngineConfig, model_path: Path, port: int, version: PolicyVersion
+) -> list[str]:
+    """The command line of one simulated server."""
+    return [
+        *(sys.executable, "-m", "megatron_async.engines.simulated.server"),
+        *("--model-path", str(model_path)),
+        *("--host", settings.host),
+        *("--port", str(port)),
+        f"--weight-version={version}",
+        *("--settings", settings.model_dump_json(exclude={"api_key"})),
+    ]
+
+
+class SGLangProcess:
+    """One SGLang server: start, url, alive, stop. Not thread-safe; blocking."""
+
+    def __init__(
+        self,
+        model_path: Path,
+        settings: EngineConfig,
+        log_path: Path,
+        version: PolicyVersion = NO_VERSION,
+        gpus: Sequence[int] | None = None,
+        in_place: bool = False,
+    ) -> None:
+        """`in_place`: see `server_command`."""
+        self._in_place = in_place
+        self._model_path = model_path
+        self._settings = settings
+        self._log_path = log_path
+        self._version = version
+        self._gpus = gpus
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lifeline: int | None = None
+        self._url = ""
+
+    @property
+    def url(self) -> str:
+        """`http://host:port` of the running server."""
+        if not self._url:
+            raise ComponentFailure("the inference server was asked for its url before it started")
+        return self._url
+
+    @property
+    def pid(self) -> int | None:
+        """Process (and process group) id of the running server."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def log_path(self) -> Path:
+        return self._log_path
+
+    def alive(self) -> bool:
+        """Whether the server process exists (not whether it answers)."""
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> None:
+        """Start the server and wait until it answers.
+
+        Raises ComponentFailure, quoting the end of the log, when the process ends or the limit
+        passes; nothing is left running then.
+        """
+        if self.alive():
+            return
+        deadline = time.monotonic() + self._settings.start_timeout_seconds
+        for attempt in range(_PORT_ATTEMPTS):
+            port = free_port(self._settings.host)
+            self._spawn(port)
+            try:
+                self._wait_until_ready(port, deadline)
+                return
+            except ComponentFailure:
+                self.stop()
+                if _PORT_TAKEN not in self.log_tail().lower() or attempt + 1 == _PORT_ATTEMPTS:
+                    raise
+            except BaseException:
+                self.stop()
+                raise
+
+    def stop(self) -> None:
+        """End the server and all its processes; returns when none is left. Idempotent."""
+        process, self._process, self._url = self._process, None, ""
+        members = [] if process is None else _group_members(process.pid)
+        lifeline, self._lifeline = self._lifeline, None
+        if lifeline is not None:
+            os.close(lifeline)  # a server that is not hung ends itself now
+        if process is not None:
+            _end_group(process, members)
+
+    def log_tail(self, characters: int = _LOG_TAIL_CHARACTERS) -> str:
+        """The last characters of the server's log, from a line's start."""
+        if not self._log_path.exists():
+            return ""
+        with self._log_path.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - characters))
+            text = file.read().decode(errors="replace")
+        return text.partition("\n")[2].strip() or text.strip()
+
+    def _spawn(self, port: int) -> None:
+        device = resolve_device(self._settings)
+        environment = server_environment(self._settings, device, self._gpus, os.environ)
+        if self._settings.kind == "simulated":
+            command = simulated_command(self._settings, self._model_path, port, self._version)
+        else:
+            command = server_command(
+                self._settings, self._model_path, port, self._version, device, self._in_place
+            )
+        read_end, write_end = os.pipe()
+        environment[LIFELINE_VARIABLE] = str(read_end)
+        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._log_path.touch(mode=0o600)  # SGLang writes all of its settings, also the key
+        try:
+            with self._log_path.open("ab") as log:
+                self._process = subprocess.Popen(
+                    command,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    pass_fds=(read_end,),
+                )
+        except BaseException:
+            os.close(write_end)
+            raise
+        finally:
+            os.close(read_end)
+        self._lifeline = write_end
+
+    def _wait_until_ready(self, port: int, deadline: float) -> None:
+        while True:
+            if not self.alive():
+                code = None if self._process is None else self._process.returncode
+                kind = ProcessKilled if code is not None and code < 0 else ComponentFailure
+                raise kind(
+                    f"the inference server ended with exit code {code} before it was ready; the "
+                    f"end of its log ({self._log_path}):\n{self.log_tail()}"
+                )
+            if answers_health(self._settings.host, port, self._settings.api_key):
+                self._url = f"http://{self._settings.host}:{port}"
+                return
+            if time.monotonic() > deadline:
+                raise ComponentFailure(
+                    "the inference server was not ready within engines.start_timeout_seconds = "
+                    f"{self._settings.start_timeout_seconds:g}; the end of its log "
+                    f"({self._log_path}):\n{self.log_tail()}"
+                )
+            time.sleep(_POLL_SECONDS)
+
+
+def answers_health(host: str, port: int, api_key: str = "", timeout_seconds: float = 2.0) -> bool:
+    """Whether the server says that it can take requests."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    connection = http.client.HTTPConnection(host, port, timeout=timeout_seconds)
+    try:
+        connection.request("GET", "/health", headers=headers)
+        return connection.getresponse().status == http.client.OK
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
+def _end_group(process: subprocess.Popen[bytes], members: Sequence[psutil.Process]) -> None:
+    """Ask the leader to end, then kill whatever is left of its group, and wait for `members`."""
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_TERMINATE_SECONDS)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(_KILL_SECONDS)
+    deadline = time.monotonic() + _KILL_SECONDS
+    while any(_still_runs(member) for member in members):
+        if time.monotonic() > deadline:
+            raise ComponentFailure(
+                f"processes of inference server {process.pid} outlived SIGKILL by "
+                f"{_KILL_SECONDS:g} seconds"
+            )
+        time.sleep(0.02)
+
+
+def _group_members(group: int) -> list[psutil.Process]:
+    members = []
+    for candidate in psutil.process_iter():
+        try:
+            if os.getpgid(candidate.pid) == group:
+                members.append(candidate)
+        except (ProcessLookupError, PermissionError):
+            continue
+    return members
+
+
+def _still_runs(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,0 +1,69 @@
+"""One more endpoint in SGLang's server: make published weights whole on this machine.
+
+    POST /receive_weights {"directory", "version", "full"}
+        200 {"path", "bytes"}   the version is in `path`; nothing was loaded yet
+        409                     the differences do not lead there: ask again with "full": true
+        400                     it cannot be done
+
+It is behind the server's key like all of its endpoints. The transport `delta` calls it and then
+lets SGLang load from `path`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse
+from starlette.requests import Request
+
+from megatron_async.errors import ComponentFailure
+from megatron_async.weight_sync.receiver import NeedsFull, WeightReceiver, make_root
+
+PATH = "/receive_weights"
+
+
+def answer(receiver: WeightReceiver, body: dict[str, Any]) -> tuple[HTTPStatus, dict[str, Any]]:
+    """What the endpoint answers to `body`."""
+    try:
+        received = receiver.receive(
+            Path(str(body["directory"])), str(body["version"]), full=bool(body["full"])
+        )
+    except KeyError as missing:
+        return HTTPStatus.BAD_REQUEST, {"message": f"{PATH} was called without {missing}"}
+    except NeedsFull as error:
+        return HTTPStatus.CONFLICT, {"message": str(error)}
+    except ComponentFailure as error:
+        return HTTPStatus.BAD_REQUEST, {"message": str(error)}
+    return HTTPStatus.OK, {"path": str(received.path), "bytes": received.bytes}
+
+
+@contextmanager
+def receiver_of(app: FastAPI) -> Iterator[None]:
+    """Give `app` the endpoint; what it has received is removed at the end of the block."""
+    receiver: WeightReceiver | None = None
+    root: Path | None = None
+    one_at_a_time = asyncio.Lock()
+
+    async def receive(request: Request) -> JSONResponse:
+        nonlocal receiver, root
+        body = await request.json()
+        async with one_at_a_time:
+            if receiver is None:  # most engines are never asked
+                root = make_root()
+                receiver = WeightReceiver(root)
+            status, content = await asyncio.to_thread(answer, receiver, body)
+        return JSONResponse(content, status_code=status)
+
+    app.add_api_route(PATH, receive, methods=["POST"])
+    try:
+        yield
+    finally:
+        if root is not None:
+            shutil.rmtree(root, ignore_errors=True)

@@ -1,0 +1,166 @@
+"""SGLang's own HTTP server, fit for training (`python -m megatron_async.engines.sglang.server`).
+
+Takes SGLang's command line unchanged. What it adds, in the server and in every process that it
+starts (multiprocessing re-imports the main module of a spawned one first, so the module level does
+the work; a forked one has it already):
+
+- `--device cpu`: stand-ins for GPU packages and the attention backend `torch_batched`.
+- Every streamed chunk carries the version of each of its tokens (`meta_info.weight_versions`).
+  SGLang itself reports them only in the last chunk, so a token streamed around a weight update
+  could not be attributed; the hook uses SGLang's own plugin registry and its own span function.
+- `POST /receive_weights`, for weights that come as differences (sglang_receiver.py).
+- Of weights that are broadcast, the next bucket is received while one is loaded (sglang_ahead.py).
+- No request reuses a prompt prefix that older weights have computed (sglang_prefix.py).
+- Requests that verify the engine go before those that wait (sglang_queue.py).
+- A lifeline: the server ends itself at once, with all its processes, as soon as whoever started it
+  is gone or lets go. The starter holds the write end of a pipe whose read end is named in the
+  environment. (To SIGTERM alone SGLang listens every five seconds.)
+- A quicker start (sglang_start.py), and aborts that can be repeated (sglang_abort.py).
+
+Invariants
+- One process group per server, led by this process: killing the group leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+LIFELINE_VARIABLE = "MEGATRON_ASYNC_LIFELINE_FD"
+# The key that clients must show: every user of a machine can read command lines.
+KEY_VARIABLE = "MEGATRON_ASYNC_ENGINE_KEY"
+CPU_VARIABLE = "SGLANG_USE_CPU_ENGINE"
+# Named here: whoever only starts servers need not import torch, which the backend does.
+CPU_ATTENTION_BACKEND = "torch_batched"
+_ACCEPT = (
+    "sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator.accept"
+)
+
+
+def _report_versions_of_unfinished(result: Any, accumulator: Any, *, req: Any) -> None:
+    """After SGLang has put a request's output into a batch: fill in its version spans.
+
+    SGLang leaves None for a request that has not finished. The spans are counted from the
+    request's first token, as in the final chunk.
+    """
+    from sglang.srt.utils.weight_versions import compute_weight_version_spans
+
+    versions = accumulator.weight_versions
+    if versions and versions[-1] is None and accumulator.rids[-1] == req.rid:
+        versions[-1] = compute_weight_version_spans(
+            req.weight_version_events,
+            current_version=accumulator.current_weight_version,
+            num_output_tokens=req.send_token_offset,
+        )
+
+
+def install() -> None:
+    """Prepare this process to run SGLang; a second call changes nothing."""
+    if os.environ.get(CPU_VARIABLE) == "1":
+        from megatron_async.engines.sglang import attention as sglang_attention
+        from megatron_async.engines.sglang import cpu as sglang_cpu
+
+        sglang_cpu.install_stand_ins()
+        sglang_attention.register()
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from megatron_async.engines.sglang import prefix as sglang_prefix
+    from megatron_async.engines.sglang import queue as sglang_queue
+    from megatron_async.engines.sglang import weight_updater as sglang_ahead
+
+    if HookRegistry._hooks.get(_ACCEPT):
+        return
+    ahead = sglang_ahead.AheadHooks()
+    before, after, around = HookType.BEFORE, HookType.AFTER, HookType.AROUND
+    hooks: tuple[tuple[str, Callable[..., Any], HookType, str], ...] = (
+        (_ACCEPT, _report_versions_of_unfinished, after, "tokens have no policy version"),
+        (sglang_ahead.RECEIVE, ahead.receive, around, "weights cannot be received"),
+        (sglang_ahead.LEAVE, ahead.leave, around, "weight-update groups cannot be left"),
+        (sglang_ahead.BEGIN, ahead.begin, before, "weight updates cannot be begun"),
+        (sglang_prefix.QUEUE, sglang_prefix.before_queue, before, "old prefixes are reused"),
+        (sglang_queue.QUEUE, sglang_queue.after_queue, after, "checks of engines wait for others"),
+        (sglang_prefix.CHANGE, sglang_prefix.after_change, after, "old prefixes are reused"),
+    )
+    for target, hook, kind, _ in hooks:
+        HookRegistry.register(target, hook, kind)
+    HookRegistry.apply_hooks()
+    for target, _, _, without in hooks:
+        if target not in HookRegistry._patched:
+            raise RuntimeError(f"SGLang has no {target}: {without}")
+
+
+def _end_when_starter_is_gone(read_end: int, last_act: Callable[[], None]) -> None:
+    """Block until the other end of the pipe closes, then kill this process group."""
+    while os.read(read_end, 1):
+        pass
+    try:
+        last_act()
+    finally:
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def hold_lifeline(last_act: Callable[[], None] = lambda: None) -> None:
+    """End this process group when whoever started it is gone, if it left a pipe to tell.
+
+    `last_act` is what is done before.
+    """
+    text = os.environ.pop(LIFELINE_VARIABLE, "")
+    if not text:
+        return
+    read_end = int(text)
+    os.set_inheritable(read_end, False)
+    threading.Thread(
+        target=_end_when_starter_is_gone, args=(read_end, last_act), name="lifeline", daemon=True
+    ).start()
+
+
+def _remove_files() -> None:
+    """What this server keeps in files: weights that it received, SGLang's metrics."""
+    from megatron_async.weight_sync.receiver import remove_roots
+
+    remove_roots(os.getpid())
+    metrics = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
+    if metrics:
+        shutil.rmtree(metrics, ignore_errors=True)
+
+
+def take_key() -> str:
+    """The key of this server, if any; no process that it starts inherits it."""
+    return os.environ.pop(KEY_VARIABLE, "")
+
+
+def main() -> None:
+    """Run the server until it is told to stop."""
+    os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None)  # SGLang makes one of its own
+    hold_lifeline(_remove_files)
+    key = take_key()
+    # One word: a key may begin with a dash.
+    arguments = [*sys.argv[1:], *([f"--api-key={key}"] if key else [])]
+    from sglang.launch_server import run_server
+    from sglang.srt.entrypoints.http_server import app
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    from megatron_async.engines.sglang import abort as sglang_abort
+    from megatron_async.engines.sglang import start as sglang_start
+    from megatron_async.engines.sglang.receiver import receiver_of
+
+    sglang_abort.register()
+    sglang_start.register(on_cpu=os.environ.get(CPU_VARIABLE) == "1")
+    try:
+        with receiver_of(app):
+            run_server(prepare_server_args(arguments))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+if __name__ in ("__main__", "__mp_main__"):
+    install()
+
+if __name__ == "__main__":
+    main()

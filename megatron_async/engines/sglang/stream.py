@@ -1,0 +1,179 @@
+"""What SGLang says about a running request, turned into token chunks. Pure; no socket.
+
+Invariants
+- Tokens are counted, not trusted: a chunk's `completion_tokens` says how many tokens the request
+  has in all, and only those beyond what was already seen are new. (SGLang repeats the last token
+  when a request is aborted in the queue.)
+- Each chunk has one version. A report that spans a weight update becomes several chunks.
+- Tokens whose version is not known yet are held back until a report tells (a server that was not
+  started by `sglang_server` tells only at the end).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+
+from megatron_async.config.rollout import SamplingConfig
+from megatron_async.engines.interface import GenerationRequest, StreamEnd, TokenChunk
+from megatron_async.trajectory.types import PolicyVersion
+
+_ENDS = ("stop", "length", "abort")
+_FIRST_ERROR_STATUS = 400
+# Bad request, content too large, content that makes no sense. Others (a missing key or path, too
+# many requests, errors of the server) are not about this request.
+_REFUSAL_STATUSES = (400, 413, 422)
+
+
+class BadReport(ValueError):
+    """SGLang's answer does not have the form that is relied on, or is an error; says what."""
+
+
+class Refusal(BadReport):
+    """SGLang takes the request for invalid; says why."""
+
+
+def refusal_of(status: int, message: str, retryable: bool = False) -> BadReport:
+    """What an answer with this HTTP status means: `Refusal` where the request is to blame."""
+    if status in _REFUSAL_STATUSES and not retryable:
+        return Refusal(f"it was refused with status {status}: {message}")
+    return BadReport(f"status {status}: {message}")
+
+
+@dataclass
+class StreamDecoder:
+    """Turns the reports of one streamed request, in order, into chunks."""
+
+    received: int = 0
+    _token_ids: list[int] = field(default_factory=list)
+    _logprobs: list[float] = field(default_factory=list)
+
+    def feed(self, report: Mapping[str, Any]) -> list[TokenChunk]:
+        """The chunks that this report completes; the last one carries `end` if it is final.
+
+        Raises BadReport on an error report (Refusal if the request is to blame) or on one with too
+        few tokens or log-probs.
+        """
+        if "error" in report:
+            raise _error_of(report["error"])
+        meta = report["meta_info"]
+        end = _end_of(meta.get("finish_reason"))
+        self._take_new_tokens(report, meta)
+        spans = meta.get("weight_versions")
+        if spans is None:
+            if end is None:
+                return []
+            held = len(self._token_ids)
+            spans = [
+                {
+                    "version": meta["weight_version"],
+                    "start": self.received - held,
+                    "end": self.received,
+                }
+            ]
+        return self._release(spans, end)
+
+    def _take_new_tokens(self, report: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
+        new = int(meta["completion_tokens"]) - self.received
+        if new < 0:
+            raise BadReport(f"the engine took back {-new} tokens that it had reported")
+        if new == 0:
+            return
+        token_ids = report["output_ids"][-new:]
+        logprobs = meta.get("output_token_logprobs", ())[-new:]
+        if len(token_ids) != new or len(logprobs) != new:
+            raise BadReport(
+                f"{new} new tokens were announced, but {len(token_ids)} tokens and "
+                f"{len(logprobs)} log-probs came"
+            )
+        self._token_ids.extend(token_ids)
+        self._logprobs.extend(entry[0] for entry in logprobs)
+        self.received += new
+
+    def _release(
+        self, spans: Sequence[Mapping[str, Any]], end: StreamEnd | None
+    ) -> list[TokenChunk]:
+        first = self.received - len(self._token_ids)
+        chunks = []
+        for span in spans:
+            start, stop = max(int(span["start"]), first), min(int(span["end"]), self.received)
+            if start < stop:
+                part = slice(start - first, stop - first)
+                chunks.append(
+                    _chunk(self._token_ids[part], self._logprobs[part], span["version"], None)
+                )
+        if sum(len(chunk.token_ids) for chunk in chunks) != len(self._token_ids):
+            raise BadReport(f"the version spans {list(spans)} do not cover every token")
+        self._token_ids, self._logprobs = [], []
+        if end is None:
+            return chunks
+        if not chunks:
+            return [_chunk([], [], spans[-1]["version"], end)]
+        last = chunks[-1]
+        return [*chunks[:-1], TokenChunk(last.token_ids, last.logprobs, last.version, end)]
+
+
+def _chunk(
+    token_ids: Iterable[int], logprobs: Iterable[float], version: str, end: StreamEnd | None
+) -> TokenChunk:
+    return TokenChunk(
+        np.asarray(token_ids, dtype=np.int32),
+        np.asarray(logprobs, dtype=np.float32),
+        parse_version(version),
+        end,
+    )
+
+
+def parse_version(text: str) -> PolicyVersion:
+    """A version as the engine reports it. Raises BadReport if it is not `lineage.number`."""
+    try:
+        return PolicyVersion.parse(text)
+    except ValueError as error:
+        raise BadReport(f"the engine reports weights of version {text!r}") from error
+
+
+def _end_of(reason: Mapping[str, Any] | None) -> StreamEnd | None:
+    if reason is None:
+        return None
+    kind = reason["type"]
+    if kind not in _ENDS:
+        raise BadReport(f"generation ended for an unknown reason: {dict(reason)}")
+    if (reason.get("status_code") or 0) >= _FIRST_ERROR_STATUS:
+        raise refusal_of(int(reason["status_code"]), str(reason.get("message")))
+    return cast(StreamEnd, kind)
+
+
+def _error_of(error: Any) -> BadReport:
+    if not isinstance(error, Mapping):
+        return BadReport(str(error))
+    status, message = error.get("code"), str(error.get("message", error))
+    if not isinstance(status, int):
+        return BadReport(message)
+    return refusal_of(status, message, retryable=bool(error.get("retryable", False)))
+
+
+def events_of(buffer: bytearray, data: bytes) -> list[bytes]:
+    """Payloads of the server-sent events that `data` completes; the rest stays in `buffer`."""
+    buffer += data
+    *complete, rest = bytes(buffer).split(b"\n\n")
+    buffer[:] = rest
+    return [event[len(b"data: ") :] for event in complete if event.startswith(b"data: ")]
+
+
+def sampling_params(request: GenerationRequest) -> dict[str, Any]:
+    """SGLang's `sampling_params` of a request. A forced length is `ignore_eos`."""
+    settings: SamplingConfig = request.sampling
+    params: dict[str, Any] = {
+        "max_new_tokens": request.max_new_tokens,
+        "temperature": settings.temperature,
+        "top_p": settings.top_p,
+        "top_k": settings.top_k,
+        "ignore_eos": request.ignore_eos,
+        "skip_special_tokens": False,
+    }
+    if request.stop_token_ids and not request.ignore_eos:
+        params["stop_token_ids"] = list(request.stop_token_ids)
+    return params

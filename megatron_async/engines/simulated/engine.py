@@ -1,0 +1,372 @@
+"""An engine without a server: deterministic tokens at a modelled speed, for fast tests.
+
+It is an `EngineClient` on the event loop that behaves like SGLang where the rollout driver can
+tell: chunks, versions, aborts, the three pause modes, a queue, a death at any moment.
+
+Invariants
+- A token depends on the seed, the token before it and its position, and on what the request says
+  of its end (its stop tokens, `ignore_eos`). So a response that was aborted and resumed is the same
+  as one that was not, whatever the versions.
+- A stop token is the last of its response, unless `ignore_eos`.
+- With `ignore_eos` a response has exactly `max_new_tokens` tokens (forced lengths).
+- All running requests advance together, one token per step of `seconds_per_step(running)`.
+- A full KV cache sends the newest running requests back to the queue, and only that counts as a
+  preemption: a `retract` pause does not move SGLang's counter either.
+- An abort of a running request takes effect at the next step: while it is paused in place, never.
+- After `crash` every call and every stream raises EngineError, until `restart`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Collection, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from megatron_async.engines.interface import (
+    EngineError,
+    EngineStatus,
+    GenerationRequest,
+    PauseMode,
+    RequestRefused,
+    StreamEnd,
+    TokenChunk,
+)
+from megatron_async.trajectory.types import PolicyVersion
+
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True)
+class SimulatedEngineModel:
+    """What the engine does: its vocabulary, lengths and speed.
+
+    A step takes `step_seconds` + `seconds_per_request` times the running requests. Without
+    `ignore_eos`, each token after the first ends the response with probability 1 / `mean_length`.
+    """
+
+    vocab_size: int = 128
+    seed: int = 0
+    mean_length: int = 64
+    step_seconds: float = 0.0
+    seconds_per_request: float = 0.0
+    stream_interval: int = 16
+    max_running_requests: int = 1024
+    kv_capacity_tokens: int = 1 << 20
+    longest_tokens: int | None = None
+
+    def seconds_per_step(self, running: int) -> float:
+        """Duration of one decode step."""
+        return self.step_seconds + self.seconds_per_request * running
+
+    def next_token(self, previous: int, position: int, stops: Collection[int] = ()) -> int:
+        """The token at `position` (0-based in prompt and response together), never 0.
+
+        Nor one of `stops`, if there is any other: those are for the end of a response.
+        """
+        choices = self.vocab_size - 1
+        first = self._mix(previous, position) % choices
+        tokens = (1 + (first + i) % choices for i in range(choices))
+        return next((token for token in tokens if token not in stops), 1 + first)
+
+    def stops(self, previous: int, position: int) -> bool:
+        """Whether generation ends with the token at `position`."""
+        return self._mix(previous + self.vocab_size, position) % self.mean_length == 0
+
+    def logprob(self, token: int, position: int) -> float:
+        """A made-up log-prob in (-2, -1]."""
+        return -1.0 - (self._mix(token, position) % 1024) / 1024
+
+    def _mix(self, a: int, b: int) -> int:
+        """SplitMix64 (Steele, Lea and Flood 2014) of the seed and two numbers."""
+        x = (self.seed * 0x9E3779B97F4A7C15 + a * 0xD1B54A32D192ED03 + b + 1) & _MASK
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+        return x ^ (x >> 31)
+
+
+@dataclass(eq=False)
+class _Running:
+    request: GenerationRequest
+    chunks: asyncio.Queue[TokenChunk | EngineError] = field(default_factory=asyncio.Queue)
+    length: int = 0
+    last_token: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    version: PolicyVersion = field(default_factory=lambda: PolicyVersion(0, 0))
+
+    @property
+    def position(self) -> int:
+        """Of the next token."""
+        return len(self.request.input_ids) + self.length
+
+
+class SimulatedEngine:
+    """One simulated engine; all methods belong to one event loop."""
+
+    def __init__(
+        self,
+        engine_id: str = "simulated",
+        model: SimulatedEngineModel | None = None,
+        version: PolicyVersion = PolicyVersion(0, 0),  # noqa: B008 - an immutable tuple
+    ) -> None:
+        self._engine_id = engine_id
+        self._model = model if model is not None else SimulatedEngineModel()
+        self._version = version
+        self._weights = "initial"
+        self._running: dict[str, _Running] = {}
+        self._queued: dict[str, _Running] = {}
+        self._paused = False
+        self._abort_later: list[str] = []
+        self._preemptions = 0
+        self._crash_reason = ""
+        self._tokens_until_crash: int | None = None
+        self._work = asyncio.Event()
+        self._loop: asyncio.Task[None] | None = None
+        self.tokens_generated = 0
+
+    @property
+    def engine_id(self) -> str:
+        return self._engine_id
+
+    @property
+    def url(self) -> str:
+        return f"simulated://{self._engine_id}"
+
+    @property
+    def kv_capacity_tokens(self) -> int:
+        return self._model.kv_capacity_tokens
+
+    @property
+    def dtype(self) -> str:
+        return "float32"
+
+    @property
+    def longest_tokens(self) -> int | None:
+        return self._model.longest_tokens
+
+    # ------------------------------------------------------------ what a test does to it
+
+    def set_weights(self, version: PolicyVersion, weights: str = "") -> None:
+        """New weights from the next token on; `weights` stands for their content."""
+        self._require_alive("set_weights")
+        for running in [*self._running.values(), *self._queued.values()]:
+            self._emit(running, None)
+        self._version = version
+        self._weights = weights or str(version)
+
+    def crash(self, reason: str = "killed") -> None:
+        """Die now: every stream and every later call raises EngineError."""
+        self._crash_reason = reason
+        for running in [*self._running.values(), *self._queued.values()]:
+            running.chunks.put_nowait(EngineError(f"{self._engine_id} died: {reason}"))
+        self._running.clear()
+        self._queued.clear()
+
+    def crash_after(self, tokens: int) -> None:
+        """Die when this many more tokens have been generated."""
+        self._tokens_until_crash = tokens
+
+    def restart(self, version: PolicyVersion) -> None:
+        """Come back empty, with the weights of `version`."""
+        self._crash_reason, self._tokens_until_crash, self._paused = "", None, False
+        self._abort_later = []
+        self._version, self._weights = version, str(version)
+
+    # ------------------------------------------------------------ EngineClient
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
+        """Stream a response. Cancelling the iteration aborts the request."""
+        self._require_alive("generate")
+        name, longest = request.request_id, self._model.longest_tokens
+        whole = len(request.input_ids) + request.max_new_tokens
+        if longest is not None and whole > longest:
+            raise RequestRefused(
+                f"{self._engine_id}: request {name}: it was refused with status 400: {whole} "
+                f"tokens, the longest possible are {longest}"
+            )
+        if name in self._running or name in self._queued:
+            raise EngineError(f"{self._engine_id}: request {name!r} runs already")
+        running = _Running(request, last_token=int(request.input_ids[-1]), version=self._version)
+        if request.urgent:
+            self._queued = {name: running, **self._queued}
+        else:
+            self._queued[name] = running
+        if self._loop is None or self._loop.done():
+            self._loop = asyncio.create_task(self._decode())
+        self._work.set()
+        try:
+            while True:
+                chunk = await running.chunks.get()
+                if isinstance(chunk, EngineError):
+                    raise chunk
+                yield chunk
+                if chunk.end is not None:
+                    return
+        finally:
+            for table in (self._running, self._queued):
+                if table.get(name) is running:
+                    del table[name]
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End these requests; each stream ends with a chunk of `end="abort"`.
+
+        What runs while the engine is paused in place ends when it is resumed.
+        """
+        self._require_alive("abort")
+        if self._paused:
+            self._abort_later += [name for name in request_ids if name in self._running]
+            request_ids = [name for name in request_ids if name in self._queued]
+        for name in request_ids:
+            running = self._running.pop(name, None) or self._queued.pop(name, None)
+            if running is not None:
+                self._emit(running, "abort")
+
+    async def pause(self, mode: PauseMode) -> None:
+        self._require_alive("pause")
+        if mode == "abort":
+            await self.abort([*self._running, *self._queued])
+        self._paused = True
+        if mode == "retract":
+            self._queued = {**self._running, **self._queued}
+            self._running = {}
+
+    async def resume(self) -> None:
+        self._require_alive("resume")
+        self._paused = False
+        later, self._abort_later = self._abort_later, []
+        await self.abort(later)
+        self._work.set()
+
+    async def flush_cache(self) -> None:
+        self._require_alive("flush_cache")
+
+    async def release_memory(self, *, keep_weights: bool = False) -> None:
+        """As SGLang: an error while a request holds memory."""
+        self._require_alive("release_memory")
+        if self._running:
+            raise EngineError(f"{self._engine_id}: memory is in use by {len(self._running)}")
+
+    async def resume_memory(self, *, weights_only: bool) -> None:
+        self._require_alive("resume_memory")
+
+    async def version(self) -> PolicyVersion:
+        self._require_alive("version")
+        return self._version
+
+    async def checksum(self) -> str:
+        self._require_alive("checksum")
+        return f"checksum of {self._weights}"
+
+    async def status(self) -> EngineStatus:
+        self._require_alive("status")
+        return EngineStatus(
+            running_requests=len(self._running),
+            queued_requests=len(self._queued),
+            kv_usage=self._kv_tokens() / self._model.kv_capacity_tokens,
+            preemptions_total=self._preemptions,
+        )
+
+    async def healthy(self) -> bool:
+        return not self._crash_reason
+
+    async def close(self) -> None:
+        """End the decode task; streams that are still read are aborted."""
+        for running in [*self._running.values(), *self._queued.values()]:
+            self._emit(running, "abort")
+        self._running.clear()
+        self._queued.clear()
+        if self._loop is not None:
+            self._loop.cancel()
+            await asyncio.gather(self._loop, return_exceptions=True)
+
+    # ------------------------------------------------------------ the engine itself
+
+    async def _decode(self) -> None:
+        """One step after the other while there is work."""
+        while True:
+            if not self._paused:
+                self._admit()
+            if self._paused or not self._running:
+                self._work.clear()
+                await self._work.wait()  # ends with close(), which cancels this task
+                continue
+            await asyncio.sleep(self._model.seconds_per_step(len(self._running)))
+            if not self._paused:
+                self._step()
+                self._preempt()
+
+    def _admit(self) -> None:
+        for name in list(self._queued):
+            full = len(self._running) >= self._model.max_running_requests
+            waiting = self._queued[name]
+            if full or (self._running and not self._fits(waiting.position)):
+                return
+            self._running[name] = self._queued.pop(name)
+
+    def _preempt(self) -> None:
+        """Make room for the next token of each running request; the last one always goes on."""
+        while len(self._running) > 1 and not self._fits(0):
+            name, newest = self._running.popitem()
+            self._queued = {name: newest, **self._queued}
+            self._preemptions += 1
+
+    def _step(self) -> None:
+        for name, running in list(self._running.items()):
+            if name not in self._running:
+                continue
+            end = self._advance(running)
+            if end is not None:
+                del self._running[name]
+            if end is not None or len(running.token_ids) >= self._model.stream_interval:
+                self._emit(running, end)
+            if self._tokens_until_crash is not None:
+                self._tokens_until_crash -= 1
+                if self._tokens_until_crash <= 0:
+                    self.crash("injected crash")
+                    return
+
+    def _advance(self, running: _Running) -> StreamEnd | None:
+        """One more token; whether it was the last one."""
+        request, model = running.request, self._model
+        position = running.position
+        stops = not request.ignore_eos and model.stops(running.last_token, position)
+        stop_tokens = () if request.ignore_eos else request.stop_token_ids
+        if stops and stop_tokens:
+            token = stop_tokens[0]
+        else:
+            token = model.next_token(running.last_token, position, stop_tokens)
+        running.version = self._version
+        running.token_ids.append(token)
+        running.logprobs.append(model.logprob(token, position))
+        running.last_token = token
+        running.length += 1
+        self.tokens_generated += 1
+        if stops:
+            return "stop"
+        return "length" if running.length >= request.max_new_tokens else None
+
+    def _emit(self, running: _Running, end: StreamEnd | None) -> None:
+        if not running.token_ids and end is None:
+            return
+        running.chunks.put_nowait(
+            TokenChunk(
+                np.asarray(running.token_ids, dtype=np.int32),
+                np.asarray(running.logprobs, dtype=np.float32),
+                running.version,
+                end,
+            )
+        )
+        running.token_ids, running.logprobs = [], []
+
+    def _fits(self, more: int) -> bool:
+        """Whether a step with `more` tokens than run now is within the KV cache."""
+        return self._kv_tokens() + more < self._model.kv_capacity_tokens
+
+    def _kv_tokens(self) -> int:
+        return sum(running.position for running in self._running.values())
+
+    def _require_alive(self, what: str) -> None:
+        if self._crash_reason:
+            raise EngineError(f"{self._engine_id}: {what}: the engine died: {self._crash_reason}")

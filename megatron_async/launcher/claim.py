@@ -1,0 +1,144 @@
+"""A run belongs to one launch at a time: whoever would change it takes `runs/NAME/run.lock` first.
+
+Taken before anything of the run is written, by every command that changes a run, and held as long
+as the run goes on: by `train`, `sft` and `quickstart`, and on a cluster by the first rollout node.
+Commands that only read (`report`, `trajectories`, `replay`, `eval`, `convert`) do not ask for it;
+`trajectories --drop` does.
+
+Invariants
+- Who is refused has changed nothing, and is told which process on which host has the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+
+from megatron_async.config import RunConfig
+from megatron_async.disk import CannotWrite, check_room, writing
+from megatron_async.errors import UserError
+from megatron_async.file_lock import (
+    FileLock,
+    Holder,
+    LockHeld,
+    NoLocks,
+    read_holder,
+    write_holder,
+)
+from megatron_async.run_directory import RunDirectory
+
+logger = logging.getLogger(__name__)
+# Settings, notes and the first transactions of a run; its first seconds fail with less.
+_ROOM_BYTES = 1 << 20
+_POLL_SECONDS = 0.5
+
+
+class RunInUse(UserError):
+    """Another launch has the run; `holder` as far as it is known."""
+
+    def __init__(self, directory: RunDirectory, holder: Holder | None) -> None:
+        # Where the kernel tells no lock of a dead host from that of a slow one, a person has to.
+        down = (
+            ""
+            if holder is None or holder.is_here
+            else f"; if host {holder.host} is down for good, remove {directory.lock_file}"
+        )
+        super().__init__(
+            f"{directory.path} is in use by {holder or 'an unknown process'}: wait for its end, or "
+            f"end it first{down}"
+        )
+        self.holder = holder
+
+
+@contextlib.contextmanager
+def claimed(
+    directory: RunDirectory, what: str, *, session: str = "", wait_seconds: float = 0.0
+) -> Iterator[None]:
+    """The run is this process's for the length of the block. `what`: the command, for others.
+
+    Raises RunInUse when another process has it and keeps it for `wait_seconds`, UserError when the
+    run directory cannot be written.
+    """
+    holder = Holder.this_process(what, session)
+    deadline = time.monotonic() + wait_seconds
+    with contextlib.ExitStack() as stack:
+        try:
+            while True:
+                try:
+                    stack.enter_context(_lock(directory, holder))
+                    break
+                except LockHeld as held:
+                    if time.monotonic() >= deadline:
+                        raise RunInUse(directory, held.holder) from held
+                time.sleep(_POLL_SECONDS)
+            check_room(directory.path, _ROOM_BYTES)
+            with writing(directory.logs):
+                directory.logs.mkdir(exist_ok=True)
+        except CannotWrite as error:
+            raise UserError(str(error)) from error
+        yield
+
+
+@contextlib.contextmanager
+def new_run(config: RunConfig, what: str) -> Iterator[RunDirectory]:
+    """Make the run of `config`; it is this process's for the length of the block.
+
+    Raises UserError when the name is taken or the place cannot be written; nothing is left then.
+    """
+    directory = RunDirectory.of(config)
+    with contextlib.ExitStack() as stack:
+        try:
+            if not directory.config_file.exists():  # else `create` refuses
+                with writing(directory.path, "run directory"):
+                    directory.path.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(claimed(directory, what))
+            RunDirectory.create(config)
+        except (UserError, CannotWrite) as error:
+            if not isinstance(error, RunInUse):
+                _remove_unfinished(directory)
+            raise UserError(str(error)) from error
+        yield directory
+
+
+def _remove_unfinished(directory: RunDirectory) -> None:
+    """What was made of a run that has not become one; what else lies in its place stays."""
+    if directory.config_file.exists():
+        return
+    with contextlib.suppress(OSError):
+        directory.lock_file.unlink(missing_ok=True)
+        if directory.logs.exists():
+            directory.logs.rmdir()
+        directory.path.rmdir()
+
+
+@contextlib.contextmanager
+def _lock(directory: RunDirectory, holder: Holder) -> Iterator[None]:
+    """Raises LockHeld or CannotWrite."""
+    try:
+        lock = FileLock.take(directory.lock_file, holder)
+    except NoLocks as error:
+        _check_note(directory, holder, str(error))
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):  # of a process that has ended nothing depends on it
+                directory.lock_file.unlink(missing_ok=True)
+        return
+    with contextlib.closing(lock):
+        yield
+
+
+def _check_note(directory: RunDirectory, holder: Holder, error: str) -> None:
+    """Without locks, the note of a process of this host that lives counts. Raises LockHeld."""
+    before = read_holder(directory.lock_file)
+    if before is not None and before.lives_here():
+        raise LockHeld(before)
+    logger.warning(
+        "%s cannot be locked (%s): nothing keeps a launch of the same run on another host out",
+        directory.lock_file,
+        error,
+    )
+    with writing(directory.lock_file):
+        write_holder(directory.lock_file, holder)

@@ -1,0 +1,118 @@
+"""Which GPUs of one machine train and which generate.
+
+Ray hands out the GPUs that it was started with, and torchrun's ranks count from the first that they
+see: without a split both would begin with the same one.
+
+Nothing here starts or writes anything: commands ask before they make a run directory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from megatron_async.config import RunConfig
+from megatron_async.engines.sglang.process import resolve_device
+from megatron_async.errors import UserError
+
+RUNNING_RAY_VARIABLE: Final = "RAY_ADDRESS"  # of a cluster that runs already
+VISIBLE_VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True)
+class DeviceSplit:
+    """Values of CUDA_VISIBLE_DEVICES; both None where there is nothing to divide."""
+
+    trainers: str | None = None
+    engines: str | None = None
+
+
+def split_devices(gpus: Sequence[str], config: RunConfig) -> DeviceSplit:
+    """The trainer's ranks take the first GPUs, the engines the next.
+
+    No split where they are meant to share (`engines.placement: colocated`), and where weights go
+    over files and there are too few for both: the two then meet on the first ones. Raises UserError
+    for what cannot work on these GPUs.
+    """
+    check_sharing(config)
+    ranks, wanted = config.parallel.ranks, config.engines.count * config.engines.tensor
+    if config.engines.placement == "disaggregated":
+        if ranks + wanted <= len(gpus):
+            return DeviceSplit(",".join(gpus[:ranks]), ",".join(gpus[ranks : ranks + wanted]))
+        if config.weights.transport == "distributed":
+            raise UserError(
+                f"parallel.ranks {ranks} and engines.count x engines.tensor {wanted} need "
+                f"{ranks + wanted} GPUs with weights.transport distributed, and there are "
+                f"{len(gpus)}: set fewer, or engines.placement colocated with weights.transport "
+                "tensor"
+            )
+    check_ranks(len(gpus), config)
+    return DeviceSplit()
+
+
+def check_ranks(gpus: int, config: RunConfig, source: str = "this machine has") -> None:
+    """Each trainer rank of a node has one of its `gpus` of its own. Raises UserError.
+
+    `source` ends with a verb: where that number comes from.
+    """
+    needed = config.parallel.ranks // config.parallel.nodes
+    if needed > gpus:
+        raise UserError(
+            f"parallel.ranks {config.parallel.ranks} on parallel.nodes {config.parallel.nodes} "
+            f"needs {needed} GPUs a node, one for each rank, and {source} {gpus}"
+        )
+
+
+def check_sharing(config: RunConfig) -> None:
+    """Whether engines on GPUs can take weights as the settings say. Raises UserError."""
+    if config.engines.placement == "colocated":
+        needed = {
+            "engines.count x engines.tensor": config.engines.count * config.engines.tensor,
+            "parallel.pipeline": config.parallel.pipeline,
+        }
+        for name, value in needed.items():
+            if value > 1:
+                raise UserError(
+                    "engines.placement colocated works with one engine on the GPU of the trainer's "
+                    f"rank 0, which all weights are handed over on; {name} is {value}"
+                )
+    elif config.weights.transport == "tensor":
+        raise UserError(
+            "weights.transport tensor hands weights over on one GPU, and with engines.placement "
+            "disaggregated engines have GPUs of their own: set weights.transport distributed, or "
+            "engines.placement colocated"
+        )
+
+
+def check_trainer_here(config: RunConfig) -> None:
+    """The trainer runs on CUDA wherever it is, whatever the engines do. Raises UserError."""
+    import torch
+
+    if torch.cuda.is_available():
+        check_ranks(len(visible_gpus()), config)
+
+
+def split_of_this_machine(config: RunConfig) -> DeviceSplit:
+    """Of the GPUs that this process may use; none with a Ray cluster that runs already.
+
+    Such a cluster has GPUs of its own to hand out. Raises UserError.
+    """
+    check_trainer_here(config)
+    if resolve_device(config.engines) == "cpu":
+        return DeviceSplit()
+    if os.environ.get(RUNNING_RAY_VARIABLE):
+        check_sharing(config)
+        return DeviceSplit()
+    return split_devices(visible_gpus(), config)
+
+
+def visible_gpus() -> list[str]:
+    """As CUDA_VISIBLE_DEVICES names them."""
+    given = os.environ.get(VISIBLE_VARIABLE)
+    if given is not None:
+        return [name.strip() for name in given.split(",") if name.strip()]
+    import torch
+
+    return [str(index) for index in range(torch.cuda.device_count())]

@@ -1,0 +1,321 @@
+"""One node of a launch over several nodes: `-m megatron_async.launcher.node ROLE RUN_DIR --index I ...`.
+
+    rollout   node 0: Ray's head, the rollout manager, the session; others: Ray nodes for engines
+    trainer   torchrun with this node's trainer ranks, and a Ray node that only they talk through
+
+The scripts in `launch/` start one such process on every node, in any order. The roles find each
+other through the session's files; no port is fixed.
+
+Invariants
+- Exit codes: 0 the run is complete; 75 (EX_TEMPFAIL) it stopped with a checkpoint because it was
+  asked to, and should be queued again; 2 bad input; 1 a component has failed.
+- A role ends when its session is closed or superseded; its children end with it.
+- Every wait has a time limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+
+from megatron_async.config import RunConfig
+from megatron_async.engines.nodes import (
+    ROLE_LABEL,
+    TRAINER_ROLE,
+    free_port,
+    node_address,
+    ray_directory,
+)
+from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.launcher.claim import RunInUse, claimed
+from megatron_async.launcher.environment import RAY_NODE_ENVIRONMENT, trainer_environment
+from megatron_async.launcher.preflight import check_probe_tolerance
+from megatron_async.launcher.processes import Child, start_torchrun
+from megatron_async.launcher.rendezvous import MEET_SECONDS, TrainerNode
+from megatron_async.launcher.session import Session
+from megatron_async.run_directory import Outcome, RunDirectory
+
+REQUEUE_CODE = os.EX_TEMPFAIL
+_POLL_SECONDS = 0.5
+_RAY_STOP_SECONDS = 15.0
+# A raylet whose head has gone before it waits long for it, and has nothing else to do by then.
+_RAY_JOINED_STOP_SECONDS = 3.0
+_RAY_KILL_SECONDS = 1.0
+# Longer than file systems take to give up the locks of a host that is gone (NFS: 90 s).
+_TAKEOVER_SECONDS = 150.0
+
+
+class Node:
+    """What the roles share: where they are in the run, and their children."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.directory, self.config = RunDirectory.find(arguments.run_directory, [])
+        self.session = Session.join(self.directory, arguments.session)
+        self.index: int = arguments.index
+        self.count: int = arguments.count
+        self.address = node_address()
+
+    @property
+    def name(self) -> str:
+        return socket.gethostname().split(".")[0]
+
+    def use_token(self) -> None:
+        """Ray's processes from here on show the session's token."""
+        os.environ["RAY_AUTH_MODE"] = "token"
+        os.environ["RAY_AUTH_TOKEN_PATH"] = str(self.session.token_file)
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+    @contextmanager
+    def ray_node(self, *arguments: str) -> Iterator[Child]:
+        """`ray start` for the length of the block."""
+        directory = ray_directory()  # on every node; the others are told its name by the head
+        if "--head" in arguments:
+            arguments = (*arguments, f"--temp-dir={directory}")
+        child = Child(
+            [
+                *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block"),
+                *("--node-ip-address", self.address, "--disable-usage-stats"),
+                "--dashboard-agent-listen-port=0",
+                "--include-log-monitor=false",  # logs are read where they lie
+                *arguments,
+            ],
+            self.directory.logs / f"ray-{self.session.path.name}-{self.name}-{os.getpid()}.log",
+            RAY_NODE_ENVIRONMENT,
+        )
+        try:
+            yield child
+        finally:
+            is_head = "--head" in arguments
+            child.ask_to_end(_RAY_STOP_SECONDS if is_head else _RAY_JOINED_STOP_SECONDS)
+            child.stop(_RAY_KILL_SECONDS)
+
+
+def run_rollout(node: Node) -> int:
+    """Role `rollout`."""
+    if node.index > 0:
+        return _join_rollout(node)
+    with ExitStack() as stack:
+        stack.callback(node.session.close)  # also when the run is refused: the others wait
+        _take_run(node, stack)
+        stack.callback(node.session.close)  # before the run is given up
+        node.use_token()
+        check_probe_tolerance(node.config)  # here: a login node may have other devices
+        port = free_port()
+        address = f"{node.address}:{port}"
+        with node.ray_node(
+            "--head",
+            f"--port={port}",
+            f"--ray-client-server-port={free_port()}",
+            "--include-dashboard=false",
+            "--no-monitor",  # it would start nodes when there are too few
+        ) as ray_node:
+            _wait_for_port(node.address, port, ray_node)
+            node.session.publish("ray", {"address": address})
+            outcome = drive_rollout(node.config, node.directory, address, node.session)
+    return REQUEUE_CODE if outcome is Outcome.STOPPED else 0
+
+
+def _take_run(node: Node, stack: ExitStack) -> None:
+    """The run is this session's from here on. Raises UserError when another launch has it.
+
+    What a lost node has left running of the same Slurm job ends itself as soon as it sees the new
+    session; then its lock is free.
+    """
+    what, session = f"session {node.session.path.name}", node.session.path.name
+    try:
+        stack.enter_context(claimed(node.directory, what, session=session))
+        node.session.begin()
+    except RunInUse as held:
+        if held.holder is None or not node.session.follows(held.holder.session):
+            raise
+        node.session.begin()
+        stack.enter_context(
+            claimed(node.directory, what, session=session, wait_seconds=_TAKEOVER_SECONDS)
+        )
+
+
+def _join_rollout(node: Node) -> int:
+    """A further rollout node: Ray, until the session is closed."""
+    address = node.session.wait_for("ray", MEET_SECONDS)["address"]
+    node.use_token()
+    with node.ray_node(f"--address={address}") as ray_node:
+        while not node.session.closed() and node.session.is_current():
+            if ray_node.exit_code() is not None:
+                raise ComponentFailure(f"Ray on {node.name} has ended:\n{ray_node.log_tail()}")
+            time.sleep(_POLL_SECONDS)
+    return 0
+
+
+def drive_rollout(
+    config: RunConfig, directory: RunDirectory, ray_address: str, session: Session | None
+) -> Outcome:
+    """Hold the rollout side in the Ray cluster at `ray_address` until the trainers have ended.
+
+    Raises UserError or ComponentFailure when the rollout side fails, or the session is over.
+    """
+    import ray
+
+    from megatron_async.launcher.rollout_side import RolloutSide, connect_ray
+    from megatron_async.telemetry.progress import Progress
+
+    connect_ray(ray_address, private=False)
+    try:
+        rollout = RolloutSide(config, directory)
+        try:
+            rollout.start()
+            if session is not None:
+                session.publish("rollout", {})
+            with Progress(
+                directory.metrics_file, config.steps, config.telemetry.progress
+            ) as progress:
+                while (outcome := directory.outcome()) is None:
+                    if session is not None:
+                        session.check()
+                        _check_trainer_nodes(directory)
+                    progress.update(rollout.status())
+                    time.sleep(_POLL_SECONDS)
+                progress.update({})
+            return outcome
+        except BaseException:
+            if session is not None:
+                session.close()  # first: trainers that wait for Ray must not find it gone
+            raise
+        finally:
+            rollout.stop()
+    finally:
+        ray.shutdown()
+
+
+def _check_trainer_nodes(directory: RunDirectory) -> None:
+    """Raises ComponentFailure when one that had come is gone, and has not ended the run."""
+    import ray
+
+    gone = [
+        entry["NodeManagerAddress"]
+        for entry in ray.nodes()
+        if not entry["Alive"] and entry["Labels"].get(ROLE_LABEL) == TRAINER_ROLE
+    ]
+    if gone and directory.outcome() is None:
+        raise ComponentFailure(f"trainer node {gone[0]} has left, and the run is not complete")
+
+
+def run_trainer(node: Node) -> int:
+    """Role `trainer`. When it fails, the session is over for all."""
+    try:
+        return _run_trainer(node)
+    except (UserError, ComponentFailure):
+        node.session.close()
+        raise
+
+
+def _run_trainer(node: Node) -> int:
+    address = node.session.wait_for("ray", MEET_SECONDS)["address"]
+    if node.index == 0:
+        node.directory.take_failure()  # of an earlier session
+    node.use_token()
+    with node.ray_node(
+        f"--address={address}",
+        "--num-cpus=0",
+        "--num-gpus=0",
+        f"--labels={ROLE_LABEL}={TRAINER_ROLE}",
+    ):
+        torchrun = _start_ranks(node, address)
+        try:
+            while (code := torchrun.exit_code()) is None:
+                # The session may end before torchrun does, but only after the outcome of this one.
+                if node.directory.outcome() is None or not node.session.has("rollout"):
+                    node.session.check()
+                time.sleep(_POLL_SECONDS)
+        finally:
+            torchrun.stop()
+    return _trainer_code(node, code, torchrun)
+
+
+def _start_ranks(node: Node, ray_address: str) -> Child:
+    """`torchrun` with this node's ranks."""
+    config = node.config
+    if config.parallel.ranks % node.count:
+        raise UserError(
+            f"parallel.ranks is {config.parallel.ranks}, which {node.count} trainer nodes do not "
+            "divide"
+        )
+    place = TrainerNode(node.session, node.index, node.count, node.address)
+    return start_torchrun(
+        config.parallel.ranks // node.count,
+        "megatron_async.train_loop.rank",
+        str(node.directory.path),
+        log_file=node.directory.logs / f"trainer-{node.index}.log",
+        environment=trainer_environment(
+            os.environ,
+            ray_address=ray_address,
+            stop_file=node.session.stop_file,
+            hands_memory_to_engines=config.weights.transport == "tensor",
+        ),
+        max_restarts=config.trainer.max_restarts,
+        meeting=place.meeting(),
+    )
+
+
+def _trainer_code(node: Node, code: int, torchrun: Child) -> int:
+    if code == 0:
+        return REQUEUE_CODE if node.directory.outcome() is Outcome.STOPPED else 0
+    if node.index == 0:
+        node.directory.raise_failure()
+    raise torchrun.failure(f"the trainer ranks of {node.name}")
+
+
+def _wait_for_port(host: str, port: int, child: Child) -> None:
+    deadline = time.monotonic() + MEET_SECONDS
+    while time.monotonic() < deadline:
+        if child.exit_code() is not None:
+            raise ComponentFailure(f"Ray's head did not start:\n{child.log_tail()}")
+        with socket.socket() as probe:
+            probe.settimeout(1.0)
+            if probe.connect_ex((host, port)) == 0:
+                return
+        time.sleep(_POLL_SECONDS)
+    raise ComponentFailure(f"Ray's head did not listen on {host}:{port} in {MEET_SECONDS:.0f} s")
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="megatron_async.launcher.node", description=__doc__)
+    parser.add_argument("role", choices=("rollout", "trainer"))
+    parser.add_argument("run_directory", type=Path)
+    parser.add_argument("--index", type=int, required=True, help="of this node in its role")
+    parser.add_argument("--count", type=int, required=True, help="nodes of this role")
+    parser.add_argument("--session", required=True, help="name of this launch, alike on all nodes")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str]) -> int:
+    """Exit code of this node."""
+    parsed = _parse(arguments)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        node = Node(parsed)
+        stop_file = node.session.stop_file
+        signal.signal(signal.SIGUSR2, lambda number, frame: stop_file.touch())
+        return run_rollout(node) if parsed.role == "rollout" else run_trainer(node)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except ComponentFailure as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

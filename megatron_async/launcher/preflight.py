@@ -1,0 +1,153 @@
+"""What is refused before any process starts: a missing model, an impossible layout, a bad task.
+
+Every refusal is a `UserError` of one sentence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_async.checkpoint.manifest import (
+    MANIFEST_NAME,
+    CorruptCheckpoint,
+    list_checkpoints,
+    read_checkpoint,
+)
+from megatron_async.config import RunConfig
+from megatron_async.config.rollout import EngineConfig
+from megatron_async.errors import UserError
+from megatron_async.run_directory import RunDirectory
+
+# In the order in which SGLang looks for the context of a model.
+_CONTEXT_KEYS = (
+    "max_sequence_length",
+    "seq_length",
+    "max_seq_len",
+    "model_max_length",
+    "max_position_embeddings",
+)
+# bfloat16 keeps eight bits: a log-prob of -5 is rounded by up to 0.016.
+_LEAST_TOLERANCE_OF_BFLOAT16 = 1e-3
+
+
+def check_model(path: Path | str) -> dict[str, Any]:
+    """The parsed config.json of a Hugging Face directory with undamaged weights and a tokenizer."""
+    from megatron_async.models.architecture import read_config_json
+    from megatron_async.models.model_files import SafetensorsDirectory
+
+    directory = Path(path)
+    if not str(path) or not (directory / "config.json").is_file():
+        raise UserError(f"model.path {str(path)!r} has no config.json: not a Hugging Face model")
+    parsed = read_config_json(path)
+    if not any(directory.glob("*.safetensors")):
+        raise UserError(f"model.path {path} holds no *.safetensors weights")
+    if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+        raise UserError(f"model.path {path} holds no tokenizer")
+    with SafetensorsDirectory(path) as weights:
+        weights.open_all()
+    return parsed
+
+
+def check_engines(engines: EngineConfig) -> None:
+    """Who reaches an engine can change its weights: other hosts only with a key."""
+    if not (engines.host == "localhost" or engines.host.startswith("127.") or engines.api_key):
+        raise UserError(
+            f"engines.host is {engines.host!r}, which other hosts can reach, and engines.api_key "
+            "is empty; set a key, or leave engines.host at 127.0.0.1"
+        )
+
+
+def check_one_machine(config: RunConfig) -> None:
+    """For what starts all ranks here."""
+    if config.parallel.nodes > 1:
+        raise UserError(
+            f"parallel.nodes is {config.parallel.nodes}, and this command uses one machine; "
+            "`megatron-async launch` (sft: launch/slurm/sft.sbatch) starts it on several"
+        )
+
+
+def check_probe_tolerance(config: RunConfig) -> None:
+    """Where the engines run: can they agree with the trainer as closely as is asked?
+
+    Those that do not are replaced until none is left, minutes after the start.
+    """
+    from megatron_async.engines.sglang.process import resolve_device, resolve_dtype
+
+    weights, engines = config.weights, config.engines
+    dtype = resolve_dtype(engines, resolve_device(engines))
+    tolerance = weights.probe_tolerance
+    if tolerance is None or weights.verify == "never" or dtype == "float32":
+        return
+    if tolerance < _LEAST_TOLERANCE_OF_BFLOAT16:
+        raise UserError(
+            f"weights.probe_tolerance is {tolerance:g}, which takes float32, and engines.dtype "
+            f"{engines.dtype} is {dtype} here: leave weights.probe_tolerance out, or set "
+            "engines.dtype and model.dtype float32"
+        )
+
+
+def served_context(model: Mapping[str, Any]) -> int | None:
+    """The context that SGLang reads from a parsed config.json; None when nothing is said there."""
+    from megatron_async.models.architecture import ConfigReader
+
+    outer = ConfigReader(model, "SGLang")
+    text = ConfigReader(outer.mapping("text_config", model.get("text_config", model)), "SGLang")
+    key = "rope_scaling" if text.raw.get("rope_scaling") else "rope_parameters"
+    scaling = ConfigReader(text.mapping(key, text.raw.get(key) or {}), "SGLang")
+    stretched = scaling.number("factor", 1.0)
+    if (
+        "original_max_position_embeddings" in scaling.raw
+        or scaling.raw.get("rope_type") == "llama3"
+    ):
+        stretched = 1.0  # what the file says is the length after scaling
+    found = (text.integer(key) for key in _CONTEXT_KEYS if text.raw.get(key) is not None)
+    return next((int(stretched * length) for length in found), None)
+
+
+def _check_checkpoint(path: Path) -> None:
+    """Its manifest; the files are verified when they are read."""
+    if not (path / MANIFEST_NAME).is_file():
+        raise UserError(f"model.checkpoint {str(path)!r} has no {MANIFEST_NAME}: not a checkpoint")
+    try:
+        read_checkpoint(path)
+    except CorruptCheckpoint as error:
+        raise UserError(f"model.checkpoint {path}: {error}") from error
+
+
+def check_resume(directory: RunDirectory) -> None:
+    """Raises UserError when the run's checkpoints are of another version's format."""
+    list_checkpoints(directory.checkpoints)
+
+
+def check_run(config: RunConfig, *, generates: bool = True) -> None:
+    """Model, weights, the parallel layout, engines and task, without starting anything.
+
+    `generates`: engines will be asked for responses to the task's prompts.
+    """
+    from megatron_async.algorithms.own_loss import check_own_loss
+
+    check_engines(config.engines)
+    check_own_loss(config.algorithm)
+    model = check_model(config.model.path)
+    if config.model.checkpoint:
+        _check_checkpoint(Path(config.model.checkpoint))
+    from megatron_async.models.families import read_architecture
+    from megatron_async.models.layout import check_layout
+    from megatron_async.models.model_files import check_weights
+    from megatron_async.tasks import build_task
+
+    architecture = read_architecture(config.model.path)
+    check_layout(architecture, config.parallel)
+    check_weights(config.model.path, architecture)
+    if config.engines.quantization == "fp8":
+        from megatron_async.engines.sglang.process import resolve_device
+        from megatron_async.weight_sync.quantise import check_fp8
+
+        check_fp8(architecture, config.engines, resolve_device(config.engines))
+    task = build_task(config.task, config.model.path)
+    context = None if config.engines.kind == "simulated" else served_context(model)
+    longest = config.engines.longest_tokens(context)
+    if generates and longest is not None:
+        task.check_lengths(longest, config.sampling.max_new_tokens)

@@ -1,0 +1,123 @@
+"""Child processes of a run: started in a session of their own, ended within a limit, no leftovers.
+
+Invariants
+- A child dies with its parent, even when the parent is killed (Linux parent-death signal).
+- `stop` first asks (SIGTERM), then kills; it touches only the child's own session.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megatron_async.errors import ComponentFailure
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Ask the kernel for SIGTERM when the parent process ends. For a child's first moment."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _prepare_child() -> None:
+    die_with_parent()
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+
+
+class Child:
+    """One process with its output in a log file.
+
+    SIGUSR2 asks a run to stop (`train_loop/stop.py`); who does not listen for it must not die of it, so a
+    child starts with it ignored, and so do its own children.
+    """
+
+    def __init__(
+        self, command: Sequence[str], log_file: Path, extra_env: Mapping[str, str] | None = None
+    ) -> None:
+        self.log_file = log_file
+        with log_file.open("ab") as log:
+            self._process = subprocess.Popen(
+                list(command),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **(extra_env or {})},
+                start_new_session=True,
+                preexec_fn=_prepare_child,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return self._process.poll()
+
+    def wait(self, seconds: float) -> int | None:
+        """Exit code, or None when it still runs after the limit."""
+        try:
+            return self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def ask_to_end(self, seconds: float) -> int | None:
+        """SIGTERM to the process alone, for one that ends its own children in order.
+
+        Exit code, or None when it still runs after the limit; `stop` then clears what is left.
+        """
+        self._process.terminate()
+        return self.wait(seconds)
+
+    def stop(self, grace_seconds: float = 10.0) -> None:
+        """End the whole session of the child."""
+        for sign, seconds in ((signal.SIGTERM, grace_seconds), (signal.SIGKILL, 5.0)):
+            try:
+                os.killpg(self._process.pid, sign)
+            except ProcessLookupError:
+                return
+            if self.wait(seconds) is not None and sign is signal.SIGTERM:
+                continue  # its grandchildren may still be there: the kill clears the session
+
+    def log_tail(self, lines: int = 15) -> str:
+        """The last lines that it wrote."""
+        if not self.log_file.exists():
+            return ""
+        return "\n".join(self.log_file.read_text(errors="replace").splitlines()[-lines:])
+
+    def failure(self, what: str) -> ComponentFailure:
+        """Of one that has ended badly without a sentence: its exit code and its last lines."""
+        return ComponentFailure(
+            f"{what} ended with exit code {self.exit_code()}; the end of {self.log_file}:\n"
+            f"{self.log_tail()}"
+        )
+
+
+def start_torchrun(
+    ranks: int,
+    module: str,
+    *arguments: str,
+    log_file: Path,
+    environment: Mapping[str, str],
+    max_restarts: int = 0,
+    meeting: Sequence[str] = ("--standalone",),
+) -> Child:
+    """`torchrun` of this interpreter for this machine's ranks.
+
+    `environment`: from `run.environment.trainer_environment`. `meeting`: how it finds the agents of
+    other machines (`launcher/rendezvous.py`).
+    """
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", *meeting),
+        f"--nproc-per-node={ranks}",
+        f"--max-restarts={max_restarts}",
+        *("-m", module, *arguments),
+    ]
+    return Child(command, log_file, environment)

@@ -1,0 +1,138 @@
+"""The rollout side of a run, held from outside: create its manager actor, look after it, end it.
+
+Used by the one-machine supervisor and by the rollout role of a cluster launch. This process is
+connected to the Ray cluster in which the manager, the engines and the verifiers live.
+
+Invariants
+- What the manager says went wrong is raised here as it is: UserError or ComponentFailure.
+- Every call has a time limit; a manager that is slow for a moment, or that Ray is starting again,
+  is not a failure.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+from ray.exceptions import (
+    ActorUnavailableError,
+    GetTimeoutError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
+
+from megatron_async.config import RunConfig, dump
+from megatron_async.engines.nodes import NOT_ON_TRAINER_NODES, ray_directory
+from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.launcher.devices import VISIBLE_VARIABLE
+from megatron_async.rollout.actors import MANAGER_NAME, NAMESPACE, ManagerActor
+from megatron_async.run_directory import RunDirectory
+
+_CALL_SECONDS = 20.0
+
+
+def connect_ray(address: str | None, *, private: bool = True, gpus: str | None = None) -> str:
+    """Join the Ray cluster at `address` (None: start one on this machine); returns its address.
+
+    `private`: a cluster for this user on the loopback needs no token. `gpus`: what a cluster that
+    is started here may hand out, as in CUDA_VISIBLE_DEVICES; None: all that there are.
+    """
+    if private:
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # Not None: Ray would join whatever cluster `ray start` left a note of on this machine.
+    own: dict[str, Any] = {
+        "address": "local",
+        "include_dashboard": False,
+        "_node_ip_address": "127.0.0.1",
+        "_temp_dir": str(ray_directory()),
+        # By default Ray's workers, and so the engines, give way to every other process.
+        "_system_config": {"worker_niceness": 0},
+    }
+    if gpus is not None:
+        own["num_gpus"] = len(gpus.split(","))
+    with _visible(None if address else gpus):
+        context = ray.init(
+            **({"address": address} if address else own),
+            namespace=NAMESPACE,
+            log_to_driver=False,
+            logging_level="error",
+            configure_logging=True,
+        )
+    return str(context.address_info["gcs_address"])
+
+
+@contextmanager
+def _visible(gpus: str | None) -> Iterator[None]:
+    """Ray's processes inherit it when they start; this process keeps what it had."""
+    before = os.environ.get(VISIBLE_VARIABLE)
+    if gpus is not None:
+        os.environ[VISIBLE_VARIABLE] = gpus
+    try:
+        yield
+    finally:
+        if gpus is not None:
+            del os.environ[VISIBLE_VARIABLE]
+            if before is not None:
+                os.environ[VISIBLE_VARIABLE] = before
+
+
+class RolloutSide:
+    """Manager, engines and verifiers of one run."""
+
+    def __init__(self, config: RunConfig, directory: RunDirectory) -> None:
+        self._config = config
+        self._directory = directory
+        self._manager: Any = None
+
+    def start(self) -> None:
+        """Create the manager; engines start in the background (`status` tells how that went)."""
+        self._directory.forget_outcome()
+        self._manager = ManagerActor.options(  # type: ignore[attr-defined]
+            name=MANAGER_NAME,
+            label_selector=NOT_ON_TRAINER_NODES,
+            max_restarts=self._config.engines.max_manager_restarts,
+        ).remote(dump(self._config), str(self._directory.path))
+        self._manager.start.remote()
+
+    def status(self) -> dict[str, Any]:
+        """The manager's status; {} before a trainer has attached, or when it is slow or restarting.
+
+        Raises UserError or ComponentFailure when the rollout side has failed.
+        """
+        try:
+            status: dict[str, Any] = ray.get(self._manager.status.remote(), timeout=_CALL_SECONDS)
+        except RayTaskError as error:
+            if isinstance(error.cause, UserError | ComponentFailure):
+                raise type(error.cause)(str(error.cause)) from error
+            raise
+        except ActorUnavailableError as error:
+            self._log(f"the rollout manager is restarted: {error}")
+            return {}
+        except RayActorError as error:
+            raise ComponentFailure(
+                "the rollout manager has died (engines.max_manager_restarts is "
+                f"{self._config.engines.max_manager_restarts}): {error}"
+            ) from error
+        except GetTimeoutError:
+            return {}
+        if status.get("failure"):
+            raise ComponentFailure(status["failure"])
+        return status
+
+    def stop(self) -> None:
+        """Keep every token, end the engines. What goes wrong on the way goes to the log."""
+        if self._manager is None:
+            return
+        try:
+            ray.get(self._manager.call.remote("stop"), timeout=_CALL_SECONDS)
+        except (RayError, ComponentFailure, UserError) as error:
+            self._log(f"stopping the rollout manager: {error!r}")
+
+    def _log(self, line: str) -> None:
+        with (self._directory.logs / "supervisor.log").open("a") as out:
+            out.write(f"{line}\n")

@@ -1,0 +1,152 @@
+"""A session: one launch of a run over several nodes, and what its roles tell each other by files.
+
+It is the directory `RUN_DIR/launch/NAME/` on the file system that all nodes share. A requeued job
+is a new session of the same run.
+
+Invariants
+- A note is written atomically and never changes; a wait for one has a time limit and says what
+  was waited for.
+- The newest session owns the run: `is_current` turns false for the processes of an older one, so
+  that what a lost node left running ends itself.
+- The Ray token of a session is readable by its user only.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.run_directory import RunDirectory, write_atomically
+
+_POLL_SECONDS = 0.2
+
+
+def check_name(name: str) -> None:
+    """Raises UserError for a session's name that is no file name."""
+    if not name or "/" in name or name.startswith("."):
+        raise UserError(f"--session is {name!r}; it must be a plain name, e.g. a job's id")
+
+
+@dataclass(frozen=True)
+class Session:
+    """Paths and notes of one session."""
+
+    path: Path
+
+    @classmethod
+    def join(cls, directory: RunDirectory, name: str) -> Session:
+        """Make or find the session. Raises UserError for a name that is no file name."""
+        check_name(name)
+        path = directory.path / "launch" / name
+        path.mkdir(parents=True, exist_ok=True)
+        return cls(path)
+
+    @classmethod
+    def begun(cls, directory: RunDirectory, name: str, seconds: float) -> Session:
+        """The session once another node has begun it; nothing is written before.
+
+        Raises UserError for a name that is no file name, ComponentFailure for a session that is
+        over already and after the limit.
+        """
+        check_name(name)
+        session = cls(directory.path / "launch" / name)
+        deadline = time.monotonic() + seconds
+        while not session.closed():
+            if session.token_file.exists():
+                return session
+            if time.monotonic() > deadline:
+                raise ComponentFailure(
+                    f"waited {seconds:.0f} s for session {name} of {directory.path}: the first "
+                    "node has not begun it, or its log says why not"
+                )
+            time.sleep(_POLL_SECONDS)
+        raise ComponentFailure(
+            f"--session {name!r} is over: an earlier launch of the run used that name, or the "
+            "first node has ended already"
+        )
+
+    def begin(self) -> None:
+        """By the first rollout node: from now on this session owns the run. Raises UserError."""
+        if self.closed():
+            raise UserError(
+                f"--session {self.path.name!r} was used by an earlier launch of the run"
+            )
+        token = self.token_file
+        token.touch(mode=0o600)
+        token.write_text(secrets.token_hex(32))
+        write_atomically(self._owner_file, self.path.name)
+
+    def follows(self, other: str) -> bool:
+        """Whether session `other` was an earlier start of the same Slurm job (JOB.RESTARTS)."""
+        (job, _, count), (their_job, _, their_count) = (
+            name.rpartition(".") for name in (self.path.name, other)
+        )
+        numbers = count.isdigit() and their_count.isdigit()
+        return bool(job) and job == their_job and numbers and int(their_count) < int(count)
+
+    def is_current(self) -> bool:
+        """Whether no newer session has begun."""
+        return self._owner_file.exists() and self._owner_file.read_text() == self.path.name
+
+    @property
+    def stop_file(self) -> Path:
+        """Exists when the run is asked to stop at the end of its step, with a checkpoint."""
+        return self.path / "stop"
+
+    @property
+    def token_file(self) -> Path:
+        """What Ray's processes show each other."""
+        return self.path / "ray-token"
+
+    @property
+    def _owner_file(self) -> Path:
+        return self.path.parent / "current"
+
+    def close(self) -> None:
+        """The session has ended: every role of it ends too."""
+        (self.path / "closed").touch()
+
+    def closed(self) -> bool:
+        """Whether a role or the job script has ended the session."""
+        return (self.path / "closed").exists()
+
+    def check(self) -> None:
+        """Raises ComponentFailure when the session is over."""
+        if self.closed():
+            raise ComponentFailure(f"session {self.path.name} was closed")
+        if not self.is_current():
+            raise ComponentFailure(
+                f"session {self.path.name} was superseded by a newer launch of the run"
+            )
+
+    def publish(self, note: str, content: dict[str, Any]) -> None:
+        """Tell the other roles."""
+        write_atomically(self._note(note), json.dumps(content))
+
+    def has(self, note: str) -> bool:
+        """Whether a role has told this."""
+        return self._note(note).exists()
+
+    def _note(self, note: str) -> Path:
+        return self.path / f"{note}.json"
+
+    def wait_for(self, note: str, seconds: float) -> dict[str, Any]:
+        """The note of another role. Raises ComponentFailure after the limit, or when closed."""
+        path = self._note(note)
+        deadline = time.monotonic() + seconds
+        while not path.exists():
+            if self.closed():
+                raise ComponentFailure(f"session {self.path.name} was closed before {note} was up")
+            if time.monotonic() > deadline:
+                raise ComponentFailure(
+                    f"waited {seconds:.0f} s for {note} of session {self.path.name} ({path}): the "
+                    "node that writes it has not started, or its log says why not"
+                )
+            time.sleep(_POLL_SECONDS)
+        content: dict[str, Any] = json.loads(path.read_text())
+        return content

@@ -1,0 +1,1 @@
+"""Pure knowledge of model architectures: names, shards, shapes, layouts; no Megatron modules."""

@@ -1,0 +1,80 @@
+"""Gemma 3, text only: local and global attention layers, norms after attention and feed-forward.
+
+Every sixth layer is global; the others see a sliding window and have a rope of their own. Norm
+weights are offsets from 1, embeddings are scaled by sqrt(hidden size), the head is tied.
+"""
+
+from megatron_async.models.architecture import Architecture, ConfigReader, Rope
+from megatron_async.models.decoder import decoder_rules, mlp_rules, norm_rule
+from megatron_async.models.families import Family
+from megatron_async.models.shards import Rule
+
+
+def _architecture(config: ConfigReader) -> Architecture:
+    config.refuse("attention_bias")
+    config.refuse("attn_logit_softcapping")
+    config.refuse("final_logit_softcapping")
+    config.refuse("use_bidirectional_attention")
+    config.refuse("hidden_activation", (None, "gelu_pytorch_tanh"))
+    global_rope, local_rope = _ropes(config)
+    return config.dense(
+        rope=global_rope,
+        local_rope=local_rope,
+        local_window=config.integer("sliding_window", 4096),
+        local_layers=_local_layers(config),
+        tied_head=config.flag("tie_word_embeddings", True),
+        head_dim=config.integer("head_dim", 256),
+        attention_scale=config.number("query_pre_attn_scalar", 256) ** -0.5,
+        activation="gelu_tanh",
+        qk_norm=True,
+        post_norms=True,
+        zero_centered_norm=True,
+        scale_embeddings=True,
+    )
+
+
+def _ropes(config: ConfigReader) -> tuple[Rope, Rope]:
+    """(global, local), as transformers 5 and as transformers 4 write them."""
+    key = "rope_parameters"
+    if config.raw.get(key) is not None:
+        both = config.mapping(key, config.raw[key])
+        full, local = (
+            config.mapping(f"{key}.{name}", both.get(name))
+            for name in ("full_attention", "sliding_attention")
+        )
+        return (
+            config.rope_from({"rope_theta": 1e6, **full}, f"{key}.full_attention"),
+            config.rope_from({"rope_theta": 1e4, **local}, f"{key}.sliding_attention"),
+        )
+    return config.rope(default_theta=1e6), Rope(theta=config.number("rope_local_base_freq", 1e4))
+
+
+def _local_layers(config: ConfigReader) -> tuple[bool, ...]:
+    layers, kinds = config.layers(), config.raw.get("layer_types")
+    if kinds is None:
+        period = config.integer("sliding_window_pattern", 6)
+        return tuple((layer + 1) % period != 0 for layer in range(layers))
+    known = ("sliding_attention", "full_attention")
+    if not isinstance(kinds, list) or len(kinds) != layers or any(k not in known for k in kinds):
+        raise config.error(
+            "layer_types", kinds, f"a list of {layers}, each of {' or '.join(known)}"
+        )
+    return tuple(kind == "sliding_attention" for kind in kinds)
+
+
+def _feed_forward(architecture: Architecture) -> list[Rule]:
+    size = architecture.hidden_size
+    return [
+        norm_rule(
+            ("self_attention.linear_proj.post_layernorm.weight",),
+            "post_attention_layernorm.weight",
+            size,
+        ),
+        *mlp_rules(architecture, "pre_feedforward_layernorm.weight"),
+        norm_rule(
+            ("mlp.linear_fc2.post_layernorm.weight",), "post_feedforward_layernorm.weight", size
+        ),
+    ]
+
+
+FAMILY = Family("gemma3_text", _architecture, decoder_rules(_feed_forward))

@@ -1,0 +1,62 @@
+"""Whether a model can be laid out over the ranks as the settings say, before anything starts.
+
+Invariants
+- Pure and light: no torch, no Megatron, no process group, so the command line can call it first.
+- Every impossible layout is one sentence that names the setting and its value.
+"""
+
+from __future__ import annotations
+
+from megatron_async.config.model import ParallelConfig
+from megatron_async.errors import UserError
+from megatron_async.models.architecture import Architecture
+
+
+def check_layout(architecture: Architecture, parallel: ParallelConfig) -> None:
+    """Raises UserError when the model cannot be laid out as `parallel` says."""
+    a, p = architecture, parallel
+    if p.context != 1:
+        raise UserError(
+            f"parallel.context is {p.context}; only 1 is supported: packed attention over "
+            "context-parallel ranks is not implemented"
+        )
+    split = [("num_attention_heads", a.num_heads), ("num_key_value_heads", a.num_kv_heads)]
+    if a.experts is None:
+        split.append(("intermediate_size", a.ffn_size))
+    for name, count in split:
+        if count % p.tensor:
+            raise UserError(
+                f"parallel.tensor is {p.tensor}, which does not divide the model's {name} {count}"
+            )
+    if a.vocab_size < p.tensor * p.tensor:
+        raise UserError(
+            f"parallel.tensor is {p.tensor}, too many ranks for a vocabulary of {a.vocab_size}"
+        )
+    if a.num_layers % p.pipeline:
+        raise UserError(
+            f"parallel.pipeline is {p.pipeline}, which does not divide the model's "
+            f"num_hidden_layers {a.num_layers}"
+        )
+    _check_experts(a, p)
+
+
+def _check_experts(a: Architecture, p: ParallelConfig) -> None:
+    if a.experts is None:
+        if p.expert != 1:
+            raise UserError(f"parallel.expert is {p.expert}, but {a.family} has no experts")
+        return
+    if a.experts.num % p.expert:
+        raise UserError(
+            f"parallel.expert is {p.expert}, which does not divide the model's "
+            f"{a.experts.num} experts"
+        )
+    if (p.ranks // p.pipeline) % p.expert:
+        raise UserError(
+            f"parallel.expert is {p.expert}, which does not divide the {p.ranks // p.pipeline} "
+            "ranks of a pipeline stage"
+        )
+    if p.tensor > 1 and not p.sequence:
+        raise UserError(
+            f"parallel.sequence is false, but experts with parallel.tensor {p.tensor} need "
+            "sequence parallelism"
+        )

@@ -1,0 +1,167 @@
+"""The safetensors files of a Hugging Face model directory, and whether config.json fits them.
+
+Invariants
+- Checks read headers only, a few kilobytes a file, and import no Megatron: the command line calls
+  them before anything starts.
+- A directory that passes holds every tensor that the model needs, with the expected shape and as
+  floating-point numbers, in files as long as their headers say, and no tensor that the model does
+  not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from safetensors import SafetensorError, safe_open
+
+from megatron_async.config.files import read_json_object
+from megatron_async.errors import UserError, shown
+from megatron_async.models.architecture import Architecture
+from megatron_async.models.families import rules_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+class SafetensorsDirectory:
+    """Slices of the tensors in a model directory, from one file or from indexed shards.
+
+    At most `max_open` files are mapped at a time (None: all that were read): what was read of a
+    mapped file counts as this process's memory.
+    """
+
+    def __init__(self, model_dir: Path | str, *, max_open: int | None = None) -> None:
+        self.path = Path(model_dir)
+        self._max_open = max_open
+        self._open: dict[str, Any] = {}
+        self.file_of = self._files()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        while self._open:
+            self._close_oldest()
+
+    def open_all(self) -> None:
+        """Open every file; UserError names one that is missing or damaged."""
+        for file in sorted(set(self.file_of.values())):
+            self._file(file)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """By its name in the file, such as BF16."""
+        return str(self._slice(name).get_dtype())
+
+    def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
+        """`tensor[start:stop]` for dim 0, `tensor[:, start:stop]` for dim 1."""
+        piece = self._slice(name)
+        tensor: Tensor = piece[start:stop] if dim == 0 else piece[:, start:stop]
+        return tensor
+
+    def _slice(self, name: str) -> Any:
+        file = self.file_of[name]
+        try:
+            return self._file(file).get_slice(name)
+        except SafetensorError as error:
+            raise UserError(
+                f"model.path {self.path}: {INDEX_FILE} says that tensor {name} is in {file}, which "
+                "does not hold it"
+            ) from error
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            path = self.path / name
+            if self._max_open is not None and len(self._open) >= self._max_open:
+                self._close_oldest()
+            try:
+                self._open[name] = safe_open(path, framework="pt").__enter__()
+            except FileNotFoundError as error:
+                raise UserError(f"model.path {self.path}: {name} is missing") from error
+            except (SafetensorError, OSError) as error:
+                raise UserError(f"model.path: {path} cannot be read: {error}") from error
+        return self._open[name]
+
+    def _close_oldest(self) -> None:
+        self._open.pop(next(iter(self._open))).__exit__(None, None, None)
+
+    def _files(self) -> dict[str, str]:
+        index = self.path / INDEX_FILE
+        if not index.exists():
+            if not (self.path / SINGLE_FILE).exists():
+                raise UserError(
+                    f"model.path {self.path} has neither {SINGLE_FILE} nor {INDEX_FILE}; weights "
+                    "must be safetensors"
+                )
+            return dict.fromkeys(self._file(SINGLE_FILE).keys(), SINGLE_FILE)
+        weight_map = read_json_object(index, f"model.path: {index}").get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise UserError(
+                f"model.path: {index} has the weight_map {shown(weight_map)}; it must map each "
+                "tensor to its file"
+            )
+        for name, file in weight_map.items():
+            if not isinstance(file, str) or file != Path(file).name or not file.isprintable():
+                raise UserError(
+                    f"model.path: {index} names {shown(file)} as the file of tensor {name}; it "
+                    "must be a file beside it"
+                )
+        return dict(weight_map)
+
+
+def expected_tensors(architecture: Architecture) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every Hugging Face tensor of the model; a tied head comes twice."""
+    experts = architecture.experts.num if architecture.experts else 1
+    for rule in rules_of(architecture):
+        for layer in range(architecture.num_layers if "{layer}" in rule.tensors[0] else 1):
+            for expert in range(experts if rule.expert else 1):
+                yield from zip(rule.tensor_names(layer, expert), rule.shapes, strict=True)
+
+
+def check_tensors(directory: SafetensorsDirectory, architecture: Architecture) -> None:
+    """Raises UserError when a tensor is missing, unknown, or not as config.json describes it."""
+    where = f"model.path {directory.path}: tensor"
+    expected = {"lm_head.weight"} if architecture.tied_head else set()
+    for name, shape in expected_tensors(architecture):
+        expected.add(name)
+        if name not in directory.file_of:
+            raise UserError(
+                f"{where} {name} is missing; config.json asks for {architecture.num_layers} "
+                f"layers of family {architecture.family}"
+            )
+        if directory.shape(name) != shape:
+            raise UserError(
+                f"{where} {name} has shape {directory.shape(name)}, config.json asks for {shape}"
+            )
+        if directory.dtype(name) not in _FLOATS:
+            raise UserError(
+                f"{where} {name} holds {directory.dtype(name)}; weights must be one of "
+                f"{', '.join(_FLOATS)}"
+            )
+    for name in directory.file_of:
+        if name not in expected and not name.endswith(".inv_freq"):
+            raise UserError(
+                f"{where} {name} is unknown to family {architecture.family} with the "
+                f"{architecture.num_layers} layers that config.json asks for"
+            )
+
+
+def check_weights(model_dir: Path | str, architecture: Architecture) -> None:
+    """Open every file of the directory and compare it with config.json, reading headers only."""
+    with SafetensorsDirectory(model_dir) as directory:
+        directory.open_all()
+        check_tensors(directory, architecture)

@@ -1,0 +1,97 @@
+"""Which rule each parameter of a model chunk belongs to, with its global layer and expert number.
+
+Invariants
+- Every parameter belongs to exactly one rule; one that does not is an error, never skipped.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatron_async.models.architecture import Architecture
+from megatron_async.models.families import rules_of
+from megatron_async.models.shards import Place, Rule
+
+_LAYER = re.compile(r"(?<=decoder\.layers\.)(\d+)(?=\.)")
+_EXPERT = re.compile(
+    r"(?<=\.local_experts\.)(\d+)(?=\.)|(?<=\.experts\.linear_fc[12]\.weight)(\d+)$"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedParameter:
+    """A parameter of this rank, its rule, and its shard's position among `size` shards."""
+
+    name: str
+    parameter: Tensor
+    rule: Rule
+    layer: int
+    expert: int
+    size: int
+    rank: int
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        return self.rule.tensor_names(self.layer, self.expert)
+
+
+def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
+    """The model inside data-parallel and precision wrappers."""
+    while isinstance(inner := getattr(chunk, "module", None), torch.nn.Module):
+        chunk = inner
+    return chunk
+
+
+def placed_parameters(
+    chunks: Sequence[torch.nn.Module], architecture: Architecture
+) -> Iterator[PlacedParameter]:
+    """Every parameter of this rank's chunks. Raises KeyError for one without a rule."""
+    by_name = {name: rule for rule in rules_of(architecture) for name in rule.parameters}
+    first_layer = first_layer_of_stage(architecture)
+    first_expert = first_expert_of_rank(architecture)
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    for chunk in chunks:
+        for name, parameter in unwrap(chunk).named_parameters():
+            template, layer, expert = _template(name)
+            rule = by_name.get(template)
+            if rule is None:
+                raise KeyError(f"no rule of family {architecture.family} names parameter {name}")
+            yield PlacedParameter(
+                name=name,
+                parameter=parameter,
+                rule=rule,
+                layer=first_layer + layer if rule.place is Place.LAYER else 0,
+                expert=first_expert + expert if rule.expert else 0,
+                size=1 if rule.expert else size,
+                rank=0 if rule.expert else rank,
+            )
+
+
+def _template(name: str) -> tuple[str, int, int]:
+    layer = _LAYER.search(name)
+    expert = _EXPERT.search(name)
+    template = _EXPERT.sub("{expert}", _LAYER.sub("{layer}", name))
+    return template, int(layer[0]) if layer else 0, int(expert[0]) if expert else 0
+
+
+def first_layer_of_stage(architecture: Architecture, stage: int | None = None) -> int:
+    """Global number of the first layer of a pipeline stage (this rank's by default)."""
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    if stage is None:
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+    return stage * (architecture.num_layers // stages)
+
+
+def first_expert_of_rank(architecture: Architecture) -> int:
+    """Global number of this rank's first expert."""
+    if architecture.experts is None:
+        return 0
+    size = parallel_state.get_expert_model_parallel_world_size()
+    return parallel_state.get_expert_model_parallel_rank() * (architecture.experts.num // size)

@@ -1,0 +1,126 @@
+"""A Hugging Face model directory written from the running model, atomically and in a stream.
+
+Invariants
+- The directory appears whole or not at all: everything is written and synced beside it first,
+  then renamed.
+- Rank 0 holds at most one file's worth of tensors (`max_shard_bytes`, or one larger tensor).
+- Weights have the precision that config.json states, so that HF → Megatron → HF is bit-exact.
+- Config, tokenizer and chat template are copied from the directory that the model came from.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from megatron_async.errors import UserError
+from megatron_async.models.architecture import Architecture
+from megatron_async.models.export import SENDER, NamedTensor, export_buckets
+from megatron_async.models.model_files import INDEX_FILE, SINGLE_FILE
+from megatron_async.models.parameters import unwrap
+
+DEFAULT_SHARD_BYTES = 5 * 10**9
+COPIED_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
+
+
+def save_hf(
+    chunks: Sequence[torch.nn.Module],
+    destination: Path | str,
+    source: Path | str,
+    *,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+) -> None:
+    """Write the model to `destination`; called on every rank, rank 0 writes.
+
+    `source` is the Hugging Face directory that gives config and tokenizer files. Raises UserError
+    (on every rank, before anything is written) when `destination` exists.
+    """
+    architecture: Architecture = unwrap(chunks[0]).architecture
+    destination = Path(destination)
+    # One rank looks, so that all ranks decide alike on a shared file system.
+    exists = [destination.exists()]
+    dist.broadcast_object_list(exists, src=SENDER)
+    if exists[0]:
+        raise UserError(f"export directory {destination} already exists")
+    dtype = checkpoint_dtype(architecture)
+    stream = export_buckets(chunks, architecture, max_shard_bytes, dtype)
+    if dist.get_rank() == SENDER:
+        write_model_directory(stream, destination, Path(source))
+    else:
+        for _ in stream:
+            pass
+    dist.barrier()
+
+
+def checkpoint_dtype(architecture: Architecture) -> torch.dtype:
+    """The precision that config.json states."""
+    dtype = getattr(torch, architecture.dtype)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def write_model_directory(
+    stream: Iterator[list[NamedTensor]], destination: Path, source: Path
+) -> None:
+    """Each bucket of `stream` becomes one safetensors file of a new directory `destination`."""
+    partial = destination.with_name(f".{destination.name}.partial-{os.getpid()}")
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    partial.mkdir()
+    try:
+        _write_weights(stream, partial)
+        for path in sorted(source.iterdir()):
+            if path.is_file() and path.suffix in COPIED_SUFFIXES and path.name != INDEX_FILE:
+                shutil.copyfile(path, partial / path.name)
+        for path in partial.iterdir():
+            _sync(path)
+        _sync(partial)
+        partial.rename(destination)
+        _sync(destination.parent)
+    finally:
+        if partial.exists():
+            shutil.rmtree(partial)
+
+
+def _write_weights(stream: Iterator[list[NamedTensor]], folder: Path) -> None:
+    names_of_file: list[list[str]] = []
+    total = 0
+    for bucket in stream:
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in bucket}
+        names_of_file.append(list(tensors))
+        total += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        path = folder / _numbered(len(names_of_file), 0)
+        save_file(tensors, path, metadata={"format": "pt"})
+        # While the next bucket fills, nothing of this one may be left.
+        bucket.clear()
+        tensors.clear()
+    count = len(names_of_file)
+    if count == 1:
+        (folder / _numbered(1, 0)).rename(folder / SINGLE_FILE)
+        return
+    weight_map = {}
+    for number, names in enumerate(names_of_file, start=1):
+        final = _numbered(number, count)
+        (folder / _numbered(number, 0)).rename(folder / final)
+        weight_map.update(dict.fromkeys(names, final))
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def _numbered(number: int, count: int) -> str:
+    return f"model-{number:05d}-of-{count:05d}.safetensors"
+
+
+def _sync(path: Path) -> None:
+    """fsync: what was renamed into place survives a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

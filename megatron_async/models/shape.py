@@ -1,0 +1,145 @@
+"""What the cost models know of a language model: its shape, as in a Hugging Face config.json.
+
+Counts follow the Llama/Qwen decoder: grouped-query attention, gated MLP (or experts), two norms a
+layer; biases and norm weights are left out (below 0.01 % of the parameters).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+from megatron_async.config import RunConfig
+from megatron_async.errors import UserError
+from megatron_async.models.architecture import ConfigReader, read_config_json
+
+BF16 = 2
+"""Bytes of a weight and of a KV entry."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Sizes of a decoder-only transformer; `experts` 0 = dense, `intermediate` is one expert's."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    tied: bool
+    experts: int = 0
+    experts_per_token: int = 0
+
+    @property
+    def attention_parameters(self) -> int:
+        """Projections of all layers."""
+        width = self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return self.layers * self.hidden * width
+
+    @property
+    def mlp_parameters(self) -> int:
+        """One expert (or the dense MLP) in all layers."""
+        return self.layers * 3 * self.hidden * self.intermediate
+
+    @property
+    def head_parameters(self) -> int:
+        """The output projection."""
+        return self.vocab * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """Everything that is stored."""
+        router = self.layers * self.hidden * self.experts
+        embeddings = self.head_parameters * (1 if self.tied else 2)
+        mlp = self.mlp_parameters * max(1, self.experts)
+        return self.attention_parameters + mlp + router + embeddings
+
+    @cached_property
+    def active_parameters(self) -> int:
+        """What one token is multiplied with (the input embedding is a look-up)."""
+        mlp = self.mlp_parameters * (self.experts_per_token if self.experts else 1)
+        return self.attention_parameters + mlp + self.head_parameters
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Keys and values of all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * BF16
+
+    @cached_property
+    def attention_flops_per_token_pair(self) -> int:
+        """Scores and weighted sum for one query and one key, all layers and heads."""
+        return 4 * self.layers * self.heads * self.head_dim
+
+    def weight_bytes_read(self, batch: float) -> float:
+        """Read by one decode step: with experts, those that at least one of `batch` tokens uses.
+
+        Assumes that routing is uniform and independent.
+        """
+        if not self.experts:
+            return BF16 * self.active_parameters
+        unused = (1 - self.experts_per_token / self.experts) ** batch
+        experts = self.mlp_parameters * self.experts * (1 - unused)
+        return BF16 * (self.attention_parameters + self.head_parameters + experts)
+
+
+SHAPES: Final = MappingProxyType(
+    {
+        "qwen2.5-0.5b": ModelShape(896, 24, 14, 2, 64, 4864, 151936, True),
+        "qwen2.5-1.5b": ModelShape(1536, 28, 12, 2, 128, 8960, 151936, True),
+        "qwen2.5-7b": ModelShape(3584, 28, 28, 4, 128, 18944, 152064, False),
+        "qwen2.5-32b": ModelShape(5120, 64, 40, 8, 128, 27648, 152064, False),
+        "qwen3-8b": ModelShape(4096, 36, 32, 8, 128, 12288, 151936, False),
+        "qwen3-30b-a3b": ModelShape(2048, 48, 32, 4, 128, 768, 151936, False, 128, 8),
+        "llama-3-8b": ModelShape(4096, 32, 32, 8, 128, 14336, 128256, False),
+        "llama-3-70b": ModelShape(8192, 80, 64, 8, 128, 28672, 128256, False),
+        "gemma-3-1b": ModelShape(1152, 26, 4, 1, 256, 6912, 262144, True),
+    }
+)
+
+
+def shape_of(config: RunConfig) -> ModelShape:
+    """The shape by `simulate.model`, or by the config.json in `model.path`. Raises UserError."""
+    name = config.simulate.model
+    if name:
+        if name not in SHAPES:
+            raise UserError(f"simulate.model is {name!r}; it must be one of {', '.join(SHAPES)}")
+        return SHAPES[name]
+    if not config.model.path:
+        raise UserError(
+            "the simulator needs a model: set simulate.model to one of "
+            f"{', '.join(SHAPES)}, or model.path to a directory with a config.json"
+        )
+    return shape_from_config(
+        read_config_json(config.model.path), Path(config.model.path) / "config.json"
+    )
+
+
+def shape_from_config(data: dict[str, Any], path: Path) -> ModelShape:
+    """The shape in a config.json, also of families that the trainer does not know.
+
+    Raises UserError naming what is missing.
+    """
+    outer = ConfigReader(data, "the simulator", f"model.path: {path}")
+    inner = outer.mapping("text_config", data.get("text_config", data))
+    config = ConfigReader(inner, outer.family, outer.where)
+    counts = [key for key in ("num_experts", "num_local_experts") if inner.get(key)]
+    experts = config.integer(counts[0]) if counts else 0
+    width = "moe_intermediate_size" if experts else "intermediate_size"
+    hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    return ModelShape(
+        hidden=hidden,
+        layers=config.layers(),
+        heads=heads,
+        kv_heads=config.integer("num_key_value_heads", heads),
+        head_dim=config.integer("head_dim", hidden // heads),
+        intermediate=config.integer(width if inner.get(width) else "intermediate_size"),
+        vocab=config.integer("vocab_size"),
+        tied=config.flag("tie_word_embeddings"),
+        experts=experts,
+        experts_per_token=config.integer("num_experts_per_tok", largest=experts) if experts else 0,
+    )

@@ -1,0 +1,214 @@
+"""The run directory: `runs/<name>/{config.yaml, metrics.jsonl, tensorboard/, checkpoints/, ...}`.
+
+Invariants
+- A run directory is complete (its config.yaml is there) or it is not a run.
+- A new run never writes into the directory of another one; `--resume` is the way to go on.
+- Settings are written only by who has the run's lock (`launcher/claim.py`); its own processes read them.
+- What one process has to tell the others beyond Ray and collectives goes through small files here,
+  written atomically.
+- A config.yaml that holds the engines' key is readable by its user only, from its first byte on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from megatron_async.config import RunConfig, dump, load_config
+from megatron_async.disk import CannotWrite, writing
+from megatron_async.errors import ComponentFailure, UserError
+
+
+class Outcome(Enum):
+    """How the trainers of a run have ended without a failure."""
+
+    COMPLETE = "complete"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """Paths of one run."""
+
+    path: Path
+
+    @property
+    def config_file(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def store_file(self) -> Path:
+        return self.path / "trajectories.sqlite"
+
+    @property
+    def events(self) -> Path:
+        """Recorded scheduler events, one file for each line of the run."""
+        return self.path / "events"
+
+    @property
+    def arrivals(self) -> Path:
+        """Notes of arriving tokens (`experiment.ledger`)."""
+        return self.path / "ledger" / "arrivals.jsonl"
+
+    @property
+    def trained(self) -> Path:
+        """Notes of trained batches (`experiment.ledger`)."""
+        return self.path / "ledger" / "trained.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def lock_file(self) -> Path:
+        """Held by the launch that the run belongs to."""
+        return self.path / "run.lock"
+
+    @property
+    def hf_export(self) -> Path:
+        return self.path / "hf"
+
+    @property
+    def failure_file(self) -> Path:
+        return self.path / "failure.json"
+
+    @classmethod
+    def create(cls, config: RunConfig) -> RunDirectory:
+        """A new run. Raises UserError when the name is taken or the place cannot be written."""
+        directory = cls.of(config)
+        if directory.config_file.exists():
+            raise UserError(
+                f"run directory {directory.path} exists already: choose another name "
+                f"(got name {config.name!r}) or go on with it by --resume {directory.path}"
+            )
+        try:
+            with writing(directory.path, "run directory"):
+                directory.logs.mkdir(parents=True, exist_ok=True)
+            directory.save_config(config)
+        except CannotWrite as error:
+            raise UserError(str(error)) from error
+        return directory
+
+    @classmethod
+    def of(cls, config: RunConfig) -> RunDirectory:
+        """Where a run with these settings lies, or will lie."""
+        return cls((Path(config.root) / config.name).absolute())
+
+    @classmethod
+    def find(
+        cls, path: Path | str, overrides: list[str], named_by: str = "run directory"
+    ) -> tuple[RunDirectory, RunConfig]:
+        """An existing run and its settings with `overrides` on top; writes nothing.
+
+        Raises UserError naming what gave the path, e.g. an option.
+        """
+        directory = cls(Path(path).absolute())
+        if not directory.config_file.exists():
+            raise UserError(f"{named_by} {path}: there is no run (no config.yaml) in it")
+        return directory, load_config(directory.config_file, overrides)
+
+    def save_config(self, config: RunConfig) -> None:
+        """What the run goes on with, for its other processes and for a resume."""
+        text = dump(config)
+        if not self.config_file.exists() or self.config_file.read_text() != text:
+            write_atomically(self.config_file, text, private=bool(config.engines.api_key))
+
+    def next_lineage(self) -> int:
+        """A number that no line of this run has had: 0 for the first, then 1, 2, ... Durable."""
+        counter = self.path / "lineage"
+        lineage = int(counter.read_text()) + 1 if counter.exists() else 0
+        write_atomically(counter, str(lineage), durable=True)
+        return lineage
+
+    def report_failure(self, sentence: str, exit_code: int, attempt: int = 0) -> None:
+        """Leave one sentence for whoever started this process.
+
+        The first one of an attempt stays; one of an earlier attempt (torchrun has restarted the
+        ranks since) is replaced.
+        """
+        if self.failure_file.exists():
+            known = json.loads(self.failure_file.read_text())
+            if attempt <= known.get("attempt", 0):
+                return
+        content = {"sentence": sentence, "exit_code": exit_code, "attempt": attempt}
+        write_atomically(self.failure_file, json.dumps(content))
+
+    def take_failure(self) -> dict[str, Any] | None:
+        """The sentence that a process left, if any; it is removed."""
+        if not self.failure_file.exists():
+            return None
+        found: dict[str, Any] = json.loads(self.failure_file.read_text())
+        self.failure_file.unlink()
+        del found["attempt"]
+        return found
+
+    def raise_failure(self) -> None:
+        """Raise what a process left as it would have: UserError or ComponentFailure."""
+        left = self.take_failure()
+        if left is not None:
+            raise (UserError if left["exit_code"] == 2 else ComponentFailure)(left["sentence"])
+
+    @property
+    def outcome_file(self) -> Path:
+        return self.path / "outcome"
+
+    def report_outcome(self, outcome: Outcome) -> None:
+        """Tell whoever holds the rollout side that the trainers are done."""
+        write_atomically(self.outcome_file, outcome.value)
+
+    def outcome(self) -> Outcome | None:
+        """None while the trainers run, or when they have failed."""
+        return Outcome(self.outcome_file.read_text()) if self.outcome_file.exists() else None
+
+    def forget_outcome(self) -> None:
+        """Before trainers start anew."""
+        self.outcome_file.unlink(missing_ok=True)
+
+
+def write_atomically(
+    path: Path, text: str, *, private: bool = False, durable: bool = False
+) -> None:
+    """All of `text` or nothing, also for a reader at the same time. Raises CannotWrite.
+
+    `private`: nobody but this user can read it; `durable`: it survives a power loss.
+    """
+    # Not the process id: on a shared file system another node's process may have the same.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    with writing(path):
+        try:
+            temporary.touch(mode=0o600 if private else 0o666)
+            temporary.write_text(text)
+            if durable:
+                _sync(temporary)
+            temporary.replace(path)
+            if durable:
+                _sync(path.parent)
+        finally:
+            with contextlib.suppress(OSError):  # the error of the write is the one that matters
+                temporary.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

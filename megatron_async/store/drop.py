@@ -1,0 +1,84 @@
+"""Taking a group out of the store of a run that has stopped (`trajectories --drop`).
+
+Invariants
+- Only the rows of the group's trajectories change, all in one durable transaction. Which batches
+  are consumed is not touched: a trajectory that a surviving line has trained stays `batched` there.
+- Nobody else writes meanwhile: the store's lock is held.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+from megatron_async.errors import UserError
+from megatron_async.store import schema as schema
+from megatron_async.store.lineage import Consumption
+from megatron_async.store.lock import lock_store
+from megatron_async.store.reader import StoreContent
+from megatron_async.store.recovery import read_store
+from megatron_async.store.schema import DamagedStore, TrajectoryRow
+from megatron_async.trajectory.types import DropReason, PolicyVersion, TrajectoryState
+
+
+def drop_group_of(path: Path, trajectory_id: int, committed: PolicyVersion | None) -> list[int]:
+    """Drop the group of this trajectory as `user`; returns the trajectories that were dropped.
+
+    `committed`: the newest checkpoint, whose batches are trained for good. Raises UserError when
+    the store is in use or damaged, and when the trajectory is not there, trained or dropped.
+    """
+    if not path.is_file():
+        raise UserError(f"there is no trajectory store {path}")
+    with closing(lock_store(path)):
+        try:
+            rows = _droppable(read_store(path), trajectory_id, committed)
+        except (DamagedStore, sqlite3.Error) as error:
+            raise UserError(f"trajectory store {path} cannot be changed: {error}") from error
+        _write(path, rows)
+    return [row.trajectory_id for row in rows]
+
+
+def _droppable(
+    content: StoreContent, trajectory_id: int, committed: PolicyVersion | None
+) -> list[TrajectoryRow]:
+    """The rows of its group that are not dropped yet."""
+    row = content.trajectories.get(trajectory_id)
+    if row is None:
+        raise UserError(
+            f"--drop is {trajectory_id}, and the run has no such trajectory (one that was exported "
+            "has been trained or dropped)"
+        )
+    if row.drop_reason is not None:
+        raise UserError(
+            f"--drop is {trajectory_id}, which has been dropped already ({row.drop_reason})"
+        )
+    if committed is not None and committed.lineage in content.tree:
+        consumed = content.batched_steps(Consumption.at_checkpoint(content.tree, committed))
+        if trajectory_id in consumed:
+            raise UserError(
+                f"--drop is {trajectory_id}, which was trained in step {consumed[trajectory_id]}; "
+                f"checkpoint {committed} holds that"
+            )
+    group = content.groups[row.group_id]
+    members = range(group.first_trajectory, group.first_trajectory + group.size)
+    return [content.trajectories[i] for i in members if content.trajectories[i].drop_reason is None]
+
+
+def _write(path: Path, rows: list[TrajectoryRow]) -> None:
+    connection = schema.connect(path)
+    try:
+        connection.execute("PRAGMA synchronous=FULL")
+        connection.execute("BEGIN IMMEDIATE")
+        for row in rows:
+            dropped = row._replace(
+                revision=row.revision + 1,
+                state=TrajectoryState.DROPPED.value,
+                drop_reason=DropReason.USER.value,
+            )
+            sealed = schema.sealed("trajectories", dropped)
+            places = ", ".join("?" * len(sealed))
+            connection.execute(f"REPLACE INTO trajectories VALUES ({places})", sealed)
+        connection.execute("COMMIT")
+    finally:
+        connection.close()

@@ -1,0 +1,420 @@
+"""Reading a store: all rows checked, tokens put together, what is consumed derived.
+
+Used when a store is opened and by whoever looks at one while it runs (`StoreReader`: any number of
+them, in any process of the same host).
+
+Invariants
+- A row whose CRC is wrong raises DamagedStore; nothing unchecked leaves this module.
+- A trajectory's tokens are the longest unbroken sequence of chunks from its first one. If its row
+  tells of more chunks than that, it was damaged and is said to be (`complete` is false).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_async.errors import UserError
+from megatron_async.store import schema as schema
+from megatron_async.store.lineage import Consumption, Line, LineTree
+from megatron_async.store.schema import (
+    BatchRow,
+    ChunkRow,
+    DamagedStore,
+    GroupRow,
+    Row,
+    TrajectoryRow,
+)
+from megatron_async.trajectory.types import (
+    DropReason,
+    FinishReason,
+    PolicyVersion,
+    Prompt,
+    Segment,
+    Trajectory,
+    TrajectoryState,
+)
+
+
+@dataclass
+class Counters:
+    """What outlives rows; written by the event loop's side.
+
+    `lines` repeats the table of that name: (lineage, parent, branch step). Nothing is known about
+    consumption without the lines, so they lie in two places of the file.
+    """
+
+    next_group: int = 0
+    next_trajectory: int = 0
+    lost_trajectories: int = 0
+    lines: list[tuple[int, int | None, int]] = field(default_factory=list)
+
+    def to_row(self) -> tuple[int, str]:
+        """Row 1 of table `document`."""
+        return 1, json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Counters:
+        """Inverse of `to_row`."""
+        content = json.loads(text)
+        content["lines"] = [(a, b, c) for a, b, c in content["lines"]]
+        return cls(**content)
+
+
+@dataclass
+class Exported:
+    """What compaction removed from the tables; written together with the removal.
+
+    `bytes` is the length of the export file then, `groups` are closed intervals of group ids, `at`
+    are the checkpoints that could be restored then.
+    """
+
+    bytes: int = 0
+    batched: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    groups: list[tuple[int, int]] = field(default_factory=list)
+    at: list[tuple[int, int]] = field(default_factory=list)
+
+    def to_row(self) -> tuple[int, str]:
+        """Row 2 of table `document`."""
+        return 2, json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Exported:
+        """Inverse of `to_row`."""
+        content = json.loads(text)
+        for name in ("groups", "at"):
+            content[name] = [(int(a), int(b)) for a, b in content[name]]
+        return cls(**content)
+
+    def holds(self, group_id: int) -> bool:
+        """Whether this group has been removed."""
+        return any(low <= group_id <= high for low, high in self.groups)
+
+    def with_groups(self, group_ids: Iterable[int]) -> list[tuple[int, int]]:
+        """The intervals with these groups added."""
+        merged: list[tuple[int, int]] = []
+        for low, high in sorted([*self.groups, *((g, g) for g in group_ids)]):
+            if merged and low <= merged[-1][1] + 1:
+                merged[-1] = (merged[-1][0], max(high, merged[-1][1]))
+            else:
+                merged.append((low, high))
+        return merged
+
+
+@dataclass
+class StoreContent:
+    """Everything in a store but the tokens."""
+
+    position: int
+    counters: Counters
+    exported: Exported
+    tree: LineTree
+    checkpoints: list[PolicyVersion]
+    batches: list[BatchRow]
+    groups: dict[int, GroupRow]
+    trajectories: dict[int, TrajectoryRow]
+
+    def batched_steps(self, consumption: Consumption) -> dict[int, int]:
+        """Trajectory -> the step whose batch consumed it, as seen from one place."""
+        return {
+            trajectory_id: batch.step
+            for batch in self.batches
+            if batch.drop_reason is None and consumption.holds(batch.lineage, batch.step)
+            for trajectory_id in batch.ids()
+        }
+
+
+def read_rows(connection: sqlite3.Connection, table: str) -> Iterator[Row]:
+    """All rows of a table by key, checked, without their CRC. Raises DamagedStore."""
+    key = schema.column_names(table)[0]
+    for row in connection.execute(f"SELECT * FROM {table} ORDER BY {key}"):
+        yield schema.opened(table, row)
+
+
+@contextmanager
+def at_one_moment(connection: sqlite3.Connection) -> Iterator[None]:
+    """All reads inside see one state of the file; inside another one it is part of that."""
+    if connection.in_transaction:
+        yield
+        return
+    connection.execute("BEGIN")
+    try:
+        yield
+    finally:
+        connection.execute("COMMIT")
+
+
+def read_exported(connection: sqlite3.Connection) -> Exported:
+    """Raises DamagedStore or sqlite3.DatabaseError."""
+    documents = {row[0]: str(row[1]) for row in read_rows(connection, "document")}
+    return Exported.from_json(documents[2]) if 2 in documents else Exported()
+
+
+def read_content(connection: sqlite3.Connection) -> StoreContent:
+    """Raises DamagedStore or sqlite3.DatabaseError when anything is not what was written."""
+    with at_one_moment(connection):
+        exported = read_exported(connection)
+        progress = next(read_rows(connection, "progress"), None)
+        documents = {row[0]: str(row[1]) for row in read_rows(connection, "document")}
+        lines = [Line(*row) for row in read_rows(connection, "lines")]  # type: ignore[arg-type]
+        if 1 not in documents and lines:
+            raise DamagedStore("the counters are missing")
+        content = StoreContent(
+            position=0 if progress is None else _integer(progress[1]),
+            counters=Counters.from_json(documents[1]) if 1 in documents else Counters(),
+            exported=exported,
+            tree=LineTree(lines),
+            checkpoints=[
+                PolicyVersion(_integer(row[1]), _integer(row[2]))
+                for row in read_rows(connection, "checkpoints")
+            ],
+            batches=[BatchRow(*row) for row in read_rows(connection, "batches")],  # type: ignore[arg-type]
+            groups={_integer(row[0]): GroupRow.of(row) for row in read_rows(connection, "groups")},
+            trajectories={
+                _integer(row[0]): TrajectoryRow(*row)  # type: ignore[arg-type]
+                for row in read_rows(connection, "trajectories")
+            },
+        )
+    members = {
+        i
+        for row in content.groups.values()
+        for i in range(row.first_trajectory, row.first_trajectory + row.size)
+    }
+    if odd := members ^ content.trajectories.keys():
+        raise DamagedStore(f"trajectory {min(odd)} or its group is missing")
+    return content
+
+
+def read_chunks(
+    connection: sqlite3.Connection, trajectory_ids: Sequence[int]
+) -> dict[int, list[ChunkRow]]:
+    """Every chunk of these trajectories, of all attempts, checked. Raises DamagedStore."""
+    columns = ", ".join(f"chunks.{name}" for name in schema.column_names("chunks")[1:])
+    wanted = json.dumps(list(trajectory_ids))
+    found: dict[int, list[ChunkRow]] = {}
+    for row in connection.execute(
+        f"SELECT {columns} FROM json_each(?) JOIN chunks ON chunks.trajectory_id = value", (wanted,)
+    ):
+        chunk = ChunkRow(*schema.opened("chunks", row))  # type: ignore[arg-type]
+        found.setdefault(chunk.trajectory_id, []).append(chunk)
+    return found
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A trajectory's tokens as they were found, and the chunks that they are from, in order."""
+
+    segments: tuple[Segment, ...]
+    chunks: tuple[ChunkRow, ...]
+    complete: bool
+
+
+def assemble(row: TrajectoryRow, chunks: Iterable[ChunkRow]) -> Tokens:
+    """Segments from the unbroken chunks of the row's attempt."""
+    mine = sorted(
+        (chunk for chunk in chunks if chunk.attempt == row.attempt), key=lambda chunk: chunk.seq
+    )
+    unbroken = [chunk for i, chunk in enumerate(mine) if chunk.seq == i]
+    complete = len(unbroken) == len(mine) and len(unbroken) >= row.chunks
+    segments = []
+    for _, parts in itertools.groupby(unbroken, key=lambda chunk: chunk.segment):
+        together = list(parts)
+        first = together[0]
+        arrays = [chunk.arrays() for chunk in together]
+        segments.append(
+            Segment(
+                np.concatenate([tokens for tokens, _ in arrays], dtype=np.int32),
+                np.concatenate([logprobs for _, logprobs in arrays], dtype=np.float32),
+                first.version,
+                first.engine_id,
+                bool(first.environment),
+            )
+        )
+    return Tokens(tuple(segments), tuple(unbroken), complete)
+
+
+def prompt_of(row: GroupRow) -> Prompt:
+    """The prompt that a group row holds."""
+    token_ids = np.frombuffer(row.token_ids, dtype="<i4").astype(np.int32)
+    return Prompt(token_ids, row.task, json.loads(row.payload), row.priority)
+
+
+def trajectory_of(
+    row: TrajectoryRow, prompt: Prompt, segments: tuple[Segment, ...], batched_step: int | None
+) -> Trajectory:
+    """The public form; a trajectory consumed on the line that is looked at is `batched`."""
+    batched = batched_step is not None
+    return Trajectory(
+        trajectory_id=row.trajectory_id,
+        group_id=row.group_id,
+        prompt=prompt,
+        state=TrajectoryState.BATCHED if batched else TrajectoryState(row.state),
+        segments=segments,
+        finish_reason=None if row.finish_reason is None else FinishReason(row.finish_reason),
+        reward=row.reward,
+        reward_detail=json.loads(row.reward_detail),
+        batched_step=batched_step,
+        drop_reason=None if batched or row.drop_reason is None else DropReason(row.drop_reason),
+    )
+
+
+@dataclass(frozen=True)
+class TrajectorySummary:
+    """One line of a listing; `tokens` counts the response."""
+
+    trajectory_id: int
+    group_id: int
+    state: TrajectoryState
+    tokens: int
+    versions: tuple[PolicyVersion, ...]
+    reward: float | None
+    finish_reason: FinishReason | None
+    drop_reason: DropReason | None
+    batched_step: int | None
+
+
+class StoreReader:
+    """Looks at a store without changing it, also while its run goes on."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises UserError when there is no readable store at `path`."""
+        if not path.exists():
+            raise UserError(f"there is no trajectory store {path}")
+        self._path = path
+        try:
+            self._connection = schema.connect(path, read_only=True)
+            schema.check_identity(self._connection, path)
+        except sqlite3.Error as error:
+            raise _unreadable(path, error) from error
+
+    def close(self) -> None:
+        """Release the file."""
+        self._connection.close()
+
+    @property
+    def export_file(self) -> Path:
+        """Where compaction puts what it takes out; see `store_exported`."""
+        return schema.export_file(self._path)
+
+    def at_one_moment(self) -> AbstractContextManager[None]:
+        """What is read inside belongs together, whatever the run writes meanwhile."""
+        return at_one_moment(self._connection)
+
+    def holds(self, trajectory_id: int) -> bool:
+        """Whether this trajectory is in the store now."""
+        query = f"SELECT 1 FROM trajectories WHERE trajectory_id = {int(trajectory_id)}"
+        return any(True for _ in self._execute(query))
+
+    def exported(self) -> Exported:
+        """What compaction has taken out by now. Raises UserError for a damaged file."""
+        try:
+            return read_exported(self._connection)
+        except (sqlite3.Error, DamagedStore) as error:
+            raise _unreadable(self._path, error) from error
+
+    def content(self) -> StoreContent:
+        """Everything but tokens, at one moment. Raises UserError for a damaged file."""
+        try:
+            return read_content(self._connection)
+        except (sqlite3.Error, DamagedStore) as error:
+            raise _unreadable(self._path, error) from error
+
+    def summaries(self, state: TrajectoryState | None = None) -> list[TrajectorySummary]:
+        """All trajectories (of one state) by id. Raises UserError for a damaged file."""
+        content = self.content()
+        batched = self._batched_steps(content)
+        sizes = self._sizes()
+        listed = []
+        for row in content.trajectories.values():
+            tokens, versions = sizes.get((row.trajectory_id, row.attempt), (0, ()))
+            public = trajectory_of(row, _NO_PROMPT, (), batched_step=batched.get(row.trajectory_id))
+            if state is not None and public.state is not state:
+                continue
+            listed.append(
+                TrajectorySummary(
+                    trajectory_id=row.trajectory_id,
+                    group_id=row.group_id,
+                    state=public.state,
+                    tokens=tokens,
+                    versions=versions,
+                    reward=row.reward,
+                    finish_reason=public.finish_reason,
+                    drop_reason=public.drop_reason,
+                    batched_step=public.batched_step,
+                )
+            )
+        return listed
+
+    def trajectory(self, trajectory_id: int) -> Trajectory:
+        """One trajectory with its tokens. Raises UserError when it is not in the store."""
+        content = self.content()
+        row = content.trajectories.get(trajectory_id)
+        if row is None:
+            raise UserError(
+                f"trajectory {trajectory_id} is not in {self._path}: "
+                f"{self._why_missing(trajectory_id, content)}"
+            )
+        try:
+            chunks = read_chunks(self._connection, [trajectory_id])
+        except (sqlite3.Error, DamagedStore) as error:
+            raise _unreadable(self._path, error) from error
+        tokens = assemble(row, chunks.get(trajectory_id, ()))
+        batched = self._batched_steps(content).get(trajectory_id)
+        return trajectory_of(row, prompt_of(content.groups[row.group_id]), tokens.segments, batched)
+
+    def _why_missing(self, trajectory_id: int, content: StoreContent) -> str:
+        if not 0 <= trajectory_id < content.counters.next_trajectory:
+            return "there was never one of that id"
+        if content.exported.bytes:
+            return f"compaction has moved it to {self.export_file}, or it was lost by damage"
+        return "compaction has removed it (store.export is none), or it was lost by damage"
+
+    @staticmethod
+    def _batched_steps(content: StoreContent) -> Mapping[int, int]:
+        if not content.tree:
+            return {}
+        return content.batched_steps(Consumption.at(content.tree, content.tree.newest))
+
+    def _sizes(self) -> dict[tuple[int, int], tuple[int, tuple[PolicyVersion, ...]]]:
+        """(trajectory, attempt) -> response tokens and policy versions, without reading tokens."""
+        found: dict[tuple[int, int], tuple[int, tuple[PolicyVersion, ...]]] = {}
+        query = (
+            "SELECT trajectory_id, attempt, lineage, number, environment, sum(length(data)) / 8 "
+            "FROM chunks GROUP BY 1, 2, 3, 4, 5"
+        )
+        for trajectory_id, attempt, lineage, number, environment, count in self._execute(query):
+            tokens, versions = found.get((trajectory_id, attempt), (0, ()))
+            if not environment:
+                versions = (*versions, PolicyVersion(lineage, number))
+            found[trajectory_id, attempt] = tokens + count, versions
+        return found
+
+    def _execute(self, query: str) -> Iterator[Any]:
+        try:
+            yield from self._connection.execute(query)
+        except sqlite3.Error as error:
+            raise _unreadable(self._path, error) from error
+
+
+_NO_PROMPT = Prompt(np.empty(0, dtype=np.int32), "")
+
+
+def _unreadable(path: Path, error: Exception) -> UserError:
+    return UserError(
+        f"trajectory store {path} is damaged ({error}); resuming the run recovers what is intact"
+    )
+
+
+def _integer(value: Any) -> int:
+    if not isinstance(value, int):
+        raise DamagedStore(f"an integer was expected, found {value!r}")
+    return value

@@ -1,0 +1,267 @@
+"""What the store keeps in memory of each trajectory: its state, and its tokens while it is live.
+
+Invariants
+- State changes only along the arrows of `ALLOWED` (SEMANTICS section 2). `batched` is not among the
+  stored states: it is derived from the batches of the line that is looked at.
+- Tokens wait in the buffer until they are handed to the writer as a chunk; a chunk never spans two
+  segments. The segments of a live record hold all tokens, handed over or not.
+- A segment ends when its author changes and when its request ends (the trajectory becomes partial).
+- `request` is the one that may append, and None in every state but `running`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from megatron_async.store.schema import ChunkRow, TrajectoryRow, chunk_data
+from megatron_async.trajectory.types import (
+    DropReason,
+    FinishReason,
+    FloatArray,
+    IntArray,
+    PolicyVersion,
+    Prompt,
+    RequestKey,
+    Segment,
+    Trajectory,
+    TrajectoryState,
+)
+
+_S = TrajectoryState
+ALLOWED: dict[TrajectoryState, frozenset[TrajectoryState]] = {
+    _S.PENDING: frozenset({_S.RUNNING, _S.DROPPED, _S.PENDING}),
+    _S.RUNNING: frozenset({_S.PARTIAL, _S.FINISHED, _S.DROPPED, _S.PENDING}),
+    _S.PARTIAL: frozenset({_S.RUNNING, _S.FINISHED, _S.DROPPED, _S.PENDING}),
+    _S.FINISHED: frozenset({_S.SCORED, _S.DROPPED, _S.PENDING}),
+    _S.SCORED: frozenset({_S.DROPPED, _S.PENDING}),
+    _S.DROPPED: frozenset(),
+}
+
+
+class SupersededRequest(ValueError):
+    """A request that is not the current one of its trajectory wanted to change it."""
+
+
+@dataclass
+class _GrowingSegment:
+    version: PolicyVersion
+    engine_id: str
+    from_environment: bool
+    tokens: list[IntArray] = field(default_factory=list)
+    logprobs: list[FloatArray] = field(default_factory=list)
+
+    def frozen(self) -> Segment:
+        """The tokens so far; what was many arrays becomes one."""
+        if len(self.tokens) > 1:
+            self.tokens = [np.concatenate(self.tokens)]
+            self.logprobs = [np.concatenate(self.logprobs)]
+        return Segment(
+            self.tokens[0], self.logprobs[0], self.version, self.engine_id, self.from_environment
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class GroupRecord:
+    """A group that is still in the store."""
+
+    group_id: int
+    prompt: Prompt
+    trajectory_ids: range
+
+
+class TrajectoryRecord:
+    """One trajectory; mutable, owned by the store."""
+
+    def __init__(self, row: TrajectoryRow, segments: tuple[Segment, ...] | None) -> None:
+        """`segments=None`: the tokens are not in memory."""
+        self.trajectory_id = row.trajectory_id
+        self.group_id = row.group_id
+        self.revision = row.revision
+        self.attempt = row.attempt
+        self.chunks = row.chunks
+        self.state = TrajectoryState(row.state)
+        self.finish_reason = None if row.finish_reason is None else FinishReason(row.finish_reason)
+        self.reward = row.reward
+        self.reward_detail: dict[str, Any] = json.loads(row.reward_detail)
+        self.drop_reason = None if row.drop_reason is None else DropReason(row.drop_reason)
+        self.batched_step: int | None = None
+        self.request: RequestKey | None = None
+        self.in_flight = 0  # transaction of the newest chunk
+        self._segments: list[_GrowingSegment] | None = None
+        if segments is not None:
+            self._segments = [
+                _GrowingSegment(
+                    s.version, s.engine_id, s.from_environment, [s.token_ids], [s.logprobs]
+                )
+                for s in segments
+            ]
+        self._open = False  # whether the last segment may grow
+        self._buffer: list[tuple[IntArray, FloatArray]] = []
+        self.buffered = 0
+
+    @classmethod
+    def new(cls, trajectory_id: int, group_id: int) -> TrajectoryRecord:
+        """A pending trajectory without tokens."""
+        row = TrajectoryRow(
+            trajectory_id, group_id, 0, 0, 0, TrajectoryState.PENDING.value, None, None, "{}", None
+        )
+        return cls(row, ())
+
+    @property
+    def shown_state(self) -> TrajectoryState:
+        """The state along the current line."""
+        return TrajectoryState.BATCHED if self.batched_step is not None else self.state
+
+    @property
+    def live(self) -> bool:
+        """Neither consumed along the current line nor dropped."""
+        return self.batched_step is None and self.state is not TrajectoryState.DROPPED
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether `trajectory` has the tokens."""
+        return self._segments is not None
+
+    def move_to(self, state: TrajectoryState) -> None:
+        """Raises ValueError for a change that a trajectory's life does not know."""
+        if self.batched_step is not None or state not in ALLOWED[self.state]:
+            raise ValueError(
+                f"trajectory {self.trajectory_id} is {self.shown_state}, it cannot become {state}"
+            )
+        self.state = state
+        self.revision += 1
+        self.request = None
+
+    def row(self) -> TrajectoryRow:
+        """What is stored of it."""
+        return TrajectoryRow(
+            self.trajectory_id,
+            self.group_id,
+            self.revision,
+            self.attempt,
+            self.chunks,
+            self.state.value,
+            None if self.finish_reason is None else self.finish_reason.value,
+            self.reward,
+            json.dumps(self.reward_detail),
+            None if self.drop_reason is None else self.drop_reason.value,
+        )
+
+    def trajectory(self, prompt: Prompt, segments: tuple[Segment, ...] | None) -> Trajectory:
+        """The public form; `segments` when the tokens are not in memory."""
+        if segments is None:
+            assert self._segments is not None
+            segments = tuple(segment.frozen() for segment in self._segments)
+        return Trajectory(
+            self.trajectory_id,
+            self.group_id,
+            prompt,
+            self.shown_state,
+            segments,
+            self.finish_reason,
+            self.reward,
+            dict(self.reward_detail),
+            self.batched_step,
+            None if self.batched_step is not None else self.drop_reason,
+        )
+
+    # ------------------------------------------------------------ tokens
+
+    def continues(self, version: PolicyVersion, engine_id: str, from_environment: bool) -> bool:
+        """Whether tokens of this author belong to the newest segment."""
+        if not self._open or not self._segments:
+            return False
+        last = self._segments[-1]
+        return (last.version, last.engine_id, last.from_environment) == (
+            version,
+            engine_id,
+            from_environment,
+        )
+
+    def begin_segment(self, version: PolicyVersion, engine_id: str, from_environment: bool) -> None:
+        """The author of what is added next. The buffer must be empty."""
+        assert self._segments is not None
+        assert not self._buffer
+        self._segments.append(_GrowingSegment(version, engine_id, from_environment))
+        self._open = True
+
+    def close_segment(self) -> None:
+        """Whatever comes next is a new segment."""
+        self._open = False
+
+    def versions(self) -> set[PolicyVersion]:
+        """Of the policy segments in memory."""
+        return {s.version for s in self._segments or () if not s.from_environment}
+
+    def add(self, tokens: IntArray, logprobs: FloatArray) -> None:
+        """More tokens of the newest segment."""
+        assert self._segments is not None
+        last = self._segments[-1]
+        last.tokens.append(tokens)
+        last.logprobs.append(logprobs)
+        self._buffer.append((tokens, logprobs))
+        self.buffered += len(tokens)
+
+    def take_chunk(self) -> ChunkRow | None:
+        """The buffer as a chunk, for the writer; None when it is empty."""
+        if not self._buffer:
+            return None
+        assert self._segments is not None
+        last = self._segments[-1]
+        chunk = ChunkRow(
+            self.trajectory_id,
+            self.attempt,
+            self.chunks,
+            len(self._segments) - 1,
+            last.version.lineage,
+            last.version.number,
+            last.engine_id,
+            int(last.from_environment),
+            chunk_data([t for t, _ in self._buffer], [p for _, p in self._buffer]),
+        )
+        self.chunks += 1
+        self._buffer.clear()
+        self.buffered = 0
+        return chunk
+
+    def forget_tokens(self) -> None:
+        """Tokens are only on disk from now on."""
+        self._segments = None
+        self._buffer.clear()
+        self.buffered = 0
+
+    def interrupt(self) -> None:
+        """Its process died, or its last tokens were lost: it is partial, whatever it was."""
+        self.state = _S.PARTIAL
+        self.revision += 1
+        self.finish_reason, self.reward, self.reward_detail = None, None, {}
+
+    def restart(self) -> None:
+        """Back to the prompt: all tokens and the judgement are gone."""
+        self.move_to(TrajectoryState.PENDING)
+        self.attempt += 1
+        self.chunks = 0
+        self._segments = []
+        self._open = False
+        self._buffer.clear()
+        self.buffered = 0
+        self.finish_reason, self.reward, self.reward_detail = None, None, {}
+
+
+def running(records: Mapping[int, TrajectoryRecord], request: RequestKey) -> TrajectoryRecord:
+    """The trajectory that `request` runs. Raises SupersededRequest when it does not run it now."""
+    record = records.get(request.trajectory_id)
+    if record is not None and record.request == request:
+        return record
+    now = "not in the store" if record is None else str(record.shown_state)
+    if record is not None and record.request is not None:
+        now = f"run by {record.request.name}"
+    raise SupersededRequest(
+        f"request {request.name} of lineage {request.lineage} is superseded: trajectory "
+        f"{request.trajectory_id} is {now}"
+    )

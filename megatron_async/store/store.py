@@ -1,0 +1,502 @@
+"""The durable trajectory store of one run: every token, from prompt to gradient.
+
+Invariants
+- One process writes (a lock file keeps a second one out), through one thread; `append` and the
+  other plain methods only touch memory. Readers are separate (`StoreReader`).
+- What an awaited method promised survives the death of any process: a finished trajectory is
+  acknowledged once it is committed. A kill loses at most the current chunk of a running one, if its
+  source awaits `written` after `append`.
+- The end of a trajectory is in one transaction with its last tokens (`append(..., end=...)`): no
+  process may find those without the end, and ask for more.
+- The truth about consumption is in no state column: batches name the line and step that they were
+  made at, and a checkpoint manifest commits those on its path (`store_lineage`). So a resume from
+  any kept checkpoint sees what it must, and changes nothing but to begin a new line.
+- Ids only grow and are never used twice.
+- A trajectory has one writer: `append` and `end_request` refuse every request but its current one,
+  so that a stream that outlives its request cannot add to what its successor writes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import logging
+import math
+import sqlite3
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_async.config.rollout import StoreConfig
+from megatron_async.file_lock import FileLock
+from megatron_async.store import schema as schema
+from megatron_async.store.compaction import cut_uncommitted
+from megatron_async.store.compactor import Compactor
+from megatron_async.store.lock import lock_store
+from megatron_async.store.reader import assemble, read_chunks
+from megatron_async.store.records import GroupRecord, TrajectoryRecord, running
+from megatron_async.store.recovery import Recovery
+from megatron_async.store.schema import BatchRow, GroupRow, pack_ids
+from megatron_async.store.state import StoreState, load_state
+from megatron_async.store.writer import StoreWriter
+from megatron_async.trajectory.packing import line_number
+from megatron_async.trajectory.types import (
+    DropReason,
+    FinishReason,
+    Group,
+    PolicyVersion,
+    Prompt,
+    RequestKey,
+    Segment,
+    Trajectory,
+    TrajectoryState,
+)
+
+logger = logging.getLogger(__name__)
+_WAIT_SECONDS = 60.0
+
+
+class TrajectoryStore:
+    """See the module. All methods belong to one thread (the event loop's)."""
+
+    # ------------------------------------------------------------ open and close
+
+    @classmethod
+    def open(
+        cls,
+        path: Path | str,
+        settings: StoreConfig | None = None,
+        *,
+        lineage: int = 0,
+        step: int = 0,
+        parent: int | None = None,
+        position: int | None = None,
+    ) -> TrajectoryStore:
+        """Begin line `lineage` at policy number `step`, or go on with it if it is the newest.
+
+        On a resume, `parent` is the line of the restored checkpoint and `position` what its
+        manifest keeps of `position()`. Without `parent` it is the newest line that has a finalised
+        checkpoint of `step`. Trajectories that ran are partial now; what was batched at `step` or
+        later is scored again. A damaged file is salvaged: see `recovery`. Raises UserError.
+        """
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = lock_store(path)
+        try:
+            state = load_state(path, lineage=lineage, step=step, parent=parent, position=position)
+            if state.recovery is not None:
+                logger.warning("%s", state.recovery.sentence)
+            cut_uncommitted(schema.export_file(path), state.exported.bytes)
+        except BaseException:
+            lock.close()
+            raise
+        return cls(path, settings or StoreConfig(), lock, state)
+
+    def __init__(
+        self, path: Path, settings: StoreConfig, lock: FileLock, state: StoreState
+    ) -> None:
+        """Use `open`."""
+        self._path, self._settings, self._state = path, settings, state
+        self._branch_points = state.tree.branch_points(state.lineage)
+        self._counts = state.counts()  # kept: a person's status is asked for again and again
+        self._serials = itertools.count(1)
+        self._due: dict[int, float] = {}  # trajectory -> when its buffer got its first token
+        self._timer: asyncio.TimerHandle | None = None
+        self._reading: sqlite3.Connection | None = None
+        self._writer = StoreWriter(path, state.position, lock)
+        self._compactor = Compactor(path, state, self._writer, settings)
+        line = state.line
+        self._writer.put("lines", (line.lineage, line.parent, line.branch_step))
+        state.counters.lines = [
+            (line.lineage, line.parent, line.branch_step) for line in state.tree.lines()
+        ]
+        self._writer.put("document", state.counters.to_row())
+        for batch in state.undone_batches:
+            self._writer.execute("DELETE FROM batches WHERE id = ?", (batch.id,))
+        for record in state.changed:
+            self._put(record)
+        for record, chunks in state.cut:
+            for chunk in chunks:
+                self._writer.add_chunk(schema.sealed("chunks", chunk), len(chunk.data))
+            self._delete_old_attempts(record)
+        for group in state.set_aside:
+            self._writer.execute("DELETE FROM groups WHERE group_id = ?", (group.group_id,))
+            for i in group.trajectory_ids:
+                for table in ("trajectories", "chunks"):
+                    self._writer.execute(f"DELETE FROM {table} WHERE trajectory_id = ?", (i,))
+
+    @property
+    def lineage(self) -> int:
+        """The current line."""
+        return self._state.lineage
+
+    @property
+    def recovery(self) -> Recovery | None:
+        """What opening found damaged and what became of it; None when all was well."""
+        return self._state.recovery
+
+    @property
+    def export_file(self) -> Path:
+        """Where compaction puts consumed trajectories."""
+        return schema.export_file(self._path)
+
+    async def close(self) -> None:
+        """Write what is buffered, let compaction end, then the thread, which releases the file.
+
+        Raises ComponentFailure when the thread does not end in time; the file stays locked then.
+        """
+        if self._timer is not None:
+            self._timer.cancel()
+        async with AsyncExitStack() as ending:  # each in turn, whatever became of the one before
+            if self._reading is not None:
+                ending.callback(self._reading.close)
+            ending.push_async_callback(asyncio.to_thread, self._writer.close)
+            ending.push_async_callback(self._compactor.finish)
+            self.flush()
+
+    # ------------------------------------------------------------ a trajectory's life
+
+    def add_group(self, prompt: Prompt, size: int) -> Group:
+        """A new group of `size` pending trajectories, with ids that no other ever has."""
+        first = self._state.counters.next_trajectory
+        group_id = self._state.counters.next_group
+        ids = range(first, first + size)
+        row = GroupRow(
+            group_id,
+            first,
+            size,
+            prompt.task,
+            json.dumps(prompt.payload),
+            prompt.priority,
+            np.ascontiguousarray(prompt.token_ids, dtype="<i4").tobytes(),
+        )
+        self._state.counters.next_trajectory += size
+        self._state.counters.next_group += 1
+        self._state.groups[group_id] = GroupRecord(group_id, prompt, ids)
+        for trajectory_id in ids:
+            self._state.records[trajectory_id] = TrajectoryRecord.new(trajectory_id, group_id)
+            self._put(self._state.records[trajectory_id])
+        self._counts[TrajectoryState.PENDING] += size
+        self._writer.put("groups", row)
+        self._writer.put("document", self._state.counters.to_row())
+        return self.load_group(group_id)
+
+    def begin_request(self, trajectory_id: int) -> RequestKey:
+        """A pending or partial trajectory runs; only the request returned may append to it."""
+        record = self._record(trajectory_id)
+        self._turn(record, TrajectoryState.RUNNING)
+        record.request = RequestKey(self.lineage, trajectory_id, next(self._serials))
+        return record.request
+
+    def end_request(self, request: RequestKey) -> None:
+        """Its trajectory is partial. Raises SupersededRequest when it does not run that now."""
+        self._turn(running(self._state.records, request), TrajectoryState.PARTIAL)
+
+    def _turn(self, record: TrajectoryRecord, state: TrajectoryState) -> None:
+        self._move(record, state)
+        self._flush(record)
+        record.close_segment()
+        self._put(record)
+
+    def append(
+        self,
+        request: RequestKey,
+        token_ids: npt.ArrayLike,
+        logprobs: npt.ArrayLike,
+        version: PolicyVersion,
+        engine_id: str,
+        *,
+        from_environment: bool = False,
+        end: FinishReason | None = None,
+    ) -> None:
+        """More tokens of a running trajectory, [n] and [n]. Never waits for the disk.
+
+        With `end` they are its last ones, and it is finished; `sync` tells when that is committed.
+        Raises SupersededRequest when another request (or none) runs the trajectory now, ValueError
+        when the arrays do not agree.
+        """
+        record, trajectory_id = running(self._state.records, request), request.trajectory_id
+        tokens, values = np.array(token_ids, np.int32), np.array(logprobs, np.float32)
+        if tokens.shape != values.shape or tokens.ndim != 1:
+            raise ValueError(
+                f"trajectory {trajectory_id}: {values.shape} log-probs for {tokens.shape} tokens"
+            )
+        if not len(tokens):
+            if end is not None:
+                self.end(trajectory_id, end)
+            return
+        now = time.monotonic()
+        version = PolicyVersion(int(version[0]), int(version[1]))
+        if not record.continues(version, engine_id, from_environment):
+            self._flush(record)
+            record.begin_segment(version, engine_id, from_environment)
+        if not record.buffered:
+            self._due[trajectory_id] = now
+        record.add(tokens, values)
+        if end is not None:
+            self.end(trajectory_id, end)
+        elif record.buffered >= self._settings.chunk_tokens:
+            self._flush(record)
+        self._flush_due(now)
+
+    async def written(self, trajectory_id: int) -> None:
+        """Wait until every full chunk of it is committed; usually there is none to wait for.
+
+        A source that awaits this after each `append` is slowed to the pace of the disk and never
+        has more than one chunk to lose. Raises ComponentFailure.
+        """
+        if not self._writer.is_committed(self._record(trajectory_id).in_flight):
+            await self.sync()
+
+    def flush(self) -> None:
+        """Hand all that is buffered to the writer."""
+        for waiting in list(self._due):
+            self._flush(self._state.records[waiting])
+
+    def end(self, trajectory_id: int, reason: FinishReason) -> None:
+        """Its last token has been appended; `sync` tells when its end is committed."""
+        record = self._record(trajectory_id)
+        self._move(record, TrajectoryState.FINISHED)
+        record.finish_reason = reason
+        self._flush(record, with_row=True)
+
+    async def finish(self, trajectory_id: int, reason: FinishReason) -> None:
+        """`end`, and returns when that is committed."""
+        self.end(trajectory_id, reason)
+        await self.sync()
+
+    async def set_reward(
+        self, trajectory_id: int, reward: float, detail: dict[str, float] | None = None
+    ) -> None:
+        """The reward of a finished trajectory. Returns when it is committed."""
+        if not math.isfinite(reward):
+            raise ValueError(f"trajectory {trajectory_id}: reward {reward} is not finite")
+        record = self._record(trajectory_id)
+        self._move(record, TrajectoryState.SCORED)
+        record.reward = float(reward) + 0.0  # SQLite has no negative zero
+        record.reward_detail = dict(detail or {})
+        self._put(record)
+        await self.sync()
+
+    def restart(self, trajectory_id: int) -> None:
+        """Forget all its tokens; it is pending again."""
+        record = self._record(trajectory_id)
+        before = record.shown_state
+        record.restart()
+        self._counted(before, record)
+        self._due.pop(trajectory_id, None)
+        self._put(record)
+        self._delete_old_attempts(record)
+
+    def drop(self, trajectory_id: int, reason: DropReason) -> None:
+        """It leaves the run, for good and on every line."""
+        record = self._record(trajectory_id)
+        self._move(record, TrajectoryState.DROPPED)
+        self._flush(record)
+        record.drop_reason = reason
+        record.forget_tokens()
+        self._put(record)
+
+    # ------------------------------------------------------------ batches and checkpoints
+
+    def mark_batched(self, group_ids: Iterable[int], step: int) -> None:
+        """Groups, complete and scored but for dropped members, are the batch of update `step`.
+
+        Await `sync` before the trainer may see it. Raises ValueError for anything else, or when
+        `step` has a batch already.
+        """
+        found = self._state.batch_at(step)
+        if found is not None and found.drop_reason is None:
+            raise ValueError(f"step {step} of line {self.lineage} has a batch already")
+        members: list[TrajectoryRecord] = []
+        for group_id in group_ids:
+            of_group = [self._state.records[i] for i in self._group(group_id).trajectory_ids]
+            wrong = [r for r in of_group if r.live and r.state is not TrajectoryState.SCORED]
+            wrong += [r for r in of_group if r.batched_step is not None]
+            if wrong:
+                raise ValueError(
+                    f"group {group_id} cannot be batched: trajectory {wrong[0].trajectory_id} is "
+                    f"{wrong[0].shown_state}"
+                )
+            members += [r for r in of_group if r.live]
+        ids = pack_ids(record.trajectory_id for record in members)
+        if found is None:
+            key, self._state.next_batch = self._state.next_batch, self._state.next_batch + 1
+        else:
+            key = found.id
+        self._set_batch(BatchRow(key, self.lineage, step, None, ids))
+        for record in members:
+            before = record.shown_state
+            record.batched_step = step
+            self._counted(before, record)
+            record.forget_tokens()
+
+    def drop_batch(self, step: int, reason: DropReason) -> int:
+        """The trainer could not use the batch of `step`: its trajectories, so many, are dropped."""
+        batch = self._state.batch_at(step)
+        if batch is None:
+            raise LookupError(f"step {step} of line {self.lineage} has no batch")
+        for trajectory_id in (ids := batch.ids()):
+            record = self._record(trajectory_id)
+            before = record.shown_state
+            record.batched_step = None
+            record.move_to(TrajectoryState.DROPPED)
+            self._counted(before, record)
+            record.drop_reason = reason
+            self._put(record)
+        self._set_batch(batch._replace(drop_reason=reason.value, trajectory_ids=b""))
+        return len(ids)
+
+    async def sync(self, *, durable: bool = False) -> int:
+        """Wait until everything so far is committed; returns the position.
+
+        `durable`: also on disk, against power loss. Raises ComponentFailure.
+        """
+        return await self._writer.wait(self._writer.barrier(durable=durable))
+
+    def position(self) -> int:
+        """Transactions committed so far, for the checkpoint manifest (after `sync`)."""
+        return self._writer.position
+
+    async def checkpoint_finalised(self, step: int, kept: Sequence[int | PolicyVersion]) -> None:
+        """The manifest of `step` is on disk, and those of `kept` can still be restored.
+
+        A bare number in `kept` stands for every line that may have a checkpoint of that step.
+        Consumed trajectories are compacted in the background.
+        """
+        await self._compactor.finish()
+        point = PolicyVersion(self.lineage, step)
+        self._state.checkpoints.append(point)
+        row = (len(self._state.checkpoints), point.lineage, point.number, self.position())
+        self._writer.put("checkpoints", row)
+        await self.sync()
+        self._compactor.start([*kept, point])
+
+    # ------------------------------------------------------------ questions
+
+    def load_trajectory(self, trajectory_id: int) -> Trajectory:
+        """With all tokens appended so far. Raises LookupError when it is not in the store."""
+        record = self._record(trajectory_id)
+        prompt = self._group(record.group_id).prompt
+        tokens = None if record.in_memory else self._tokens_on_disk(record)
+        return record.trajectory(prompt, tokens)
+
+    def load_group(self, group_id: int) -> Group:
+        """Raises LookupError when it is not in the store."""
+        group = self._group(group_id)
+        trajectories = tuple(self.load_trajectory(i) for i in group.trajectory_ids)
+        return Group(group_id, group.prompt, trajectories)
+
+    def unconsumed_groups(self) -> list[Group]:
+        """Groups with a trajectory that is neither consumed nor dropped, in order of admission."""
+        return [
+            self.load_group(group.group_id)
+            for group in self._state.groups.values()
+            if any(self._state.records[i].live for i in group.trajectory_ids)
+        ]
+
+    def branch_points(self) -> dict[int, int]:
+        """Every other line -> the policy number at which it parted from this one."""
+        return dict(self._branch_points)
+
+    def lag_number(self, version: PolicyVersion) -> int:
+        """The policy number of `version` counted along the current line."""
+        return line_number(version, self.lineage, self._branch_points)
+
+    @property
+    def admitted_groups(self) -> int:
+        """Groups ever added, which is how far the prompt source has been read."""
+        return self._state.counters.next_group
+
+    def batch_sizes(self) -> dict[int, int]:
+        """Step -> trajectories of its batch along the current line that the store still has.
+
+        0 if the trainer dropped the batch; of what compaction has begun to take, only what is left,
+        and a batch that it has taken whole is not in there.
+        """
+        return self._state.batch_sizes()
+
+    def counts(self) -> dict[str, int]:
+        """Trajectories by state along the current line, exported ones included; O(states)."""
+        return dict(self._counts)
+
+    def drop_counts(self) -> dict[str, int]:
+        """Dropped trajectories by reason, exported ones included."""
+        return self._state.drop_counts()
+
+    # ------------------------------------------------------------ inside
+
+    def _record(self, trajectory_id: int) -> TrajectoryRecord:
+        record = self._state.records.get(trajectory_id)
+        if record is None:
+            raise LookupError(f"trajectory {trajectory_id} is not in {self._path}")
+        return record
+
+    def _group(self, group_id: int) -> GroupRecord:
+        group = self._state.groups.get(group_id)
+        if group is None:
+            raise LookupError(f"group {group_id} is not in {self._path}")
+        return group
+
+    def _move(self, record: TrajectoryRecord, state: TrajectoryState) -> None:
+        before = record.shown_state
+        record.move_to(state)
+        self._counted(before, record)
+
+    def _counted(self, before: TrajectoryState, record: TrajectoryRecord) -> None:
+        self._counts[before] -= 1
+        self._counts[record.shown_state] += 1
+
+    def _put(self, record: TrajectoryRecord) -> None:
+        self._writer.put("trajectories", record.row())
+
+    def _delete_old_attempts(self, record: TrajectoryRecord) -> None:
+        self._writer.execute(
+            "DELETE FROM chunks WHERE trajectory_id = ? AND attempt < ?",
+            (record.trajectory_id, record.attempt),
+        )
+
+    def _set_batch(self, batch: BatchRow) -> None:
+        self._state.batches[batch.id] = batch
+        self._writer.put("batches", batch)
+
+    def _flush(self, record: TrajectoryRecord, *, with_row: bool = False) -> None:
+        """Hand over what is buffered; `with_row`: and what is stored of it, as one transaction."""
+        self._due.pop(record.trajectory_id, None)
+        chunk = record.take_chunk()
+        if chunk is not None:
+            row, own = schema.sealed("chunks", chunk), record.row() if with_row else None
+            record.in_flight = self._writer.add_chunk(row, len(chunk.data), own)
+        elif with_row:
+            self._put(record)
+
+    def _flush_due(self, now: float) -> None:
+        """Write what has waited for `chunk_seconds`, and come back for what is waiting still."""
+        while self._due:
+            trajectory_id, since = next(iter(self._due.items()))
+            if now - since < self._settings.chunk_seconds:
+                break
+            self._flush(self._state.records[trajectory_id])
+        if self._due and self._timer is None:
+            try:
+                loop = asyncio.get_running_loop()
+            except RuntimeError:
+                return  # without a loop, the next append looks again
+            self._timer = loop.call_later(self._settings.chunk_seconds, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._flush_due(time.monotonic())
+
+    def _tokens_on_disk(self, record: TrajectoryRecord) -> tuple[Segment, ...]:
+        if not self._writer.is_committed(record.in_flight):
+            self._writer.barrier().result(_WAIT_SECONDS)
+        if self._reading is None:
+            self._reading = schema.connect(self._path, read_only=True)
+        chunks = read_chunks(self._reading, [record.trajectory_id])
+        return assemble(record.row(), chunks.get(record.trajectory_id, ())).segments

@@ -1,0 +1,310 @@
+"""The one thread that writes the store: it turns what the event loop hands over into transactions.
+
+Invariants
+- What is handed over between two swaps becomes one transaction, all of it or nothing, in order.
+- The event loop never waits for the disk: it appends to a list in memory. Only when
+  `max_pending_bytes` are waiting does it block, for `stall_seconds` at most.
+- The first error ends the thread; it is raised at the next call and by every barrier and job that
+  still waits, and nothing is written after it.
+- A barrier is done when everything handed over before it is committed (and, if `durable`, on disk).
+- The store's lock is released by the thread, after its last write: while it lives, and be it in an
+  fsync that hangs, nobody else writes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megatron_async.errors import ComponentFailure
+from megatron_async.file_lock import FileLock
+from megatron_async.store import schema as schema
+from megatron_async.store.schema import TABLES, Row
+
+_ROWS_PER_INSERT = 250  # one GIL hand-over for this many rows
+_LINGER_SECONDS = 0.005  # gathers small writes into one transaction when nobody waits for it
+Job = Callable[[sqlite3.Connection], Any]
+T = TypeVar("T")
+
+
+@dataclass
+class _Pending:
+    """One future transaction."""
+
+    chunks: list[Row] = field(default_factory=list)
+    rows: dict[tuple[str, int], Row] = field(default_factory=dict)
+    statements: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
+    barriers: list[Future[int]] = field(default_factory=list)
+    jobs: list[tuple[Job, Future[Any]]] = field(default_factory=list)
+    size: int = 0
+    durable: bool = False
+
+    @property
+    def writes(self) -> bool:
+        return bool(self.chunks or self.rows or self.statements)
+
+
+class StoreWriter:
+    """Owns the only connection that writes. All methods are called from one other thread."""
+
+    def __init__(
+        self,
+        path: Path,
+        position: int,
+        lock: FileLock,
+        *,
+        max_pending_bytes: int = 64 * 1024 * 1024,
+        stall_seconds: float = 60.0,
+    ) -> None:
+        self._path = path
+        self._position = position
+        self._lock = lock
+        self._max_pending = max_pending_bytes
+        self.stall_seconds = stall_seconds
+        self._pending = _Pending()
+        self._changed = threading.Condition()
+        self._urgent = threading.Event()
+        self._error: BaseException | None = None
+        self._closing = False
+        self._submitted = 1  # number of the transaction being gathered
+        self._committed = 0
+        self._thread = threading.Thread(target=self._run, name="trajectory-store", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------ called by the event loop
+
+    @property
+    def position(self) -> int:
+        """Transactions ever committed to this store."""
+        return self._position
+
+    @property
+    def pending_bytes(self) -> int:
+        """What waits for the next transaction."""
+        return self._pending.size
+
+    def share_lock(self) -> FileLock:
+        """The store stays locked until this is closed too. For who writes beside it."""
+        with self._changed:
+            self._check()
+            return self._lock.share()
+
+    def add_chunk(self, row: Row, size: int, trajectory: Row | None = None) -> int:
+        """Append one chunk row; returns the number of the transaction that it will be in.
+
+        The same one holds `trajectory`, the values of its row of that table, if they are given.
+        """
+        with self._changed:
+            self._check()
+            self._wait_for_room()
+            self._pending.chunks.append(row)
+            self._pending.size += size
+            if trajectory is not None:
+                self.put("trajectories", trajectory)  # the lock is held: no transaction ends here
+            self._changed.notify()
+            return self._submitted
+
+    def put(self, table: str, values: schema.Row) -> int:
+        """Write a row whole; the last one of a key wins. Returns the transaction's number."""
+        row = schema.sealed(table, values)
+        key = values[0]
+        assert isinstance(key, int)
+        with self._changed:
+            self._check()
+            self._pending.rows[table, key] = row
+            self._pending.size += 64
+            self._changed.notify()
+            return self._submitted
+
+    def execute(self, statement: str, parameters: tuple[Any, ...]) -> int:
+        """A deletion, after all rows of the transaction. Returns the transaction's number."""
+        with self._changed:
+            self._check()
+            self._pending.statements.append((statement, parameters))
+            self._changed.notify()
+            return self._submitted
+
+    def is_committed(self, transaction: int) -> bool:
+        """Whether that transaction is in the file. Raises ComponentFailure after an error."""
+        self._check()
+        return transaction <= self._committed
+
+    def barrier(self, *, durable: bool = False) -> Future[int]:
+        """Done, with the position, when all before is committed; `durable`: survives power loss."""
+        future: Future[int] = Future()
+        with self._changed:
+            self._check()
+            self._pending.barriers.append(future)
+            self._pending.durable |= durable
+            self._urgent.set()
+            self._changed.notify()
+        return future
+
+    def run(self, job: Job) -> Future[Any]:
+        """Run `job(connection)` on the writer's thread, after all before is committed."""
+        future: Future[Any] = Future()
+        with self._changed:
+            self._check()
+            self._pending.jobs.append((job, future))
+            self._urgent.set()
+            self._changed.notify()
+        return future
+
+    async def wait(self, future: Future[T]) -> T:
+        """The result of a barrier or a job. Raises ComponentFailure after `stall_seconds`."""
+        try:
+            # Not `wait_for`: until Python 3.12 it may give a result although it is cancelled.
+            async with asyncio.timeout(self.stall_seconds):
+                return await asyncio.wrap_future(future)
+        except TimeoutError as error:
+            raise ComponentFailure(
+                f"trajectory store {self._path} committed nothing for {self.stall_seconds:g} s"
+            ) from error
+
+    def close(self) -> None:
+        """Commit what waits, end the thread. Raises ComponentFailure if it had failed."""
+        with self._changed:
+            self._closing = True
+            self._urgent.set()
+            self._changed.notify()
+        self._thread.join(self.stall_seconds)
+        if self._thread.is_alive():
+            raise ComponentFailure(
+                f"the writer of {self._path} did not end within {self.stall_seconds:.0f} s"
+            )
+        if self._error is not None:
+            raise self._failure() from self._error
+
+    def _failure(self) -> ComponentFailure:
+        return ComponentFailure(f"trajectory store {self._path} cannot be written: {self._error}")
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._failure() from self._error
+        if self._closing:
+            raise ComponentFailure(f"trajectory store {self._path} is closed")
+
+    def _wait_for_room(self) -> None:
+        roomy = self._changed.wait_for(
+            lambda: self._pending.size < self._max_pending or self._error is not None,
+            self.stall_seconds,
+        )
+        self._check()
+        if not roomy:
+            raise ComponentFailure(
+                f"trajectory store {self._path} took nothing for {self.stall_seconds:.0f} s "
+                f"with {self._pending.size >> 20} MiB waiting"
+            )
+
+    # ------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        pending = _Pending()
+        try:
+            connection = schema.connect(self._path)
+            try:
+                while True:
+                    taken = self._take()
+                    if taken is None:
+                        break
+                    pending = taken
+                    self._commit(connection, pending)
+                    for job, future in pending.jobs:
+                        self._run_job(connection, job, future)
+            finally:
+                connection.close()
+        except BaseException as error:  # noqa: BLE001 - kept, and raised at the next call
+            self._fail(error, pending)
+        finally:
+            self._lock.close()
+
+    def _take(self) -> _Pending | None:
+        """What has gathered; None when closing and empty."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: (
+                    self._closing
+                    or self._pending.writes
+                    or self._pending.barriers
+                    or self._pending.jobs
+                )
+            )
+        self._urgent.wait(_LINGER_SECONDS)
+        with self._changed:
+            self._urgent.clear()
+            taken, self._pending = self._pending, _Pending()
+            self._submitted += 1
+            self._changed.notify_all()
+            if not (taken.writes or taken.barriers or taken.jobs):
+                return None if self._closing else taken
+            return taken
+
+    def _commit(self, connection: sqlite3.Connection, pending: _Pending) -> None:
+        number = self._submitted - 1
+        if pending.writes or pending.durable:
+            if pending.durable:
+                connection.execute("PRAGMA synchronous=FULL")
+            connection.execute("BEGIN IMMEDIATE")
+            insert_chunks(connection, pending.chunks)
+            for (table, _), row in pending.rows.items():
+                connection.execute(replace_statement(table), row)
+            for statement, parameters in pending.statements:
+                connection.execute(statement, parameters)
+            progress = schema.sealed("progress", (1, self._position + 1))
+            connection.execute(replace_statement("progress"), progress)
+            connection.execute("COMMIT")
+            if pending.durable:
+                connection.execute("PRAGMA synchronous=NORMAL")
+            self._position += 1
+        self._committed = number
+        for barrier in pending.barriers:
+            if barrier.set_running_or_notify_cancel():
+                barrier.set_result(self._position)
+
+    @staticmethod
+    def _run_job(connection: sqlite3.Connection, job: Job, future: Future[Any]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            result = job(connection)
+        except (OSError, schema.DamagedStore) as error:  # its caller's business, not the store's
+            future.set_exception(error)
+        except BaseException as error:
+            future.set_exception(error)
+            raise
+        else:
+            future.set_result(result)
+
+    def _fail(self, error: BaseException, pending: _Pending) -> None:
+        with self._changed:
+            self._error = error
+            waiting = [*pending.barriers, *self._pending.barriers]
+            waiting += [future for _, future in [*pending.jobs, *self._pending.jobs]]
+            self._changed.notify_all()
+        for future in waiting:
+            # What is not done was never begun, and its waiter may give it up at any moment.
+            if not future.done() and future.set_running_or_notify_cancel():
+                future.set_exception(self._failure())
+
+
+def replace_statement(table: str) -> str:
+    """Insert or overwrite one whole row."""
+    return f"INSERT OR REPLACE INTO {table} VALUES ({', '.join('?' * len(TABLES[table]))})"
+
+
+def insert_chunks(connection: sqlite3.Connection, rows: list[Row]) -> None:
+    """Append sealed chunk rows (without their automatic key), many for each statement."""
+    columns = ", ".join(schema.column_names("chunks")[1:])
+    one = f"({', '.join('?' * (len(TABLES['chunks']) - 1))})"
+    for start in range(0, len(rows), _ROWS_PER_INSERT):
+        part = rows[start : start + _ROWS_PER_INSERT]
+        connection.execute(
+            f"INSERT INTO chunks ({columns}) VALUES {', '.join([one] * len(part))}",
+            [value for row in part for value in row],
+        )

@@ -1,0 +1,1 @@
+"""Stand-ins that users' own tests may import too."""

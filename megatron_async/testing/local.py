@@ -1,0 +1,172 @@
+"""A whole run inside one process: one trainer rank, engines that are there already, no Ray.
+
+For tests and experiments that run many short trainings on one warm engine. It is the same manager,
+driver, trainer and loop as in a large run; only the processes between them are missing.
+
+Invariants
+- The rollout side lives on an event loop of its own thread; every call across is limited in time.
+- Engines are borrowed: they are never started, restarted or stopped here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from megatron_async.checkpoint.manager import CheckpointManager
+from megatron_async.config import RunConfig
+from megatron_async.engines.interface import EngineClient
+from megatron_async.engines.sglang.client import SGLangClient
+from megatron_async.errors import ComponentFailure
+from megatron_async.rollout.driver import Verifier
+from megatron_async.rollout.evaluate import EvalResult
+from megatron_async.rollout.manager import ResumePoint, RolloutManager, UpdateReport
+from megatron_async.run_directory import RunDirectory
+from megatron_async.tasks import build_task
+from megatron_async.telemetry.metrics import MetricsWriter
+from megatron_async.train_loop.loop import LoopParts, TrainLoop
+from megatron_async.trainer.offload import trainer_memory
+from megatron_async.trainer.parallel import parallel_session
+from megatron_async.trainer.step import PolicyTrainer
+from megatron_async.trajectory.batch import TokenBatch
+from megatron_async.trajectory.types import FloatArray
+from megatron_async.weight_sync.http import EngineAddress
+from megatron_async.weight_sync.publisher import WeightPublisher
+
+_CALL_SECONDS = 120.0
+
+
+class BorrowedEngines:
+    """An `EngineLauncher` over servers that somebody else runs."""
+
+    def __init__(self, config: RunConfig, urls: Sequence[str]) -> None:
+        self._config = config
+        self._urls = urls
+
+    async def launch(self, index: int) -> EngineClient:
+        return await SGLangClient.connect(f"engine{index}", self._urls[index], self._config.engines)
+
+    async def alive(self, index: int) -> bool:
+        return True
+
+    async def stop(self, index: int) -> None:
+        return None
+
+
+class LocalLink:
+    """`RolloutLink` to a manager on another thread of this process."""
+
+    def __init__(self, config: RunConfig, manager: RolloutManager) -> None:
+        self._config = config
+        self._manager = manager
+        self._lineage = 0
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout", daemon=True)
+
+    def __enter__(self) -> LocalLink:
+        self._thread.start()
+        self._call(self._manager.start())
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self._call(self._manager.stop())
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(_CALL_SECONDS)
+            self._loop.close()
+
+    def attach(self, resume: ResumePoint) -> None:
+        self._lineage = resume.lineage
+        self._call(self._manager.attach(resume))
+
+    def next_batch(self) -> TokenBatch | None:
+        return self._call(self._manager.next_batch(self._lineage))  # type: ignore[no-any-return]
+
+    def drop_batch(self, step: int, reason: str) -> None:
+        async def drop() -> None:
+            self._manager.drop_batch(self._lineage, step, reason)
+
+        self._call(drop())
+
+    def begin_update(self, number: int) -> list[EngineAddress]:
+        work = self._manager.begin_update(self._lineage, number)
+        return self._call(work)  # type: ignore[no-any-return]
+
+    def end_update(self, number: int, engine_ids: Sequence[str], verify: bool) -> TokenBatch | None:
+        work = self._manager.end_update(self._lineage, number, engine_ids, verify)
+        return self._call(work)  # type: ignore[no-any-return]
+
+    def verify_update(
+        self, number: int, logprobs_T: FloatArray | None, float32: bool
+    ) -> UpdateReport:
+        work = self._manager.verify_update(self._lineage, number, logprobs_T, float32)
+        return self._call(work)  # type: ignore[no-any-return]
+
+    def evaluate(self, number: int) -> EvalResult:
+        limit = self._config.eval.timeout_seconds + _CALL_SECONDS
+        work = self._manager.evaluate(self._lineage, number)
+        return self._call(work, limit)  # type: ignore[no-any-return]
+
+    def position(self) -> dict[str, Any]:
+        return self._call(self._manager.position(self._lineage))  # type: ignore[no-any-return]
+
+    def checkpoint_finalised(self, step: int, kept_steps: Sequence[int]) -> None:
+        self._call(self._manager.checkpoint_finalised(self._lineage, step, kept_steps))
+
+    def _call(self, work: Coroutine[Any, Any, Any], limit: float = _CALL_SECONDS) -> Any:
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._loop).result(limit)
+        except TimeoutError as error:
+            raise ComponentFailure(f"the rollout side did not answer within {limit:g} s") from error
+
+
+def train_locally(
+    config: RunConfig, directory: RunDirectory, urls: Sequence[str], verifier: Verifier
+) -> None:
+    """All steps of `config` in this process. The engines at `urls` run `model.path`'s architecture.
+
+    Raises what a large run would raise, with its traceback.
+    """
+    manager = RolloutManager(
+        config,
+        task=build_task(config.task, config.model.path),
+        verifier=verifier,
+        launcher=BorrowedEngines(config, urls),
+        store_file=directory.store_file,
+        events_directory=directory.events if config.telemetry.record_events else None,
+    )
+    with ExitStack() as stack:
+        stack.enter_context(parallel_session(config.parallel, config.trainer, config.seed))
+        lineage = directory.next_lineage()
+        trainer = PolicyTrainer(config, lineage=lineage)
+        link = stack.enter_context(LocalLink(config, manager))
+        resume = ResumePoint(lineage, trainer.step)
+        link.attach(resume)
+        publisher = WeightPublisher(config, trainer.model, Path(directory.path) / "weights")
+        stack.callback(publisher.close)
+        metrics = stack.enter_context(MetricsWriter(directory.metrics_file, None, lineage=lineage))
+        checkpoints = CheckpointManager(directory.checkpoints, config.checkpoint)
+        memory = trainer_memory(config, trainer)
+        TrainLoop(
+            LoopParts(
+                config,
+                trainer,
+                publisher,
+                checkpoints,
+                link,
+                metrics,
+                resume=resume,
+                memory=memory,
+            )
+        ).run()

@@ -1,0 +1,1 @@
+"""The loop of a trainer rank."""

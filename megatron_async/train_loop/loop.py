@@ -1,0 +1,273 @@
+"""The trainer's loop: take a batch, train, publish the weights, checkpoint.
+
+It runs on every trainer rank in the same order; only rank 0 has a link to the rollout side, and
+what it hears is broadcast. The trainer knows nothing of engines but their addresses.
+
+Invariants
+- Version n is published exactly when the trainer's step is n; a skipped batch publishes the same
+  weights under the next number.
+- A checkpoint of step n is finalised before the rollout side hears of it.
+- Where engines share the trainer's devices, it holds none of their memory while they generate, and
+  saves a checkpoint before it gives the memory away.
+- A run that is asked to stop ends between two steps, with a finalised checkpoint of the last one.
+- A rollout manager that was lost costs no step: the trainer attaches to its successor at the step
+  that it has reached, on the same line, and repeats what was not answered. It passes the store's
+  position of its newest batch, so that a store that has lost a batch since is found out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from megatron_async.checkpoint.manager import CheckpointManager, Finalised
+from megatron_async.config import RunConfig
+from megatron_async.rollout.manager import ResumePoint, UpdateReport
+from megatron_async.telemetry.health import HealthWatch
+from megatron_async.telemetry.metrics import MetricsWriter
+from megatron_async.train_loop.manager_client import ManagerLost, RolloutLink
+from megatron_async.train_loop.rank_zero import RankZero
+from megatron_async.train_loop.stop import StopAsked, StopRequest
+from megatron_async.trainer.hf_config import parameter_dtype
+from megatron_async.trainer.offload import AlwaysThere, Residence, TrainerMemory
+from megatron_async.trainer.report import StepReport
+from megatron_async.trainer.step import PolicyTrainer
+from megatron_async.trajectory.batch import TokenBatch
+from megatron_async.trajectory.types import DropReason
+from megatron_async.weight_sync.publisher import WeightPublisher
+
+T = TypeVar("T")
+
+
+@dataclass
+class LoopParts:
+    """What the loop works with; `link` and `metrics` only on rank 0.
+
+    `resume` is where this line began; `memory` gives the trainer's device memory away where engines
+    share it; `rank_zero` is how ranks wait for the first one.
+    """
+
+    config: RunConfig
+    trainer: PolicyTrainer
+    publisher: WeightPublisher
+    checkpoints: CheckpointManager
+    link: RolloutLink | None
+    metrics: MetricsWriter | None
+    stop: StopRequest = field(default_factory=StopRequest)
+    resume: ResumePoint = field(default_factory=ResumePoint)
+    memory: TrainerMemory = field(default_factory=AlwaysThere)
+    rank_zero: RankZero = field(default_factory=RankZero)
+
+
+class TrainLoop:
+    """One rank's view of a run, from its resume point to its last step."""
+
+    def __init__(self, parts: LoopParts) -> None:
+        self._parts = parts
+        self._config = parts.config
+        self._trainer = parts.trainer
+        self._verified_once = False
+        self._health = HealthWatch()
+        self._saved_step = parts.trainer.step
+        self._store_position = parts.resume.store_position
+        self._colocated = not isinstance(parts.memory, AlwaysThere)
+        self._untold: list[Finalised] = []
+        self._unevaluated = False
+
+    def run(self) -> bool:
+        """Until `config.steps` batches are trained on: True; False when asked to stop before.
+
+        Raises ComponentFailure.
+        """
+        self._publish()
+        while self._trainer.step < self._config.steps:
+            if self._parts.stop.asked_anywhere():
+                return self._stop()
+            began = time.monotonic()
+            try:
+                batch = self._parts.rank_zero.does(lambda: self._link.next_batch())
+            except StopAsked:
+                return self._stop()
+            except ManagerLost:
+                self._attach_again()
+                continue
+            waited = time.monotonic() - began
+            if batch is None:  # stale engines want the current weights first
+                self._publish()
+                continue
+            self._step(batch, waited)
+        if self._unevaluated:  # a resume does it
+            return self._stop()
+        self._parts.checkpoints.wait()
+        self._ask(self._tell_finalised)
+        self._parts.memory.hold(Residence.ALL)  # the engines' work is done
+        return True
+
+    def _stop(self) -> bool:
+        """Keep what was trained since the last checkpoint."""
+        if self._trainer.step != self._saved_step:
+            self._checkpoint()
+        self._parts.checkpoints.wait()
+        self._ask(self._tell_finalised)
+        return False
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        """`question` to the rollout side, on rank 0; repeated if its manager is lost over it."""
+        while True:  # ends: Ray restarts a manager engines.max_manager_restarts times
+            try:
+                return self._parts.rank_zero.does(question)
+            except ManagerLost:
+                self._attach_again()
+
+    def _attach_again(self) -> None:
+        """To a manager that was started again; its engines are new and want weights."""
+        here = replace(
+            self._parts.resume, step=self._trainer.step, store_position=self._store_position
+        )
+        self._parts.rank_zero.does(lambda: self._link.attach(here))
+
+    @property
+    def _link(self) -> RolloutLink:
+        assert self._parts.link is not None
+        return self._parts.link
+
+    def _step(self, batch: TokenBatch, waited: float) -> None:
+        self._store_position = batch.store_position
+        began = time.monotonic()
+        self._parts.memory.hold(Residence.ALL)
+        report = self._trainer.train_batch(batch)
+        trained = time.monotonic() - began
+        if report.skipped:
+            self._ask(lambda: self._link.drop_batch(batch.step, DropReason.NONFINITE.value))
+        saved = 0.0
+        if self._colocated:  # after the update there is nothing on the device to save
+            saved = self._save_if_due()
+        began = time.monotonic()
+        update = self._publish()
+        published = time.monotonic() - began
+        if not self._colocated:
+            saved = self._save_if_due()
+        times = {
+            "time/wait_for_batch": waited,
+            "time/train": trained,
+            "time/publish": published,
+            "time/checkpoint": saved,
+        }
+        times["time/step"] = sum(times.values())
+        self._write(batch, report, update, times)
+
+    # ------------------------------------------------------------ weights
+
+    def _publish(self) -> UpdateReport:
+        """Send the current weights to the engines that must have them, verified."""
+        while True:  # as in `_ask`; the engines of a lost manager are gone too, so all of it
+            try:
+                return self._publish_once()
+            except ManagerLost:
+                self._attach_again()
+
+    def _publish_once(self) -> UpdateReport:
+        number = self._trainer.step
+        self._parts.memory.hold(Residence.WEIGHTS)
+        engines = self._parts.rank_zero.does(lambda: self._link.begin_update(number))
+        reached = self._parts.publisher.publish(engines, self._trainer.version)
+        wanted = self._config.weights.verify
+        verify = wanted == "every" or (wanted == "first" and not self._verified_once)
+        self._parts.memory.hold(Residence.NOTHING)
+        samples = self._parts.rank_zero.does(lambda: self._link.end_update(number, reached, verify))
+        logprobs_T, float32 = None, False
+        if samples is not None:
+            self._parts.memory.hold(Residence.WEIGHTS)
+            logprobs_T = self._trainer.compute_logprobs(samples)
+            float32 = parameter_dtype(self._config.model).itemsize == 4
+            self._parts.memory.hold(Residence.NOTHING)
+        update = self._parts.rank_zero.does(
+            lambda: self._link.verify_update(number, logprobs_T, float32)
+        )
+        self._verified_once = self._verified_once or (verify and update.passed)
+        if self._parts.metrics is not None:
+            for name, message in update.warnings:  # of the step that made this version
+                self._parts.metrics.warn(max(0, number - 1), name, message)
+        if update.evaluation_due:
+            self._evaluate(number)
+        return update
+
+    def _evaluate(self, number: int) -> None:
+        """An evaluation may take longer than whoever asks the run to stop will wait."""
+        try:
+            result = self._parts.rank_zero.does(lambda: self._link.evaluate(number))
+        except StopAsked:
+            self._unevaluated = True
+            return
+        if self._parts.metrics is not None:
+            self._parts.metrics.write(number, result.metrics(), kind="eval")
+
+    # ------------------------------------------------------------ checkpoints and records
+
+    def _save_if_due(self) -> float:
+        """Seconds that it took."""
+        began = time.monotonic()
+        self._checkpoint_if_due()
+        self._ask(self._tell_finalised)
+        return time.monotonic() - began
+
+    def _checkpoint_if_due(self) -> None:
+        step = self._trainer.step
+        settings = self._config.checkpoint
+        if step % settings.every_steps and step != self._config.steps:
+            return
+        self._checkpoint()
+
+    def _checkpoint(self) -> None:
+        extra = self._ask(lambda: self._link.position())
+        self._parts.memory.hold(Residence.ALL)  # engines that share the memory rest by now
+        self._parts.checkpoints.save(self._trainer, extra)
+        self._saved_step = self._trainer.step
+
+    def _tell_finalised(self) -> None:
+        """Rank 0 tells the rollout side of manifests that exist by now."""
+        if self._parts.link is not None:
+            self._untold += self._parts.checkpoints.take_finalised()
+            while self._untold:
+                done = self._untold[0]
+                self._parts.link.checkpoint_finalised(done.step, done.kept_steps)
+                del self._untold[0]
+
+    def _write(
+        self,
+        batch: TokenBatch,
+        report: StepReport,
+        update: UpdateReport,
+        times: dict[str, float],
+    ) -> None:
+        writer = self._parts.metrics
+        if writer is None:
+            return
+        metrics = {**batch.extra_metrics, **report.metrics, **times}
+        metrics |= {
+            "train/loss": report.loss,
+            "train/grad_norm": report.grad_norm,
+            "train/learning_rate": report.learning_rate,
+            "train/skipped_updates": report.skipped_updates,
+            "train/tokens": report.num_tokens,
+            "train/trained_tokens": report.num_trained_tokens,
+            "train/microbatches": report.num_microbatches,
+            "train/tokens_per_second": report.tokens_per_second,
+        }
+        probe = {
+            "weights/probe_mean_error": update.probe_mean_error,
+            "weights/probe_max_error": update.probe_max_error,
+            "weights/probe_drift": update.probe_drift,
+        }
+        metrics |= {name: value for name, value in probe.items() if value is not None}
+        writer.write(report.step, metrics)
+        for name, message in self._health.step(metrics):
+            writer.warn(report.step, name, message)
+        if report.step % self._config.telemetry.histograms_every == 0:
+            trained = batch.loss_mask_T > 0
+            writer.histogram(report.step, "rollout/lag", batch.lag_T[trained])
+            lengths_S = batch.lengths_S() - batch.prompt_lengths_S
+            writer.histogram(report.step, "rollout/response_length", lengths_S)
+            writer.histogram(report.step, "rollout/reward", batch.rewards_S)

@@ -1,0 +1,218 @@
+"""The trainer's line to the rollout manager: Ray calls, every one with a time limit.
+
+Only trainer rank 0 holds one. A failure of the rollout side arrives as `ComponentFailure` with the
+manager's own sentence, the loss of a manager that Ray starts again as `ManagerLost`, after which
+the trainer attaches anew and goes on. Every call says of which line the trainer is: the manager
+refuses one that has been replaced.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, cast
+
+import ray
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError, RayTaskError
+
+from megatron_async.config import RunConfig
+from megatron_async.engines.interface import EngineError
+from megatron_async.errors import ComponentFailure
+from megatron_async.rollout.actors import MANAGER_NAME, NAMESPACE
+from megatron_async.rollout.evaluate import EvalResult
+from megatron_async.rollout.manager import NotAttached, ResumePoint, UpdateReport
+from megatron_async.train_loop.stop import StopAsked
+from megatron_async.trajectory.batch import TokenBatch
+from megatron_async.trajectory.types import FloatArray
+from megatron_async.weight_sync.http import EngineAddress
+
+_SLACK_SECONDS = 30.0
+_CALL_SECONDS = 60.0
+_LOOK_SECONDS = 1.0
+_RETRY_SECONDS = 0.2
+# A dead actor whose restart Ray has not begun yet looks like one that is dead for good.
+_DEAD_SECONDS = 15.0
+
+
+class ManagerLost(ComponentFailure):
+    """The rollout manager died, and with it all that it knew of its trainer; `attach` again."""
+
+
+class RolloutLink(Protocol):
+    """What the trainer's loop asks of the rollout side; every call is limited in time."""
+
+    def attach(self, resume: ResumePoint) -> None:
+        """This trainer begins at `resume`; waits for the engines to have started."""
+        ...
+
+    def next_batch(self) -> TokenBatch | None:
+        """The next batch, or None when stale engines want weights first.
+
+        Raises StopAsked when the run was asked to stop before there was one.
+        """
+        ...
+
+    def drop_batch(self, step: int, reason: str) -> None:
+        """The batch of `step` could not be trained on."""
+        ...
+
+    def begin_update(self, number: int) -> list[EngineAddress]:
+        """Engines that must receive version `number`, ready for it."""
+        ...
+
+    def end_update(self, number: int, engine_ids: Sequence[str], verify: bool) -> TokenBatch | None:
+        """These engines were sent version `number`; with `verify`, what they sampled with it."""
+        ...
+
+    def verify_update(
+        self, number: int, logprobs_T: FloatArray | None, float32: bool
+    ) -> UpdateReport:
+        """The trainer's log-probs of what `end_update` returned, computed in `float32` or less."""
+        ...
+
+    def evaluate(self, number: int) -> EvalResult:
+        """Held-out accuracy of the version that has just been published.
+
+        Raises StopAsked when the run was asked to stop meanwhile.
+        """
+        ...
+
+    def position(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the rollout side."""
+        ...
+
+    def checkpoint_finalised(self, step: int, kept_steps: Sequence[int]) -> None:
+        """The manifest of `step` exists now."""
+        ...
+
+
+class RayLink:
+    """Synchronous calls to the named manager actor of this run's Ray cluster."""
+
+    def __init__(
+        self, config: RunConfig, ray_address: str, stop_asked: Callable[[], bool] = lambda: False
+    ) -> None:
+        """`stop_asked` is looked at during waits for batches and evaluations."""
+        ray.init(
+            address=ray_address, namespace=NAMESPACE, log_to_driver=False, logging_level="error"
+        )
+        self._config = config
+        self._stop_asked = stop_asked
+        self._manager: Any = None
+        self._lineage = 0
+
+    def attach(self, resume: ResumePoint) -> None:
+        self._lineage = resume.lineage
+        limit = self._config.engines.start_timeout_seconds + _CALL_SECONDS
+        began = time.monotonic()
+        deadline, dead_until = began + limit, began + _DEAD_SECONDS
+        if self._manager is None:  # the rollout side creates it while ranks start
+            self._manager = _manager_actor(limit)
+        while True:
+            try:
+                left = max(deadline - time.monotonic(), _RETRY_SECONDS)
+                self._receive("attach", self._send("attach", resume), left)
+                return
+            except ManagerLost as lost:  # an attach that was lost half-way is simply repeated
+                dead = isinstance(lost.__cause__, ActorDiedError)
+                if time.monotonic() > (dead_until if dead else deadline):
+                    raise ComponentFailure(
+                        "the rollout manager did not come back within "
+                        f"{time.monotonic() - began:.0f} s: {lost}"
+                    ) from lost
+            time.sleep(_RETRY_SECONDS)
+
+    def next_batch(self) -> TokenBatch | None:
+        limit = self._config.trainer.wait_for_batch_seconds + _SLACK_SECONDS
+        return cast("TokenBatch | None", self._call_unless_stopped("next_batch", limit))
+
+    def drop_batch(self, step: int, reason: str) -> None:
+        self._call("drop_batch", _CALL_SECONDS, step, reason)
+
+    def begin_update(self, number: int) -> list[EngineAddress]:
+        settings = self._config
+        limit = max(settings.trainer.wait_for_batch_seconds, settings.weights.timeout_seconds)
+        limit += _SLACK_SECONDS
+        return cast("list[EngineAddress]", self._call("begin_update", limit, number))
+
+    def end_update(self, number: int, engine_ids: Sequence[str], verify: bool) -> TokenBatch | None:
+        # What engines sample has as long as the transfer had.
+        limit = 2 * self._config.weights.timeout_seconds + _SLACK_SECONDS
+        answer = self._call("end_update", limit, number, list(engine_ids), verify)
+        return cast("TokenBatch | None", answer)
+
+    def verify_update(
+        self, number: int, logprobs_T: FloatArray | None, float32: bool
+    ) -> UpdateReport:
+        limit = self._config.weights.timeout_seconds + _SLACK_SECONDS
+        answer = self._call("verify_update", limit, number, logprobs_T, float32)
+        return cast("UpdateReport", answer)
+
+    def evaluate(self, number: int) -> EvalResult:
+        limit = self._config.eval.timeout_seconds + _SLACK_SECONDS
+        # Colocated engines must have come to rest before the trainer has their memory.
+        colocated = self._config.engines.placement == "colocated"
+        call = self._call if colocated else self._call_unless_stopped
+        return cast("EvalResult", call("evaluate", limit, number))
+
+    def position(self) -> dict[str, Any]:
+        return cast("dict[str, Any]", self._call("position", _CALL_SECONDS))
+
+    def checkpoint_finalised(self, step: int, kept_steps: Sequence[int]) -> None:
+        self._call("checkpoint_finalised", _CALL_SECONDS, step, list(kept_steps))
+
+    def close(self) -> None:
+        """Leave the Ray cluster (it goes on)."""
+        ray.shutdown()
+
+    def _call(self, method: str, limit: float, *arguments: Any) -> Any:
+        return self._receive(method, self._send(method, self._lineage, *arguments), limit)
+
+    def _call_unless_stopped(self, method: str, limit: float, *arguments: Any) -> Any:
+        """`_call`, given up with StopAsked as soon as the run is asked to stop."""
+        answer = self._send(method, self._lineage, *arguments)
+        deadline = time.monotonic() + limit
+        while time.monotonic() < deadline:
+            if ray.wait([answer], timeout=_LOOK_SECONDS)[0]:
+                break
+            if self._stop_asked():
+                raise StopAsked
+        return self._receive(method, answer, limit, waited=limit)
+
+    def _send(self, method: str, *arguments: Any) -> Any:
+        return self._manager.call.remote(method, *arguments)
+
+    def _receive(self, method: str, answer: Any, limit: float, waited: float = 0.0) -> Any:
+        """The answer, for which `waited` of the `limit` seconds have passed already."""
+        try:
+            return ray.get(answer, timeout=limit - waited)
+        except RayTaskError as error:
+            if isinstance(error.cause, NotAttached):
+                raise ManagerLost(str(error.cause)) from error
+            if isinstance(error.cause, ComponentFailure | EngineError):
+                raise ComponentFailure(str(error.cause)) from error
+            # Ray's own wrapper cannot be sent to the other ranks; its text can.
+            raise RuntimeError(f"the rollout manager failed in {method}: {error}") from error
+        except RayActorError as error:
+            raise ManagerLost(
+                f"the rollout manager has died (waiting for {method}): {error}"
+            ) from error
+        except GetTimeoutError as error:
+            raise ComponentFailure(
+                f"the rollout manager did not answer {method} within {limit:.0f} s"
+            ) from error
+
+
+def _manager_actor(seconds: float) -> Any:
+    """The rollout manager of this run's Ray cluster. Raises ComponentFailure after the limit."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return ray.get_actor(MANAGER_NAME)
+        except (ValueError, RayError) as error:  # ValueError: nobody of that name lives
+            if time.monotonic() > deadline:
+                raise ComponentFailure(
+                    f"waited {seconds:.0f} s for the rollout manager, which the rollout side has "
+                    "not created or has lost for good; its log says why"
+                ) from error
+        time.sleep(_RETRY_SECONDS)

@@ -1,0 +1,120 @@
+"""Entry of one trainer rank under torchrun: `-m megatron_async.train_loop.rank RUN_DIR`.
+
+Where the rollout side is comes from the environment (`MEGATRON_ASYNC_RAY_ADDRESS`), set by whoever
+started both. A failure with a sentence is left in the run directory for the supervisor, and so is
+how the run ended: complete, or stopped because it was asked to (SIGUSR2, see `train_loop/stop.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from contextlib import ExitStack
+
+from megatron_async.config import RunConfig
+from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.launcher.environment import RAY_ADDRESS_VARIABLE
+from megatron_async.run_directory import Outcome, RunDirectory
+from megatron_async.train_loop.stop import StopRequest
+
+
+def train(directory: RunDirectory, config: RunConfig, ray_address: str, stop: StopRequest) -> None:
+    """Build this rank's trainer, restore the newest checkpoint, run the loop, export."""
+    from megatron_async.checkpoint.manager import CheckpointManager
+    from megatron_async.models.save import save_hf
+    from megatron_async.rollout.manager import ResumePoint
+    from megatron_async.telemetry.metrics import MetricsWriter
+    from megatron_async.testing.trained import NotingLink
+    from megatron_async.train_loop.loop import LoopParts, TrainLoop
+    from megatron_async.train_loop.manager_client import RayLink, RolloutLink
+    from megatron_async.train_loop.rank_zero import RankZero, patience_seconds
+    from megatron_async.trainer.offload import trainer_memory
+    from megatron_async.trainer.parallel import parallel_session
+    from megatron_async.trainer.step import PolicyTrainer
+    from megatron_async.weight_sync.publisher import WeightPublisher
+    from megatron_async.weight_sync.transports.base import seconds_to_give_up
+
+    with ExitStack() as stack:
+        session = parallel_session(
+            config.parallel,
+            config.trainer,
+            config.seed,
+            held_up_seconds=seconds_to_give_up(config.weights),
+        )
+        first = stack.enter_context(session).rank == 0
+        rank_zero = RankZero.waited_for(patience_seconds(config))
+        lineage = rank_zero.does(directory.next_lineage)
+        checkpoints = CheckpointManager(directory.checkpoints, config.checkpoint, rank_zero.group)
+        newest = checkpoints.newest()
+        resume = ResumePoint(lineage)
+        if newest is not None:
+            manifest = newest.manifest
+            position = int(manifest.extra["store_position"])
+            resume = ResumePoint(lineage, newest.step, manifest.lineage, position)
+
+        def build() -> PolicyTrainer:
+            trainer = PolicyTrainer(config, lineage=lineage)
+            if newest is not None:
+                checkpoints.load(trainer, newest)
+            return trainer
+
+        # Side by side with the engines' start; on shared devices only when the engines rest.
+        colocated = config.engines.placement == "colocated"
+        trainer = None if colocated else build()
+        metrics: MetricsWriter | None = None
+        link: RolloutLink | None = None
+        if first:
+            ray_link = RayLink(config, ray_address, stop.asked)
+            stack.callback(ray_link.close)
+            link = NotingLink(ray_link, directory.trained) if config.experiment.ledger else ray_link
+            board = directory.tensorboard if config.telemetry.tensorboard else None
+            metrics = MetricsWriter(directory.metrics_file, board, lineage=lineage)
+            stack.callback(metrics.close)
+        rank_zero.does(lambda: link.attach(resume) if link is not None else None)
+        trainer = trainer or build()
+        publisher = WeightPublisher(config, trainer.model, directory.path / "weights")
+        stack.callback(publisher.close)
+        parts = LoopParts(
+            config,
+            trainer,
+            publisher,
+            checkpoints,
+            link,
+            metrics,
+            stop,
+            resume,
+            trainer_memory(config, trainer),
+            rank_zero,
+        )
+        complete = TrainLoop(parts).run()
+        if complete and config.checkpoint.export_hf:
+            # A run that was extended by --resume exports anew.
+            rank_zero.does(lambda: shutil.rmtree(directory.hf_export, ignore_errors=True))
+            save_hf(trainer.model, directory.hf_export, config.model.path)
+        outcome = Outcome.COMPLETE if complete else Outcome.STOPPED
+        rank_zero.does(lambda: directory.report_outcome(outcome))
+
+
+def main(arguments: list[str]) -> int:
+    """Exit code: 0, 1 for a failed component, 2 for bad input."""
+    stop = StopRequest.from_environment()
+    directory, config = RunDirectory.find(arguments[0], [])
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    try:
+        train(directory, config, os.environ[RAY_ADDRESS_VARIABLE], stop)
+    except UserError as error:
+        directory.report_failure(str(error), 2, attempt)
+        return 2
+    except ComponentFailure as error:
+        directory.report_failure(str(error), 1, attempt)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: gloo threads of a failed collective would keep the interpreter alive.
+    os._exit(code)

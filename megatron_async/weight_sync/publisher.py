@@ -1,0 +1,162 @@
+"""Publishing a policy version: the collective export and the senders, as one call on every rank.
+
+Invariants
+- Every rank calls `publish` in the same order; the export is collective and always exhausted, also
+  when a sending rank fails half-way.
+- The leader of every pipeline stage sends its own layers, stage after stage (`turns.py`): no layer
+  passes through another stage on its way to the engines.
+- An engine that fails during a transfer is left out and the whole update is repeated for the
+  others; each repetition has at least one engine less, so it ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_async.config import RunConfig
+from megatron_async.errors import ComponentFailure
+from megatron_async.models.architecture import Architecture
+from megatron_async.models.export import SENDER, stage_buckets
+from megatron_async.models.parameters import unwrap
+from megatron_async.trajectory.types import PolicyVersion
+from megatron_async.weight_sync.http import EngineAddress, EngineCallError
+from megatron_async.weight_sync.quantise import quantised_names, quantised_tensors
+from megatron_async.weight_sync.stages import StageTurns
+from megatron_async.weight_sync.transports.base import (
+    TransferReport,
+    WeightSender,
+    combined,
+    make_sender,
+    seconds_to_give_up,
+    sending_device,
+)
+from megatron_async.weight_sync.turns import Baton, EarlierStageFailed
+
+_MIB = 1 << 20
+# For the leaders' own messages, and what engines that are well take to be connected.
+_SLACK_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """How one leader's part went: a value, the engines to blame, or another error."""
+
+    value: Any = None
+    failed: frozenset[str] = frozenset()
+    error: Exception | None = None
+
+    @property
+    def ok(self) -> bool:
+        return not self.failed and self.error is None
+
+
+class WeightPublisher:
+    """Sends the policy of this trainer to engines.
+
+    `report` is that of the newest transfer, over all stages; on leading ranks only.
+    """
+
+    def __init__(
+        self, config: RunConfig, chunks: Sequence[torch.nn.Module], directory: Path
+    ) -> None:
+        """Collective. `directory` is where `disk` and `delta` publish unless the settings say."""
+        self._settings = config.weights
+        self._chunks = chunks
+        self._architecture: Architecture = unwrap(chunks[0]).architecture
+        # An in-flight update that keeps the KV cache must not flush it.
+        self._flush_cache = config.schedule.weight_update == "boundary" or (
+            config.schedule.kv == "recompute"
+        )
+        if config.engines.placement == "colocated":
+            self._flush_cache = False  # its memory was given back, and the cache with it
+        self._names_in_fp8: frozenset[str] = frozenset()
+        if config.engines.quantization == "fp8":
+            self._names_in_fp8 = quantised_names(self._architecture)
+        self._turns = StageTurns(seconds_to_give_up(config.weights) + _SLACK_SECONDS)
+        self._sender: WeightSender | None = None
+        if self._turns.leads:
+            device = sending_device(config.engines)
+            where = Path(config.weights.directory) if config.weights.directory else directory
+            self._sender = make_sender(config.weights, config.engines, device, where)
+        self.report: TransferReport | None = None
+
+    def publish(self, engines: Sequence[EngineAddress], version: PolicyVersion) -> list[str]:
+        """Make `engines` hold `version`; returns the ids of those that do (same on every rank).
+
+        The engines are ready for it (idle or paused). Raises ComponentFailure, on every rank, for
+        a failure that is not one engine's.
+        """
+        wanted = list(engines)
+        while wanted:
+            failed = self._attempt(wanted, version)
+            if not failed:
+                break
+            wanted = [engine for engine in wanted if engine.engine_id not in failed]
+        return [engine.engine_id for engine in wanted]
+
+    def close(self) -> None:
+        """Leave the engines alone."""
+        if self._sender is not None:
+            self._sender.close()
+
+    def _attempt(self, engines: Sequence[EngineAddress], version: PolicyVersion) -> set[str]:
+        """One transfer to all; the engines that are to blame where it failed."""
+        stream = stage_buckets(
+            self._chunks,
+            self._architecture,
+            self._settings.bucket_mib * _MIB,
+            lambda tensors: quantised_tensors(tensors, self._names_in_fp8),
+        )
+        outcomes: list[_Outcome] = []
+        sender = self._sender
+        if sender is not None:
+            outcomes = self._turns.join(_outcome_of(lambda: self._connect(sender, engines)))
+            if all(outcome.ok for outcome in outcomes):
+                send = lambda: sender.send(stream, version, self._flush_cache, self._turns)  # noqa: E731
+                outcomes = self._turns.join(_outcome_of(send))
+            if all(outcome.ok for outcome in outcomes):
+                self.report = combined([outcome.value for outcome in outcomes])
+            else:
+                sender.disconnect()
+        for _ in stream:
+            pass
+        box = [outcomes]
+        dist.broadcast_object_list(box, src=SENDER)
+        return _blamed(box[0])
+
+    def _connect(self, sender: WeightSender, engines: Sequence[EngineAddress]) -> None:
+        """In turn, as engines join one group after the other."""
+        self._turns.take()
+        try:
+            sender.connect(engines)
+        except BaseException:
+            self._turns.hand_on(Baton(failed=True))
+            raise
+        self._turns.hand_on(Baton())
+
+
+def _outcome_of(work: Callable[[], Any]) -> _Outcome:
+    try:
+        return _Outcome(work())
+    except EngineCallError as error:
+        return _Outcome(failed=frozenset(error.engine_ids))
+    except Exception as error:  # noqa: BLE001 - raised on every rank by `_blamed`
+        return _Outcome(error=error)
+
+
+def _blamed(outcomes: Sequence[_Outcome]) -> set[str]:
+    """The engines that failed. Raises the error of the first stage that had another one."""
+    failed = {engine_id for outcome in outcomes for engine_id in outcome.failed}
+    errors = [outcome.error for outcome in outcomes if outcome.error is not None]
+    told = [error for error in errors if not isinstance(error, EarlierStageFailed)]
+    if told:
+        raise told[0]
+    if errors and not failed:
+        raise ComponentFailure(f"weights could not be sent: {errors[0]}")
+    return failed

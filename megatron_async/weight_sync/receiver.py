@@ -1,0 +1,157 @@
+"""The engine's end of `weights.transport: delta`: whole weights made of differences, beside it.
+
+It lives in the engine's server process (`engines/sglang/receiver.py`) and keeps one policy version
+in a directory of its machine: safetensors in bfloat16, which the engine then loads from there.
+
+Invariants
+- A version is there whole, with the checksums of its publication, or not at all: nothing is ever
+  loaded from a mixture.
+- Whatever is wrong with differences (another base, a damaged file on either side) is `NeedsFull`;
+  the version that was held stays. A full publication that is damaged is a ComponentFailure.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_async.errors import ComponentFailure
+from megatron_async.weight_sync.blocks import DeltaError, apply
+from megatron_async.weight_sync.version_directory import (
+    Manifest,
+    Publication,
+    Shard,
+    read_manifest,
+    read_shard,
+    shard_of,
+)
+
+DELTA_SUFFIX = ".delta"
+_PREFIX = "megatron-async-weights-"
+
+
+class NeedsFull(ComponentFailure):
+    """The differences do not lead from what this receiver holds to the version wanted."""
+
+
+@dataclass(frozen=True)
+class Received:
+    """A version on this machine, and the bytes that were read of its publication."""
+
+    path: Path
+    bytes: int
+
+
+class WeightReceiver:
+    """Keeps the newest version below `root`, a directory that nobody else writes to."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._held: tuple[Manifest, Path] | None = None
+
+    def receive(self, directory: Path, version: str, *, full: bool) -> Received:
+        """Make `version`, published in `directory`, whole on this machine.
+
+        Raises NeedsFull when that takes a full publication and `full` is false, and
+        ComponentFailure when it cannot be done.
+        """
+        if full:
+            manifest = read_manifest(directory / version)
+        else:
+            try:
+                manifest = read_manifest(directory / (version + DELTA_SUFFIX))
+            except ComponentFailure as error:
+                raise NeedsFull(str(error)) from error
+        if manifest.version != version:
+            raise ComponentFailure(
+                f"published weights {directory / version} say that they are {manifest.version}"
+            )
+        if full:
+            return self._take_full(directory / version, manifest)
+        return self._take_delta(directory / (version + DELTA_SUFFIX), manifest)
+
+    def _take_full(self, source: Path, manifest: Manifest) -> Received:
+        def shard(name: str, expected: Shard) -> bytes:
+            return read_shard(source, name, expected)
+
+        return self._make(manifest, shard, sum(s.bytes for s in manifest.shards.values()))
+
+    def _take_delta(self, source: Path, manifest: Manifest) -> Received:
+        if self._held is None:
+            raise NeedsFull(f"{manifest.version} came as differences, and nothing is held yet")
+        held, base = self._held
+        if held.digest == manifest.digest and held.version == manifest.version:
+            try:  # it is sent again because something was wrong: perhaps these very files
+                for name, expected in held.shards.items():
+                    read_shard(base, name, expected)
+            except ComponentFailure as error:
+                raise NeedsFull(f"{held.version} is held, but not whole: {error}") from error
+            return Received(base, 0)
+        if held.digest != manifest.base:
+            raise NeedsFull(
+                f"the differences to {manifest.version} are not against {held.version}, which is "
+                "held"
+            )
+        files = manifest.files or {}
+
+        def shard(name: str, expected: Shard) -> bytes:
+            try:
+                delta = read_shard(source, name, files[name])
+                with (base / name).open("rb") as file:
+                    data = apply(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), delta)
+            except (ComponentFailure, DeltaError, OSError, KeyError, ValueError) as error:
+                raise NeedsFull(
+                    f"the differences from {held.version} to {manifest.version} do not hold: "
+                    f"{name}: {error}"
+                ) from error
+            if shard_of(data) != expected:
+                raise NeedsFull(f"{name} of {manifest.version} is not what was published")
+            return data
+
+        return self._make(manifest, shard, sum(file.bytes for file in files.values()))
+
+    def _make(
+        self, manifest: Manifest, shard: Callable[[str, Shard], bytes], size: int
+    ) -> Received:
+        """Write all shards, then let go of the version before."""
+        publication = Publication(self._root, f"{manifest.version}-{manifest.digest[:16]}")
+        try:
+            for name, expected in manifest.shards.items():
+                publication.add(name, shard(name, expected))
+            path = publication.finish(Manifest(manifest.version, manifest.shards, manifest.owners))
+        except OSError as error:
+            raise ComponentFailure(f"weights cannot be kept in {self._root}: {error}") from error
+        finally:
+            publication.discard()
+        before, self._held = self._held, (manifest, path)
+        if before is not None and before[1] != path:
+            shutil.rmtree(before[1], ignore_errors=True)
+        return Received(path, size)
+
+
+def make_root(parent: Path | None = None) -> Path:
+    """A new directory for one receiver of this process.
+
+    Those of processes that were killed, which no longer exist, are removed.
+    """
+    where = parent or Path(tempfile.gettempdir())
+    where.mkdir(parents=True, exist_ok=True)
+    for left in where.glob(_PREFIX + "*"):
+        owner = left.name.removeprefix(_PREFIX).partition("-")[0]
+        if owner.isdigit() and not Path(f"/proc/{owner}").exists():
+            with suppress(OSError):  # another user's, or another process removes it just now
+                shutil.rmtree(left)
+    return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=where))
+
+
+def remove_roots(owner: int, parent: Path | None = None) -> None:
+    """Remove the directories that `make_root` made for process `owner`."""
+    where = parent or Path(tempfile.gettempdir())
+    for root in where.glob(f"{_PREFIX}{owner}-*"):
+        shutil.rmtree(root, ignore_errors=True)

@@ -1,0 +1,379 @@
+"""How a new policy version reaches the engines: the interface, and what all transports share.
+
+    sender = make_sender(config.weights, config.engines, torch.device("cpu"), directory)
+    sender.connect(addresses)                     # again whenever the set of engines changes
+    report = sender.send(buckets, version)        # the engines are paused
+    sender.close()
+
+Invariants
+- Engines are paused by whoever calls `send`; nothing is generated between its first and its last
+  bucket. The version is announced with the last bucket, so no token is ever labelled with weights
+  that were only partly there.
+- Names are checked against the engines' own parameters before they are sent, completeness after.
+- Every wait has a limit. After any failure the engines that are left hold an undefined mixture:
+  `send` raises `EngineCallError` (its `engine_ids` are the engines to blame), the connection is
+  torn down, and the next `connect` starts afresh with whichever engines it is given.
+- Each pipeline stage of the trainer has a sender (on its leading rank) for its own layers; they
+  take turns (`turns.py`). The buckets' iterator may be collective: a sender that fails leaves the
+  rest of it to its caller.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_async.config.rollout import EngineConfig, WeightsConfig
+from megatron_async.errors import ComponentFailure
+from megatron_async.trajectory.types import PolicyVersion
+from megatron_async.weight_sync.http import EngineAddress, EngineCallError, EngineCalls
+from megatron_async.weight_sync.turns import Alone, Baton, EarlierStageFailed, Turns
+from megatron_async.weight_sync.verify import NameCheck, engine_parameters
+
+NamedTensor = tuple[str, Tensor]
+Bucket = Sequence[NamedTensor]
+
+# Limits of what surrounds a transfer, which has `weights.timeout_seconds`.
+HEALTH_SECONDS = 5.0
+JOIN_SECONDS = 60.0
+LAST_ANSWERS_SECONDS = 1.0
+CLEANUP_SECONDS = 20.0
+_OPEN_SESSION = "already open"
+_ALONE = Alone()
+
+
+@dataclass(frozen=True)
+class TransferReport:
+    """What one update cost. `phases` are seconds; they overlap, so their sum is not `seconds`.
+
+    `bytes` are those of the tensors, `sent_bytes` what one engine was sent of them.
+    """
+
+    version: PolicyVersion
+    buckets: int
+    tensors: int
+    bytes: int
+    sent_bytes: int
+    seconds: float
+    phases: dict[str, float] = field(default_factory=dict)
+
+
+class Stopwatch:
+    """Adds up seconds by phase."""
+
+    def __init__(self) -> None:
+        self.phases: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        """Put the time since the last lap on `phase`."""
+        now = time.perf_counter()
+        self.phases[phase] = self.phases.get(phase, 0.0) + now - self._last
+        self._last = now
+
+    def add(self, phase: str, seconds: float) -> None:
+        """Seconds of another thread."""
+        self.phases[phase] = self.phases.get(phase, 0.0) + seconds
+
+
+class Update:
+    """One sender's share of an update: its buckets, its turn, and what is counted on the way."""
+
+    def __init__(
+        self,
+        buckets: Iterable[Bucket],
+        version: PolicyVersion,
+        flush_cache: bool,
+        turns: Turns,
+        check: NameCheck,
+        timeout_seconds: float,
+    ) -> None:
+        self.version = version
+        self.flush_cache = flush_cache
+        self.stage = turns.index
+        self.is_first = turns.index == 0
+        self.is_last = turns.last
+        self.deadline = time.monotonic() + timeout_seconds
+        self.watch = Stopwatch()
+        self.sent_bytes = 0
+        self.written: dict[str, Any] = {}
+        self._buckets = buckets
+        self._turns = turns
+        self._check = check
+        self._asked = False
+        self._before: Baton | None = None
+        self._counts = [0, 0, 0]
+        self._began = time.perf_counter()
+
+    def buckets(self) -> Iterator[Bucket]:
+        """This stage's buckets, their names checked. Raises ValueError if there is none."""
+        for bucket in self._buckets:
+            self._check.add(name for name, _ in bucket)
+            self._counts[0] += 1
+            self._counts[1] += len(bucket)
+            self._counts[2] += size_of(bucket)
+            yield bucket
+        if not self._counts[0]:
+            raise ValueError("an update without any tensor")
+
+    def marked_buckets(self) -> Iterator[tuple[Bucket, bool]]:
+        """Each with whether it is the last of the whole update (looks one bucket ahead)."""
+        for bucket, following in self.buckets_with_next():
+            yield bucket, following is None and self.is_last
+
+    def buckets_with_next(self) -> Iterator[tuple[Bucket, Bucket | None]]:
+        """Each with this stage's next one, None after the last (looks one bucket ahead)."""
+        return with_next(self.buckets())
+
+    def turn(self) -> Mapping[str, Any]:
+        """Wait until the stages before have sent theirs; what they have written."""
+        if self._before is None:
+            self._asked = True
+            self._before = before = self._turns.take()
+            self._check.sent_before(before.names)
+            self.watch.lap("turn")
+        return self._before.written
+
+    def finish(self) -> TransferReport:
+        """Everything was sent. Raises ComponentFailure if the whole update lacks a parameter."""
+        self.turn()
+        if self.is_last:
+            self._check.finish()
+        self._turns.hand_on(Baton(self._check.sent, self.written))
+        return TransferReport(
+            self.version,
+            buckets=self._counts[0],
+            tensors=self._counts[1],
+            bytes=self._counts[2],
+            sent_bytes=self.sent_bytes,
+            seconds=time.perf_counter() - self._began,
+            phases=self.watch.phases,
+        )
+
+    def give_up(self) -> None:
+        """After a failure: the stages behind must not wait."""
+        if not self._asked:
+            with contextlib.suppress(EarlierStageFailed):  # its own leader says why
+                self._turns.take()
+        self._turns.hand_on(Baton(failed=True))
+
+
+class WeightSender(abc.ABC):
+    """Sends policy versions to a set of engines."""
+
+    def __init__(self, settings: WeightsConfig, engines: EngineConfig) -> None:
+        self.settings = settings
+        self.engine_settings = engines
+        self._calls: EngineCalls | None = None
+        self._known: frozenset[str] = frozenset()
+
+    @property
+    def calls(self) -> EngineCalls:
+        """Calls to the connected engines. Raises ComponentFailure before `connect`."""
+        if self._calls is None:
+            raise ComponentFailure("weights were to be sent before any engine was connected")
+        return self._calls
+
+    @property
+    def engines(self) -> tuple[EngineAddress, ...]:
+        """The connected engines."""
+        return () if self._calls is None else self._calls.engines
+
+    def connect(self, engines: Sequence[EngineAddress]) -> None:
+        """Make ready to send to exactly these engines; does nothing if that is so already.
+
+        Raises EngineCallError naming the engines that do not answer, and ComponentFailure if they
+        do not all run the same model.
+        """
+        if not engines:
+            raise ComponentFailure("there is no engine to send weights to")
+        if self._calls is not None and self._calls.engines == tuple(engines):
+            return
+        self.disconnect()
+        self._calls = EngineCalls(engines, self.engine_settings.api_key)
+        try:
+            self.calls.every("health", None, HEALTH_SECONDS, method="GET")
+            answers = self.calls.every(
+                "weights_checker", {"action": "checksum"}, self.settings.timeout_seconds
+            )
+            known = {engine_parameters(answer) for answer in answers}
+            if len(known) != 1:
+                raise ComponentFailure("the engines do not all run the same model")
+            self._known = known.pop()
+            self._open_link()
+        except BaseException:
+            self.disconnect()
+            raise
+
+    def disconnect(self) -> None:
+        """Leave the engines alone; `connect` may follow. Never raises for a dead engine."""
+        if self._calls is None:
+            return
+        try:
+            self._close_link()
+        finally:
+            self._calls.close()
+            self._calls = None
+
+    def send(
+        self,
+        buckets: Iterable[Bucket],
+        version: PolicyVersion,
+        flush_cache: bool = True,
+        turns: Turns = _ALONE,
+    ) -> TransferReport:
+        """Make all connected engines hold `version`. They must be paused.
+
+        `flush_cache=False` keeps the KV cache that older weights made (pause mode `in_place`).
+        `turns` orders the senders of several pipeline stages, each with buckets of its own.
+        Raises EngineCallError or ComponentFailure; then the engines' weights are undefined.
+        """
+        calls = self.calls
+        update = Update(
+            buckets,
+            version,
+            flush_cache,
+            turns,
+            NameCheck(self._known),
+            self.settings.timeout_seconds,
+        )
+        try:
+            self._transfer(update)
+            return update.finish()
+        except BaseException:
+            update.give_up()
+            self._abandon(calls)
+            raise
+
+    def close(self) -> None:
+        """Release everything."""
+        self.disconnect()
+
+    @abc.abstractmethod
+    def _open_link(self) -> None:
+        """What the transport needs beside HTTP; engines answer."""
+
+    @abc.abstractmethod
+    def _close_link(self) -> None:
+        """Undo `_open_link`, whatever state the engines are in."""
+
+    @abc.abstractmethod
+    def _transfer(self, update: Update) -> None:
+        """Send this stage's buckets in its turn; the last stage's last one with the version."""
+
+    def _begin_session(self, deadline: float) -> None:
+        """Open a weight-update session on every engine, closing one that a failure left open."""
+        try:
+            self.calls.every("begin_weight_update", {}, time_left(deadline))
+        except EngineCallError as error:
+            if _OPEN_SESSION not in str(error):
+                raise
+            self._end_sessions_quietly(self.calls)
+            self.calls.every("begin_weight_update", {}, time_left(deadline))
+
+    def _end_session(self, deadline: float) -> None:
+        self.calls.every("end_weight_update", {}, time_left(deadline))
+
+    def _end_sessions_quietly(self, calls: EngineCalls) -> None:
+        """Close whatever sessions are open; engines without one refuse, which is fine."""
+        for future in calls.start("end_weight_update", lambda _: {}, CLEANUP_SECONDS):
+            future.exception()
+
+    def _abandon(self, calls: EngineCalls) -> None:
+        """After a failed transfer: free the engines that still wait for us."""
+        self.disconnect()
+        survivors = EngineCalls(calls.engines, self.engine_settings.api_key)
+        try:
+            self._end_sessions_quietly(survivors)
+        finally:
+            survivors.close()
+
+
+def time_left(deadline: float) -> float:
+    """Seconds until `deadline` (of time.monotonic); at least a moment, so that a call can fail."""
+    return max(deadline - time.monotonic(), 0.05)
+
+
+def size_of(bucket: Bucket) -> int:
+    """Bytes of all its tensors."""
+    return sum(tensor.nbytes for _, tensor in bucket)
+
+
+def with_next(buckets: Iterator[Bucket]) -> Iterator[tuple[Bucket, Bucket | None]]:
+    """Each bucket with the one after it, None after the last."""
+    held: Bucket | None = None
+    for bucket in buckets:
+        if held is not None:
+            yield held, bucket
+        held = bucket
+    if held is not None:
+        yield held, None
+
+
+def combined(reports: Sequence[TransferReport]) -> TransferReport:
+    """What all stages together have cost; they end together."""
+    phases: dict[str, float] = {}
+    for report in reports:
+        for phase, seconds in report.phases.items():
+            phases[phase] = phases.get(phase, 0.0) + seconds
+    return replace(
+        reports[0],
+        buckets=sum(report.buckets for report in reports),
+        tensors=sum(report.tensors for report in reports),
+        bytes=sum(report.bytes for report in reports),
+        sent_bytes=sum(report.sent_bytes for report in reports),
+        seconds=max(report.seconds for report in reports),
+        phases=phases,
+    )
+
+
+def seconds_to_give_up(settings: WeightsConfig) -> float:
+    """By then a sender has ended an attempt that fails, connecting and cleaning up included.
+
+    Of the waits that have `weights.timeout_seconds` at most one runs to its end, since it fails
+    then. Around it: the group of the update before is left, engines join, a session that was left
+    open is closed; after it the new group is ended and left, and its session closed.
+    """
+    around = HEALTH_SECONDS + JOIN_SECONDS + 3 * LAST_ANSWERS_SECONDS + 5 * CLEANUP_SECONDS
+    return settings.timeout_seconds + around
+
+
+def sending_device(engines: EngineConfig) -> torch.device:
+    """The engines' kind of device: NCCL and IPC handles do not reach engines that run on CPUs."""
+    reached = torch.cuda.is_available() and engines.device != "cpu"
+    return torch.device("cuda" if reached else "cpu")
+
+
+def make_sender(
+    settings: WeightsConfig,
+    engines: EngineConfig,
+    device: torch.device,
+    directory: Path,
+) -> WeightSender:
+    """The sender that `weights.transport` names.
+
+    `device` is the engines' kind of device; `directory` is where `disk` and `delta` publish (a
+    file system that the engines' hosts see under the same name).
+    """
+    from megatron_async.weight_sync.transports.delta import DeltaSender
+    from megatron_async.weight_sync.transports.disk import DiskSender
+    from megatron_async.weight_sync.transports.distributed import DistributedSender
+    from megatron_async.weight_sync.transports.tensor import TensorSender
+
+    match settings.transport:
+        case "distributed":
+            return DistributedSender(settings, engines, device)
+        case "tensor":
+            return TensorSender(settings, engines, device)
+        case "disk":
+            return DiskSender(settings, engines, directory)
+        case "delta":
+            return DeltaSender(settings, engines, directory)

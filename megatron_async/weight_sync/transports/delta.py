@@ -1,0 +1,237 @@
+"""Weights as differences from the version before, in bfloat16: for engines behind slow links.
+
+    <directory>/<lineage.number>/          whole, as `disk` publishes it, in bfloat16
+    <directory>/<lineage.number>.delta/    each shard's difference from the version before
+
+Only the `.delta` directory is read on the way to an engine that holds the version before; the
+whole one is what differences are made against, and what a receiver reads that asks for it.
+
+Invariants
+- What a receiver makes is what was published, bit for bit: both manifests hold the same checksums
+  of the whole shards, and a difference carries the checksum of what it must lead to.
+- Engines load only when all of them have the version whole on their own machine.
+- Every `weights.delta_full_every`-th version has no differences, so that all read it whole.
+"""
+
+from __future__ import annotations
+
+import mmap
+import shutil
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_async.config.rollout import EngineConfig, WeightsConfig
+from megatron_async.errors import ComponentFailure
+from megatron_async.weight_sync.blocks import encode
+from megatron_async.weight_sync.double_buffer import OneAhead
+from megatron_async.weight_sync.http import EngineCallError, gather, raise_together
+from megatron_async.weight_sync.receiver import DELTA_SUFFIX
+from megatron_async.weight_sync.transports.base import Bucket, Update, WeightSender, time_left
+from megatron_async.weight_sync.transports.disk import KEEP, keep
+from megatron_async.weight_sync.version_directory import (
+    MANIFEST,
+    Manifest,
+    Publication,
+    Shard,
+    read_manifest,
+    serialise,
+)
+
+NEEDS_FULL_STATUS = 409
+# Scales of quantised weights (`quantise.py`) lose their meaning when they are rounded.
+_KEPT_AS_IT_IS = "_scale_inv"
+
+
+def rounded(bucket: Bucket) -> list[tuple[str, Tensor]]:
+    """Wider floating-point numbers to bfloat16; everything else as it is."""
+
+    def convert(name: str, tensor: Tensor) -> Tensor:
+        wide = tensor.is_floating_point() and tensor.element_size() > 2
+        if not wide or name.endswith(_KEPT_AS_IT_IS):
+            return tensor
+        return tensor.to(torch.bfloat16)
+
+    return [(name, convert(name, tensor.detach())) for name, tensor in bucket]
+
+
+class _StageWriter:
+    """One stage's shards of a version: whole, and their differences from the version before."""
+
+    def __init__(self, whole: Publication, delta: Publication, stage: int, base: Path | None):
+        self._whole = whole
+        self._delta = delta
+        self._stage = stage
+        self._base = base
+        self.shards: dict[str, Shard] = {}
+        self.owners: dict[str, str] = {}
+        # None: this stage has no differences, because a shard has no counterpart in the base.
+        self.files: dict[str, Shard] | None = None if base is None else {}
+
+    def write(self, bucket: Bucket) -> None:
+        """The next shard."""
+        name = f"model-{self._stage:02d}-{len(self.shards) + 1:05d}.safetensors"
+        data = serialise(rounded(bucket))
+        self.shards[name] = self._whole.add(name, data)
+        self.owners.update((tensor, name) for tensor, _ in bucket)
+        if self.files is not None and self._base is not None:
+            difference = _difference(self._base / name, data)
+            if difference is None:
+                self.files = None
+            else:
+                self.files[name] = self._delta.add(name, difference)
+
+
+def _difference(base: Path, data: bytes) -> bytes | None:
+    """From the file `base` to `data`; None if there is none."""
+    try:
+        with base.open("rb") as file:
+            old = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError):
+        return None
+    return encode(old, data) if len(old) == len(data) else None
+
+
+class DeltaSender(WeightSender):
+    """`weights.transport: delta`."""
+
+    def __init__(self, settings: WeightsConfig, engines: EngineConfig, directory: Path) -> None:
+        super().__init__(settings, engines)
+        self._directory = directory
+        self._sent: list[str] = []
+        self._published: list[Path] = []
+        self._deltas: list[Path] = []
+        self._in_a_row = 0
+
+    def _open_link(self) -> None:
+        """HTTP is all that is needed."""
+
+    def _close_link(self) -> None:
+        """Nothing beside HTTP was opened."""
+
+    def _transfer(self, update: Update) -> None:
+        name = str(update.version)
+        whole = Publication(self._directory, name)
+        delta = Publication(self._directory, name + DELTA_SUFFIX)
+        base = self._find_base(name)
+        try:
+            writer = _StageWriter(whole, delta, update.stage, base)
+            with OneAhead[Bucket](writer.write) as writes:
+                for bucket in update.buckets():
+                    update.watch.lap("gather")
+                    writes.put(bucket)
+                    update.watch.lap("wait for write")
+            update.watch.lap("wait for write")
+            update.watch.add("write", writes.busy_seconds)
+            self._note_sent(name, with_delta=writer.files is not None)
+            _combine(update, writer)
+            if update.is_last:
+                manifest = self._publish(whole, delta, base, update)
+                self._deliver(manifest, update)
+        except BaseException:
+            whole.discard()
+            delta.discard()
+            raise
+
+    def _find_base(self, name: str) -> Path | None:
+        """The newest other version that is published whole; None when it is a full one's turn."""
+        if self._in_a_row + 1 >= self.settings.delta_full_every:
+            return None
+        for sent in reversed(self._sent):
+            if sent != name and (self._directory / sent / MANIFEST).exists():
+                return self._directory / sent
+        return None
+
+    def _note_sent(self, name: str, with_delta: bool) -> None:
+        self._sent = [*(sent for sent in self._sent if sent != name), name][-KEEP:]
+        self._in_a_row = self._in_a_row + 1 if with_delta else 0
+
+    def _publish(
+        self, whole: Publication, delta: Publication, base: Path | None, update: Update
+    ) -> Manifest:
+        """Both directories; the manifest that receivers begin with."""
+        written = update.written
+        manifest = Manifest(str(update.version), written["shards"], written["owners"])
+        keep(self._published, whole.finish(manifest))
+        against = None
+        if base is not None and written["files"] is not None:
+            with suppress(ComponentFailure):  # damaged since: then there are no differences to it
+                against = read_manifest(base).digest
+        if against is not None:
+            manifest = replace(manifest, base=against, files=written["files"])
+            keep(self._deltas, delta.finish(manifest, index=False))
+        else:
+            delta.discard()
+            shutil.rmtree(delta.path, ignore_errors=True)
+        update.watch.lap("publish")
+        return manifest
+
+    def _deliver(self, manifest: Manifest, update: Update) -> None:
+        """Every receiver makes the version whole; then, and only then, all engines load it."""
+        everybody = range(len(self.engines))
+        received: dict[int, dict[str, Any]] = {}
+        if manifest.files is not None:
+            received = self._receive(everybody, update, full=False)
+        missing = [index for index in everybody if index not in received]
+        if missing:
+            received |= self._receive(missing, update, full=True)
+        update.sent_bytes = max(int(answer["bytes"]) for answer in received.values())
+        update.watch.lap("receive")
+        loads = self.calls.start(
+            "update_weights_from_disk",
+            lambda index: {
+                "model_path": received[index]["path"],
+                "weight_version": str(update.version),
+                "load_format": "auto",
+                "flush_cache": update.flush_cache,
+            },
+            time_left(update.deadline),
+        )
+        gather(loads)
+        update.watch.lap("load")
+
+    def _receive(
+        self, indices: Sequence[int], update: Update, *, full: bool
+    ) -> dict[int, dict[str, Any]]:
+        """Answers by engine. One that asks for a full publication is left out, unless it had one.
+
+        Raises EngineCallError for every other refusal.
+        """
+        body = {
+            "directory": str(self._directory.resolve()),
+            "version": str(update.version),
+            "full": full,
+        }
+        calls: dict[int, Future[dict[str, Any]]] = {
+            index: self.calls.start_one(index, "receive_weights", body, time_left(update.deadline))
+            for index in indices
+        }
+        answers: dict[int, dict[str, Any]] = {}
+        failures: list[EngineCallError] = []
+        for index, call in calls.items():
+            try:
+                answers[index] = call.result()  # bounded by the call's own limit
+            except EngineCallError as error:
+                if full or error.status != NEEDS_FULL_STATUS:
+                    failures.append(error)
+        raise_together(failures)
+        return answers
+
+
+def _combine(update: Update, writer: _StageWriter) -> None:
+    """This stage's entries beside those of the stages before."""
+    before = update.turn()
+    files: dict[str, Shard] | None = None
+    if writer.files is not None and before.get("files", {}) is not None:
+        files = {**before.get("files", {}), **writer.files}
+    update.written = {
+        "shards": {**before.get("shards", {}), **writer.shards},
+        "owners": {**before.get("owners", {}), **writer.owners},
+        "files": files,
+    }

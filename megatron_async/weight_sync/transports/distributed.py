@@ -1,0 +1,419 @@
+"""Weights by collective broadcast: the sender is rank 0, the engines' ranks follow (gloo or NCCL).
+
+Invariants
+- The group is the sender's own; each pipeline stage has one, in which it is rank 0. It is joined
+  on the store path that SGLang's `init_custom_process_group` uses, but as a bare backend: the
+  trainer's default group and `torch.distributed`'s global tables are never touched, and it can be
+  thrown away at any time.
+- Each group has a new port and a name that no trainer, on whatever host, has used before: an engine
+  refuses one that it knows.
+- A dead engine does not hang the sender: broadcasts are polled together with the HTTP calls that
+  announce them, up to the deadline; the first failure of either ends the update. What may block
+  inside NCCL (a group's first broadcast, its end) runs on a thread that is left behind if need be.
+- While one bucket travels, the next is gathered; while an engine loads one, the next travels
+  (`ahead.py` is the engine's end). An engine has one announcement at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_async.config.rollout import EngineConfig, WeightsConfig
+from megatron_async.errors import ComponentFailure
+from megatron_async.weight_sync.http import EngineCallError, address_towards, gather, raise_together
+from megatron_async.weight_sync.receive_ahead import load_format
+from megatron_async.weight_sync.transports.base import (
+    CLEANUP_SECONDS,
+    JOIN_SECONDS,
+    LAST_ANSWERS_SECONDS,
+    Bucket,
+    NamedTensor,
+    Update,
+    WeightSender,
+    size_of,
+    time_left,
+)
+
+_FIRST_POLL_SECONDS = 5e-5
+_LONGEST_POLL_SECONDS = 5e-4
+
+_logger = logging.getLogger(__name__)
+Answers = Sequence[Future[dict[str, Any]]]
+
+
+@dataclass(frozen=True, eq=False)
+class FlatBucket:
+    """A bucket end to end in one byte tensor, and what the receiver needs to take it apart."""
+
+    bytes_N: Tensor
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+
+
+class Buffers:
+    """Two byte tensors in turn: one travels, one is filled. New memory is slow at first touch."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._turn = 0
+        self._held = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
+        self.device = self._held[0].device  # with its number
+
+    def next(self, size: int) -> Tensor:
+        """At least `size` bytes; those that were returned before the last call are free by now."""
+        self._turn ^= 1
+        if self._held[self._turn].nbytes < size:
+            self._held[self._turn] = torch.empty(size, dtype=torch.uint8, device=self.device)
+        return self._held[self._turn]
+
+    @property
+    def held_bytes(self) -> int:
+        """The room that both take."""
+        return sum(buffer.nbytes for buffer in self._held)
+
+
+def flatten(bucket: Bucket, buffers: Buffers) -> FlatBucket:
+    """Copy a bucket into the beginning of the next buffer.
+
+    Wider types come first, so that every tensor starts at a multiple of its element size. A bucket
+    of one tensor that is in one piece already (an embedding, mostly) is not copied, and needs no
+    buffer: it would be the largest.
+    """
+    alone = bucket[0][1].detach() if len(bucket) == 1 else None
+    if alone is not None and alone.is_contiguous() and alone.device == buffers.device:
+        into_N = alone.reshape(-1).view(torch.uint8)
+    else:
+        into_N = buffers.next(size_of(bucket))
+    ordered: Sequence[NamedTensor] = sorted(bucket, key=lambda item: -item[1].element_size())
+    flat_N = into_N[: size_of(bucket)]
+    start = 0
+    for _, tensor in ordered:
+        part = flat_N[start : start + tensor.nbytes]
+        if part.data_ptr() != tensor.data_ptr():
+            part.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+        start += tensor.nbytes
+    return FlatBucket(
+        flat_N,
+        [name for name, _ in ordered],
+        [str(tensor.dtype).removeprefix("torch.") for _, tensor in ordered],
+        [list(tensor.shape) for _, tensor in ordered],
+    )
+
+
+class _Link:
+    """The process group with the engines, as a bare gloo or NCCL backend."""
+
+    def __init__(self, name: str, backend: str, listener: socket.socket, world_size: int) -> None:
+        self.name = name
+        self.backend = backend
+        self.world_size = world_size
+        self.port = int(listener.getsockname()[1])
+        self._store = dist.TCPStore(
+            str(listener.getsockname()[0]),
+            self.port,
+            world_size,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=JOIN_SECONDS),
+            master_listen_fd=listener.detach(),
+        )
+        self._group: Any = None
+        self._work: Any = None
+        self._ended: Future[None] | None = None
+
+    def join(self) -> None:
+        """Meet the engines; blocks until all are there or the limit passes."""
+        limit = timedelta(seconds=JOIN_SECONDS)
+        device = "cpu" if self.backend == "gloo" else "cuda"
+        store = dist.PrefixStore(
+            f"{device}/",
+            dist.PrefixStore(f"{self.name}/", dist.PrefixStore(self.name, self._store)),
+        )
+        if self.backend == "gloo":
+            self._group = dist.ProcessGroupGloo(store, 0, self.world_size, timeout=limit)
+        else:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = limit
+            self._group = dist.ProcessGroupNCCL(store, 0, self.world_size, options)
+
+    def set_limit(self, seconds: float) -> None:
+        """The limit of each broadcast from now on."""
+        self._group._set_default_timeout(timedelta(seconds=seconds))
+
+    def start_first(self, tensor: Tensor) -> Future[None]:
+        """`start`; with NCCL it is done when all ranks have called theirs, or never."""
+        # A thread has a current stream of its own; the tensor is written on the caller's.
+        stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
+
+        def start() -> None:
+            with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+                self.start(tensor)
+
+        return _aside(start)
+
+    def start(self, tensor: Tensor) -> None:
+        """Begin to broadcast; `finish` before the next one."""
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.rootTensor = 0
+        self._work = self._group.broadcast([tensor], options)
+
+    @property
+    def done(self) -> bool:
+        """Whether the broadcast has ended, one way or the other."""
+        return bool(self._work.is_completed())
+
+    def finish(self) -> None:
+        """After `done`. Raises RuntimeError if the broadcast failed."""
+        self._work.wait()
+        self._work = None  # it holds what was sent
+
+    def begin_drop(self) -> None:
+        """Begin to close all connections, whatever is under way.
+
+        A handle keeps gloo's connections open, also one that hangs in an exception's traceback:
+        this is the only place that holds it.
+        """
+        self._work = None
+        if self._group is not None:
+            self._ended = _aside(self._group.abort)
+            self._group = None
+
+    def drop(self) -> None:
+        """Close all connections, as far as that ends in time."""
+        self.begin_drop()
+        if self._ended is None:
+            return
+        try:
+            self._ended.result(CLEANUP_SECONDS)
+        except TimeoutError:
+            _logger.warning(
+                "weight-update group %s did not end within %g s", self.name, CLEANUP_SECONDS
+            )
+
+
+class DistributedSender(WeightSender):
+    """`weights.transport: distributed`."""
+
+    def __init__(
+        self, settings: WeightsConfig, engines: EngineConfig, device: torch.device
+    ) -> None:
+        super().__init__(settings, engines)
+        self._device = device
+        self._host_buffers = Buffers(torch.device("cpu"))
+        self._link: _Link | None = None
+
+    def _open_link(self) -> None:
+        backend = "nccl" if self._device.type == "cuda" else "gloo"
+        address = address_towards(self.engines[0].url)
+        ranks = self.engine_settings.tensor
+        listener = socket.create_server((address, 0), backlog=len(self.engines) * ranks + 8)
+        link = _Link(
+            f"megatron-async-{uuid.uuid4().hex}",
+            backend,
+            listener,
+            1 + ranks * len(self.engines),
+        )
+        joins = self.calls.start(
+            "init_weights_update_group",
+            lambda index: {
+                "master_address": address,
+                "master_port": link.port,
+                "rank_offset": 1 + index * ranks,
+                "world_size": link.world_size,
+                "group_name": link.name,
+                "backend": backend,
+            },
+            JOIN_SECONDS,
+        )
+        try:
+            link.join()
+        except RuntimeError as error:
+            _raise_first_failure(joins, LAST_ANSWERS_SECONDS)
+            raise ComponentFailure(
+                f"the engines did not join the weight-update group within {JOIN_SECONDS:g} s: "
+                f"{error}"
+            ) from error
+        self._link = link
+        gather(joins)
+        link.set_limit(self.settings.timeout_seconds)
+
+    def _close_link(self) -> None:
+        if self._link is None:
+            return
+        link, self._link = self._link, None
+        leaving = self.calls.start(
+            "destroy_weights_update_group", lambda _: {"group_name": link.name}, CLEANUP_SECONDS
+        )
+        # An engine that leaves ends what we are sending it; closing our connections ends a receive
+        # that an engine has posted, or is stuck in, and then it can leave as well.
+        link.drop()
+        for future in leaving:
+            future.exception()
+
+    def _transfer(self, update: Update) -> None:
+        announced: Answers = []
+        travelling = False
+        deadline, watch = update.deadline, update.watch
+        # Between updates a device's memory is for other things.
+        on_host = self._device.type == "cpu"
+        buffers = self._host_buffers if on_host else Buffers(self._device)
+        for bucket, following in update.buckets_with_next():
+            flat = flatten(bucket, buffers)
+            watch.lap("gather")
+            announcement = self._announcement(flat, following, update)
+            if travelling:
+                self._wait_for_broadcast(announced, update)
+                watch.lap("broadcast")
+                # Engines listen for it already; but announced it is only when they have loaded the
+                # one before: two calls under way could overtake each other.
+                self._require_link().start(flat.bytes_N)
+                _wait_for_answers(announced, deadline)
+                watch.lap("wait for load")
+                announced = self._announce(announcement, deadline)
+            else:
+                update.turn()
+                if update.is_first:
+                    self._begin_session(deadline)
+                    watch.lap("begin")
+                # The other way round: nobody listens yet, and NCCL's first broadcast of a group
+                # does not return before all ranks have called it.
+                announced = self._announce(announcement, deadline)
+                self._start_first(flat.bytes_N, announced, update)
+                travelling = True
+            update.sent_bytes += flat.bytes_N.nbytes
+        if travelling:
+            self._wait_for_broadcast(announced, update)
+        watch.lap("broadcast")
+        _wait_for_answers(announced, deadline)
+        watch.lap("load")
+        if update.is_last:
+            self._end_session(deadline)
+            watch.lap("end")
+
+    def _announcement(
+        self, flat: FlatBucket, following: Bucket | None, update: Update
+    ) -> dict[str, Any]:
+        """What engines are told of a bucket; of the last one of all, also the version."""
+        body: dict[str, Any] = {
+            "names": flat.names,
+            "dtypes": flat.dtypes,
+            "shapes": flat.shapes,
+            "group_name": self._require_link().name,
+            "load_format": load_format(0 if following is None else size_of(following)),
+            "flush_cache": False,
+        }
+        if following is None and update.is_last:
+            body["flush_cache"] = update.flush_cache
+            body["weight_version"] = str(update.version)
+        return body
+
+    def _announce(self, body: dict[str, Any], deadline: float) -> Answers:
+        return self.calls.start(
+            "update_weights_from_distributed",
+            lambda _: body,
+            time_left(deadline) + LAST_ANSWERS_SECONDS,
+        )
+
+    def _start_first(self, tensor: Tensor, announced: Answers, update: Update) -> None:
+        """Raises, as the waits below, also if the call does not return."""
+        started = self._require_link().start_first(tensor)
+        self._wait_until(
+            started.done, "the engines did not enter the first broadcast", announced, update
+        )
+        _settle(started.result, announced)
+
+    def _wait_for_broadcast(self, announced: Answers, update: Update) -> None:
+        link = self._require_link()
+        self._wait_until(lambda: link.done, "the weight broadcast did not end", announced, update)
+        _settle(link.finish, announced)
+
+    def _wait_until(
+        self, reached: Callable[[], bool], otherwise: str, announced: Answers, update: Update
+    ) -> None:
+        """Raises as soon as an engine refuses what was announced, or at the deadline."""
+        pause = _FIRST_POLL_SECONDS
+        while not reached():
+            _raise_first_failure(announced)
+            if time.monotonic() > update.deadline:
+                # An engine that only waits for us answers when our connections close: then the
+                # limit is too short. One that does not is frozen, or waits for one that is.
+                self._require_link().begin_drop()
+                wait(announced, 2 * LAST_ANSWERS_SECONDS)
+                raise_together([f for f in _failures(announced) if f.status is None])
+                raise ComponentFailure(
+                    f"{otherwise} within weights.timeout_seconds = "
+                    f"{self.settings.timeout_seconds:g}"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_POLL_SECONDS)
+
+    def _require_link(self) -> _Link:
+        if self._link is None:
+            raise ComponentFailure("weights were to be sent before the engines were connected")
+        return self._link
+
+
+def _aside(work: Callable[[], None]) -> Future[None]:
+    """Run it on a thread that nobody has to wait for, not even the end of the process."""
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+    threading.Thread(target=run, name="weight-group", daemon=True).start()
+    return future
+
+
+def _settle(result: Callable[[], None], announced: Answers) -> None:
+    """Raises if a broadcast failed; rather what an engine says of it."""
+    try:
+        result()
+    except RuntimeError as error:
+        _raise_first_failure(announced, LAST_ANSWERS_SECONDS)
+        raise ComponentFailure(f"the weight broadcast failed: {error}") from error
+
+
+def _wait_for_answers(announced: Answers, deadline: float) -> None:
+    """Until all engines have loaded what was announced. Raises as soon as one refuses."""
+    wait(announced, time_left(deadline), return_when=FIRST_EXCEPTION)
+    _raise_first_failure(announced)
+    gather(announced)  # bounded: each call has a limit
+
+
+def _failures(futures: Answers) -> list[EngineCallError]:
+    """Of the calls that have ended."""
+    return [
+        error
+        for future in futures
+        if future.done() and isinstance(error := future.exception(), EngineCallError)
+    ]
+
+
+def _raise_first_failure(futures: Answers, wait_seconds: float = 0.0) -> None:
+    """Raise what the calls that have ended raised; with `wait_seconds`, give them that long."""
+    deadline = time.monotonic() + wait_seconds
+    while True:
+        raise_together(_failures(futures))
+        if time.monotonic() >= deadline:
+            return
+        time.sleep(0.02)

@@ -1,0 +1,125 @@
+"""Weights to engines on the same host: by value on CPU, by CUDA IPC handle on GPU.
+
+Invariants
+- On GPU only a handle travels; the tensor stays alive until every engine has answered. To engines
+  on a CPU values travel, wherever the trainer is.
+- While engines load one bucket, the next is gathered and serialised.
+- Handles name their device by UUID, which is how SGLang reads them: the engine's device numbers
+  may differ from the trainer's.
+- Nothing but plain tensors is pickled, and only for engines of this run.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import pickle
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_async.config.rollout import EngineConfig, WeightsConfig
+from megatron_async.weight_sync.double_buffer import OneAhead
+from megatron_async.weight_sync.transports.base import (
+    Bucket,
+    Update,
+    WeightSender,
+    time_left,
+)
+
+_DEVICE_ARGUMENT = 6  # of torch.multiprocessing.reductions.rebuild_cuda_tensor
+
+
+class _HandlePickler(pickle.Pickler):
+    """Pickles CUDA tensors as IPC handles whose device is a UUID; everything else by value.
+
+    Not a ForkingPickler: that one shares CPU tensors through a socket, which kills the server.
+    """
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_cuda:
+            return NotImplemented
+        from torch.multiprocessing.reductions import reduce_tensor
+
+        rebuild, arguments = reduce_tensor(value)
+        changed = list(arguments)
+        properties = torch.cuda.get_device_properties(changed[_DEVICE_ARGUMENT])
+        changed[_DEVICE_ARGUMENT] = str(properties.uuid)
+        return rebuild, tuple(changed)
+
+
+def serialise(bucket: Bucket) -> str:
+    """`[(name, tensor), ...]` as base64 of a pickle that SGLang's unpickler accepts."""
+    named: list[tuple[str, Tensor]] = [
+        (name, _own_storage(tensor.detach())) for name, tensor in bucket
+    ]
+    buffer = io.BytesIO()
+    _HandlePickler(buffer, pickle.HIGHEST_PROTOCOL).dump(named)
+    return base64.b64encode(buffer.getvalue()).decode("ascii")
+
+
+def _own_storage(tensor: Tensor) -> Tensor:
+    """The tensor, copied if it is a part of something larger: a pickle takes whole storages."""
+    if tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes:
+        return tensor
+    return tensor.contiguous().clone()
+
+
+@dataclass(frozen=True, eq=False)
+class _Load:
+    """A bucket on its way; it holds the tensors to which the payload may be a handle."""
+
+    payload: str
+    bucket: Bucket
+    last: bool
+
+
+class TensorSender(WeightSender):
+    """`weights.transport: tensor`."""
+
+    def __init__(
+        self, settings: WeightsConfig, engines: EngineConfig, device: torch.device
+    ) -> None:
+        super().__init__(settings, engines)
+        self._by_value = device.type == "cpu"
+
+    def _open_link(self) -> None:
+        """HTTP is all that is needed."""
+
+    def _close_link(self) -> None:
+        """Nothing beside HTTP was opened."""
+
+    def _transfer(self, update: Update) -> None:
+        opened = False
+        with OneAhead[_Load](lambda load: self._load(load, update)) as loads:
+            for tensors, last in update.marked_buckets():
+                bucket = [(name, t.cpu() if self._by_value else t) for name, t in tensors]
+                load = _Load(serialise(bucket), bucket, last)
+                if any(tensor.is_cuda for _, tensor in bucket):
+                    torch.cuda.synchronize()
+                update.sent_bytes += len(load.payload)
+                update.watch.lap("gather")
+                update.turn()
+                if update.is_first and not opened:
+                    self._begin_session(update.deadline)
+                    opened = True
+                    update.watch.lap("begin")
+                loads.put(load)
+                update.watch.lap("wait for load")
+            loads.wait()
+            update.watch.lap("wait for load")
+        update.watch.add("load", loads.busy_seconds)
+        if update.is_last:
+            self._end_session(update.deadline)
+            update.watch.lap("end")
+
+    def _load(self, load: _Load, update: Update) -> None:
+        body: dict[str, Any] = {
+            "serialized_named_tensors": [load.payload] * self.engine_settings.tensor,
+            "flush_cache": update.flush_cache and load.last,
+        }
+        if load.last:
+            body["weight_version"] = str(update.version)
+        self.calls.every("update_weights_from_tensor", body, time_left(update.deadline))

@@ -1,0 +1,91 @@
+"""`megatron-async eval` on the config of a run that was launched over several nodes.
+
+The engine is a simulated one, in a process of its own as a real one would be.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_async.commands.evaluation import evaluate_checkpoints
+from megatron_async.commands.launch import Cluster, launch_run
+from megatron_async.config import RunConfig, load_config
+from megatron_async.engines.nodes import NODE_HOST
+from megatron_async.errors import ComponentFailure
+from megatron_async.rollout.evaluate import EvalResult
+from megatron_async.tasks.tiny_model import build_tiny_model
+from megatron_async.weight_sync.http import EngineAddress, EngineCallError, call
+
+SETTINGS = """
+name: launched
+parallel: {nodes: 2, ranks: 2, tensor: 2}
+engines: {kind: simulated}
+weights: {transport: tensor, verify: never}
+schedule: {preset: copris, groups_per_batch: 2, group_size: 2, concurrency: 8}
+sampling: {max_new_tokens: 16}
+eval: {prompts: 3}
+"""
+
+
+@pytest.fixture
+def launched(tmp_path: Path) -> tuple[RunConfig, Path]:
+    """The config that `launch` wrote, and the run's model."""
+    model = tmp_path / "model"
+    build_tiny_model(model, seed=1)
+    (tmp_path / "c.yaml").write_text(SETTINGS)
+    overrides = [f"root={tmp_path}", f"model.path={model}"]
+    nodes = Cluster(0, None, "")
+    launch_run(tmp_path / "c.yaml", None, overrides, nodes, slurm=False, dry_run=False)
+    config = load_config(tmp_path / "launched" / "config.yaml")
+    assert config.engines.host == NODE_HOST and config.engines.api_key
+    return config, model
+
+
+def engines_of_this_process() -> dict[psutil.Process, list[tuple[str, int]]]:
+    """Child processes that listen, and where."""
+    found = {}
+    for child in psutil.Process().children(recursive=True):
+        listening = [
+            (entry.laddr.ip, entry.laddr.port)
+            for entry in child.net_connections(kind="inet")
+            if entry.status == psutil.CONN_LISTEN
+        ]
+        if listening:
+            found[child] = listening
+    return found
+
+
+def test_its_engine_is_on_the_loopback_behind_the_runs_key(
+    launched: tuple[RunConfig, Path], tmp_path: Path
+) -> None:
+    config, model = launched
+    reached: list[str] = []
+
+    def look(path: Path, result: EvalResult) -> None:
+        ((host, port),) = next(iter(engines_of_this_process().values()))
+        reached.append(host)
+        engine = EngineAddress("eval", f"http://{host}:{port}")
+        assert call(engine, "GET", "model_info", None, 10, config.engines.api_key)
+        with pytest.raises(EngineCallError, match="401"):
+            call(engine, "GET", "model_info", None, 10)
+
+    results = evaluate_checkpoints(config, [model, model], tmp_path, look)
+    assert [result.answers for result in results] == [3, 3]
+    assert reached == ["127.0.0.1"] * 2
+    assert not engines_of_this_process(), "nothing is left running"
+
+
+def test_an_engine_that_dies_on_the_way_is_one_sentence(
+    launched: tuple[RunConfig, Path], tmp_path: Path
+) -> None:
+    config, model = launched
+
+    def kill(path: Path, result: EvalResult) -> None:
+        for engine in engines_of_this_process():
+            engine.kill()
+
+    with pytest.raises(ComponentFailure, match=r"evaluation of .*model failed: eval \(http"):
+        evaluate_checkpoints(config, [model, model], tmp_path, kill)

@@ -1,0 +1,69 @@
+"""The quickstart, shortened, from its first command to its closing table: it must learn."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_async.run_directory import RunDirectory
+from megatron_async.telemetry.metrics import read_metrics
+
+pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(900)]
+
+CONFIG = Path(__file__).parents[2] / "configs" / "quickstart_ci.yaml"
+
+
+def test_the_shortened_quickstart_ends_and_learns(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "megatron_async.cli", "quickstart", "--config", str(CONFIG)]
+    done = subprocess.run(
+        [*command, f"root={tmp_path}", "name=ci"],
+        capture_output=True,
+        text=True,
+        timeout=840,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"},
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    for row in (
+        "held-out accuracy before SFT",
+        "held-out accuracy after SFT",
+        "held-out accuracy after RL",
+        "resumed trajectories",
+        "token lag, mean / largest",
+        "ESS",
+        "wall time, SFT",
+    ):
+        assert row in done.stdout
+    directory = RunDirectory(tmp_path / "ci")
+    settings = directory.config_file.read_text()
+    steps = int(re.search(r"^steps: (\d+)", settings, re.MULTILINE).group(1))  # type: ignore[union-attr]
+
+    sft = read_metrics(directory.metrics_file, kind="sft")
+    assert sft[-1]["train/loss"] < 0.5 * sft[0]["train/loss"]
+    lines = read_metrics(directory.metrics_file)
+    assert [line["step"] for line in lines] == list(range(steps))
+    assert all(line["weights/probe_mean_error"] < 1e-4 for line in lines)
+    assert all(line["train/grad_norm"] > 0 for line in lines)
+    assert sum(line["rollout/resumed_share"] for line in lines) > 0
+    # Untrained weights are right on none of these problems; what was learned shows at both ends.
+    evaluations = read_metrics(directory.metrics_file, kind="eval")
+    assert [line["step"] for line in evaluations] == [0, steps]
+    assert all(line["eval/accuracy"] >= 0.1 for line in evaluations)
+
+    assert list(directory.tensorboard.glob("events.*"))
+    assert list(directory.checkpoints.glob("*/manifest.json"))
+    exported_model_can_be_loaded(directory.hf_export)
+
+
+def exported_model_can_be_loaded(path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    assert json.loads((path / "config.json").read_text())["model_type"] == "qwen3"
+    ids = tokenizer("1+2=", return_tensors="pt").input_ids
+    assert torch.isfinite(model(ids).logits).all()

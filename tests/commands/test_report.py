@@ -1,0 +1,56 @@
+"""The closing table says what the metrics file says, weighted as it claims."""
+
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_async.commands.report import closing_table, summarise, where_things_are
+from megatron_async.config import build_config
+from megatron_async.run_directory import RunDirectory
+from megatron_async.telemetry.metrics import MetricsWriter
+
+
+def test_totals_and_token_weighted_means(tmp_path: Path) -> None:
+    directory = RunDirectory.create(build_config({"name": "r", "root": str(tmp_path)}))
+    with MetricsWriter(directory.metrics_file, None, lineage=0) as writer:
+        writer.write(0, {"eval/accuracy": 0.25}, kind="eval")
+        for step, (tokens, lag) in enumerate([(100, 1.0), (300, 2.0)]):
+            writer.write(
+                step,
+                {
+                    "train/trained_tokens": tokens,
+                    "train/tokens": 2 * tokens,
+                    "rollout/tokens": tokens,
+                    "rollout/seconds": 2.0,
+                    "rollout/resumed_share": 0.5,
+                    "rollout/lag_mean": lag,
+                    "rollout/lag_max": 3 * lag,
+                    "off_policy/ess": 0.9,
+                    "time/wait_for_batch": 1.0,
+                    "time/train": 4.0,
+                    "time/publish": 0.5,
+                    "time/checkpoint": 0.0,
+                },
+            )
+        writer.write(2, {"eval/accuracy": 0.75}, kind="eval")
+    summary = summarise(directory)
+    assert (summary.accuracy_first, summary.accuracy_last) == (0.25, 0.75)
+    assert summary.steps == 2
+    assert summary.lag_mean == (100 * 1.0 + 300 * 2.0) / 400
+    assert summary.lag_max == 6
+    assert summary.generation_tokens_per_second == 100
+    assert summary.training_tokens_per_second == 100
+    console = Console(width=100, record=True)
+    console.print(closing_table(summary, directory, before_sft=0.0, extra_phases=[("SFT", 9.0)]))
+    text = console.export_text()
+    for expected in ("0.0 %", "25.0 %", "75.0 %", "1.75 / 6", "0.900", "9.0 s"):
+        assert expected in text
+    assert where_things_are(directory, directory.path) == "metrics      metrics.jsonl"
+    directory.hf_export.mkdir()
+    assert "checkpoint   hf (Hugging Face format)" in where_things_are(directory, directory.path)
+
+
+def test_a_run_without_a_step_has_a_table_too(tmp_path: Path) -> None:
+    directory = RunDirectory.create(build_config({"name": "r", "root": str(tmp_path)}))
+    assert summarise(directory).steps == 0
+    Console(record=True).print(closing_table(summarise(directory), directory))

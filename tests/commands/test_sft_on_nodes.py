@@ -1,0 +1,107 @@
+"""Fine-tuning over two nodes (both this machine): two torchrun agents that find each other."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from megatron_async.cli import app
+from megatron_async.commands.sft import train
+from megatron_async.config import load_config
+from megatron_async.errors import UserError
+from megatron_async.run_directory import RunDirectory
+from megatron_async.tasks.tiny_model import build_tiny_model
+from megatron_async.telemetry.metrics import read_metrics
+
+SETTINGS = """
+name: tuned
+root: {root}
+model: {{path: {root}/model}}
+parallel: {{nodes: 2, ranks: 2, tensor: 2}}
+sft: {{steps: 3, batch_sequences: 4, examples: 16, log_every: 1, optimizer: {{lr: 1.0e-3}}}}
+telemetry: {{progress: lines, tensorboard: false}}
+"""
+SECONDS = 180
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    build_tiny_model(tmp_path / "model", seed=1)
+    path = tmp_path / "c.yaml"
+    path.write_text(SETTINGS.format(root=tmp_path))
+    return path
+
+
+def sft(config: Path, *arguments: str) -> subprocess.Popen[str]:
+    """The command on one node."""
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-m", "megatron_async.cli", "sft", "--config", str(config)),
+            *("--out", str(config.parent / "out"), *arguments),
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def ends(*nodes: subprocess.Popen[str]) -> list[tuple[int, str]]:
+    """Exit code and output of each."""
+    try:
+        outputs = [node.communicate(timeout=SECONDS)[0] for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    return [(node.returncode, output) for node, output in zip(nodes, outputs, strict=True)]
+
+
+@pytest.mark.slow
+def test_two_nodes_train_one_model_in_which_each_has_a_half(config: Path, tmp_path: Path) -> None:
+    session = ("--session", "monday")
+    second = sft(config, *session, "--index", "1")  # the nodes start in any order
+    first = sft(config, *session, "--index", "0")
+    (code, shown), (other_code, other_shown) = ends(first, second)
+    assert (code, other_code) == (0, 0), shown + other_shown
+    assert "checkpoint in" in shown
+    assert other_shown == "", "one node shows the progress"
+    directory = RunDirectory(tmp_path / "tuned")
+    assert {path.name for path in directory.logs.iterdir()} == {"sft-0.log", "sft-1.log"}
+    # The same training in this process, by one rank that has the whole model.
+    alone = load_config(config, ["parallel.nodes=1", "parallel.ranks=1", "parallel.tensor=1"])
+    reference = RunDirectory.create(alone.model_copy(update={"name": "alone"}))
+    train(alone, reference, tmp_path / "alone-out")
+    losses, expected = (
+        [line["train/loss"] for line in read_metrics(d.metrics_file, kind="sft")]
+        for d in (directory, reference)
+    )
+    assert losses == pytest.approx(expected, abs=1e-4) and len(losses) == 3
+    ours, theirs = (load_file(tmp_path / f / "model.safetensors") for f in ("out", "alone-out"))
+    assert ours.keys() == theirs.keys()
+    worst = max(float((ours[name] - tensor).abs().max()) for name, tensor in theirs.items())
+    assert worst < 1e-4, "a tenth of what one step moves a weight"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "parallel.nodes is 2, and this command uses one machine"),
+        (("--index", "1"), "--index is 1, and there is no --session for it to be part of"),
+        (("--session", "s", "--index", "2"), "--index is 2; parallel.nodes is 2, so it is 0 to 1"),
+        (("--session", "a/b"), "--session is 'a/b'; it must be a plain name"),
+    ],
+)
+def test_what_is_refused_makes_nothing(
+    config: Path, tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    command = ["sft", "--config", str(config), "--out", str(tmp_path / "out"), *arguments]
+    result = CliRunner().invoke(app, command)
+    assert isinstance(result.exception, UserError)
+    assert message in str(result.exception)
+    assert not (tmp_path / "tuned").exists()

@@ -1,0 +1,165 @@
+"""`megatron-async trajectories`: the listing, its limit, one trajectory, and what was exported."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from megatron_async.cli import app
+from megatron_async.config import build_config
+from megatron_async.config.rollout import StoreConfig
+from megatron_async.errors import UserError
+from megatron_async.run_directory import RunDirectory
+from megatron_async.store import exported as store_exported
+from megatron_async.store.reader import StoreReader, TrajectorySummary
+from megatron_async.store.store import TrajectoryStore
+from megatron_async.tasks.tokenizer import write_character_tokenizer
+from megatron_async.trajectory.types import DropReason
+from tests.trajectory.builders import prompt, scored_group
+
+EXPORTED, KEPT = 8, 62  # trajectories, in groups of two
+
+
+def make_run(root: Path, export: str = "jsonl") -> RunDirectory:
+    """Groups 0 to 2 are consumed and group 3 is dropped, all exported; 31 groups are scored."""
+    model = root / "model"
+    model.mkdir(parents=True)
+    write_character_tokenizer(model)
+    config = build_config({"name": "run", "root": str(root), "model": {"path": str(model)}})
+    run = RunDirectory.create(config)
+    settings = StoreConfig.model_validate({"compact_after_checkpoints": 1, "export": export})
+
+    async def scenario() -> None:
+        store = TrajectoryStore.open(run.store_file, settings)
+        for step in range(3):
+            group = await scored_group(store, count=20)
+            store.mark_batched([group.group_id], step)
+        for trajectory in store.add_group(prompt(), 2).trajectories:
+            store.drop(trajectory.trajectory_id, DropReason.STALE)
+        for _ in range(KEPT // 2):
+            await scored_group(store, count=20)
+        await store.checkpoint_finalised(3, [3])
+        await store.close()
+
+    asyncio.run(scenario())
+    return run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    return make_run(tmp_path_factory.mktemp("listed"))
+
+
+def call(run: RunDirectory, *arguments: str) -> str:
+    command = ["trajectories", str(run.path), *arguments]
+    result = CliRunner().invoke(app, command, env={"COLUMNS": "200"})
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def rows(output: str) -> list[int]:
+    """The ids that are listed."""
+    table = (line.split() for line in output.splitlines())
+    return [int(words[0]) for words in table if len(words) > 4 and words[2] in ("20", "0")]
+
+
+def test_the_newest_fifty_are_listed_and_it_is_said_what_is_not(run: RunDirectory) -> None:
+    output = call(run)
+    assert rows(output) == list(range(20, 70))
+    assert f"{KEPT} trajectories: {KEPT} scored" in output
+    assert "12 older ones are not shown (--limit 0: all)" in output
+    assert f"{EXPORTED} more are in {run.path}/export/trajectories.jsonl" in output
+
+
+def test_the_limit_is_a_setting(run: RunDirectory) -> None:
+    assert rows(call(run, "--limit", "3")) == [67, 68, 69]
+    everything = call(run, "--limit", "0")
+    assert rows(everything) == list(range(8, 70))
+    assert "not shown" not in everything
+
+
+def test_exported_ones_are_listed_on_demand(run: RunDirectory) -> None:
+    output = call(run, "--limit", "0", "--exported")
+    assert rows(output) == list(range(70))
+    assert f"70 trajectories: {KEPT} scored, 6 batched, 2 dropped" in output
+    assert "more are in" not in output
+    assert rows(call(run, "--state", "dropped", "--exported")) == [6, 7]
+    assert rows(call(run, "--state", "batched")) == []
+
+
+def test_what_compaction_moves_during_a_look_is_listed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path)
+    file, read = run.path / "export" / "trajectories.jsonl", store_exported.summaries
+
+    async def compact() -> None:
+        settings = StoreConfig(compact_after_checkpoints=1)
+        store = TrajectoryStore.open(run.store_file, settings, lineage=1, step=3, parent=0)
+        store.mark_batched([4, 5], 3)
+        await store.checkpoint_finalised(4, [4])
+        await store.close()
+
+    def read_then_compact(reader: StoreReader) -> list[TrajectorySummary]:
+        found = read(reader)
+        asyncio.run(compact())
+        return found
+
+    monkeypatch.setattr(store_exported, "summaries", read_then_compact)
+    assert rows(call(run, "--limit", "0", "--exported")) == list(range(70))
+    assert len(file.read_text().splitlines()) == EXPORTED + 4
+
+
+@pytest.mark.parametrize(("wanted", "state"), [(30, "scored"), (4, "batched (step 2)")])
+def test_one_is_shown_whole_wherever_it_is(run: RunDirectory, wanted: int, state: str) -> None:
+    output = " ".join(call(run, "--show", str(wanted)).split())
+    assert f"trajectory {wanted} (group {wanted // 2})" in output
+    assert state in output
+    assert f"reward {wanted}" in output
+    assert "20 tokens in 1 segments" in output
+    assert "segment 0: policy 0.0 on e0, 20 tokens, mean log-prob -0." in output
+
+
+def test_a_look_changes_nothing_in_the_run(run: RunDirectory) -> None:
+    before = {path: path.stat().st_mtime_ns for path in run.path.iterdir() if path.is_file()}
+    call(run)
+    after = {path: path.stat().st_mtime_ns for path in run.path.iterdir() if path.is_file()}
+    unchanged = {p: t for p, t in after.items() if not p.name.endswith(("-shm", "-wal"))}
+    assert unchanged == {p: t for p, t in before.items() if not p.name.endswith(("-shm", "-wal"))}
+
+
+def test_an_unknown_id_and_an_unknown_state_are_refused(run: RunDirectory) -> None:
+    with pytest.raises(UserError, match=r"trajectory 70 is not in .*: there was never one"):
+        call(run, "--show", "70")
+    with pytest.raises(UserError, match=r"--state is 'done'; it must be one of pending, running"):
+        call(run, "--state", "done")
+
+
+def test_without_an_export_it_is_said_what_became_of_them(tmp_path: Path) -> None:
+    run = make_run(tmp_path, export="none")
+    sentence = f"{EXPORTED} more were removed by compaction (store.export is none)"
+    assert sentence in call(run)
+    with pytest.raises(UserError, match=r"compaction has removed it \(store\.export is none\)"):
+        call(run, "--show", "4")
+
+
+def test_an_export_that_is_gone_or_damaged_is_named(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    file = run.path / "export" / "trajectories.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    line = json.loads(lines[4])
+    del line["segments"]
+    damaged = json.dumps(line)
+    lines[4] = damaged + " " * (len(lines[4]) - len(damaged) - 1) + "\n"
+    file.write_text("".join(lines))
+    with pytest.raises(UserError, match=rf"{file}, line 5 is not an exported trajectory"):
+        call(run, "--exported")
+    file.unlink()
+    with pytest.raises(UserError, match=rf"export {file} cannot be read"):
+        call(run, "--show", "4")

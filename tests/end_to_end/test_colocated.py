@@ -1,0 +1,92 @@
+"""Generation and training on the same devices: the trainer's loop gives its memory away in time.
+
+That the engines do: tests/rollout/test_shared_devices.py; both with a real engine:
+test_recipes_on_engine.py.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.distributed import run_ranks
+
+
+def said_by_a_loop() -> list[str]:
+    """Two steps over stand-ins that only say what happens, in order."""
+    import torch.distributed as dist
+
+    from megatron_async.config.model import ModelConfig
+    from megatron_async.train_loop.loop import LoopParts, TrainLoop
+    from megatron_async.trajectory.types import PolicyVersion
+
+    dist.init_process_group("gloo")
+    said: list[str] = []
+    trainer = SimpleNamespace(step=0, vocab_size=32, version=PolicyVersion(0, 0))
+
+    def train_batch(batch: Any) -> Any:
+        said.append("train")
+        trainer.step += 1
+        return SimpleNamespace(skipped=False)
+
+    def note(what: str, answer: Any = None) -> Any:
+        def do(*_: Any) -> Any:
+            said.append(what)
+            return answer
+
+        return do
+
+    trainer.train_batch = train_batch
+    trainer.compute_logprobs = lambda batch: said.append("compute")
+    link = SimpleNamespace(
+        next_batch=note("generate", SimpleNamespace(step=0, store_position=1)),
+        begin_update=note("engines take weights", []),
+        end_update=note("engines sample", object()),
+        verify_update=note("engines wake", SimpleNamespace(evaluation_due=False, passed=True)),
+        position=note("engines rest", {}),
+        checkpoint_finalised=note("finalised"),
+    )
+    checkpoints = SimpleNamespace(save=note("save"), wait=lambda: None, take_finalised=list)
+    memory = SimpleNamespace(hold=lambda residence: said.append(f"trainer {residence.value}"))
+    config: Any = SimpleNamespace(
+        steps=2,
+        checkpoint=SimpleNamespace(every_steps=2),
+        model=ModelConfig(dtype="float32"),
+        weights=SimpleNamespace(verify="every"),
+    )
+    publisher: Any = SimpleNamespace(publish=lambda engines, version: said.append("send") or [])
+    parts: Any = LoopParts(
+        config,
+        trainer,  # type: ignore[arg-type]
+        publisher,
+        checkpoints,  # type: ignore[arg-type]
+        link,  # type: ignore[arg-type]
+        None,
+        memory=memory,
+    )
+    assert TrainLoop(parts).run()
+    dist.destroy_process_group()
+    return said
+
+
+UPDATE = [
+    *("trainer weights", "engines take weights", "send", "trainer nothing"),
+    *("engines sample", "trainer weights", "compute", "trainer nothing", "engines wake"),
+]
+
+
+@pytest.mark.slow
+def test_the_trainer_holds_nothing_while_engines_generate() -> None:
+    [said] = run_ranks(said_by_a_loop, 1, timeout_seconds=60)
+    saved = ["engines rest", "trainer all", "save"]
+    assert said == [
+        *UPDATE,
+        *("generate", "trainer all", "train"),
+        *UPDATE,
+        *("generate", "trainer all", "train"),
+        *saved,
+        *UPDATE,
+        "trainer all",
+    ]

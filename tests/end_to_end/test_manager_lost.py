@@ -1,0 +1,147 @@
+"""A rollout manager that is lost costs the trainer no step: it attaches again, and repeats."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.distributed import run_ranks
+
+
+class ForgetfulLink:
+    """Loses its manager at the calls in `lost_at` (by number); notes what it was asked."""
+
+    def __init__(self, trainer: Any, lost_at: set[int]) -> None:
+        self._trainer = trainer
+        self._lost_at = lost_at
+        self._calls = 0
+        self._attached = True
+        self._fresh = False
+        self.said: list[Any] = []
+
+    def _call(self, *what: Any) -> None:
+        from megatron_async.train_loop.manager_client import ManagerLost
+
+        self._calls += 1
+        if self._calls in self._lost_at:
+            self._attached = False
+        if not self._attached:
+            self.said.append((*what, "lost"))
+            raise ManagerLost("the rollout manager has died")
+        self.said.append(what)
+
+    def attach(self, resume: Any) -> None:
+        self._attached, self._fresh = True, True
+        place = (resume.lineage, resume.step, resume.parent, resume.store_position)
+        self.said.append(("attach", *place))
+
+    def next_batch(self) -> Any:
+        self._call("next_batch")
+        if self._fresh:  # the engines of a new manager want weights first
+            self._fresh = False
+            return None
+        return SimpleNamespace(step=self._trainer.step, store_position=100 + self._trainer.step)
+
+    def begin_update(self, number: int) -> list[Any]:
+        self._call("begin_update", number)
+        return []
+
+    def end_update(self, number: int, *rest: Any) -> Any:
+        self._call("end_update", number)
+        return None
+
+    def verify_update(self, number: int, *rest: Any) -> Any:
+        self._call("verify_update", number)
+        self._fresh = False
+        return SimpleNamespace(evaluation_due=number == 0)
+
+    def evaluate(self, number: int) -> Any:
+        self._call("evaluate", number)
+
+    def position(self) -> dict[str, Any]:
+        self._call("position")
+        return {}
+
+    def checkpoint_finalised(self, step: int, kept: Any) -> None:
+        self._call("finalised", step)
+
+
+def train(lost_at: set[int]) -> tuple[list[Any], list[int]]:
+    """A loop of two steps over stand-ins, one checkpoint a step; what was asked, what trained."""
+    from megatron_async.checkpoint.manager import Finalised
+    from megatron_async.rollout.manager import ResumePoint
+    from megatron_async.train_loop.loop import LoopParts, TrainLoop
+    from megatron_async.trajectory.types import PolicyVersion
+
+    trained: list[int] = []
+    commits: list[Finalised] = []
+    trainer = SimpleNamespace(step=0, vocab_size=32, version=PolicyVersion(4, 0))
+    link = ForgetfulLink(trainer, lost_at)
+
+    def train_batch(batch: Any) -> Any:
+        trained.append(batch.step)
+        trainer.step += 1
+        trainer.version = PolicyVersion(4, trainer.step)
+        return SimpleNamespace(skipped=False)
+
+    def take() -> list[Finalised]:
+        taken, commits[:] = list(commits), []
+        return taken
+
+    trainer.train_batch = train_batch
+    checkpoints = SimpleNamespace(
+        save=lambda trainer, extra: commits.append(Finalised(trainer.step, ())),
+        wait=lambda: None,
+        take_finalised=take,
+    )
+    config: Any = SimpleNamespace(
+        steps=2,
+        checkpoint=SimpleNamespace(every_steps=1),
+        weights=SimpleNamespace(verify="never"),
+    )
+    publisher: Any = SimpleNamespace(publish=lambda engines, version: [])
+    resume = ResumePoint(4, 0, 3, 99)
+    loop = TrainLoop(
+        LoopParts(config, trainer, publisher, checkpoints, link, None, resume=resume)  # type: ignore[arg-type]
+    )
+    assert loop.run()
+    return link.said, trained
+
+
+def lose_everywhere() -> dict[int, tuple[list[Any], list[int]]]:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    found = {call: train({call}) for call in range(17)}
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.slow
+def test_at_whichever_call_it_is_lost_every_step_is_trained_once(tmp_path: Path) -> None:
+    found = run_ranks(lose_everywhere, 1, timeout_seconds=60)[0]
+    undisturbed = found.pop(0)[0]
+    assert not any(line[0] == "attach" for line in undisturbed)
+    for call, (said, trained) in found.items():
+        assert trained == [0, 1], call
+        attached = [line for line in said if line[0] == "attach"]
+        assert len(attached) == int(call <= len(undisturbed)), call
+        for *_, step, _, position in attached:  # that of the newest batch, or of the resume
+            assert position == 99 + step, call
+        answered = [line for line in said if line[-1] != "lost"]
+        for step in (1, 2):
+            assert ("finalised", step) in answered
+            assert answered.index(("end_update", step)) > answered.index(("begin_update", step))
+    # lost between two parts of an update: the new engines get all of it
+    update = [(part, 1) for part in ("begin_update", "end_update", "verify_update")]
+    for part in update[1:]:
+        said = found[undisturbed.index(part) + 1][0]
+        lost = said.index((*part, "lost"))
+        assert said[lost + 1 : lost + 5] == [("attach", 4, 1, 3, 100), *update]
+    # so do those that were to be evaluated
+    said = found[undisturbed.index(("evaluate", 0)) + 1][0]
+    lost = said.index(("evaluate", 0, "lost"))
+    assert said[lost + 2 : lost + 6] == [*((part, 0) for part, _ in update), ("evaluate", 0)]

@@ -1,0 +1,28 @@
+"""A probe that engines cannot pass is refused at the start, not after minutes of replacing them."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_async.commands.launch import ROOT
+from megatron_async.config import build_config, load_config
+from megatron_async.errors import UserError
+from megatron_async.launcher.preflight import check_probe_tolerance
+
+
+def test_a_tolerance_that_takes_float32_is_refused_for_engines_in_bfloat16() -> None:
+    quickstart = ROOT / "configs" / "quickstart.yaml"
+    exact = "weights.probe_tolerance=1e-4"
+    check_probe_tolerance(load_config(quickstart, [exact, "engines.device=cpu"]))
+    in_float32 = ["engines.device=cuda", "engines.dtype=float32"]
+    check_probe_tolerance(load_config(quickstart, [exact, *in_float32]))
+    refusal = r"weights\.probe_tolerance is 0\.0001.* engines\.dtype auto is bfloat16"
+    with pytest.raises(UserError, match=refusal):
+        check_probe_tolerance(load_config(quickstart, [exact, "engines.device=cuda"]))
+    for other in ([], ["weights.probe_tolerance=0.05"]):
+        check_probe_tolerance(load_config(quickstart, ["engines.device=cuda", *other]))
+
+
+@pytest.mark.parametrize("weights", [{}, {"probe_tolerance": 1e-5, "verify": "never"}])
+def test_the_default_and_what_is_never_compared_pass(weights: dict[str, object]) -> None:
+    check_probe_tolerance(build_config({"engines": {"device": "cuda"}, "weights": weights}))

@@ -1,0 +1,342 @@
+"""The SGLang client against a real server on CPU: tokens, log-probs, versions, aborts, pauses."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_async.config.rollout import SamplingConfig
+from megatron_async.engines.interface import RequestRefused, TokenChunk
+from megatron_async.engines.sglang.client import SGLangClient
+from megatron_async.trajectory.types import PolicyVersion
+from tests.engine import (
+    SETTINGS,
+    VOCAB,
+    EngineUnderTest,
+    collect,
+    logprobs_of,
+    make_request,
+    reference_logprobs,
+    tokens_of,
+    until_streaming,
+)
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+OLD, NEW = PolicyVersion(3, 7), PolicyVersion(3, 8)
+PROMPT = [5, 9, 17, 3]
+
+
+@pytest.fixture
+def engine(sglang_engine: EngineUnderTest) -> EngineUnderTest:
+    sglang_engine.hold("a", OLD)
+    return sglang_engine
+
+
+def test_a_stream_is_the_response_in_pieces_with_version_and_end(engine: EngineUnderTest) -> None:
+    chunks: list[TokenChunk] = engine.run(lambda c: collect(c, make_request("r", PROMPT, 50)))
+    assert len(tokens_of(chunks)) == len(logprobs_of(chunks)) == 50
+    assert len(chunks) > 2, "nothing was streamed before the end"
+    assert [chunk.end for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1].end == "length"
+    assert {chunk.version for chunk in chunks} == {OLD}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_those_of_the_model_at_the_sampling_temperature(
+    engine: EngineUnderTest, temperature: float
+) -> None:
+    request = make_request("r", PROMPT, 60, sampling=SamplingConfig(temperature=temperature))
+    chunks = engine.run(lambda c: collect(c, request))
+    ids = [*PROMPT, *tokens_of(chunks).tolist()]
+    expected = reference_logprobs(engine.models["a"], ids, temperature)[len(PROMPT) - 1 :]
+    assert np.abs(logprobs_of(chunks) - expected).mean() < 1e-4
+
+
+def test_many_requests_get_their_forced_lengths(engine: EngineUnderTest) -> None:
+    lengths = [3 + 7 * i for i in range(16)]
+
+    async def check(client: SGLangClient) -> list[int]:
+        requests = [make_request(f"r{i}", [*PROMPT, i], n) for i, n in enumerate(lengths)]
+        responses = await asyncio.gather(*(collect(client, request) for request in requests))
+        return [len(tokens_of(chunks)) for chunks in responses]
+
+    assert engine.run(check) == lengths
+
+
+def test_a_stop_token_ends_the_response_and_belongs_to_it(engine: EngineUnderTest) -> None:
+    stops = tuple(range(0, VOCAB, 4))
+    request = make_request("r", PROMPT, 400, forced=False, stop_token_ids=stops)
+    chunks = engine.run(lambda c: collect(c, request))
+    tokens = tokens_of(chunks)
+    assert chunks[-1].end == "stop"
+    assert tokens[-1] in stops
+    assert not set(tokens[:-1].tolist()) & set(stops)
+    assert len(logprobs_of(chunks)) == len(tokens)
+
+
+def test_abort_keeps_what_was_generated_and_hits_no_other_request(engine: EngineUnderTest) -> None:
+    async def check(client: SGLangClient) -> tuple[list[TokenChunk], list[TokenChunk]]:
+        # SGLang aborts by prefix: "1" must not take "11" along.
+        arrived: list[TokenChunk] = []
+        one = asyncio.create_task(collect(client, make_request("1", PROMPT, 1500), arrived))
+        eleven = asyncio.create_task(collect(client, make_request("11", PROMPT, 150)))
+        await until_streaming([arrived])
+        await client.abort(["1", "unknown"])
+        return await one, await eleven
+
+    aborted, other = engine.run(check)
+    assert aborted[-1].end == "abort"
+    assert 0 < len(tokens_of(aborted)) < 1500
+    ids = [*PROMPT, *tokens_of(aborted).tolist()]
+    expected = reference_logprobs(engine.models["a"], ids)[len(PROMPT) - 1 :]
+    assert np.abs(logprobs_of(aborted) - expected).mean() < 1e-4
+    assert other[-1].end == "length"
+    assert len(tokens_of(other)) == 150
+
+
+def test_an_abort_that_overtakes_its_request_still_ends_it(engine: EngineUnderTest) -> None:
+    async def check(client: SGLangClient) -> tuple[float, list[list[TokenChunk]]]:
+        names = [f"r{i}" for i in range(8)]
+        tasks = [asyncio.create_task(collect(client, make_request(n, PROMPT, 1900))) for n in names]
+        await asyncio.sleep(0)  # the requests are on their way, no more
+        started = time.monotonic()
+        await client.abort(names)
+        return time.monotonic() - started, await asyncio.gather(*tasks)
+
+    seconds, responses = engine.run(check)
+    assert {chunks[-1].end for chunks in responses} == {"abort"}
+    assert seconds < 5
+
+
+def test_an_abort_of_a_request_that_waits_for_the_end_of_a_pause_is_not_lost(
+    engine: EngineUnderTest,
+) -> None:
+    """SGLang drops it, and by itself would ignore every repetition."""
+
+    async def check(client: SGLangClient) -> list[TokenChunk]:
+        await client.pause("in_place")
+        task = asyncio.create_task(collect(client, make_request("r", PROMPT, 1900)))
+        await asyncio.sleep(0.5)  # it has arrived, and waits in SGLang's HTTP process
+        await client.abort(["r"])
+        await asyncio.sleep(0.5)
+        assert not task.done()
+        await client.resume()
+        return await task
+
+    chunks = engine.run(check)
+    assert chunks[-1].end == "abort"
+    assert len(tokens_of(chunks)) < 1900
+
+
+def test_all_requests_are_aborted_with_one_call(engine: EngineUnderTest) -> None:
+    async def check(client: SGLangClient) -> list[list[TokenChunk]]:
+        arrived: list[list[TokenChunk]] = [[] for _ in range(24)]
+        tasks = [
+            asyncio.create_task(collect(client, make_request(f"r{i}", PROMPT, 1500), into))
+            for i, into in enumerate(arrived)
+        ]
+        await until_streaming(arrived[:1])
+        await client.abort([f"r{i}" for i in range(24)])
+        return await asyncio.gather(*tasks)
+
+    responses = engine.run(check)
+    assert {chunks[-1].end for chunks in responses} == {"abort"}
+
+
+def test_a_request_that_is_too_long_is_refused_and_the_next_one_is_served(
+    engine: EngineUnderTest,
+) -> None:
+    """The longest that is taken, resumed at its last token, is what the settings say."""
+    longest = SETTINGS.longest_tokens(2048)
+    assert longest is not None
+
+    async def check(client: SGLangClient) -> list[TokenChunk]:
+        assert client.longest_tokens == longest
+        for prompt, more in ((2048, 1), (longest, 2), (1000, 1049)):
+            with pytest.raises(RequestRefused, match="status 400"):
+                await collect(client, make_request("long", [5] * prompt, more))
+        await collect(client, make_request("whole", [5] * 1990, longest - 1990))
+        return await collect(client, make_request("resumed", [5] * (longest - 1), 1))
+
+    assert len(tokens_of(engine.run(check))) == 1
+
+
+def test_a_resumed_id_is_not_hit_by_the_end_of_its_predecessor(engine: EngineUnderTest) -> None:
+    """SGLang aborts an id once more two seconds after its stream has ended."""
+
+    async def first(client: SGLangClient) -> list[TokenChunk]:
+        arrived: list[TokenChunk] = []
+        task = asyncio.create_task(collect(client, make_request("r", PROMPT, 1500), arrived))
+        await until_streaming([arrived])
+        await client.abort(["r"])
+        return await task
+
+    async def again(client: SGLangClient) -> list[TokenChunk]:
+        await client.pause("in_place")
+        task = asyncio.create_task(collect(client, make_request("r", PROMPT, 40)))
+        await asyncio.sleep(2.5)
+        await client.resume()
+        return await task
+
+    assert engine.run(first)[-1].end == "abort"
+    assert engine.run(again)[-1].end == "length", "by another client"
+
+    async def both(client: SGLangClient) -> list[TokenChunk]:
+        await first(client)
+        return await again(client)
+
+    assert engine.run(both)[-1].end == "length", "by the same client"
+
+
+def test_closing_the_iteration_ends_the_request_on_the_engine(engine: EngineUnderTest) -> None:
+    async def check(client: SGLangClient) -> int:
+        stream = client.generate(make_request("r", PROMPT, 1900))
+        await anext(stream)
+        await stream.aclose()  # type: ignore[attr-defined]
+        deadline = time.monotonic() + 2.0  # far less than 1,900 tokens take
+        while (status := await client.status()).running_requests and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        return status.running_requests
+
+    assert engine.run(check) == 0
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_nothing_is_generated_during_a_pause(engine: EngineUnderTest, mode: Any) -> None:
+    async def check(client: SGLangClient) -> list[list[TokenChunk]]:
+        arrived: list[list[TokenChunk]] = [[] for _ in range(8)]
+        tasks = [
+            asyncio.create_task(collect(client, make_request(f"r{i}", [*PROMPT, i], 250), into))
+            for i, into in enumerate(arrived)
+        ]
+        await until_streaming(arrived)
+        await client.pause(mode)
+        tasks.append(asyncio.create_task(collect(client, make_request("late", PROMPT, 5))))
+        await asyncio.sleep(1.0)
+        assert not any(task.done() for task in tasks)
+        assert await client.healthy()
+        await client.resume()
+        return await asyncio.gather(*tasks)
+
+    responses = engine.run(check)
+    assert [len(tokens_of(chunks)) for chunks in responses] == [250] * 8 + [5]
+
+
+def _update_in_flight(engine: EngineUnderTest, mode: Any) -> list[list[TokenChunk]]:
+    """Eight responses during which the weights change from `a` (OLD) to `b` (NEW)."""
+
+    async def check(client: SGLangClient) -> list[list[TokenChunk]]:
+        arrived: list[list[TokenChunk]] = [[] for _ in range(8)]
+        tasks = [
+            asyncio.create_task(collect(client, make_request(f"r{i}", [*PROMPT, i], 150), into))
+            for i, into in enumerate(arrived)
+        ]
+        await until_streaming(arrived)
+        await client.pause(mode)
+        await asyncio.to_thread(engine.load, "b", NEW, mode == "retract")
+        await client.resume()
+        return await asyncio.gather(*tasks)
+
+    responses = engine.run(check)
+    assert any(len({chunk.version for chunk in chunks}) == 2 for chunks in responses)
+    return responses
+
+
+def _ids_and_border(index: int, chunks: list[TokenChunk]) -> tuple[list[int], int]:
+    """Prompt and response, and where in them the new version begins."""
+    prompt = [*PROMPT, index]
+    versions = [chunk.version for chunk in chunks for _ in chunk.token_ids]
+    assert versions == sorted(versions)
+    return [*prompt, *tokens_of(chunks).tolist()], len(prompt) + versions.count(OLD)
+
+
+def test_in_flight_with_recompute_every_token_is_of_the_version_it_names(
+    engine: EngineUnderTest,
+) -> None:
+    for index, chunks in enumerate(_update_in_flight(engine, "retract")):
+        ids, border = _ids_and_border(index, chunks)
+        got, start = logprobs_of(chunks), len(PROMPT) + 1
+        old = reference_logprobs(engine.models["a"], ids)
+        new = reference_logprobs(engine.models["b"], ids)
+        expected = np.concatenate([old[start - 1 : border - 1], new[border - 1 :]])
+        assert np.abs(got - expected).max() < 1e-3
+        # The two models are far apart, so a border off by one could not pass.
+        assert np.abs(old - new).min() > 0 and np.abs(old - new).mean() > 1
+
+
+def test_in_flight_with_kept_cache_new_weights_read_the_old_cache(engine: EngineUnderTest) -> None:
+    for index, chunks in enumerate(_update_in_flight(engine, "in_place")):
+        ids, border = _ids_and_border(index, chunks)
+        expected = _kept_cache_logprobs(engine, ids, border)[len(PROMPT) :]
+        assert np.abs(logprobs_of(chunks) - expected).max() < 1e-3
+
+
+def _kept_cache_logprobs(engine: EngineUnderTest, ids: list[int], border: int) -> Any:
+    """Old weights up to the border; then new weights over the cache that the old ones made.
+
+    The last old token had not been put into the cache when the weights changed.
+    """
+    tokens = torch.tensor([ids])
+    with torch.no_grad():
+        first = engine.models["a"](tokens[:, : border - 1], use_cache=True)
+        second = engine.models["b"](
+            tokens[:, border - 1 :], past_key_values=first.past_key_values, use_cache=True
+        )
+    logits = torch.cat([first.logits[0], second.logits[0]])[:-1].float()
+    return torch.log_softmax(logits, -1).gather(1, tokens[0, 1:, None])[:, 0].numpy()
+
+
+def test_it_reports_version_load_and_capacity(engine: EngineUnderTest) -> None:
+    async def check(client: SGLangClient) -> None:
+        assert await client.version() == OLD
+        assert client.dtype == "float32"
+        assert client.kv_capacity_tokens == 16384
+        assert await client.healthy()
+        arrived: list[list[TokenChunk]] = [[] for _ in range(4)]
+        tasks = [
+            asyncio.create_task(collect(client, make_request(f"r{i}", PROMPT, 1900), into))
+            for i, into in enumerate(arrived)
+        ]
+        await until_streaming(arrived)
+        deadline = time.monotonic() + 5.0  # SGLang reports with a little delay
+        while (status := await client.status()).running_requests != 4:
+            assert time.monotonic() < deadline, status
+            await asyncio.sleep(0.05)
+        assert status.queued_requests == 0
+        assert 0 < status.kv_usage < 1
+        await client.abort([f"r{i}" for i in range(4)])
+        await asyncio.gather(*tasks)
+        await client.flush_cache()
+
+    engine.run(check)
+
+
+def test_checksums_tell_weights_apart(engine: EngineUnderTest) -> None:
+    before = engine.run(lambda client: client.checksum())
+    engine.load("b", NEW)
+    changed = engine.run(lambda client: client.checksum())
+    engine.load("a", OLD)
+    assert before != changed
+    assert engine.run(lambda client: client.checksum()) == before
+
+
+def test_versions_are_known_while_the_response_is_still_running(engine: EngineUnderTest) -> None:
+    """A crash loses only the tokens that had not been streamed, so they must not be held back."""
+
+    async def check(client: SGLangClient) -> list[float]:
+        arrivals = []
+        async for _ in client.generate(make_request("r", PROMPT, 200)):
+            arrivals.append(time.monotonic())
+        return arrivals
+
+    arrivals = engine.run(check)
+    assert len(arrivals) >= 10
+    assert all(later >= earlier for earlier, later in pairwise(arrivals))
+    assert arrivals[1] - arrivals[0] < (arrivals[-1] - arrivals[0]) / 2

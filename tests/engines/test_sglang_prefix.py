@@ -1,0 +1,116 @@
+"""New requests never reuse a prompt prefix that older weights computed (`kv: keep`)."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_async.engines.sglang import prefix as sglang_prefix
+from megatron_async.engines.sglang.client import SGLangClient
+from megatron_async.trajectory.types import PolicyVersion
+from tests.engine import (
+    EngineUnderTest,
+    collect,
+    logprobs_of,
+    make_request,
+    reference_logprobs,
+    tokens_of,
+    until_streaming,
+)
+
+OLD, NEW = PolicyVersion(5, 1), PolicyVersion(5, 2)
+PROMPT = [int(token) for token in np.random.default_rng(3).integers(1, 128, 64)]
+
+
+def test_what_waits_has_the_salt_of_the_current_weights_and_what_runs_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held = ["5.1"]
+    monkeypatch.setattr(sglang_prefix, "_version", lambda: held[0])
+    running, waiting, later = (SimpleNamespace(cache_salt=None) for _ in range(3))
+    scheduler = SimpleNamespace(waiting_queue=[waiting])
+    for req in (running, waiting):
+        sglang_prefix.before_queue(scheduler, req)
+    held[0] = "5.2"
+    sglang_prefix.after_change(None, scheduler, "5.2")
+    sglang_prefix.before_queue(scheduler, later)
+    assert [r.cache_salt for r in (running, waiting, later)] == ["5.1", "5.2", "5.2"]
+    sglang_prefix.before_queue(scheduler, running, is_retracted=True)
+    assert running.cache_salt == "5.2"
+
+
+def _error(engine: EngineUnderTest, model: str, chunks: list[Any]) -> float:
+    """Largest |engine - model| over the response."""
+    ids = [*PROMPT, *tokens_of(chunks).tolist()]
+    expected = reference_logprobs(engine.models[model], ids)[len(PROMPT) - 1 :]
+    return float(np.abs(logprobs_of(chunks) - expected).max())
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_a_request_that_starts_after_an_in_place_update_has_ratio_one(
+    sglang_engine: EngineUnderTest,
+) -> None:
+    """Also one that had been sent before it, and waited in the engine's queue meanwhile."""
+    engine = sglang_engine
+    engine.hold("a", OLD)
+    capacity = engine.run(lambda client: _capacity(client))
+    long = 1900
+    fillers = capacity // (len(PROMPT) + long)
+
+    async def check(client: SGLangClient) -> tuple[list[Any], list[Any], list[list[Any]]]:
+        before = await collect(client, make_request("before", PROMPT, 8))
+        assert _error(engine, "a", before) < 1e-4
+        arrived: list[list[Any]] = [[] for _ in range(fillers)]
+        running = [
+            asyncio.create_task(collect(client, make_request(f"f{i}", PROMPT, long), into))
+            for i, into in enumerate(arrived)
+        ]
+        await until_streaming(arrived)
+        queued = asyncio.create_task(collect(client, make_request("queued", PROMPT, long)))
+        deadline = asyncio.get_running_loop().time() + 20
+        while (await client.status()).queued_requests == 0:
+            assert asyncio.get_running_loop().time() < deadline, "nothing waits in the engine"
+            await asyncio.sleep(0.05)
+        await client.pause("in_place")
+        await asyncio.to_thread(engine.load, "b", NEW, False)
+        await client.resume()
+        await client.abort([f"f{i}" for i in range(fillers)])
+        await asyncio.gather(*running)
+        new = await collect(client, make_request("new", PROMPT, 8))
+        await client.abort(["queued"])
+        return new, await queued, arrived
+
+    new, queued, running = engine.run(check)
+    assert {chunk.version for chunk in new} == {chunk.version for chunk in queued} == {NEW}
+    assert len(tokens_of(queued)) > 0
+    assert _error(engine, "b", new) < 1e-4
+    assert _error(engine, "b", queued) < 1e-4
+    assert any({c.version for c in chunks} == {OLD, NEW} for chunks in running), "none ran on"
+
+
+async def _capacity(client: SGLangClient) -> int:
+    return client.kv_capacity_tokens
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_members_of_a_group_share_their_prompt_under_one_version(
+    sglang_engine: EngineUnderTest,
+) -> None:
+    engine = sglang_engine
+    engine.hold("a", OLD)
+
+    def cached() -> int:
+        body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1}}
+        return int(engine.post("generate", body)["meta_info"]["cached_tokens"])
+
+    assert cached() == 0 and cached() == len(PROMPT) - 1
+    engine.post("pause_generation", {"mode": "in_place"})
+    engine.load("b", NEW, flush_cache=False)
+    engine.post("continue_generation", {"torch_empty_cache": False})
+    assert cached() == 0 and cached() == len(PROMPT) - 1

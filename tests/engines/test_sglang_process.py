@@ -1,0 +1,247 @@
+"""Starting and ending a server process: limits, quoted logs, no leftovers. With a stand-in server
+where SGLang itself is not the point, and with the real one where it is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from megatron_async.config import build_config
+from megatron_async.config.presets import SCHEDULE_PRESETS
+from megatron_async.config.rollout import EngineConfig
+from megatron_async.engines.sglang import process as sglang_process
+from megatron_async.engines.sglang.process import (
+    NO_VERSION,
+    SGLangProcess,
+    server_command,
+    server_environment,
+    simulated_command,
+)
+from megatron_async.engines.sglang.server import KEY_VARIABLE, LIFELINE_VARIABLE, take_key
+from megatron_async.errors import ComponentFailure
+
+# Answers /health, has a child, holds the lifeline as the real server does.
+_SERVER = """
+import http.server, subprocess, sys
+from megatron_async.engines.sglang import server as sglang_server
+child = subprocess.Popen(["sleep", "600"])
+print("child", child.pid, flush=True)
+sglang_server.hold_lifeline()
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.send_header("Content-Length", "0"); self.end_headers()
+    def log_message(self, *a): pass
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+_SILENT = "import time; print('thinking', flush=True); time.sleep(600)"
+_BROKEN = "import sys; print('no such model: elephant', flush=True); sys.exit(3)"
+_PORT_TAKEN = "print('[Errno 98] Address already in use', flush=True); raise SystemExit(1)"
+
+
+def _pretend(monkeypatch: pytest.MonkeyPatch, script: str) -> list[int]:
+    """Start `script` instead of SGLang; returns the list of ports that it is started with."""
+    ports: list[int] = []
+
+    def command(
+        settings: EngineConfig, model: Path, port: int, version: Any, device: str, in_place: bool
+    ) -> list[str]:
+        ports.append(port)
+        return [sys.executable, "-c", script, str(port)]
+
+    monkeypatch.setattr(sglang_process, "server_command", command)
+    return ports
+
+
+def _process(folder: Path, **changes: Any) -> SGLangProcess:
+    settings = EngineConfig(device="cpu", **{"start_timeout_seconds": 20.0, **changes})
+    return SGLangProcess(folder / "model", settings, folder / "logs" / "engine.log")
+
+
+def _gone(pid: int, seconds: float = 5.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def _child_in(log: Path) -> int:
+    deadline = time.monotonic() + 5.0
+    while "child" not in log.read_text() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return int(log.read_text().split("child ")[1].split()[0])
+
+
+def test_stop_ends_the_server_and_its_children(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    _pretend(monkeypatch, _SERVER)
+    server = _process(tmp_path)
+    server.start()
+    pid, child = server.pid, _child_in(server.log_path)
+    assert server.alive() and pid is not None and psutil.pid_exists(child)
+    server.stop()
+    assert not server.alive() and _gone(pid, 0.1) and _gone(child, 0.1)
+    server.stop()  # nothing to do is no error
+    with pytest.raises(ComponentFailure, match="before it started"):
+        _ = server.url
+
+
+def test_children_of_a_server_that_was_killed_are_ended_by_stop(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    _pretend(monkeypatch, _SERVER)
+    server = _process(tmp_path)
+    server.start()
+    child = _child_in(server.log_path)
+    assert server.pid is not None
+    os.kill(server.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 5
+    while server.alive() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not server.alive()
+    server.stop()
+    assert _gone(child, 0.5)
+
+
+def test_a_server_that_ends_early_fails_the_start_with_the_end_of_its_log(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    _pretend(monkeypatch, _BROKEN)
+    started = time.monotonic()
+    with pytest.raises(ComponentFailure, match=r"exit code 3 .*(?s:.*)no such model: elephant"):
+        _process(tmp_path).start()
+    assert time.monotonic() - started < 10
+
+
+def test_a_server_that_never_answers_is_stopped_at_the_limit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    _pretend(monkeypatch, _SILENT)
+    server = _process(tmp_path, start_timeout_seconds=1.5)
+    with pytest.raises(ComponentFailure, match=r"start_timeout_seconds = 1\.5;(?s:.*)thinking"):
+        server.start()
+    assert not server.alive() and server.pid is None
+
+
+def test_a_lost_race_for_the_port_is_run_again_with_another_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ports = _pretend(monkeypatch, _PORT_TAKEN)
+    with pytest.raises(ComponentFailure, match="already in use"):
+        _process(tmp_path).start()
+    assert len(ports) == len(set(ports)) == 3
+
+
+def test_the_server_ends_with_whoever_started_it(tmp_path: Path) -> None:
+    """Killed with SIGKILL, the starter cannot clean up; the lifeline does."""
+    script = tmp_path / "starter.py"
+    script.write_text(
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from megatron_async.config.rollout import EngineConfig\n"
+        "from megatron_async.rollout import sglang_process as sp\n"
+        "sp.server_command = lambda settings, model, port, *rest: "
+        f"[sys.executable, '-c', {_SERVER!r}, str(port)]\n"
+        "server = sp.SGLangProcess(Path('m'), EngineConfig(device='cpu'), Path(sys.argv[1]))\n"
+        "server.start()\n"
+        "print(server.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    log = tmp_path / "engine.log"
+    starter = subprocess.Popen(
+        [sys.executable, str(script), str(log)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert starter.stdout is not None
+        pid, child = int(starter.stdout.readline()), _child_in(log)
+        assert psutil.pid_exists(pid)
+    finally:
+        starter.kill()
+        starter.wait()
+    assert _gone(pid) and _gone(child)
+
+
+def test_the_command_line_says_what_the_settings_say(tmp_path: Path) -> None:
+    settings = EngineConfig(
+        tensor=2,
+        max_running_requests=9,
+        context_length=512,
+        stream_interval=5,
+        extra_args=["--mem-fraction-static", "0.5"],
+    )
+    command = " ".join(server_command(settings, tmp_path, 1234, NO_VERSION, "cuda"))
+    for part in (
+        f"--model-path {tmp_path}",
+        "--port 1234",
+        "--device cuda",
+        "--dtype bfloat16",
+        "--tp-size 2",
+        "--max-running-requests 9",
+        "--context-length 512",
+        "--stream-interval 5",
+        "--weight-version=-1.0",
+        "--mem-fraction-static 0.5",
+    ):
+        assert part in command
+    assert "attention-backend" not in command
+    assert "--disable-overlap-schedule" not in command
+    on_cpu = " ".join(server_command(settings, tmp_path, 1234, NO_VERSION, "cpu"))
+    assert "--attention-backend torch_batched" in on_cpu and "--dtype float32" in on_cpu
+
+
+def test_only_weights_that_change_in_place_cost_the_overlap_scheduler(tmp_path: Path) -> None:
+    in_place = {
+        preset: build_config({"schedule": {"preset": preset}}).schedule.in_place
+        for preset in SCHEDULE_PRESETS
+    }
+    assert [preset for preset, value in in_place.items() if value] == ["pipeline"]
+    for value in (False, True):
+        command = server_command(EngineConfig(), tmp_path, 1, NO_VERSION, "cuda", in_place=value)
+        assert ("--disable-overlap-schedule" in command) is value
+
+
+def test_the_key_reaches_a_server_where_no_other_user_can_read_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = EngineConfig(api_key="secret")
+    for command in (
+        server_command(settings, tmp_path, 1234, NO_VERSION, "cpu"),
+        simulated_command(settings, tmp_path, 1234, NO_VERSION),
+    ):
+        assert "secret" not in " ".join(command)
+    environment = server_environment(settings, "cpu", None, {})
+    monkeypatch.setenv(KEY_VARIABLE, environment[KEY_VARIABLE])
+    assert take_key() == "secret"
+    assert take_key() == "", "what the server starts does not inherit it"
+    _pretend(monkeypatch, _BROKEN)
+    process = _process(tmp_path)
+    with pytest.raises(ComponentFailure):
+        process.start()
+    mode = stat.S_IMODE(process.log_path.stat().st_mode)
+    assert mode == 0o600, "SGLang logs its settings, and the key with them"
+
+
+def test_the_environment_keeps_a_cpu_server_single_threaded_and_offline() -> None:
+    base = {"OMP_NUM_THREADS": "8", "KEEP": "me", "SGLANG_RETURN_ORIGINAL_LOGPROB": "1"}
+    on_cpu = server_environment(EngineConfig(tensor=2), "cpu", None, base)
+    assert on_cpu["OMP_NUM_THREADS"] == "1" and on_cpu["SGLANG_USE_CPU_ENGINE"] == "1"
+    assert on_cpu["HF_HUB_OFFLINE"] == "1" and on_cpu["KEEP"] == "me"
+    assert len(on_cpu["SGLANG_CPU_OMP_THREADS_BIND"].split("|")) == 2
+    on_gpu = server_environment(EngineConfig(), "cuda", [3, 1], base)
+    assert on_gpu["CUDA_VISIBLE_DEVICES"] == "3,1" and on_gpu["OMP_NUM_THREADS"] == "8"
+    assert LIFELINE_VARIABLE not in on_gpu
+    assert not {"SGLANG_RETURN_ORIGINAL_LOGPROB"} & (set(on_cpu) | set(on_gpu))

@@ -1,0 +1,84 @@
+"""A server starts no process that it does not need, and ends as soon as it is let go."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from megatron_async.engines.sglang.server import LIFELINE_VARIABLE
+from megatron_async.engines.sglang.start import forked, no_detokenizer
+from megatron_async.weight_sync.receiver import make_root, remove_roots
+from tests.engine import EngineUnderTest
+
+
+@pytest.mark.parametrize(("without_tokenizer", "started"), [(True, []), (False, ["detokenizer"])])
+def test_only_text_needs_a_detokenizer(without_tokenizer: bool, started: list[str]) -> None:
+    def launch(engine: Any, **asked: Any) -> tuple[list[Any], list[str]]:
+        return [object()], ["detokenizer"]
+
+    settings = SimpleNamespace(skip_tokenizer_init=without_tokenizer)
+    processes, names = no_detokenizer(launch, None, server_args=settings)
+    assert names == started and len(processes) == len(started)
+
+
+def test_schedulers_alone_are_forked() -> None:
+    def launch(engine: Any) -> str:
+        return multiprocessing.get_start_method()
+
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method("spawn", force=True)
+    try:
+        assert forked(launch, None) == "fork"
+        assert multiprocessing.get_start_method() == "spawn"
+    finally:
+        multiprocessing.set_start_method(before, force=True)
+
+
+def test_a_server_that_is_let_go_does_its_last_act_and_ends(tmp_path: Path) -> None:
+    script = (
+        "import pathlib, sys, time\n"
+        "from megatron_async.engines.sglang.server import hold_lifeline\n"
+        "hold_lifeline(lambda: pathlib.Path(sys.argv[1]).touch())\n"
+        "print('holds', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    read_end, write_end = os.pipe()
+    server = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path / "done")],
+        env={**os.environ, LIFELINE_VARIABLE: str(read_end)},
+        pass_fds=(read_end,),
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    os.close(read_end)
+    assert server.stdout is not None and server.stdout.readline() == b"holds\n"
+    assert server.poll() is None
+    os.close(write_end)
+    assert server.wait(20) == -9
+    assert (tmp_path / "done").exists()
+
+
+def test_what_a_server_received_goes_with_it(tmp_path: Path) -> None:
+    ours = make_root(tmp_path)
+    (ours / "shard").write_bytes(b"weights")
+    others = tmp_path / ours.name.replace(str(os.getpid()), "1")
+    others.mkdir()
+    remove_roots(os.getpid(), tmp_path)
+    assert not ours.exists() and others.exists()
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_a_real_server_is_two_processes(sglang_engine: EngineUnderTest) -> None:
+    pid = sglang_engine.process.pid
+    assert pid is not None
+    names = [child.name() for child in psutil.Process(pid).children(recursive=True)]
+    assert names == ["sglang::scheduler"]

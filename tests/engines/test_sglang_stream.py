@@ -1,0 +1,175 @@
+"""Reports of a streamed request become chunks: no token twice, none lost, each with its version."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_async.config.rollout import SamplingConfig
+from megatron_async.engines.interface import TokenChunk
+from megatron_async.engines.sglang.client import _counter
+from megatron_async.engines.sglang.stream import (
+    BadReport,
+    Refusal,
+    StreamDecoder,
+    events_of,
+    refusal_of,
+    sampling_params,
+)
+from megatron_async.trajectory.types import PolicyVersion
+from tests.engine import make_request
+
+
+def _report(
+    tokens: list[int], total: int, spans: Any, finish: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    meta: dict[str, Any] = {
+        "finish_reason": finish,
+        "completion_tokens": total,
+        "output_token_logprobs": [[-float(token), token, None] for token in tokens],
+        "weight_version": "0.9",
+    }
+    if spans is not None:
+        meta["weight_versions"] = [
+            {"version": version, "start": start, "end": end} for version, start, end in spans
+        ]
+    return {"output_ids": tokens, "meta_info": meta}
+
+
+def _flat(chunks: list[TokenChunk]) -> list[tuple[int, float, PolicyVersion]]:
+    return [
+        (int(token), float(logprob), chunk.version)
+        for chunk in chunks
+        for token, logprob in zip(chunk.token_ids, chunk.logprobs, strict=True)
+    ]
+
+
+@given(st.data())
+def test_any_cut_of_a_response_gives_the_same_tokens_and_versions(data: st.DataObject) -> None:
+    length = data.draw(st.integers(1, 60))
+    borders = (
+        sorted(data.draw(st.sets(st.integers(1, length - 1), max_size=3))) if length > 1 else []
+    )
+    edges = [0, *borders, length]
+    spans = [(f"1.{i}", a, b) for i, (a, b) in enumerate(pairwise(edges))]
+    cuts = sorted(data.draw(st.sets(st.integers(1, length), max_size=6)) | {length})
+    decoder, chunks, start = StreamDecoder(), [], 0
+    for cut in cuts:
+        visible = [(v, a, min(b, cut)) for v, a, b in spans if a < cut]
+        finish = {"type": "length"} if cut == length else None
+        chunks += decoder.feed(_report(list(range(start, cut)), cut, visible, finish))
+        start = cut
+    expected = [
+        (t, -float(t), PolicyVersion(1, i))
+        for i, (_, a, b) in enumerate(spans)
+        for t in range(a, b)
+    ]
+    assert _flat(chunks) == expected
+    assert [chunk.end for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+
+
+def test_a_request_aborted_in_the_queue_repeats_its_last_token_which_is_not_new() -> None:
+    decoder = StreamDecoder()
+    first = decoder.feed(_report([4, 5], 2, [("0.1", 0, 2)]))
+    last = decoder.feed(_report([5], 2, [("0.1", 0, 2)], {"type": "abort"}))
+    assert [token for token, _, _ in _flat(first + last)] == [4, 5]
+    assert len(last) == 1 and last[0].end == "abort" and len(last[0].token_ids) == 0
+
+
+def test_without_versions_tokens_are_held_back_until_the_end_tells() -> None:
+    decoder = StreamDecoder()
+    assert decoder.feed(_report([4, 5], 2, None)) == []
+    chunks = decoder.feed(_report([6], 3, [("0.1", 0, 1), ("0.2", 1, 3)], {"type": "stop"}))
+    assert [(t, str(v)) for t, _, v in _flat(chunks)] == [(4, "0.1"), (5, "0.2"), (6, "0.2")]
+    assert chunks[-1].end == "stop"
+
+
+def _aborted(status: int) -> dict[str, Any]:
+    end = {"type": "abort", "status_code": status, "message": "no"}
+    return _report([], 0, [("0.1", 0, 0)], end)
+
+
+@pytest.mark.parametrize(
+    ("report", "message"),
+    [
+        ({"error": {"message": "too long"}}, "too long"),
+        (_report([1], 3, [("0.1", 0, 3)]), "3 new tokens were announced, but 1"),
+        (_report([1, 2], 2, [("0.1", 0, 1)]), "do not cover"),
+        (_report([1], 1, [("default", 0, 1)]), "version 'default'"),
+        (_report([], 0, [("0.1", 0, 0)], {"type": "explosion"}), "unknown reason"),
+        (
+            _report([], 0, [("0.1", 0, 0)], {"type": "abort", "status_code": 400, "message": "no"}),
+            "refused with status 400: no",
+        ),
+    ],
+)
+def test_a_report_that_cannot_be_trusted_is_an_error(report: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadReport, match=message):
+        StreamDecoder().feed(report)
+
+
+@pytest.mark.parametrize(
+    ("report", "refused"),
+    [
+        ({"error": {"message": "no", "code": 400, "retryable": False}}, True),
+        ({"error": {"message": "no", "code": 400}}, True),
+        ({"error": {"message": "later", "code": 400, "retryable": True}}, False),
+        ({"error": {"message": "defect", "code": 500, "retryable": False}}, False),
+        ({"error": {"message": "a form of its own"}}, False),
+        (_aborted(400), True),
+        (_aborted(422), True),
+        (_aborted(503), False),
+        (_aborted(500), False),
+    ],
+)
+def test_only_an_invalid_request_is_refused(report: dict[str, Any], refused: bool) -> None:
+    with pytest.raises(BadReport) as raised:
+        StreamDecoder().feed(report)
+    assert isinstance(raised.value, Refusal) is refused
+
+
+@pytest.mark.parametrize(
+    ("status", "refused"),
+    [(400, True), (413, True), (422, True), (401, False), (404, False), (429, False), (500, False)],
+)
+def test_an_http_status_tells_whose_fault_it_is(status: int, refused: bool) -> None:
+    assert isinstance(refusal_of(status, "why"), Refusal) is refused
+
+
+@given(st.lists(st.binary(min_size=1, max_size=30).filter(lambda b: b"\n" not in b)), st.data())
+def test_events_survive_any_split_of_the_bytes(payloads: list[bytes], data: st.DataObject) -> None:
+    stream = b"".join(b"data: " + payload + b"\n\n" for payload in payloads)
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(stream)), max_size=5)))
+    edges = [0, *cuts, len(stream)]
+    buffer, events = bytearray(), []
+    for start, stop in pairwise(edges):
+        events += events_of(buffer, stream[start:stop])
+    assert events == payloads and not buffer
+
+
+def test_a_forced_length_ignores_stop_tokens() -> None:
+    forced = sampling_params(make_request("r", [1], 7, stop_token_ids=(2,)))
+    assert forced["ignore_eos"] and forced["max_new_tokens"] == 7
+    assert "stop_token_ids" not in forced
+    free = sampling_params(
+        make_request(
+            "r", [1], 7, forced=False, stop_token_ids=(2,), sampling=SamplingConfig(temperature=0.5)
+        )
+    )
+    assert free["stop_token_ids"] == [2] and free["temperature"] == 0.5
+
+
+def test_a_counter_is_summed_over_its_labels_and_zero_before_its_first_event() -> None:
+    metrics = b'# HELP x\nx_total{rank="0"} 2.0\nx_total{rank="1"} 3.0\ny_total 9.0\n'
+    assert _counter(metrics, b"x_total") == 5
+    assert _counter(metrics, b"z_total") == 0
+
+
+def test_log_probs_keep_single_precision() -> None:
+    [chunk] = StreamDecoder().feed(_report([3], 1, [("0.1", 0, 1)]))
+    assert chunk.logprobs.dtype == np.float32 and chunk.token_ids.dtype == np.int32

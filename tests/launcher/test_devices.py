@@ -1,0 +1,180 @@
+"""GPUs of one machine: those of the trainer and those of the engines are not the same ones."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_async import cli
+from megatron_async.commands.launch import ROOT
+from megatron_async.config import RunConfig, build_config, load_config
+from megatron_async.errors import UserError
+from megatron_async.launcher.devices import DeviceSplit, split_devices, split_of_this_machine
+from megatron_async.run_directory import RunDirectory
+from megatron_async.tasks.tiny_model import build_tiny_model
+
+EIGHT = [str(index) for index in range(8)]
+
+
+def settings(
+    ranks: int,
+    count: int,
+    tensor: int = 1,
+    transport: str = "distributed",
+    pipeline: int = 1,
+    **engines: Any,
+) -> RunConfig:
+    return build_config(
+        {
+            "parallel": {"ranks": ranks, "tensor": ranks // pipeline, "pipeline": pipeline},
+            "engines": {"count": count, "tensor": tensor, **engines},
+            "weights": {"transport": transport, "verify": "never"},
+        }
+    )
+
+
+def test_the_config_of_one_node_uses_each_of_its_gpus_once() -> None:
+    config = load_config(ROOT / "configs" / "qwen2.5-7b.yaml")
+    assert split_devices(EIGHT, config) == DeviceSplit("0,1,2,3", "4,5,6,7")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "config", "split"),
+    [
+        (EIGHT, settings(2, 2, tensor=2), DeviceSplit("0,1", "2,3,4,5")),
+        (["3", "GPU-b", "7"], settings(1, 2), DeviceSplit("3", "GPU-b,7")),
+        (["0"], settings(1, 1, transport="disk"), DeviceSplit()),
+        (["0"], settings(1, 1, transport="tensor", placement="colocated"), DeviceSplit()),
+    ],
+    ids=["more than needed", "as the machine names them", "one for both", "in turns"],
+)
+def test_ranks_first_then_engines(gpus: list[str], config: RunConfig, split: DeviceSplit) -> None:
+    assert split_devices(gpus, config) == split
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (settings(2, 2), r"parallel.ranks 2 and .* 2 need 4 GPUs .* distributed, and there are 3"),
+        (settings(1, 1, transport="tensor"), "weights.transport tensor hands weights over on one"),
+        (
+            settings(2, 2, transport="tensor", placement="colocated"),
+            r"one engine on the GPU of .* rank 0.* engines.count x engines.tensor is 2",
+        ),
+        (
+            settings(2, 1, transport="tensor", placement="colocated", pipeline=2),
+            r"one engine on the GPU of .* rank 0.* parallel.pipeline is 2",
+        ),
+        (
+            settings(4, 1, transport="tensor", placement="colocated"),
+            "parallel.ranks 4 on parallel.nodes 1 needs 4 GPUs a node, .* this machine has 3",
+        ),
+        (settings(4, 1, transport="disk"), "parallel.ranks 4 .* this machine has 3"),
+    ],
+    ids=[
+        "NCCL needs a device for each rank",
+        "an engine does not see that GPU",
+        "nor does another",
+        "nor the GPU of another stage",
+        "ranks that share with an engine need theirs",
+        "so do those that meet engines on them",
+    ],
+)
+def test_what_cannot_work_on_these_gpus_is_refused(config: RunConfig, reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        split_devices(["0", "1", "2"], config)
+
+
+def test_what_shares_its_devices_or_needs_none_is_not_split(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    gpu = {"device": "cuda"}
+    assert split_of_this_machine(settings(2, 2, **gpu)) == DeviceSplit("0,1", "2,3")
+    assert split_of_this_machine(settings(2, 2, device="cpu")) == DeviceSplit()
+    shared = settings(2, 1, transport="tensor", placement="colocated", **gpu)
+    assert split_of_this_machine(shared) == DeviceSplit()
+    no_model = settings(2, 2, transport="tensor", kind="simulated", **gpu)
+    assert split_of_this_machine(no_model) == DeviceSplit()
+
+
+def test_a_ray_cluster_that_runs_hands_out_its_own_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many it has is unknown here; what no GPUs can do is refused."""
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert split_of_this_machine(settings(2, 2, device="cuda")) == DeviceSplit()
+    with pytest.raises(UserError, match=r"weights\.transport tensor hands"):
+        split_of_this_machine(settings(1, 1, transport="tensor", device="cuda"))
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    """A run that every machine without GPUs can start."""
+    build_tiny_model(tmp_path / "model", seed=1)
+    path = tmp_path / "c.yaml"
+    path.write_text(f"name: it\nroot: {tmp_path}/runs\nmodel: {{path: {tmp_path}/model}}\n")
+    return path
+
+
+GPUS_TOO_FEW = ["engines.device=cuda"]
+
+
+def test_what_the_gpus_cannot_do_is_refused_before_a_run_directory_is_made(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with pytest.raises(UserError, match=r"need 2 GPUs with weights\.transport distributed"):
+        cli.train(GPUS_TOO_FEW, config_file)
+    with pytest.raises(UserError, match=r"need 2 GPUs with weights\.transport distributed"):
+        cli.quickstart(GPUS_TOO_FEW, config_file)
+    assert not (config_file.parent / "runs").exists()
+
+
+def test_a_resume_that_the_gpus_cannot_do_leaves_the_settings_as_they_were(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    directory = RunDirectory.create(load_config(config_file, []))
+    before = directory.config_file.read_text()
+    with pytest.raises(UserError, match="need 2 GPUs"):
+        cli.train(GPUS_TOO_FEW, resume=directory.path)
+    assert directory.config_file.read_text() == before
+
+
+def test_a_trainer_with_fewer_gpus_than_ranks_is_refused_whatever_the_engines_use(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    wanted = ["parallel.ranks=2", "parallel.tensor=2", "engines.device=cpu"]
+    told = "parallel.ranks 2 on parallel.nodes 1 needs 2 GPUs .* this machine has 1"
+    with pytest.raises(UserError, match=told):
+        cli.train(wanted, config_file)
+    with pytest.raises(UserError, match=told):
+        cli.sft(config_file.parent / "tuned", wanted, config_file)
+    assert not (config_file.parent / "runs").exists()
+
+
+@pytest.mark.slow
+def test_ray_hands_out_the_engines_gpus_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    from megatron_async.launcher.rollout_side import connect_ray
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    connect_ray(None, gpus="2,3")
+    try:
+
+        @ray.remote(num_gpus=1)
+        def gpu() -> str:
+            time.sleep(1.0)  # so that the two calls are there at once
+            return os.environ["CUDA_VISIBLE_DEVICES"]
+
+        assert sorted(ray.get([gpu.remote(), gpu.remote()], timeout=60)) == ["2", "3"]
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1,2,3", "the trainers' process has its own"
+    finally:
+        ray.shutdown()

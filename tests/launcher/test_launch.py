@@ -1,0 +1,178 @@
+"""`megatron-async launch`: what it writes, what it refuses, and that a dry run makes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatron_async.commands.launch import ROOT, Cluster, launch_run
+from megatron_async.config import load_config
+from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.run_directory import RunDirectory
+from megatron_async.store.store import TrajectoryStore
+from megatron_async.tasks.tokenizer import write_character_tokenizer
+from tests.checkpoint.test_manifest import write
+from tests.hf_models import save_hf_model
+
+GPUS = Cluster(gpus_per_node=8, engine_nodes=None, time_limit="02:00:00")
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Path:
+    """A config whose model is small, and can be split over eight tensor ranks."""
+    model = tmp_path / "model"
+    save_hf_model("qwen3", model, num_key_value_heads=8, max_position_embeddings=4096)
+    write_character_tokenizer(model)
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        f"""
+name: job
+root: {tmp_path}/runs
+model: {{path: {model}}}
+parallel: {{nodes: 2, ranks: 16, tensor: 8, sequence: true}}
+engines: {{count: 3, tensor: 4}}
+"""
+    )
+    return path
+
+
+def test_a_dry_run_shows_the_script_and_makes_nothing(settings: Path, tmp_path: Path) -> None:
+    before = set(tmp_path.rglob("*"))
+    script = launch_run(settings, None, ["name=other"], GPUS, slurm=True, dry_run=True)
+    assert set(tmp_path.rglob("*")) == before
+    lines = script.splitlines()
+    assert "#SBATCH --job-name=other" in lines
+    assert "#SBATCH --nodes=4" in lines, "2 trainer nodes, 3 engines of 4 GPUs on 2 nodes"
+    assert "#SBATCH --gpus-per-node=8" in lines
+    assert "#SBATCH --time=02:00:00" in lines
+    assert "#SBATCH --signal=B:USR1@120" in lines
+    assert lines[-1].endswith(f"--trainer-nodes=2 {tmp_path}/runs/other")
+
+
+def test_without_slurm_every_node_gets_its_command(settings: Path, tmp_path: Path) -> None:
+    text = launch_run(settings, None, [], GPUS, slurm=False, dry_run=False)
+    commands = [line for line in text.splitlines() if not line.startswith("#")]
+    assert [command.split()[1].rsplit("/", 1)[1] for command in commands] == [
+        *("rollout.sh", "rollout.sh"),
+        *("trainer.sh", "trainer.sh"),
+    ]
+    for command in commands:
+        assert Path(command.split()[1]).is_file()
+    config_file = tmp_path / "runs" / "job" / "config.yaml"
+    config = load_config(config_file)
+    assert config.engines.host == "node"
+    assert len(config.engines.api_key) > 20, "engines that other hosts reach ask for a key"
+    assert stat.S_IMODE(config_file.stat().st_mode) == 0o600
+
+
+def test_a_run_that_began_on_one_machine_goes_on_over_several(
+    settings: Path, tmp_path: Path
+) -> None:
+    directory = RunDirectory.create(load_config(settings, []))
+    before = directory.config_file.read_text()
+
+    def again(*overrides: str, slurm: bool = False, dry_run: bool = False) -> str:
+        return launch_run(None, directory.path, list(overrides), GPUS, slurm=slurm, dry_run=dry_run)
+
+    script = again("steps=7", slurm=True, dry_run=True)
+    assert str(directory.path) in script
+    assert directory.config_file.read_text() == before, "a dry run changes nothing"
+    with pytest.raises(UserError, match=r"parallel\.tensor is 16"):
+        again("parallel.tensor=16")
+    assert directory.config_file.read_text() == before, "nor does what is refused"
+    again("steps=7")
+    config = load_config(directory.config_file)
+    assert (config.steps, config.engines.host) == (7, "node")
+    assert len(config.engines.api_key) > 20
+    assert stat.S_IMODE(directory.config_file.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize(
+    ("overrides", "cluster", "message"),
+    [
+        ([], Cluster(4, None, "1:00:00"), "needs 8 GPUs a node, .* --gpus-per-node is 4"),
+        (["engines.tensor=16"], GPUS, r"engines\.tensor is 16, more than the 8 GPUs"),
+        ([], Cluster(8, 0, "1:00:00"), "--engine-nodes is 0"),
+        (["parallel.tensor=16"], GPUS, r"parallel\.tensor is 16, which does not divide"),
+        (["weights.transport=tensor"], GPUS, r"weights\.transport is tensor, .* of their own"),
+        (
+            [
+                *("engines.placement=colocated", "weights.transport=tensor"),
+                *("schedule.preset=sync", "parallel.nodes=1", "parallel.ranks=8"),
+            ],
+            GPUS,
+            r"engines\.placement is colocated, and launch gives engines nodes of their own",
+        ),
+        (["model.path=/nowhere"], GPUS, r"model\.path '/nowhere' has no config"),
+        (["model.checkpoint=/nowhere"], GPUS, r"model\.checkpoint '/nowhere' has no manifest"),
+    ],
+)
+def test_what_is_refused_makes_nothing(
+    settings: Path, tmp_path: Path, overrides: list[str], cluster: Cluster, message: str
+) -> None:
+    for slurm in (False, True):
+        with pytest.raises(UserError, match=message):
+            launch_run(settings, None, overrides, cluster, slurm=slurm, dry_run=False)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "script", sorted((ROOT / "launch").rglob("*.s[bh]*")), ids=lambda path: path.name
+)
+def test_scripts_are_valid_bash(script: Path) -> None:
+    done = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True, timeout=10)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_job_that_is_not_taken_leaves_word_of_what_was_set_aside(
+    settings: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = RunDirectory.create(load_config(settings, []))
+    asyncio.run(TrajectoryStore.open(directory.store_file).close())
+    for step in (2, 4):
+        write(directory.checkpoints, step)
+    sbatch = tmp_path / "bin" / "sbatch"
+    sbatch.parent.mkdir()
+    sbatch.write_text("#!/bin/sh\necho queue is closed >&2\nexit 1\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{sbatch.parent}:{os.environ['PATH']}")
+
+    def submit(from_step: int | None) -> str:
+        with pytest.raises(ComponentFailure) as failed:
+            launch_run(
+                None, directory.path, [], GPUS, slurm=True, dry_run=False, from_step=from_step
+            )
+        return str(failed.value)
+
+    assert submit(None).endswith("failed: queue is closed")
+    sentence = submit(2)
+    assert "failed: queue is closed; the run goes on from step 2 all the same" in sentence
+    assert sentence.endswith(f"set aside before: {directory.checkpoints}/abandoned_0.4")
+
+
+def test_going_back_is_done_once_before_any_node_starts(settings: Path, tmp_path: Path) -> None:
+    directory = RunDirectory.create(load_config(settings, []))
+    asyncio.run(TrajectoryStore.open(directory.store_file).close())
+    for step in (2, 4):
+        write(directory.checkpoints, step)
+
+    def back_to(step: int, *, dry_run: bool) -> str:
+        return launch_run(
+            None, directory.path, [], GPUS, slurm=False, dry_run=dry_run, from_step=step
+        )
+
+    with pytest.raises(UserError, match=r"--from-step is 3, .* it keeps steps 2, 4$"):
+        back_to(3, dry_run=False)
+    assert "set aside" not in back_to(2, dry_run=True)
+    assert (directory.checkpoints / "step_000004").is_dir()
+    text = back_to(2, dry_run=False)
+    assert text.startswith(f"# set aside: {directory.checkpoints}/abandoned_0.4\n# one command")
+    assert sorted(path.name for path in directory.checkpoints.iterdir()) == [
+        "abandoned_0.4",
+        "step_000002",
+    ]

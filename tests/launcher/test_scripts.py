@@ -1,0 +1,250 @@
+"""The scripts of launch/: what they start, with which hooks and variables, and what they refuse.
+
+`srun` and the interpreter are stand-ins that note how they were called; test_slurm.py has the real
+ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megatron_async.commands.launch import ROOT
+
+NOTE = """#!{python}
+import json, os, sys
+with open({file!r}, "a") as out:
+    out.write(json.dumps({{"arguments": sys.argv[1:], "environment": dict(os.environ)}}) + "\\n")
+{then}
+"""
+
+
+@dataclass(frozen=True)
+class Call:
+    """How a stand-in was called."""
+
+    arguments: list[str]
+    environment: dict[str, str]
+
+
+class Machine:
+    """A node with a noting `srun` and a virtual environment with a noting `python`."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._notes = {name: root / f"{name}.jsonl" for name in ("srun", "python")}
+        (root / "venv" / "bin").mkdir(parents=True)
+        (root / "bin").mkdir()
+        # srun runs the command that follows its own options.
+        self._write(
+            root / "bin" / "srun",
+            "srun",
+            "command = sys.argv[1:]\n"
+            "while command[0].startswith('--'): command = command[1:]\n"
+            "os.execvp(command[0], command)",
+        )
+        self._write(
+            root / "venv" / "bin" / "python",
+            "python",
+            "sys.exit(int(os.environ.get('CODE_' + sys.argv[3], '7')))",
+        )
+
+    def _write(self, path: Path, name: str, then: str) -> None:
+        text = NOTE.format(python=sys.executable, file=str(self._notes[name]), then=then)
+        path.write_text(text)
+        path.chmod(0o755)
+
+    def run(
+        self, script: str, *arguments: str, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["bash", str(ROOT / "launch" / script), *arguments],
+            env={
+                "PATH": f"{self.root / 'bin'}:{os.environ['PATH']}",
+                "HOME": str(self.root),
+                "MEGATRON_ASYNC_VENV": str(self.root / "venv"),
+                **variables,
+            },
+            cwd=self.root,
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+
+    def calls(self, name: str) -> list[Call]:
+        path = self._notes[name]
+        return [Call(**json.loads(line)) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+@pytest.mark.parametrize("flavour", ["cpu", "gpu"])
+def test_a_login_node_sets_up_for_the_nodes_that_are_named(machine: Machine, flavour: str) -> None:
+    machine.run(
+        "setup_env.sh",
+        MEGATRON_ASYNC_FLAVOUR=flavour,
+        MEGATRON_ASYNC_PYTHON=sys.executable,
+        **{"CODE_--quiet": "0"},  # the stand-in's answer to every `pip --quiet ...`
+    )
+    installed = {word for call in machine.calls("python") for word in call.arguments}
+    files = {Path(word).name for word in installed if "requirements" in word}
+    assert files == {f"requirements-{flavour}.txt"} | (
+        {"requirements-nodeps.txt"} if flavour == "cpu" else set()
+    )
+    note = machine.root / "venv" / ".megatron_async"
+    assert note.read_text().split()[0] == flavour
+    before = len(machine.calls("python"))
+    assert machine.run("setup_env.sh", MEGATRON_ASYNC_FLAVOUR=flavour).returncode == 0
+    assert len(machine.calls("python")) == before, "what is set up is left alone"
+
+
+def test_a_flavour_that_does_not_exist_is_refused(machine: Machine) -> None:
+    done = machine.run("setup_env.sh", MEGATRON_ASYNC_FLAVOUR="tpu")
+    assert done.returncode == 2
+    assert "MEGATRON_ASYNC_FLAVOUR is 'tpu'; it must be cpu or gpu" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["sft", "eval", "convert"])
+def test_a_job_of_one_node_runs_its_command_unbound_and_ends_with_its_code(
+    machine: Machine, command: str
+) -> None:
+    done = machine.run(f"slurm/{command}.sbatch", "--config", "a file.yaml", "name=x")
+    assert done.returncode == 7, done.stderr
+    (srun,) = machine.calls("srun")
+    assert "--cpu-bind=none" in srun.arguments, "one task uses all cores of its node"
+    (python,) = machine.calls("python")
+    wanted = ["-m", "megatron_async.cli", command, "--config", "a file.yaml", "name=x"]
+    assert python.arguments == wanted
+
+
+def test_fine_tuning_on_several_nodes_tells_each_its_number_and_the_session(
+    machine: Machine,
+) -> None:
+    variables = {"SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_ID": "71", "SLURM_PROCID": "2"}
+    done = machine.run("slurm/sft.sbatch", "--out", "a b", "parallel.nodes=4", **variables)
+    assert done.returncode == 7, done.stderr
+    (srun,) = machine.calls("srun")
+    assert {"--nodes=4", "--ntasks=4", "--ntasks-per-node=1"} <= set(srun.arguments)
+    (python,) = machine.calls("python")
+    assert python.arguments[2:] == [
+        *("sft", "--out", "a b", "parallel.nodes=4"),
+        *("--session", "71.0", "--index", "2"),
+    ]
+
+
+def test_hooks_for_modules_and_containers(machine: Machine) -> None:
+    setup = machine.root / "site.sh"
+    setup.write_text('module() { export LOADED="$1 ${UNSET_HERE:-}$UNSET_HERE"; }\nmodule cuda\n')
+    machine.run(
+        "slurm/convert.sbatch",
+        "--help",
+        MEGATRON_ASYNC_SETUP=str(setup),
+        MEGATRON_ASYNC_SRUN_ARGS="--container-image=/images/a.sqsh --container-mounts=/shared",
+    )
+    (srun,) = machine.calls("srun")
+    assert {"--container-image=/images/a.sqsh", "--container-mounts=/shared"} <= set(srun.arguments)
+    assert srun.environment["LOADED"].strip() == "cuda"
+
+
+def test_network_settings_are_defaults_that_the_user_can_replace(machine: Machine) -> None:
+    machine.run("slurm/eval.sbatch", MEGATRON_ASYNC_INTERFACE="ib0", GLOO_SOCKET_IFNAME="eth1")
+    (python,) = machine.calls("python")
+    assert python.environment["NCCL_SOCKET_IFNAME"] == "ib0"
+    assert python.environment["GLOO_SOCKET_IFNAME"] == "eth1"
+    assert python.environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
+
+
+def test_by_hand_each_role_is_started_with_what_the_script_was_given(machine: Machine) -> None:
+    arguments = ("runs/a", "--index", "1", "--count", "2", "--session", "s")
+    for role in ("rollout", "trainer"):
+        assert machine.run(f"torchrun/{role}.sh", *arguments).returncode == 7
+    rollout, trainer = machine.calls("python")
+    assert rollout.arguments == ["-m", "megatron_async.launcher.node", "rollout", *arguments]
+    assert trainer.arguments == ["-m", "megatron_async.launcher.node", "trainer", *arguments]
+    for variable in ("CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF"):
+        assert variable not in rollout.environment, (
+            "meant for trainer ranks (launcher/environment.py)"
+        )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["runs/a"], "needs --trainer-nodes=N and a run directory, got '' 'runs/a'"),
+        (["--trainer-nodes=1", "no-run"], "got '1' 'no-run'"),
+        (["--trainer-nodes=two", "runs/a"], "--trainer-nodes=two is not a number"),
+        (["--trainer-nodes=3", "runs/a"], "--trainer-nodes=3 of 3 nodes leaves no rollout node"),
+        (["--trainer-nodes=0", "runs/a"], "--trainer-nodes=0 of 3 nodes"),
+        (["--trainers=1", "runs/a"], "--trainer-nodes=8 runs/NAME"),
+    ],
+)
+def test_a_wrong_split_of_nodes_is_refused_with_code_2(
+    machine: Machine, arguments: list[str], message: str
+) -> None:
+    run = machine.root / "runs" / "a"
+    run.mkdir(parents=True)
+    (run / "config.yaml").touch()
+    scontrol = machine.root / "bin" / "scontrol"
+    scontrol.write_text("#!/bin/sh\nprintf 'n1\\nn2\\nn3\\n'\n")
+    scontrol.chmod(0o755)
+    done = machine.run("slurm/train.sbatch", *arguments, SLURM_JOB_NODELIST="n[1-3]")
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert not (run / "launch").exists(), "nothing half-made"
+
+
+@pytest.mark.parametrize(
+    ("codes", "restarts", "code", "requeued"),
+    [
+        pytest.param((0, 0), 0, 0, False, id="complete"),
+        pytest.param((75, 75), 9, 0, True, id="stopped with a checkpoint"),
+        pytest.param((1, 1), 0, 0, True, id="a component failed"),
+        pytest.param((1, 1), 3, 1, False, id="a component failed once too often"),
+        pytest.param((0, 1), 3, 1, False, id="the rollout side failed"),
+        pytest.param((2, 1), 0, 2, False, id="bad input, found by the trainers"),
+        pytest.param((1, 2), 0, 2, False, id="bad input, found by the rollout side"),
+    ],
+)
+def test_what_the_roles_say_decides_whether_the_job_is_queued_again(
+    machine: Machine, codes: tuple[int, int], restarts: int, code: int, requeued: bool
+) -> None:
+    run = machine.root / "runs" / "a"
+    run.mkdir(parents=True)
+    (run / "config.yaml").touch()
+    (run / "outcome").write_text("complete")
+    asked = machine.root / "requeued"
+    scontrol = machine.root / "bin" / "scontrol"
+    scontrol.write_text(
+        f'#!/bin/sh\n[ "$1" = requeue ] && echo "$2" >{asked} || printf "n1\\nn2\\n"\n'
+    )
+    scontrol.chmod(0o755)
+    trainer, rollout = codes
+    done = machine.run(
+        "slurm/train.sbatch",
+        *("--trainer-nodes=1", "runs/a"),
+        SLURM_JOB_NODELIST="n[1-2]",
+        SLURM_JOB_ID="5",
+        SLURM_RESTART_COUNT=str(restarts),
+        SLURM_PROCID="0",
+        CODE_trainer=str(trainer),
+        CODE_rollout=str(rollout),
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    assert asked.exists() == requeued
+    roles = {call.arguments[2]: call.arguments for call in machine.calls("python")}
+    for role in ("trainer", "rollout"):
+        assert roles[role][3:] == [
+            str(run),
+            *("--index", "0", "--count", "1", "--session", f"5.{restarts}"),
+        ]
+    lists = [a for call in machine.calls("srun") for a in call.arguments if "nodelist" in a]
+    assert sorted(lists) == ["--nodelist=n1", "--nodelist=n2"]

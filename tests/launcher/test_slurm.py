@@ -1,0 +1,254 @@
+"""A run through train.sbatch on a real Slurm cluster of two virtual nodes.
+
+Two trainer ranks on one node, the engine on the other. One job lives through all that a long run
+meets: the signal before its time limit, a lost node; each time it is queued again by itself, goes
+on from its checkpoint, and in the end every trajectory was trained on at most once and every step
+exactly once. Its checkpoint is then exported by a job of its own.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_async.checkpoint.manifest import list_checkpoints
+from megatron_async.commands.launch import ROOT, Cluster, launch_run
+from megatron_async.config import load_config
+from megatron_async.engines.nodes import node_address
+from megatron_async.run_directory import Outcome, RunDirectory
+from megatron_async.store.lineage import Consumption
+from megatron_async.store.reader import StoreReader
+from megatron_async.tasks.tiny_model import build_tiny_model
+from megatron_async.telemetry.metrics import read_metrics
+from tests.launcher.cluster import SlurmCluster, missing_programs
+
+MISSING = missing_programs()
+UNWANTED = os.environ.get("MEGATRON_ASYNC_SLURM_TESTS") == "0"
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.engine,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(UNWANTED, reason="MEGATRON_ASYNC_SLURM_TESTS is 0"),
+    pytest.mark.skipif(bool(MISSING), reason=f"Slurm is not installed: {', '.join(MISSING)}"),
+]
+
+ENVIRONMENT = {
+    "MEGATRON_ASYNC_ROOT": str(ROOT),
+    "MEGATRON_ASYNC_VENV": str(Path(sys.executable).parents[1]),
+    # A component that fails ends the test at once instead of being tried again.
+    "MEGATRON_ASYNC_MAX_REQUEUES": "0",
+}
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+STEPS = 10
+# Not reached by the signal, so that the checkpoint it leads to is its own.
+CHECKPOINT_EVERY = 8
+GROUPS, GROUP_SIZE = 4, 4
+# Ray, an engine, the trainers and two steps from nothing: about a minute on two idle cores.
+START_SECONDS = 300
+SETTINGS = f"""
+name: slurm
+steps: {STEPS}
+parallel: {{ranks: 2, tensor: 2}}
+optimizer: {{lr: 1.0e-4}}
+schedule:
+  preset: copris
+  groups_per_batch: {GROUPS}
+  group_size: {GROUP_SIZE}
+  concurrency: 24
+engines: {{device: cpu}}
+sampling: {{max_new_tokens: 64}}
+eval: {{prompts: 4}}
+checkpoint: {{every_steps: {CHECKPOINT_EVERY}, export_hf: false}}
+store: {{chunk_tokens: 16, compact_after_checkpoints: 100}}
+telemetry: {{progress: lines, tensorboard: false}}
+"""
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[SlurmCluster]:
+    with SlurmCluster(tmp_path / "cluster") as up:
+        yield up
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[RunDirectory, Path]:
+    """A run directory and its job script, as `megatron-async launch --slurm` writes it."""
+    build_tiny_model(tmp_path / "model", seed=1)
+    settings = tmp_path / "c.yaml"
+    settings.write_text(SETTINGS)
+    overrides = [f"root={tmp_path}", f"model.path={tmp_path / 'model'}"]
+    nodes = Cluster(gpus_per_node=0, engine_nodes=1, time_limit="01:00:00")
+    script = launch_run(settings, None, overrides, nodes, slurm=True, dry_run=True)
+    launch_run(settings, None, overrides, nodes, slurm=False, dry_run=False)
+    directory = RunDirectory(tmp_path / "slurm")
+    job_file = directory.path / "job.sbatch"
+    job_file.write_text(script)
+    return directory, job_file
+
+
+def steps_done(directory: RunDirectory) -> int:
+    lines = read_metrics(directory.metrics_file)
+    return int(lines[-1]["step"]) + 1 if lines else 0
+
+
+def all_logs(directory: RunDirectory) -> str:
+    logs = sorted(directory.logs.glob("*.log"))
+    return "\n".join(f"--- {path.name} ---\n{path.read_text()[-1500:]}" for path in logs)
+
+
+def processes_of(directory: RunDirectory) -> list[psutil.Process]:
+    """Everything that runs for this run directory."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        if any(str(directory.path) in part for part in process.info["cmdline"] or ()):
+            found.append(process)
+    return found
+
+
+class Job:
+    """The run's job on the cluster: what it has done, and waits that end when it does."""
+
+    def __init__(self, cluster: SlurmCluster, directory: RunDirectory, job_file: Path) -> None:
+        self._cluster = cluster
+        self._directory = directory
+        self._began = time.monotonic()
+        self.id = cluster.submit(job_file, environment=ENVIRONMENT)
+
+    def tell(self, what: str) -> None:
+        print(f"{time.monotonic() - self._began:6.1f} s  {what}")
+
+    def wait_until(self, condition: Callable[[], bool], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert self._cluster.state(self.id) not in ENDED, all_logs(self._directory)
+            assert time.monotonic() < deadline, all_logs(self._directory)
+            time.sleep(0.3)
+
+    def wait_for_steps(self, count: int) -> None:
+        self.wait_until(lambda: steps_done(self._directory) >= count, START_SECONDS)
+
+    def wait_for_restart(self, number: int) -> None:
+        self.wait_until(lambda: self._cluster.restarts(self.id) == number, 120)
+
+    def wait_for_end(self) -> str:
+        return self._cluster.wait_for(self.id, ENDED, START_SECONDS)
+
+
+def test_preemption_and_a_lost_node_cost_no_trajectory(
+    cluster: SlurmCluster, run: tuple[RunDirectory, Path]
+) -> None:
+    directory, job_file = run
+    job = Job(cluster, directory, job_file)
+    assert_ray_wants_its_token(job, directory)
+    job.wait_for_steps(2)
+    assert_the_engine_wants_its_key(directory)
+    assert_only_ranks_on_the_trainer_node(directory)
+    job.tell("two steps done; the signal before the time limit")
+    cluster.signal_batch(job.id, "USR1")
+    job.wait_for_restart(1)
+    job.tell("queued again")
+    saved = list_checkpoints(directory.checkpoints)[0]
+    done = steps_done(directory)
+    assert saved.step == done, "a step was trained on and not saved"
+    assert saved.step < CHECKPOINT_EVERY, "the checkpoint is one that was due anyway"
+
+    job.wait_for_steps(done + 2)
+    job.tell("resumed, two more steps; the engine's node is lost")
+    cluster.set_node("n2", "down")
+    job.wait_for_restart(2)
+    job.tell("queued again")
+
+    assert job.wait_for_end() == "COMPLETED", all_logs(directory)
+    job.tell("ended")
+    assert directory.outcome() is Outcome.COMPLETE
+    assert_trained_once(directory)
+    deadline = time.monotonic() + 30
+    while (left := processes_of(directory)) and time.monotonic() < deadline:
+        time.sleep(0.3)
+    assert not left
+
+    exported = directory.path.parent / "exported"
+    arguments = ("megatron-to-hf", "--src", str(directory.path), "--dst", str(exported))
+    script = ROOT / "launch/slurm/convert.sbatch"
+    conversion = cluster.submit(script, *arguments, environment=ENVIRONMENT)
+    assert cluster.wait_for(conversion, ENDED, 120) == "COMPLETED"
+    assert (exported / "model.safetensors").is_file()
+    job.tell("exported")
+
+
+def assert_ray_wants_its_token(job: Job, directory: RunDirectory) -> None:
+    """Ray listens on the node's address; who does not show the session's token is sent away."""
+    session = directory.path / "launch" / f"{job.id}.0"
+    job.wait_until((session / "ray.json").exists, START_SECONDS)
+    address = json.loads((session / "ray.json").read_text())["address"]
+
+    def ask(**variables: str) -> int:
+        command = [sys.executable, "-m", "ray.scripts.scripts", "status", "--address", address]
+        environment = {**os.environ, **variables}
+        return subprocess.run(command, env=environment, capture_output=True, timeout=60).returncode
+
+    assert ask(RAY_AUTH_MODE="disabled") != 0
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(session / "ray-token")}
+    assert ask(**token) == 0
+
+
+def assert_the_engine_wants_its_key(directory: RunDirectory) -> None:
+    """The engine listens on its node's address only, and no command line shows its key."""
+    key = load_config(directory.config_file).engines.api_key
+    lines = [
+        " ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])
+    ]
+    assert not [line for line in lines if key in line]
+    model = str(directory.path.parent / "model")
+    [server] = [line for line in lines if "sglang_server" in line and model in line]
+    host, port = (server.split(option)[1].split()[0] for option in ("--host", "--port"))
+    assert host == node_address()
+    answers = []
+    for headers in ({}, {"Authorization": f"Bearer {key}"}):
+        connection = http.client.HTTPConnection(host, int(port), timeout=20)
+        connection.request("GET", "/get_model_info", headers=headers)
+        answers.append(connection.getresponse().status)
+        connection.close()
+    assert answers == [http.client.UNAUTHORIZED, http.client.OK]
+
+
+def assert_only_ranks_on_the_trainer_node(directory: RunDirectory) -> None:
+    """Manager, engines and verifiers run on the other node only."""
+    nodes: dict[str, list[str]] = {"rollout": [], "trainer": []}
+    for process in processes_of(directory):
+        command = process.cmdline()
+        if "megatron_async.launcher.node" in command:
+            role = command[command.index("megatron_async.launcher.node") + 1]
+            nodes[role] += [" ".join(child.cmdline()) for child in process.children(recursive=True)]
+    actors = ("ray::ManagerActor", "ray::EngineHost", "ray::VerifierWorker")
+    for actor in actors:
+        assert [line for line in nodes["rollout"] if line.startswith(actor)], actor
+        assert not [line for line in nodes["trainer"] if line.startswith(actor)], actor
+    ranks = [line for line in nodes["trainer"] if "megatron_async.train_loop.rank" in line]
+    assert len([line for line in ranks if "torch.distributed.run" not in line]) == 2
+
+
+def assert_trained_once(directory: RunDirectory) -> None:
+    """Along the surviving line: every step once, no trajectory in two batches."""
+    with closing(StoreReader(directory.store_file)) as reader:
+        content = reader.content()
+    consumption = Consumption.at(content.tree, content.tree.newest)
+    batches = [b for b in content.batches if consumption.holds(b.lineage, b.step)]
+    trained = [trajectory_id for batch in batches for trajectory_id in batch.ids()]
+    assert len(trained) == len(set(trained))
+    assert len(trained) == STEPS * GROUPS * GROUP_SIZE
+    assert sorted(batch.step for batch in batches) == list(range(STEPS))
+    lines = [line for line in read_metrics(directory.metrics_file) if "train/loss" in line]
+    assert [int(line["step"]) for line in lines] == list(range(STEPS))
+    assert int(lines[0]["lineage"]) == 0
+    assert int(lines[-1]["lineage"]) == 2

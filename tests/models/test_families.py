@@ -1,0 +1,121 @@
+"""Families: the table names exactly the checkpoint's tensors, and what is not supported is said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_async.errors import UserError
+from megatron_async.models.architecture import Rope
+from megatron_async.models.families import families, read_architecture, rules_of
+from megatron_async.models.model_files import SafetensorsDirectory
+from tests.hf_models import CASES, EXPERT_CASES, save_hf_model
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def _write(folder: Path, **changes: Any) -> Path:
+    config = {**LLAMA, **changes}
+    (folder / "config.json").write_text(
+        json.dumps({key: value for key, value in config.items() if value is not ...})
+    )
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [*CASES, *EXPERT_CASES])
+def test_the_table_names_every_tensor_with_its_shape(case: str, tmp_path: Path) -> None:
+    save_hf_model(case, tmp_path)
+    architecture = read_architecture(tmp_path)
+    expected: dict[str, tuple[int, ...]] = {}
+    experts = architecture.experts.num if architecture.experts else 1
+    for rule in rules_of(architecture):
+        if rule.exported:
+            for layer in range(architecture.num_layers):
+                for expert in range(experts):
+                    names = rule.tensor_names(layer, expert)
+                    expected.update(zip(names, rule.shapes, strict=True))
+    with SafetensorsDirectory(tmp_path) as directory:
+        assert expected == {name: directory.shape(name) for name in directory.file_of}
+
+
+def test_every_family_is_known_by_its_model_type() -> None:
+    assert set(families()) == {
+        "llama",
+        "qwen2",
+        "qwen3",
+        "qwen3_moe",
+        "mixtral",
+        "gemma3_text",
+    }
+
+
+def test_rope_of_transformers_4_and_5_configs(tmp_path: Path) -> None:
+    scaling = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    }
+    old = read_architecture(_write(tmp_path, rope_theta=500000.0, rope_scaling=scaling))
+    new = read_architecture(_write(tmp_path, rope_parameters={**scaling, "rope_theta": 500000.0}))
+    assert old.rope == new.rope
+    assert old.rope == Rope(500000.0, "llama3", 8.0, 1.0, 4.0, 8192)
+
+
+def test_gemma3_layers_of_configs_with_and_without_layer_types(tmp_path: Path) -> None:
+    old = read_architecture(
+        _write(
+            tmp_path,
+            model_type="gemma3_text",
+            num_hidden_layers=7,
+            sliding_window=8,
+            rope_local_base_freq=10000.0,
+            rope_scaling={"rope_type": "linear", "factor": 8.0},
+        )
+    )
+    assert old.local_layers == (True,) * 5 + (False, True)
+    assert old.rope == Rope(1e6, "linear", 8.0)
+    assert old.local_rope == Rope(1e4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "mamba"}, "model_type 'mamba'"),
+        ({"model_type": ...}, "model_type None"),
+        ({"attention_bias": True}, "attention_bias is True"),
+        ({"hidden_act": "relu"}, "hidden_act is 'relu'"),
+        ({"hidden_size": ...}, "hidden_size is None"),
+        ({"num_attention_heads": "four"}, "num_attention_heads is 'four'"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads 3"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4}}, "rope type 'yarn'"),
+    ],
+)
+def test_what_is_not_supported_is_one_sentence(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=message):
+        read_architecture(_write(tmp_path, **changes))
+
+
+def test_a_missing_or_damaged_config_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is not a directory"):
+        read_architecture(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="has no config"):
+        read_architecture(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": ')
+    with pytest.raises(UserError, match="is not valid JSON"):
+        read_architecture(tmp_path)

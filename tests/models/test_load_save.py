@@ -1,0 +1,173 @@
+"""Model directories: what a damaged one says, and that writing one is whole or not at all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_async.config.model import ModelConfig, ParallelConfig, TrainerConfig
+from megatron_async.errors import UserError
+from megatron_async.models.export import NamedTensor, buckets
+from megatron_async.models.save import write_model_directory
+from tests.hf_models import save_hf_model
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[None]:
+    """One process as its own process group."""
+    from megatron_async.trainer.parallel import parallel_session
+
+    with parallel_session(ParallelConfig(), TrainerConfig(), seed=0):
+        yield
+
+
+def _load(folder: Path) -> list[Any]:
+    from megatron_async.models.load import load_hf_weights
+    from megatron_async.trainer.policy_model import build_policy
+
+    chunks = build_policy(
+        ModelConfig(path=str(folder)), ParallelConfig(), trainer=TrainerConfig(), seed=0
+    )
+    load_hf_weights(chunks, folder)
+    return list(chunks)
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    save_hf_model("qwen3", folder)
+    return folder
+
+
+def _rewrite(folder: Path, change: dict[str, torch.Tensor | None]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in change.items():
+        if tensor is None:
+            del tensors[name]
+        else:
+            tensors[name] = tensor
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("session")
+class TestLoading:
+    def test_a_missing_tensor(self, model_dir: Path) -> None:
+        _rewrite(model_dir, {"model.layers.1.mlp.up_proj.weight": None})
+        with pytest.raises(UserError, match=r"model\.layers\.1\.mlp\.up_proj\.weight is missing"):
+            _load(model_dir)
+
+    def test_a_tensor_that_the_family_does_not_know(self, model_dir: Path) -> None:
+        _rewrite(model_dir, {"model.layers.0.self_attn.q_proj.bias": torch.zeros(4)})
+        with pytest.raises(UserError, match=r"q_proj\.bias is unknown to family qwen3"):
+            _load(model_dir)
+
+    def test_a_tensor_of_another_shape(self, model_dir: Path) -> None:
+        _rewrite(model_dir, {"model.norm.weight": torch.ones(7)})
+        with pytest.raises(UserError, match=r"model\.norm\.weight has shape \(7,\)"):
+            _load(model_dir)
+
+    def test_a_truncated_file(self, model_dir: Path) -> None:
+        path = model_dir / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:-100])
+        with pytest.raises(UserError, match=r"model\.safetensors cannot be read"):
+            _load(model_dir)
+
+    def test_an_indexed_file_that_is_not_there(self, model_dir: Path) -> None:
+        names = load_file(model_dir / "model.safetensors")
+        (model_dir / "model.safetensors").unlink()
+        index = {"weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")}
+        (model_dir / "model.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises(UserError, match=r"model-00001-of-00001\.safetensors is missing"):
+            _load(model_dir)
+
+    def test_a_directory_without_weights(self, model_dir: Path) -> None:
+        (model_dir / "model.safetensors").unlink()
+        with pytest.raises(UserError, match="has neither"):
+            _load(model_dir)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("session")
+class TestSaving:
+    def test_bfloat16_through_a_float32_model_is_bit_exact(self, tmp_path: Path) -> None:
+        from megatron_async.models.save import save_hf
+
+        source = tmp_path / "source"
+        save_hf_model("qwen2_tied", source, dtype=torch.bfloat16).to(torch.bfloat16)
+        tensors = {
+            name: tensor.to(torch.bfloat16)
+            for name, tensor in load_file(source / "model.safetensors").items()
+        }
+        save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+        config = json.loads((source / "config.json").read_text())
+        (source / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+        chunks = _load(source)
+        assert next(chunks[0].parameters()).dtype is torch.float32
+        save_hf(chunks, tmp_path / "copy", source)
+        copied = load_file(tmp_path / "copy" / "model.safetensors")
+        assert copied.keys() == tensors.keys()
+        for name, tensor in tensors.items():
+            assert copied[name].dtype is torch.bfloat16
+            assert torch.equal(copied[name], tensor)
+
+    def test_config_and_tokenizer_come_along_and_weights_do_not(self, model_dir: Path) -> None:
+        from megatron_async.models.save import save_hf
+
+        (model_dir / "tokenizer.json").write_text("{}")
+        (model_dir / "chat_template.jinja").write_text("{{ messages }}")
+        (model_dir / "optimizer.pt").write_bytes(b"large")
+        destination = model_dir.with_name("copy")
+        save_hf(_load(model_dir), destination, model_dir, max_shard_bytes=20_000)
+        names = {path.name for path in destination.iterdir()}
+        assert {"config.json", "tokenizer.json", "chat_template.jinja"} <= names
+        assert "optimizer.pt" not in names
+        index = json.loads((destination / "model.safetensors.index.json").read_text())
+        files = set(index["weight_map"].values())
+        assert files == {name for name in names if name.endswith(".safetensors")}
+        assert len(files) > 1
+        sizes = sum(
+            tensor.numel() * tensor.element_size()
+            for file in files
+            for tensor in load_file(destination / file).values()
+        )
+        assert index["metadata"]["total_size"] == sizes
+
+    def test_an_existing_directory_is_refused_and_kept(self, model_dir: Path) -> None:
+        from megatron_async.models.save import save_hf
+
+        chunks = _load(model_dir)
+        before = (model_dir / "model.safetensors").read_bytes()
+        with pytest.raises(UserError, match="already exists"):
+            save_hf(chunks, model_dir, model_dir)
+        assert (model_dir / "model.safetensors").read_bytes() == before
+
+
+def test_a_failure_while_writing_leaves_nothing_behind(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+
+    def stream() -> Iterator[list[NamedTensor]]:
+        yield [("first", torch.zeros(4))]
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        write_model_directory(stream(), tmp_path / "copy", source)
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_buckets_hold_at_most_their_size_and_keep_the_order() -> None:
+    sizes = [3, 3, 3, 20, 1, 9]
+    tensors = [(str(i), torch.zeros(size, dtype=torch.uint8)) for i, size in enumerate(sizes)]
+    filled = list(buckets(iter(tensors), 10))
+    assert [[name for name, _ in bucket] for bucket in filled] == [
+        ["0", "1", "2"],
+        ["3"],
+        ["4", "5"],
+    ]

@@ -1,0 +1,100 @@
+"""Shard rules as algebra: splitting over ranks and merging again is the identity, bit for bit."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_async.models.shards import Layout, Rule, merge, split
+
+
+def _rule(layout: Layout, shapes: list[tuple[int, ...]], groups: int = 0) -> Rule:
+    names = tuple(f"tensor{i}" for i in range(len(shapes)))
+    return Rule(("parameter",), names, tuple(shapes), layout, groups=groups)
+
+
+def _tensors(rule: Rule, seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(shape, generator=generator)
+        for name, shape in zip(rule.tensors, rule.shapes, strict=True)
+    }
+
+
+def _shards(rule: Rule, tensors: dict[str, Tensor], size: int) -> list[Tensor]:
+    def read(name: str, dim: int, start: int, stop: int) -> Tensor:
+        return tensors[name].narrow(dim, start, stop - start)
+
+    return [split(rule, rule.tensors, read, size, rank) for rank in range(size)]
+
+
+def _check_identity(rule: Rule, size: int, seed: int) -> list[Tensor]:
+    tensors = _tensors(rule, seed)
+    shards = _shards(rule, tensors, size)
+    assert len({shard.shape for shard in shards}) == 1, "all ranks hold equal shares"
+    for merged, original in zip(merge(rule, shards), tensors.values(), strict=True):
+        assert torch.equal(merged, original)
+    return shards
+
+
+SIZES = st.sampled_from([1, 2, 4])
+COUNTS = st.integers(1, 3)
+SEEDS = st.integers(0, 2**16)
+
+
+@given(SIZES, COUNTS, COUNTS, SEEDS)
+def test_rows_and_columns(size: int, rows: int, columns: int, seed: int) -> None:
+    _check_identity(_rule(Layout.ROWS, [(rows * size, columns)]), size, seed)
+    _check_identity(_rule(Layout.COLUMNS, [(rows, columns * size)]), size, seed)
+
+
+@given(SIZES, COUNTS, COUNTS, COUNTS, st.booleans(), SEEDS)
+def test_qkv_with_grouped_heads(
+    size: int, groups_per_rank: int, queries: int, head_dim: int, bias: bool, seed: int
+) -> None:
+    groups = groups_per_rank * size
+    rows = [groups * queries * head_dim, groups * head_dim, groups * head_dim]
+    shapes: list[tuple[int, ...]] = [(count,) if bias else (count, 5) for count in rows]
+    _check_identity(_rule(Layout.QKV, shapes, groups), size, seed)
+
+
+@given(SIZES, COUNTS, SEEDS)
+def test_gate_and_up(size: int, rows: int, seed: int) -> None:
+    _check_identity(_rule(Layout.GATE_UP, [(rows * size, 3)] * 2), size, seed)
+
+
+@given(SIZES, st.integers(16, 40), SEEDS)
+def test_a_vocabulary_that_no_size_divides_is_padded_with_zero_rows(
+    size: int, vocab: int, seed: int
+) -> None:
+    shards = _check_identity(_rule(Layout.VOCAB, [(vocab, 3)]), size, seed)
+    padded = torch.cat(shards)
+    assert padded.shape[0] % size == 0
+    assert padded.shape[0] - vocab < size
+    assert not padded[vocab:].any()
+
+
+def test_a_rank_holds_whole_groups_of_query_key_and_value_heads() -> None:
+    # Two key/value heads of two query heads each, head dimension 1: rows are numbered.
+    rule = _rule(Layout.QKV, [(4, 1), (2, 1), (2, 1)], groups=2)
+    tensors = {
+        "tensor0": torch.tensor([[0.0], [1.0], [2.0], [3.0]]),
+        "tensor1": torch.tensor([[10.0], [11.0]]),
+        "tensor2": torch.tensor([[20.0], [21.0]]),
+    }
+    first, second = _shards(rule, tensors, 2)
+    assert first.flatten().tolist() == [0, 1, 10, 20]
+    assert second.flatten().tolist() == [2, 3, 11, 21]
+
+
+def test_a_rank_holds_its_gate_rows_and_then_its_up_rows() -> None:
+    rule = _rule(Layout.GATE_UP, [(4, 1)] * 2)
+    tensors = {
+        "tensor0": torch.arange(4.0)[:, None],
+        "tensor1": torch.arange(10.0, 14.0)[:, None],
+    }
+    first, second = _shards(rule, tensors, 2)
+    assert first.flatten().tolist() == [0, 1, 10, 11]
+    assert second.flatten().tolist() == [2, 3, 12, 13]

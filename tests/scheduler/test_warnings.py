@@ -1,0 +1,118 @@
+"""Failure signatures: said by name when they set in, once."""
+
+from __future__ import annotations
+
+from megatron_async.scheduler import events as ev
+from megatron_async.scheduler import warnings as signatures
+from tests.scheduler.script import Script
+
+
+def names(run: Script) -> list[str]:
+    return [warning.name for warning in run.of(ev.Warn)]
+
+
+def test_recomputation_storm_after_three_bad_reports_in_a_row() -> None:
+    run = Script("copris")
+    run.prompts(3)
+    bad, good = ev.EngineLoad("a", 1.0, 3), ev.EngineLoad("a", 1.0, 0)
+    run.tell(bad, bad, good, bad, bad)
+    assert names(run) == []
+    run.tell(bad, bad, bad)
+    assert names(run) == ["recomputation_storm"]
+    assert "schedule.concurrency" in run.of(ev.Warn)[0].message
+    run.tell(good, bad, bad, bad)
+    assert names(run) == ["recomputation_storm"]
+
+
+def test_queue_underflow_when_the_trainer_finds_no_batch_three_times() -> None:
+    run = Script("pipeline", groups_per_batch=1, concurrency=2)
+    seen = []
+    for step in range(4):
+        run.prompts(1)
+        run.finish(10 * step, 10 * step + 1)
+        run.tell(ev.BatchTaken(step), ev.UpdateRequested(step + 1))
+        run.publish(step + 1)
+        seen += names(run)
+    assert seen == ["queue_underflow"]
+
+
+def test_no_underflow_where_the_trainer_waits_by_design() -> None:
+    run = Script("copris", groups_per_batch=1, concurrency=2)
+    for step in range(4):
+        run.prompts(1)
+        run.finish(10 * step, 10 * step + 1)
+        run.tell(ev.BatchTaken(step), ev.UpdateRequested(step + 1))
+        run.publish(step + 1)
+        assert names(run) == []
+
+
+def test_queue_overflow_when_the_ring_stays_full() -> None:
+    run = Script("pipeline", groups_per_batch=1, ring_batches=1, overflow="drop_oldest")
+    run.prompts(3)
+    seen = []
+    for _ in range(4):
+        for _ in range(3):
+            run.finish(*run.running[:2])
+            if run.of(ev.RequestPrompts):
+                run.prompts(1)
+        run.tell(ev.BatchTaken(run.scheduler.view().next_step - 1))
+        seen += names(run)
+    assert seen == ["queue_overflow"]
+
+
+def finish_all(run: Script, waiting: list[int]) -> None:
+    """All that runs finishes, and what starts for it, until new groups are held back."""
+    while run.running:
+        done = list(run.running)
+        run.tell(*(ev.Finished(t) for t in done))
+        waiting += done
+        if run.of(ev.RequestPrompts):
+            run.prompts(2)
+
+
+def test_a_scoring_backlog_is_named_once_while_it_lasts() -> None:
+    run = Script("copris", groups_per_batch=1, concurrency=4)
+    run.prompts(2)
+    waiting: list[int] = []
+    seen = []
+    for step in range(8):
+        finish_all(run, waiting)
+        for _ in range(2):
+            t = waiting.pop(0)
+            run.tell(ev.RewardReady(t, float(t % 10)))
+        run.tell(ev.BatchTaken(step))
+        seen += [(step, name) for name in names(run)]
+        run.tell(ev.UpdateRequested(step + 1))
+        run.publish(step + 1)
+    assert seen == [(2, "scoring_backlog")]
+
+
+def test_a_scorer_that_keeps_up_is_no_backlog() -> None:
+    run = Script("copris", groups_per_batch=1, concurrency=4)
+    run.prompts(2)
+    for step in range(8):
+        run.finish(*run.running[:2])
+        run.abort_acknowledged()
+        run.tell(ev.BatchTaken(step))
+        assert names(run) == []
+        run.tell(ev.UpdateRequested(step + 1))
+        run.publish(step + 1)
+        if run.of(ev.RequestPrompts):
+            run.prompts(1)
+
+
+def test_ess_collapse_needs_three_low_steps() -> None:
+    assert signatures.ess_collapse([0.1, 0.1]) is None
+    assert signatures.ess_collapse([0.1, 0.5, 0.1]) is None
+    warning = signatures.ess_collapse([0.9, 0.2, 0.2, 0.1])
+    assert warning is not None and warning.name == "ess_collapse"
+
+
+def test_entropy_growth_needs_a_steady_large_rise() -> None:
+    rising = [1.0 + 0.1 * i for i in range(10)]
+    warning = signatures.entropy_growth(rising)
+    assert warning is not None and warning.name == "entropy_growth"
+    assert signatures.entropy_growth(rising[:9]) is None
+    assert signatures.entropy_growth(rising[::-1]) is None
+    assert signatures.entropy_growth([1.0 + 0.01 * i for i in range(10)]) is None
+    assert signatures.entropy_growth([*rising[:9], float("nan")]) is None

@@ -1,0 +1,262 @@
+"""Compaction: what leaves the database, when, and that it is in the export file exactly then."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+import threading
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_async.config.rollout import StoreConfig
+from megatron_async.errors import UserError
+from megatron_async.store import compaction as store_export
+from megatron_async.store import compactor as store_compactor
+from megatron_async.store.compaction import apply_removal, restorable, write_lines
+from megatron_async.store.exported import find
+from megatron_async.store.lineage import Line, LineTree
+from megatron_async.store.reader import StoreReader
+from megatron_async.store.schema import BatchRow
+from megatron_async.store.store import TrajectoryStore
+from megatron_async.trajectory.types import (
+    DropReason,
+    FinishReason,
+    PolicyVersion,
+)
+from tests.trajectory.builders import STORE, V0, current, expected, prompt, scored_group, snapshot
+
+
+def exported(path: Path) -> list[dict[str, Any]]:
+    file = path / "export" / "trajectories.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+async def train(store: TrajectoryStore, step: int, size: int = 2, count: int = 100) -> None:
+    group = await scored_group(store, size, count, PolicyVersion(store.lineage, step))
+    store.mark_batched([group.group_id], step)
+
+
+async def checkpoint(store: TrajectoryStore, step: int, kept: list[int | PolicyVersion]) -> None:
+    await store.sync(durable=True)
+    await store.checkpoint_finalised(step, kept)
+    await store._compactor.finish()
+
+
+def test_consumed_trajectories_leave_after_the_configured_number_of_checkpoints(
+    tmp_path: Path,
+) -> None:
+    async def scenario() -> None:
+        store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=2))
+        for step in range(4):
+            await train(store, step)
+            await checkpoint(store, step + 1, [step, step + 1])
+        # the second newest checkpoint is 3, the oldest kept 3: batches 0, 1, 2 can go
+        assert [line["trajectory_id"] for line in exported(tmp_path)] == [0, 1, 2, 3, 4, 5]
+        assert store.counts()["batched"] == 8
+        with pytest.raises(LookupError, match="group 0"):
+            store.load_group(0)
+        line = exported(tmp_path)[3]
+        assert line["batch"] == {"lineage": 0, "step": 1}
+        assert line["segments"][0]["token_ids"] == expected(3, 100)
+        assert line["segments"][0]["version"] == "0.1"
+        assert (line["reward"], line["complete"], line["drop_reason"]) == (3.0, True, None)
+        assert line["prompt"] == {
+            "token_ids": prompt().token_ids.tolist(),
+            "payload": {"answer": 0},
+            "priority": 0,
+        }
+        await store.close()
+        again = TrajectoryStore.open(tmp_path / STORE, lineage=1, step=4)
+        assert again.counts()["batched"] == 8
+        assert again.add_group(prompt(), 1).trajectories[0].trajectory_id == 8
+        await again.close()
+
+    asyncio.run(scenario())
+
+
+def test_nothing_leaves_that_a_kept_checkpoint_of_an_abandoned_line_needs(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        settings = StoreConfig(compact_after_checkpoints=1)
+        store = TrajectoryStore.open(tmp_path / STORE, settings)
+        for step in range(4):
+            await train(store, step)
+        await store.close()
+        line_1 = TrajectoryStore.open(tmp_path / STORE, settings, lineage=1, step=2)
+        # groups 2 and 3 are scored again; on this line they are batches 2 and 3 in the other order
+        line_1.mark_batched([3], 2)
+        line_1.mark_batched([2], 3)
+        await checkpoint(line_1, 4, [PolicyVersion(0, 3), PolicyVersion(1, 4)])
+        # at 0.3 group 3 is not consumed yet
+        assert {line["group_id"] for line in exported(tmp_path)} == {0, 1, 2}
+        await line_1.close()
+        line_2 = TrajectoryStore.open(tmp_path / STORE, settings, lineage=2, step=3, parent=0)
+        assert [g.group_id for g in line_2.unconsumed_groups()] == [3]
+        await line_2.close()
+        with pytest.raises(UserError, match=r"checkpoint 0\.1 cannot be resumed from"):
+            TrajectoryStore.open(tmp_path / STORE, settings, lineage=3, step=1, parent=0)
+
+    asyncio.run(scenario())
+
+
+def test_a_bare_step_stands_for_every_line_that_reached_it() -> None:
+    tree = LineTree([Line(0, None, 0), Line(1, 0, 2)])
+    batches = [BatchRow(i, 0, i, None, b"") for i in range(3)]
+    assert restorable(tree, [2, 3, 5], batches) == [(0, 2), (0, 3), (1, 2)]
+    batches.append(BatchRow(9, 1, 4, None, b""))
+    assert restorable(tree, [2, 5], batches) == [(0, 2), (1, 2), (1, 5)]
+
+
+def test_dropped_trajectories_leave_with_their_reason(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
+        await train(store, 0)
+        store.drop_batch(0, DropReason.NONFINITE)
+        await train(store, 0)
+        waiting = await scored_group(store)
+        store.drop(waiting.trajectories[0].trajectory_id, DropReason.STALE)
+        await checkpoint(store, 1, [1])
+        lines = exported(tmp_path)
+        assert [line["drop_reason"] for line in lines] == ["nonfinite", "nonfinite", None, None]
+        assert store.drop_counts()["nonfinite"] == 2
+        assert store.counts()["dropped"] == 3
+        assert [g.group_id for g in store.unconsumed_groups()] == [waiting.group_id]
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_lines_of_a_removal_that_was_not_committed_are_cut_off(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        settings = StoreConfig(compact_after_checkpoints=1)
+        store = TrajectoryStore.open(tmp_path / "run" / STORE, settings)
+        await train(store, 0)
+        await checkpoint(store, 1, [1])
+        await train(store, 1)
+        await store.sync()
+        copy = snapshot(tmp_path / "run", tmp_path / "crashed")
+        with (tmp_path / "crashed" / "export" / "trajectories.jsonl").open("a") as file:
+            file.write('{"trajectory_id": 2}\n{"half')
+        again = TrajectoryStore.open(copy, settings, lineage=1, step=2)
+        assert [line["trajectory_id"] for line in exported(tmp_path / "crashed")] == [0, 1]
+        await checkpoint(again, 2, [2])
+        assert [line["trajectory_id"] for line in exported(tmp_path / "crashed")] == [0, 1, 2, 3]
+        await again.close()
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_commits_and_the_event_loop_go_on_while_lines_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+
+    def on_a_slow_disk(*arguments: Any) -> int:
+        assert go_on.wait(30)
+        return write_lines(*arguments)
+
+    monkeypatch.setattr(store_export, "write_lines", on_a_slow_disk)
+
+    async def scenario() -> None:
+        store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
+        await train(store, 0)
+        await store.sync(durable=True)
+        await store.checkpoint_finalised(1, [1])
+        await train(store, 1)  # each of its trajectories waits for commits
+        assert exported(tmp_path) == []
+        go_on.set()
+        await store._compactor.finish()
+        assert [line["trajectory_id"] for line in exported(tmp_path)] == [0, 1]
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_commits_come_between_the_pieces_of_a_removal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is submitted during one piece does not wait for the next."""
+    monkeypatch.setattr(store_compactor, "_CHUNKS_PER_REMOVAL", 2)
+    commits: list[int] = []
+
+    def noted(connection: sqlite3.Connection, change: store_export.Removal) -> None:
+        apply_removal(connection, change)
+        commits.append(store.position())
+        store._writer.put("document", store._state.counters.to_row())
+
+    monkeypatch.setattr(store_export, "apply_removal", noted)
+
+    async def scenario() -> None:
+        nonlocal store
+        store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
+        for step in range(3):
+            await train(store, step)  # two trajectories, a chunk each
+        await checkpoint(store, 3, [3])
+        assert len(exported(tmp_path)) == 6
+        await store.close()
+
+    store: TrajectoryStore
+    asyncio.run(scenario())
+    assert len(commits) == 3
+    assert commits == sorted(set(commits)), "two pieces without a commit between them"
+
+
+def test_space_is_given_back(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
+        for step in range(8):
+            await train(store, step, size=8, count=4000)
+        before = await store._writer.wait(store._writer.run(_pages))
+        await checkpoint(store, 8, [8])
+        after = await store._writer.wait(store._writer.run(_pages))
+        await store.close()
+        assert before > 200
+        assert after < 30
+
+    asyncio.run(scenario())
+
+
+def test_a_log_prob_that_is_not_finite_is_exported_as_it_is(tmp_path: Path) -> None:
+    values = np.array([-0.1, -np.inf, -3e-8], dtype=np.float32)
+
+    async def scenario() -> None:
+        store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
+        i = store.add_group(prompt(), 1).trajectories[0].trajectory_id
+        store.begin_request(i)
+        store.append(current(store, i), [1, 2, 3], values, V0, "e0")
+        await store.finish(i, FinishReason.STOP)
+        await store.set_reward(i, 1.0)
+        store.mark_batched([0], 0)
+        await checkpoint(store, 1, [1])
+        await store.close()
+        with closing(StoreReader(tmp_path / STORE)) as reader:
+            np.testing.assert_array_equal(find(reader, i).segments[0].logprobs, values)
+
+    asyncio.run(scenario())
+
+
+def test_the_file_stays_bounded_over_a_long_run(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        settings = StoreConfig(compact_after_checkpoints=1, export="none")
+        store = TrajectoryStore.open(tmp_path / STORE, settings)
+        sizes = []
+        for step in range(24):
+            await train(store, step, size=4, count=4000)
+            if step % 3 == 2:
+                await checkpoint(store, step + 1, [step + 1])
+                sizes.append(store._writer.run(_pages).result(30))
+        assert max(sizes) <= sizes[0] * 2
+        assert exported(tmp_path) == []
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+def _pages(connection: Any) -> int:
+    count: int = connection.execute("PRAGMA page_count").fetchone()[0]
+    return count

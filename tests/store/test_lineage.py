@@ -1,0 +1,84 @@
+"""Lines of a run: what is consumed where, and where lines part."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_async.store.lineage import Consumption, Line, LineTree, reached
+from megatron_async.trajectory.types import PolicyVersion
+
+
+def two_rollbacks() -> LineTree:
+    """0 to step 15; 1 from its checkpoint 10; 2 from 1's checkpoint 20; 3 from 0's 10 again."""
+    return LineTree([Line(0, None, 0), Line(1, 0, 10), Line(2, 1, 20), Line(3, 0, 10)])
+
+
+def test_a_batch_is_consumed_where_its_line_leads_through_it() -> None:
+    tree = two_rollbacks()
+    here = Consumption.at(tree, 2)
+    assert here.holds(0, 9)
+    assert not here.holds(0, 10)  # trained after the checkpoint that line 1 went on from
+    assert here.holds(1, 19)
+    assert not here.holds(1, 20)
+    assert here.holds(2, 1000)
+    assert not here.holds(3, 10)
+
+
+def test_a_checkpoint_commits_the_batches_before_its_step() -> None:
+    here = Consumption.at_checkpoint(two_rollbacks(), PolicyVersion(1, 12))
+    assert here.holds(1, 11)
+    assert not here.holds(1, 12)
+
+
+def test_going_back_to_a_line_that_was_abandoned_brings_its_batches_back() -> None:
+    tree = two_rollbacks()
+    assert not Consumption.at(tree, 3).holds(1, 15)
+    tree.add(Line(4, 1, 20))
+    assert Consumption.at(tree, 4).holds(1, 15)
+
+
+def test_branch_points_are_where_the_lines_part() -> None:
+    tree = two_rollbacks()
+    assert tree.branch_points(2) == {0: 10, 1: 20, 3: 10}
+    assert tree.branch_points(3) == {0: 10, 1: 10, 2: 10}
+    tree.add(Line(4, 0, 5))
+    assert tree.branch_points(4) == {0: 5, 1: 5, 2: 5, 3: 5}
+
+
+def test_line_numbers_grow_and_parents_are_known() -> None:
+    tree = two_rollbacks()
+    with pytest.raises(ValueError, match="not newer"):
+        tree.add(Line(3, 0, 1))
+    with pytest.raises(ValueError, match="unknown"):
+        tree.add(Line(9, 8, 1))
+
+
+def test_reached_is_one_past_the_newest_batch() -> None:
+    assert reached(two_rollbacks(), [(0, 14), (1, 3)]) == {0: 15, 1: 10, 2: 20, 3: 10}
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_consumption_equals_replaying_the_run(data: st.DataObject) -> None:
+    """Against a plain simulation that carries the list of batches in each checkpoint."""
+    tree = LineTree([Line(0, None, 0)])
+    line, done = 0, [(0, s) for s in range(data.draw(st.integers(0, 4)))]
+    checkpoints = {(0, n): done[:n] for n in range(len(done) + 1)}
+    every = list(done)
+    for new in range(1, data.draw(st.integers(1, 5)) + 1):
+        line, number = data.draw(st.sampled_from(sorted(checkpoints)))
+        done = list(checkpoints[line, number])
+        tree.add(Line(new, line, number))
+        for step in range(number, number + data.draw(st.integers(0, 4))):
+            checkpoints[new, step] = list(done)
+            done.append((new, step))
+            every.append((new, step))
+            checkpoints[new, step + 1] = list(done)
+        here = Consumption.at(tree, new)
+        assert [b for b in every if here.holds(*b)] == [b for b in every if b in done]
+        line = new
+    for (at, number), batches in checkpoints.items():
+        place = Consumption.at_checkpoint(tree, PolicyVersion(at, number))
+        assert {b for b in every if place.holds(*b)} == set(batches)

@@ -1,0 +1,486 @@
+"""The store as its user sees it: lives, chunks, durability, resumes, bad input."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_async.config.rollout import StoreConfig
+from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.store.reader import StoreReader
+from megatron_async.store.store import TrajectoryStore
+from megatron_async.trajectory.packing import pack_groups
+from megatron_async.trajectory.types import (
+    DropReason,
+    FinishReason,
+    PolicyVersion,
+    TrajectoryState,
+)
+from tests.trajectory.builders import (
+    STORE,
+    V0,
+    append,
+    current,
+    expected,
+    generate,
+    prompt,
+    response,
+    scored_group,
+    snapshot,
+    tokens_of,
+)
+
+S = TrajectoryState
+
+
+def test_a_trajectory_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        store = TrajectoryStore.open(tmp_path / STORE)
+        (trajectory,) = store.add_group(prompt(3), 1).trajectories
+        i = trajectory.trajectory_id
+        store.begin_request(i)
+        append(store, i, 0, 70)
+        append(store, i, 70, 5, PolicyVersion(0, 1))  # weights changed in flight
+        turn = [1, 2], [0.0, 0.0], PolicyVersion(0, 1), "env"
+        store.append(current(store, i), *turn, from_environment=True)
+        append(store, i, 75, 3, PolicyVersion(0, 1))
+        await store.finish(i, FinishReason.LENGTH)
+        await store.set_reward(i, 0.5, {"format": 1.0})
+        before = store.load_trajectory(i)
+        await store.close()
+
+        again = TrajectoryStore.open(tmp_path / STORE, lineage=1)
+        after = again.load_trajectory(i)
+        await again.close()
+        for found in (before, after):
+            assert [len(s) for s in found.segments] == [70, 5, 2, 3]
+            assert [str(s.version) for s in found.segments] == ["0.0", "0.1", "0.1", "0.1"]
+            assert [s.from_environment for s in found.segments] == [False, False, True, False]
+            assert [s.engine_id for s in found.segments] == ["e0", "e0", "env", "e0"]
+            tokens, logprobs = tokens_of(i, 0, 70)
+            np.testing.assert_array_equal(found.segments[0].token_ids, tokens)
+            np.testing.assert_array_equal(found.segments[0].logprobs, logprobs)
+            assert found.state is S.SCORED
+            assert found.finish_reason is FinishReason.LENGTH
+            assert (found.reward, found.reward_detail) == (0.5, {"format": 1.0})
+            assert found.prompt.payload == {"answer": 3}
+            np.testing.assert_array_equal(found.prompt.token_ids, prompt(3).token_ids)
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_goes_on_later_is_a_new_segment(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        store = TrajectoryStore.open(tmp_path / STORE)
+        i = store.add_group(prompt(), 1).trajectories[0].trajectory_id
+        store.begin_request(i)
+        append(store, i, 0, 10)
+        append(store, i, 10, 10)
+        store.end_request(current(store, i))
+        store.begin_request(i)
+        append(store, i, 20, 5)
+        found = store.load_trajectory(i)
+        assert [len(s) for s in found.segments] == [20, 5]
+        assert found.resumed
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_ids_grow_and_are_never_used_twice(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        seen: list[int] = []
+        for lineage in range(3):
+            store = TrajectoryStore.open(tmp_path / STORE, lineage=lineage)
+            for _ in range(2):
+                seen += [t.trajectory_id for t in store.add_group(prompt(), 3).trajectories]
+            assert store.admitted_groups == 2 * (lineage + 1)
+            await store.close()
+        assert seen == sorted(set(seen))
+
+    asyncio.run(scenario())
+
+
+def on_disk(path: Path) -> dict[int, int]:
+    """Tokens of each trajectory in the file, as another process sees them."""
+    reader = StoreReader(path)
+    try:
+        return {s.trajectory_id: s.tokens for s in reader.summaries()}
+    finally:
+        reader.close()
+
+
+def test_a_wait_for_the_disk_that_is_cancelled_as_it_ends_counts_as_cancelled(
+    tmp_path: Path,
+) -> None:
+    """A request that went on in spite of it would add its tokens to those of its successor."""
+
+    async def scenario() -> None:
+        store = TrajectoryStore.open(tmp_path / STORE)
+        waiting = asyncio.create_task(store.sync())
+        await asyncio.sleep(0)
+        store._writer.barrier().result(10)  # the one before it is done, which nobody knows yet
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_chunk_is_written_when_full_when_old_or_when_asked(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        settings = StoreConfig(chunk_tokens=64, chunk_seconds=0.2)
+        store = TrajectoryStore.open(tmp_path / STORE, settings)
+        i = store.add_group(prompt(), 1).trajectories[0].trajectory_id
+        store.begin_request(i)
+        append(store, i, 0, 40)
+        await store.sync()
+        assert on_disk(tmp_path / STORE)[i] == 0
+        append(store, i, 40, 24)
+        await store.written(i)
+        assert on_disk(tmp_path / STORE)[i] == 64
+        append(store, i, 64, 1)
+        await asyncio.sleep(0.5)
+        await store.sync()
+        assert on_disk(tmp_path / STORE)[i] == 65
+        append(store, i, 65, 2)
+        store.flush()
+        await store.sync()
+        assert on_disk(tmp_path / STORE)[i] == 67
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_finish_is_acknowledged_when_all_tokens_are_in_the_file(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        store = TrajectoryStore.open(tmp_path / "run" / STORE)
+        i = store.add_group(prompt(), 1).trajectories[0].trajectory_id
+        store.begin_request(i)
+        append(store, i, 0, 10)
+        await store.finish(i, FinishReason.STOP)
+        copy = snapshot(tmp_path / "run", tmp_path / "crashed")
+        await store.close()
+        again = TrajectoryStore.open(copy, lineage=1)
+        found = again.load_trajectory(i)
+        assert found.state is S.FINISHED
+        assert response(found) == expected(i, 10)
+        await again.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("count", [3, 64, 200])
+def test_the_end_is_in_the_transaction_of_the_last_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """A process that is killed at any moment leaves both, or neither."""
+
+    async def scenario() -> None:
+        store = TrajectoryStore.open(tmp_path / "run" / STORE)
+        i = store.add_group(prompt(), 1).trajectories[0].trajectory_id
+        store.begin_request(i)
+        append(store, i, 0, 10)
+        store.flush()
+        add_chunk, copies = store._writer.add_chunk, []
+
+        def committed_at_once(*arguments: Any) -> int:
+            number = add_chunk(*arguments)
+            store._writer.barrier().result(10)
+            copies.append(snapshot(tmp_path / "run", tmp_path / f"killed{len(copies)}"))
+            return number
+
+        monkeypatch.setattr(store._writer, "add_chunk", committed_at_once)
+        store.append(current(store, i), *tokens_of(i, 10, count), V0, "e0", end=FinishReason.STOP)
+        await store.close()
+        assert len(copies) == 1
+        again = TrajectoryStore.open(copies[0], lineage=1)
+        found = again.load_trajectory(i)
+        await again.close()
+        assert (found.state, found.finish_reason) == (S.FINISHED, FinishReason.STOP)
+        assert response(found) == expected(i, 10 + count)
+
+    asyncio.run(scenario())
+
+
+def test_after_a_crash_what_ran_is_partial_and_the_rest_as_it_was(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        store = TrajectoryStore.open(tmp_path / "run" / STORE)
+        a, b, c, d = (t.trajectory_id for t in store.add_group(prompt(), 4).trajectories)
+        store.begin_request(a)
+        append(store, a, 0, 130)  # one chunk of 130; nothing is left in the buffer
+        append(store, a, 130, 9)  # lost: the current chunk
+        await generate(store, b, 20)
+        store.drop(c, DropReason.STALE)
+        await store.sync()
+        copy = snapshot(tmp_path / "run", tmp_path / "crashed")
+        await store.close()
+
+        again = TrajectoryStore.open(copy, lineage=1)
+        states = [t.state for t in again.load_group(0).trajectories]
+        assert states == [S.PARTIAL, S.SCORED, S.DROPPED, S.PENDING]
+        assert response(again.load_trajectory(a)) == expected(a, 130)
+        assert again.drop_counts()["stale"] == 1
+        assert again.load_trajectory(d).segments == ()
+        again.begin_request(a)
+        append(again, a, 130, 3, PolicyVersion(1, 0))
+        await again.close()
+        third = TrajectoryStore.open(copy, lineage=2)
+        assert response(third.load_trajectory(a)) == expected(a, 133)
+        await third.close()
+
+    asyncio.run(scenario())
+
+
+def test_restart_forgets_tokens_for_good(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        store = TrajectoryStore.open(tmp_path / STORE)
+        i = store.add_group(prompt(), 1).trajectories[0].trajectory_id
+        await generate(store, i, 200)
+        store.restart(i)
+        assert store.load_trajectory(i).state is S.PENDING
+        store.begin_request(i)
+        append(store, i, 0, 65)
+        store.end_request(current(store, i))
+        await store.close()
+        again = TrajectoryStore.open(tmp_path / STORE, lineage=1)
+        found = again.load_trajectory(i)
+        assert (response(found), found.reward) == (expected(i, 65), None)
+        await again.close()
+        rows = sqlite3.connect(tmp_path / STORE).execute("SELECT count(*) FROM chunks").fetchone()
+        assert rows == (1,)
+
+    asyncio.run(scenario())
+
+
+def test_what_was_batched_after_the_restored_checkpoint_is_scored_again(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        store = TrajectoryStore.open(tmp_path / STORE)
+        groups = [await scored_group(store) for _ in range(3)]
+        for step, group in enumerate(groups):
+            store.mark_batched([group.group_id], step)
+        assert store.counts()["batched"] == 6
+        assert store.unconsumed_groups() == []
+        await store.close()
+
+        again = TrajectoryStore.open(tmp_path / STORE, lineage=1, step=1)
+        assert [g.group_id for g in again.unconsumed_groups()] == [1, 2]
+        first = again.load_trajectory(0)
+        assert (first.state, first.batched_step) == (S.BATCHED, 0)
+        assert response(first) == expected(0, 100)
+        again.mark_batched([2], 1)
+        await again.close()
+
+        older = TrajectoryStore.open(tmp_path / STORE, lineage=2, step=0)
+        assert [g.group_id for g in older.unconsumed_groups()] == [0, 1, 2]
+        await older.close()
+        back = TrajectoryStore.open(tmp_path / STORE, lineage=3, step=2, parent=1)
+        assert [g.group_id for g in back.unconsumed_groups()] == [1]
+        await back.close()
+        back = TrajectoryStore.open(tmp_path / STORE, lineage=4, step=2, parent=0)
+        assert [g.group_id for g in back.unconsumed_groups()] == [2]
+        assert back.branch_points() == {0: 2, 1: 1, 2: 0, 3: 1}
+        assert back.lag_number(PolicyVersion(1, 2)) == 1
+        await back.close()
+
+    asyncio.run(scenario())
+
+
+def test_the_same_line_can_be_gone_on_with_after_the_manager_died(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        store = TrajectoryStore.open(tmp_path / STORE)
+        for step in range(2):
+            store.mark_batched([(await scored_group(store)).group_id], step)
+        await store.close()
+        again = TrajectoryStore.open(tmp_path / STORE, lineage=0, step=1)
+        assert [g.group_id for g in again.unconsumed_groups()] == [1]
+        again.mark_batched([1], 1)
+        await again.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_batch_made_again_as_soon_as_the_line_goes_on_is_there_later(tmp_path: Path) -> None:
+    """The record that is taken back and the new one are written in one transaction."""
+
+    async def scenario() -> None:
+        store = TrajectoryStore.open(tmp_path / STORE)
+        store.mark_batched([(await scored_group(store)).group_id], 0)
+        await store.close()  # the trainer never saw it
+
+        store = TrajectoryStore.open(tmp_path / STORE, lineage=0, step=0)
+        store.mark_batched([0], 0)
+        await store.sync()
+        await store.close()
+
+        store = TrajectoryStore.open(tmp_path / STORE, lineage=0, step=1)
+        assert store.unconsumed_groups() == []
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_batch_that_could_not_be_used_is_dropped_and_its_step_free(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        store = TrajectoryStore.open(tmp_path / STORE)
+        bad, good = await scored_group(store), await scored_group(store)
+        store.mark_batched([bad.group_id], 0)
+        store.drop_batch(0, DropReason.NONFINITE)
+        assert store.drop_counts()["nonfinite"] == 2
+        store.mark_batched([good.group_id], 0)
+        await store.close()
+        again = TrajectoryStore.open(tmp_path / STORE, lineage=1, step=0)
+        assert [g.group_id for g in again.unconsumed_groups()] == [good.group_id]
+        assert again.counts()["dropped"] == 2
+        await again.close()
+
+    asyncio.run(scenario())
+
+
+def test_only_complete_groups_are_batched_and_only_once(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        store = TrajectoryStore.open(tmp_path / STORE)
+        group = store.add_group(prompt(), 2)
+        a, b = (t.trajectory_id for t in group.trajectories)
+        await generate(store, a, 10)
+        with pytest.raises(ValueError, match=f"trajectory {b} is pending"):
+            store.mark_batched([0], 0)
+        store.drop(b, DropReason.VERIFIER)
+        store.mark_batched([0], 0)
+        with pytest.raises(ValueError, match="has a batch already"):
+            store.mark_batched([0], 0)
+        with pytest.raises(ValueError, match=f"trajectory {a} is batched"):
+            store.mark_batched([0], 1)
+        packed = pack_groups([store.load_group(0)], step=0, lineage=0, branch_points={})
+        assert packed.trajectory_ids_S.tolist() == [a]
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_life_has_no_other_arrows(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        store = TrajectoryStore.open(tmp_path / STORE)
+        i = store.add_group(prompt(), 1).trajectories[0].trajectory_id
+        with pytest.raises(ValueError, match="is superseded: trajectory 0 is pending"):
+            append(store, i, 0, 1)
+        with pytest.raises(ValueError, match="cannot become finished"):
+            await store.finish(i, FinishReason.STOP)
+        with pytest.raises(ValueError, match="is superseded: trajectory 0 is pending"):
+            store.end_request(current(store, i))
+        store.begin_request(i)
+        with pytest.raises(ValueError, match="log-probs for"):
+            store.append(current(store, i), [1, 2], [0.0], V0, "e0")
+        with pytest.raises(ValueError, match="not finite"):
+            await store.set_reward(i, float("nan"))
+        store.drop(i, DropReason.USER)
+        with pytest.raises(ValueError, match="is dropped"):
+            store.begin_request(i)
+        with pytest.raises(LookupError, match="trajectory 99"):
+            store.load_trajectory(99)
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_an_error_of_the_writer_is_raised_at_the_next_call(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        store = TrajectoryStore.open(tmp_path / STORE)
+        i = store.add_group(prompt(), 1).trajectories[0].trajectory_id
+        await store.sync()
+        connection = sqlite3.connect(tmp_path / STORE)
+        connection.execute("DROP TABLE trajectories")
+        connection.commit()
+        connection.close()
+        store.begin_request(i)
+        with pytest.raises(ComponentFailure, match="cannot be written"):
+            await store.sync()
+        with pytest.raises(ComponentFailure, match="cannot be written"):
+            store.add_group(prompt(), 1)
+        with pytest.raises(ComponentFailure, match="cannot be written"):
+            await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_closed_store_takes_nothing(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        store = TrajectoryStore.open(tmp_path / STORE)
+        await store.close()
+        with pytest.raises(ComponentFailure, match="is closed"):
+            store.add_group(prompt(), 1)
+
+    asyncio.run(scenario())
+
+
+def test_a_second_writer_is_kept_out_and_readers_are_not(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        store = TrajectoryStore.open(tmp_path / STORE)
+        store.add_group(prompt(), 2)
+        await store.sync()
+        code = f"""
+from pathlib import Path
+from megatron_async.errors import UserError
+from megatron_async.store.store import TrajectoryStore
+from megatron_async.store.reader import StoreReader
+path = Path({str(tmp_path / STORE)!r})
+print(len(StoreReader(path).summaries()))
+try:
+    TrajectoryStore.open(path, lineage=1)
+except UserError as error:
+    print(error)
+"""
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        )
+        count, refusal = done.stdout.splitlines()
+        assert count == "2"
+        assert "is in use by process" in refusal and "(trajectory store, started" in refusal
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_bad_files_and_lines_are_refused_in_one_sentence(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        store = TrajectoryStore.open(tmp_path / STORE, lineage=3)
+        await store.close()
+
+    asyncio.run(scenario())
+    with pytest.raises(UserError, match="lineage 2 cannot be begun"):
+        TrajectoryStore.open(tmp_path / STORE, lineage=2)
+    with pytest.raises(UserError, match="holds no lineage 7"):
+        TrajectoryStore.open(tmp_path / STORE, lineage=8, parent=7)
+    with pytest.raises(UserError, match="there is no trajectory store"):
+        StoreReader(tmp_path / "missing.sqlite")
+    other = sqlite3.connect(tmp_path / "other.sqlite")
+    other.execute("CREATE TABLE t (x)")
+    other.commit()
+    other.close()
+    with pytest.raises(UserError, match="not a trajectory store"):
+        TrajectoryStore.open(tmp_path / "other.sqlite")
+
+
+def test_positions_grow_and_a_durable_barrier_returns_them(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        store = TrajectoryStore.open(tmp_path / STORE)
+        first = await store.sync()
+        store.add_group(prompt(), 1)
+        second = await store.sync(durable=True)
+        assert 0 < first < second == store.position()
+        await store.close()
+        again = TrajectoryStore.open(tmp_path / STORE, lineage=1, position=second)
+        assert again.recovery is None
+        assert await again.sync() > second
+        await again.close()
+
+    asyncio.run(scenario())

@@ -1,0 +1,155 @@
+"""The store's writer when it fails or hangs: every waiter hears of it, and none waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+
+from megatron_async.config.rollout import StoreConfig
+from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.store import compaction as store_export
+from megatron_async.store.lock import lock_store
+from megatron_async.store.reader import StoreReader
+from megatron_async.store.store import TrajectoryStore
+from megatron_async.store.writer import StoreWriter, _Pending
+from tests.store.test_compaction import train
+from tests.trajectory.builders import STORE, append, expected, prompt, response
+
+
+class GivenUp(Future[int]):
+    """Its waiter gives it up between the question whether it is done and what follows from it."""
+
+    def done(self) -> bool:
+        was = super().done()
+        self.cancel()
+        return was
+
+
+def test_a_waiter_that_gives_up_meanwhile_does_not_keep_the_error_from_the_others(
+    tmp_path: Path,
+) -> None:
+    writer = StoreWriter(tmp_path / STORE, 0, lock_store(tmp_path / STORE))
+    finished, barrier, job = Future[int](), Future[int](), Future[int]()
+    finished.set_result(1)
+    pending = _Pending(barriers=[finished, GivenUp(), barrier], jobs=[(lambda _: 0, job)])
+    writer._fail(OSError("the disk is full"), pending)
+    for future in (barrier, job):
+        with pytest.raises(ComponentFailure, match="the disk is full"):
+            future.result(0)
+    with pytest.raises(ComponentFailure, match="the disk is full"):
+        writer.close()
+
+
+def test_a_compaction_that_hangs_ends_with_a_sentence(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
+        await train(store, 0)
+        go_on = threading.Event()
+        await store.checkpoint_finalised(1, [1])
+        store._writer.stall_seconds = 0.2
+        store._writer.run(lambda _: go_on.wait(20))  # what the compaction asks for comes after it
+        with pytest.raises(ComponentFailure, match=r"committed nothing for 0\.2 s"):
+            await asyncio.wait_for(store._compactor.finish(), 5)
+        store._writer.stall_seconds = 20.0
+        go_on.set()
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_store_whose_compaction_has_failed_keeps_its_rows_and_leaves_no_thread(
+    tmp_path: Path,
+) -> None:
+    async def scenario() -> None:
+        store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
+        await train(store, 0)
+        assert not store.export_file.parent.exists()
+        store.export_file.parent.write_text("a file where the directory should be")
+        await store.checkpoint_finalised(1, [1])
+        late = store.add_group(prompt(), 1).trajectories[0].trajectory_id
+        with pytest.raises(OSError, match="export"):
+            await store.close()
+        assert not store._writer._thread.is_alive()
+        reader = StoreReader(tmp_path / STORE)
+        assert late in {entry.trajectory_id for entry in reader.summaries()}
+        reader.close()
+
+    asyncio.run(scenario())
+
+
+def test_nobody_else_writes_while_the_thread_of_a_closed_store_still_does(tmp_path: Path) -> None:
+    """A write to a network disk may hang for longer than anybody waits for it."""
+
+    async def scenario() -> None:
+        old = TrajectoryStore.open(tmp_path / STORE)
+        end_of_write = threading.Event()
+        old._writer.stall_seconds = 0.2
+        old._writer.run(lambda _: end_of_write.wait(20))
+        with pytest.raises(ComponentFailure, match=r"did not end within 0 s"):
+            await old.close()
+        with pytest.raises(UserError, match="in use by this process, in which an earlier write"):
+            TrajectoryStore.open(tmp_path / STORE, lineage=1)
+        end_of_write.set()
+        old._writer._thread.join(20)
+        new = TrajectoryStore.open(tmp_path / STORE, lineage=1)
+        await new.close()
+
+    asyncio.run(scenario())
+
+
+def test_what_is_buffered_is_written_before_a_stop_waits_for_compaction(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
+        await train(store, 0)
+        running = store.add_group(prompt(), 1).trajectories[0].trajectory_id
+        store.begin_request(running)
+        append(store, running, 0, 10)
+        go_on = asyncio.Event()
+
+        async def long_compaction(kept: object) -> None:
+            await asyncio.wait_for(go_on.wait(), 20)
+
+        store._compactor._compact = long_compaction  # type: ignore[assignment, method-assign]
+        await store.checkpoint_finalised(1, [1])
+        closing = asyncio.create_task(store.close())
+        await asyncio.sleep(0)
+        await store.sync()  # it is open: the stop waits for the compaction
+        reader = StoreReader(tmp_path / STORE)
+        assert response(reader.trajectory(running)) == expected(running, 10)
+        reader.close()
+        go_on.set()
+        await closing
+
+    asyncio.run(scenario())
+
+
+def test_nobody_else_writes_while_lines_of_a_closed_store_are_still_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end_of_write = threading.Event()
+
+    def hang(*_: object) -> int:
+        assert end_of_write.wait(20)
+        return 0
+
+    monkeypatch.setattr(store_export, "write_lines", hang)
+
+    async def scenario() -> None:
+        old = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
+        await train(old, 0)
+        old._writer.stall_seconds = 0.5
+        await old.checkpoint_finalised(1, [1])
+        with pytest.raises(ComponentFailure, match=r"trajectories.jsonl took no line for 0.5 s"):
+            await old.close()
+        assert not old._writer._thread.is_alive()
+        with pytest.raises(UserError, match="in use by this process"):
+            TrajectoryStore.open(tmp_path / STORE, lineage=1, step=1)
+        end_of_write.set()
+
+    asyncio.run(scenario())  # which waits for the thread
+    new = TrajectoryStore.open(tmp_path / STORE, lineage=1, step=1)
+    asyncio.run(new.close())

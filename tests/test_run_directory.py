@@ -1,0 +1,92 @@
+"""The run directory: complete or not a run, never shared, small files that are never torn."""
+
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_async.config import build_config
+from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.run_directory import RunDirectory
+from tests.store.disk import keeping, needs_compiler
+
+
+def test_a_new_run_writes_its_settings_and_opening_reads_them_back(tmp_path: Path) -> None:
+    config = build_config({"name": "a", "root": str(tmp_path), "seed": 7})
+    directory = RunDirectory.create(config)
+    opened, settings = RunDirectory.find(directory.path, ["steps=9"])
+    assert opened == directory
+    assert (settings.seed, settings.steps) == (7, 9)
+    directory.save_config(settings)
+    assert RunDirectory.find(directory.path, [])[1].steps == 9, "an override lasts"
+
+
+def test_a_name_that_is_taken_is_refused(tmp_path: Path) -> None:
+    config = build_config({"name": "a", "root": str(tmp_path)})
+    RunDirectory.create(config)
+    with pytest.raises(UserError, match=r"exists already.*'a'.*--resume"):
+        RunDirectory.create(config)
+
+
+def test_resuming_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    nowhere = tmp_path / "nowhere"
+    with pytest.raises(UserError, match=f"^run directory {nowhere}: there is no run"):
+        RunDirectory.find(nowhere, [])
+    with pytest.raises(UserError, match=f"^--resume {nowhere}: there is no run"):
+        RunDirectory.find(nowhere, [], "--resume")
+
+
+def test_a_root_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    config = build_config({"name": "a", "root": str(tmp_path / "file")})
+    with pytest.raises(UserError, match=r"run directory .* cannot be written: Not a directory"):
+        RunDirectory.create(config)
+
+
+def test_settings_are_looked_at_without_writing_them(tmp_path: Path) -> None:
+    directory = RunDirectory.create(build_config({"name": "a", "root": str(tmp_path)}))
+    written = directory.config_file.read_text()
+    assert RunDirectory.find(directory.path, ["steps=9"])[1].steps == 9
+    assert directory.config_file.read_text() == written
+
+
+def test_a_config_with_a_key_is_its_users_own_whenever_it_is_written(tmp_path: Path) -> None:
+    content = {"name": "a", "root": str(tmp_path), "engines": {"api_key": "secret"}}
+    directory = RunDirectory.create(build_config(content))
+    assert stat.S_IMODE(directory.config_file.stat().st_mode) == 0o600
+    directory.save_config(RunDirectory.find(directory.path, ["steps=9"])[1])
+    assert stat.S_IMODE(directory.config_file.stat().st_mode) == 0o600
+    assert not list(directory.path.glob(".*")), "no temporary file is left"
+
+
+def test_lineages_count_up_and_the_first_failure_stays(tmp_path: Path) -> None:
+    directory = RunDirectory.create(build_config({"name": "a", "root": str(tmp_path)}))
+    assert [directory.next_lineage() for _ in range(3)] == [0, 1, 2]
+    directory.report_failure("the cause", 1)
+    directory.report_failure("a consequence", 2)
+    assert directory.take_failure() == {"sentence": "the cause", "exit_code": 1}
+    assert directory.take_failure() is None
+
+
+@needs_compiler
+def test_a_power_loss_does_not_give_a_lineage_out_twice(tmp_path: Path) -> None:
+    run, durable = tmp_path / "run", tmp_path / "durable"
+    run.mkdir()
+    code = (
+        "import sys; from pathlib import Path; from megatron_async.run_directory import *; "
+        "[RunDirectory(Path(sys.argv[1])).next_lineage() for _ in range(3)]"
+    )
+    command = [sys.executable, "-c", code, str(run)]
+    subprocess.run(command, env=keeping(run, durable), check=True, timeout=60)
+    assert RunDirectory(durable).next_lineage() == 3
+
+
+def test_the_sentence_that_a_process_left_is_raised_as_what_it_was(tmp_path: Path) -> None:
+    directory = RunDirectory.create(build_config({"name": "a", "root": str(tmp_path)}))
+    for code, kind in ((2, UserError), (1, ComponentFailure)):
+        directory.report_failure("the cause", code)
+        with pytest.raises(kind, match=r"^the cause$"):
+            directory.raise_failure()
+    directory.raise_failure()  # nothing is left

@@ -1,0 +1,90 @@
+"""Differences of byte strings: applying one gives exactly what was encoded, or a clear error."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_async.weight_sync.blocks import DeltaError, apply, encode
+
+LENGTHS = st.integers(0, 700)
+SEEDS = st.integers(0, 2**16)
+BLOCKS = st.sampled_from([2, 64, 256])
+
+
+def _pair(length: int, seed: int, share: float) -> tuple[bytes, bytes]:
+    """Two byte strings that differ in about this share of their bytes."""
+    rng = np.random.default_rng(seed)
+    base = rng.integers(0, 256, length, dtype=np.uint8)
+    changed = base ^ (rng.integers(1, 256, length) * (rng.random(length) < share)).astype(np.uint8)
+    return base.tobytes(), changed.tobytes()
+
+
+@given(LENGTHS, SEEDS, st.sampled_from([0.0, 0.01, 1.0]), BLOCKS)
+def test_applying_a_difference_gives_the_new_bytes(
+    length: int, seed: int, share: float, block: int
+) -> None:
+    base, new = _pair(length, seed, share)
+    assert apply(base, encode(base, new, block)) == new
+
+
+@given(st.integers(1, 700), SEEDS, BLOCKS, st.data())
+def test_a_damaged_difference_is_an_error_or_harmless(
+    length: int, seed: int, block: int, data: st.DataObject
+) -> None:
+    base, new = _pair(length, seed, 0.1)
+    delta = bytearray(encode(base, new, block))
+    delta[data.draw(st.integers(0, len(delta) - 1))] ^= data.draw(st.integers(1, 255))
+    with contextlib.suppress(DeltaError):
+        assert apply(base, bytes(delta)) == new
+
+
+@given(st.integers(1, 700), SEEDS, st.data())
+def test_a_difference_that_is_cut_short_is_an_error(
+    length: int, seed: int, data: st.DataObject
+) -> None:
+    base, new = _pair(length, seed, 0.1)
+    delta = encode(base, new)
+    with pytest.raises(DeltaError):
+        apply(base, delta[: data.draw(st.integers(0, len(delta) - 1))])
+
+
+@given(st.integers(1, 700), SEEDS, st.data())
+def test_another_base_is_an_error(length: int, seed: int, data: st.DataObject) -> None:
+    base, new = _pair(length, seed, 0.1)
+    other = bytearray(base)
+    other[data.draw(st.integers(0, length - 1))] ^= data.draw(st.integers(1, 255))
+    with pytest.raises(DeltaError):
+        apply(bytes(other), encode(base, new))
+
+
+def test_lengths_that_differ_are_refused_on_both_sides() -> None:
+    with pytest.raises(ValueError, match="between 3 and 4 bytes"):
+        encode(b"abc", b"abcd")
+    with pytest.raises(DeltaError, match="is for 4 bytes, the base has 5"):
+        apply(b"abcde", encode(b"abcd", b"abce"))
+
+
+def test_only_changed_blocks_are_in_it() -> None:
+    base = np.random.default_rng(0).integers(0, 256, 1 << 20, dtype=np.uint8)
+    new = base.copy()
+    new[4096 * 7 : 4096 * 9] ^= np.random.default_rng(1).integers(0, 256, 8192, dtype=np.uint8)
+    assert len(encode(base.tobytes(), base.tobytes())) < 100
+    assert 8192 < len(encode(base.tobytes(), new.tobytes())) < 8192 + 200
+
+
+def test_a_small_step_on_bfloat16_weights_is_a_small_difference() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(1 << 18, generator=generator) * 0.02
+    step = torch.sign(torch.randn(1 << 18, generator=generator)) * 1e-6
+
+    def stored(tensor: torch.Tensor) -> bytes:
+        return tensor.to(torch.bfloat16).view(torch.uint8).numpy().tobytes()
+
+    delta = encode(stored(weights), stored(weights + step))
+    assert len(delta) < 0.06 * len(stored(weights))

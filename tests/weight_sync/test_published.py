@@ -1,0 +1,152 @@
+"""Names, buckets and published directories: the parts of an update that need no engine."""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_async.config.rollout import EngineConfig
+from megatron_async.errors import ComponentFailure
+from megatron_async.trajectory.types import PolicyVersion
+from megatron_async.weight_sync.transports.base import sending_device, with_next
+from megatron_async.weight_sync.transports.disk import publish
+from megatron_async.weight_sync.transports.distributed import Buffers, flatten
+from megatron_async.weight_sync.transports.tensor import serialise
+from megatron_async.weight_sync.verify import (
+    NameCheck,
+    engine_parameter,
+)
+from megatron_async.weight_sync.version_directory import read_manifest, read_shard
+
+VERSION = PolicyVersion(2, 9)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameter"),
+    [
+        ("model.embed_tokens.weight", "model.embed_tokens.weight"),
+        ("model.layers.3.self_attn.q_proj.bias", "model.layers.3.self_attn.qkv_proj.bias"),
+        ("model.layers.3.self_attn.v_proj.weight", "model.layers.3.self_attn.qkv_proj.weight"),
+        ("model.layers.3.self_attn.q_norm.weight", "model.layers.3.self_attn.q_norm.weight"),
+        ("model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.gate_up_proj.weight"),
+        ("model.layers.0.mlp.down_proj.weight", "model.layers.0.mlp.down_proj.weight"),
+        ("model.layers.0.mlp.gate.weight", "model.layers.0.mlp.gate.weight"),
+        ("model.layers.0.mlp.experts.11.up_proj.weight", "model.layers.0.mlp.experts.w13_weight"),
+        ("model.layers.0.mlp.experts.11.down_proj.weight", "model.layers.0.mlp.experts.w2_weight"),
+        (
+            "model.layers.0.block_sparse_moe.experts.7.w1.weight",
+            "model.layers.0.block_sparse_moe.experts.w13_weight",
+        ),
+    ],
+)
+def test_a_hugging_face_name_belongs_to_a_fused_parameter(name: str, parameter: str) -> None:
+    assert engine_parameter(name) == parameter
+
+
+def test_scales_that_the_engine_makes_itself_need_not_be_sent() -> None:
+    check = NameCheck(frozenset({"a.weight", "a.weight_scale_inv", "a.input_scale"}))
+    check.add(["a.weight"])
+    check.finish()
+
+
+def test_a_long_list_of_missing_parameters_is_shortened() -> None:
+    check = NameCheck(frozenset(f"layer{i}.weight" for i in range(9)))
+    with pytest.raises(ComponentFailure, match="and 5 more"):
+        check.finish()
+
+
+def test_flattening_keeps_every_tensor_aligned_and_bit_for_bit() -> None:
+    generator = torch.Generator().manual_seed(0)
+    bucket = [
+        ("half", torch.randn(3, generator=generator).to(torch.bfloat16)),
+        ("byte", torch.arange(5, dtype=torch.uint8)),
+        ("single", torch.randn(2, 3, generator=generator).T),
+        ("scalar", torch.tensor(4.0)),
+    ]
+    flat = flatten(bucket, Buffers(torch.device("cpu")))
+    originals, start = dict(bucket), 0
+    for name, dtype, shape in zip(flat.names, flat.dtypes, flat.shapes, strict=True):
+        kind = getattr(torch, dtype)
+        assert start % kind.itemsize == 0
+        size = originals[name].nbytes
+        back = flat.bytes_N[start : start + size].view(kind).view(shape)
+        assert torch.equal(back, originals[name])
+        start += size
+    assert start == len(flat.bytes_N)
+
+
+def test_a_bucket_of_one_tensor_in_one_piece_is_sent_from_where_it_is() -> None:
+    buffers = Buffers(torch.device("cpu"))
+    tensor = torch.arange(6.0).view(2, 3)
+    flat = flatten([("a", tensor)], buffers)
+    assert flat.bytes_N.data_ptr() == tensor.data_ptr() and flat.shapes == [[2, 3]]
+    assert torch.equal(flat.bytes_N.view(torch.float32), torch.arange(6.0))
+    assert not buffers.held_bytes, "a whole embedding's room for nothing"
+    turned = flatten([("a", tensor.T)], buffers)
+    assert buffers.held_bytes == tensor.nbytes
+    assert torch.equal(turned.bytes_N.view(torch.float32).view(3, 2), tensor.T)
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda", "cpu"])
+def test_a_trainer_on_gpus_sends_to_engines_on_cpus_from_its_host(
+    monkeypatch: pytest.MonkeyPatch, device: Any
+) -> None:
+    """It is asked for gloo then, not for NCCL, and for values, not for IPC handles."""
+    engines = EngineConfig(device=device)
+    assert sending_device(engines).type == "cpu", "no GPU here"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert sending_device(engines).type == ("cpu" if device == "cpu" else "cuda")
+
+
+def test_a_serialised_view_does_not_carry_the_tensor_it_is_part_of() -> None:
+    whole = torch.randn(1000, 100)
+    payload = base64.b64decode(serialise([("part", whole[2:4])]))
+    [(name, part)] = pickle.loads(payload)
+    assert name == "part" and torch.equal(part, whole[2:4])
+    assert len(payload) < 2000
+
+
+def test_each_bucket_comes_with_the_one_after_it() -> None:
+    buckets = [[("a", torch.zeros(1))], [("b", torch.zeros(1))], [("c", torch.zeros(1))]]
+    after = [following for _, following in with_next(iter(buckets))]
+    assert after == [buckets[1], buckets[2], None]
+
+
+def test_a_published_version_is_complete_checked_and_atomic(tmp_path: Path) -> None:
+    buckets = [[("a", torch.randn(4, 4))], [("b", torch.randn(3).to(torch.bfloat16))]]
+    path = publish(buckets, VERSION, tmp_path)
+    assert path.name == "2.9" and list(tmp_path.iterdir()) == [path]
+    manifest = read_manifest(path)
+    assert manifest.version == "2.9"
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    for bucket in buckets:
+        for name, tensor in bucket:
+            assert torch.equal(load_file(path / index["weight_map"][name])[name], tensor)
+    name = "model-00-00001.safetensors"
+    read_shard(path, name, manifest.shards[name])
+    data = bytearray((path / name).read_bytes())
+    data[-1] ^= 1
+    (path / name).write_bytes(data)
+    with pytest.raises(ComponentFailure, match="damaged"):
+        read_shard(path, name, manifest.shards[name])
+    told = (path / "manifest.json").read_text()
+    (path / "manifest.json").write_text(told.replace("2.9", "2.8"))
+    with pytest.raises(ComponentFailure, match="no readable manifest"):
+        read_manifest(path)
+
+
+def test_a_failed_publication_leaves_nothing(tmp_path: Path) -> None:
+    def broken() -> object:
+        yield [("a", torch.zeros(4))]
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        publish(broken(), VERSION, tmp_path)  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,177 @@
+"""fp8 weights against a float64 reference that knows every fp8 number by its value."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from megatron_async.config.rollout import EngineConfig
+from megatron_async.engines.sglang.process import server_command
+from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.models.families import read_architecture
+from megatron_async.trajectory.types import PolicyVersion
+from megatron_async.weight_sync.quantise import (
+    BLOCK,
+    check_fp8,
+    dequantise,
+    quantise,
+    quantised_names,
+    quantised_tensors,
+    quantization_config,
+)
+
+Float64 = NDArray[np.float64]
+
+
+def fp8_numbers() -> Float64:
+    """All finite values of e4m3fn, from the format: sign, 4 bits of exponent (bias 7), 3 bits."""
+    values = []
+    for exponent in range(16):
+        for mantissa in range(8):
+            if exponent == 15 and mantissa == 7:
+                continue  # not a number
+            if exponent == 0:
+                values.append(mantissa / 8 * 2.0**-6)
+            else:
+                values.append((1 + mantissa / 8) * 2.0 ** (exponent - 7))
+    return np.array(sorted({*values, *(-value for value in values)}))
+
+
+NUMBERS = fp8_numbers()
+
+
+def reference(weight_RC: Float64) -> tuple[Float64, Float64, Float64]:
+    """Nearest fp8 number to weight / scale, the scales, and how far a tie is (0: a tie)."""
+    rows, columns = weight_RC.shape
+    quantised_RC, margin_RC = np.zeros_like(weight_RC), np.ones_like(weight_RC)
+    scale_rc = np.ones((-(-rows // BLOCK), -(-columns // BLOCK)))
+    for r, c in np.ndindex(*scale_rc.shape):
+        part = (slice(r * BLOCK, (r + 1) * BLOCK), slice(c * BLOCK, (c + 1) * BLOCK))
+        block = weight_RC[part]
+        if np.abs(block).max() > 0:
+            scale_rc[r, c] = np.abs(block).max() / NUMBERS[-1]
+        wanted = block / scale_rc[r, c]
+        above = np.clip(np.searchsorted(NUMBERS, wanted), 1, len(NUMBERS) - 1)
+        low, high = NUMBERS[above - 1], NUMBERS[above]
+        quantised_RC[part] = np.where(wanted - low <= high - wanted, low, high)
+        margin_RC[part] = np.abs((wanted - low) - (high - wanted)) / (high - low)
+    return quantised_RC, scale_rc, margin_RC
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.integers(1, 300),
+    st.integers(1, 300),
+    st.integers(0, 2**16),
+    st.sampled_from([1e-8, 0.02, 1e4]),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_every_number_is_the_nearest_one(
+    rows: int, columns: int, seed: int, size: float, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    weight = (torch.randn(rows, columns, generator=generator) * size).to(dtype)
+    quantised, scale = quantise(weight)
+    assert quantised.dtype is torch.float8_e4m3fn and quantised.shape == weight.shape
+    expected, expected_scale, margin = reference(weight.double().numpy())
+    np.testing.assert_allclose(scale.double().numpy(), expected_scale, rtol=2e-7)
+    clear = margin > 1e-4  # Elsewhere the float32 division may fall on the other side.
+    got = quantised.double().numpy()
+    assert (got[clear] == expected[clear]).all()
+    # bfloat16 has so few numbers that several per cent lie half-way between two.
+    most = 0.95 if dtype is torch.float32 else 0.8
+    assert weight.numel() < 1000 or clear.mean() > most
+    error = np.abs(dequantise(quantised, scale).double().numpy() - weight.double().numpy())
+    per_weight = np.repeat(np.repeat(expected_scale, BLOCK, 0), BLOCK, 1)[:rows, :columns]
+    bound = np.maximum(np.abs(weight.double().numpy()) / 16, per_weight / 1024)
+    assert (error <= bound * (1 + 1e-5)).all()
+
+
+def test_the_largest_weight_of_a_block_is_the_largest_number() -> None:
+    weight = torch.zeros(256, 256)
+    weight[3, 200], weight[130, 5] = -0.7, 0.1
+    quantised, scale = quantise(weight)
+    assert quantised[3, 200].item() == -448 and quantised[130, 5].item() == 448
+    assert scale[0, 0] == 1 and scale[1, 1] == 1, "a block of zeros"
+    assert dequantise(quantised, scale)[3, 200].item() == pytest.approx(-0.7, rel=1e-6)
+
+
+def test_a_weight_that_is_not_finite_is_named() -> None:
+    weight = torch.ones(2, 2)
+    weight[0, 1] = float("inf")
+    with pytest.raises(ComponentFailure, match=r"x\.weight has weights that are not finite"):
+        list(quantised_tensors(iter([("x.weight", weight)]), frozenset({"x.weight"})))
+
+
+def _model(folder: Path, **changes: Any) -> Path:
+    config = {
+        "model_type": "qwen3_moe",
+        "vocab_size": 128,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "moe_intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        **changes,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_linear_layers_are_quantised_and_nothing_else(tmp_path: Path) -> None:
+    architecture = read_architecture(_model(tmp_path))
+    names = quantised_names(architecture)
+    assert "model.layers.1.self_attn.k_proj.weight" in names
+    assert "model.layers.0.mlp.experts.3.down_proj.weight" in names
+    assert not any(
+        part in name for name in names for part in ("embed", "norm", "lm_head", "mlp.gate.", "bias")
+    )
+    settings = quantization_config(architecture)
+    assert settings["weight_block_size"] == [128, 128]
+    assert settings["modules_to_not_convert"] == [
+        "lm_head",
+        "model.layers.0.mlp.gate",
+        "model.layers.1.mlp.gate",
+    ]
+    stream = [("model.norm.weight", torch.ones(4)), (min(names), torch.ones(4, 4))]
+    found = list(quantised_tensors(iter(stream), names))
+    assert [name for name, _ in found] == [
+        "model.norm.weight",
+        min(names),
+        min(names) + "_scale_inv",
+    ]
+
+
+def test_what_engines_cannot_hold_is_one_sentence(tmp_path: Path) -> None:
+    architecture = read_architecture(_model(tmp_path))
+    with pytest.raises(UserError, match=r"engines\.quantization is fp8, which needs GPU engines"):
+        check_fp8(architecture, EngineConfig(quantization="fp8"), "cpu")
+    check_fp8(architecture, EngineConfig(quantization="fp8"), "cuda")
+    with pytest.raises(UserError, match=r"has 128 rows, which engines\.tensor 2 does not divide"):
+        check_fp8(architecture, EngineConfig(quantization="fp8", tensor=2), "cuda")
+
+
+def test_an_fp8_engine_starts_without_weights_and_is_told_the_form(tmp_path: Path) -> None:
+    model = _model(tmp_path)
+    engines = EngineConfig(quantization="fp8", device="cuda")
+    command = server_command(engines, model, 1, PolicyVersion(0, 0), "cuda")
+    assert command[command.index("--load-format") + 1] == "dummy"
+    told = json.loads(command[command.index("--json-model-override-args") + 1])
+    assert told == {"quantization_config": quantization_config(read_architecture(model))}
+    plain = server_command(EngineConfig(), model, 1, PolicyVersion(0, 0), "cuda")
+    assert "--load-format" not in plain

@@ -1,0 +1,120 @@
+"""One bucket is received while the one before it is loaded (`weight_sync/receive_ahead.py`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_async.weight_sync.receive_ahead import ReceiveAhead, load_format, next_bytes_of
+
+
+@dataclass
+class Link:
+    """A sender's broadcasts in order; bytes arrive when they are waited for, or by `arrive`."""
+
+    buckets: list[Tensor]
+    posted: list[tuple[int, Tensor]] = field(default_factory=list)
+    arrived: int = 0
+    broken: bool = False
+
+    def start(self, into_N: Tensor) -> Work:
+        self.posted.append((len(self.posted), into_N))
+        return Work(self, len(self.posted))
+
+    def arrive(self, count: int) -> None:
+        for number, into_N in self.posted[self.arrived : count]:
+            into_N.copy_(self.buckets[number])
+        self.arrived = max(self.arrived, count)
+
+
+@dataclass
+class Work:
+    link: Link
+    count: int
+
+    def wait(self) -> None:
+        if self.link.broken:
+            raise RuntimeError("connection closed by peer")
+        self.link.arrive(self.count)
+
+
+def take(ahead: ReceiveAhead, link: Link, number: int, group: str = "g") -> Tensor:
+    sizes = [bucket.nbytes for bucket in [*link.buckets, torch.empty(0, dtype=torch.uint8)]]
+    return ahead.take(group, sizes[number], sizes[number + 1], link.start, "cpu")
+
+
+def buckets_of(sizes: list[int]) -> list[Tensor]:
+    return [torch.full((size,), i % 251 + 1, dtype=torch.uint8) for i, size in enumerate(sizes)]
+
+
+def test_an_announcement_carries_the_size_of_the_next_bucket() -> None:
+    assert next_bytes_of(load_format(512)) == 512
+    assert next_bytes_of(load_format(0)) == 0
+    assert next_bytes_of("flattened_bucket") is None
+    assert next_bytes_of(None) is None
+
+
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=12))
+def test_buckets_come_whole_and_in_order_whatever_arrives_early(sizes: list[int]) -> None:
+    ahead, link = ReceiveAhead(), Link(buckets_of(sizes))
+    for number, bucket in enumerate(link.buckets):
+        got = take(ahead, link, number)
+        assert len(link.posted) == min(number + 2, len(sizes))
+        link.arrive(len(link.posted))  # the next one, while this one is being loaded
+        assert torch.equal(got, bucket)
+
+
+def test_two_buffers_are_enough_for_buckets_of_one_size() -> None:
+    ahead, link = ReceiveAhead(), Link(buckets_of([8] * 6))
+    for number in range(6):
+        take(ahead, link, number)
+    assert len({into_N.data_ptr() for _, into_N in link.posted}) == 2
+
+
+def test_the_next_update_finds_the_buffers_of_the_last_and_grows_them_if_need_be() -> None:
+    ahead = ReceiveAhead()
+    links = [Link(buckets_of(sizes)) for sizes in ([8, 8, 3], [5, 8], [8, 20, 6])]
+    for link in links:
+        for number, bucket in enumerate(link.buckets):
+            assert torch.equal(take(ahead, link, number), bucket)
+    first, second, third = ({into_N.data_ptr() for _, into_N in link.posted} for link in links)
+    assert second == first and len(third - first) == 1
+
+
+def test_groups_do_not_see_each_other() -> None:
+    ahead, one, two = ReceiveAhead(), Link(buckets_of([4, 4])), Link(buckets_of([6, 6]))
+    first = take(ahead, one, 0, "one").clone()
+    assert take(ahead, two, 0, "two").nbytes == 6
+    assert torch.equal(take(ahead, one, 1, "one"), one.buckets[1])
+    assert torch.equal(first, one.buckets[0])
+
+
+def test_a_bucket_that_is_not_as_large_as_announced_is_an_error() -> None:
+    ahead, link = ReceiveAhead(), Link(buckets_of([4, 4]))
+    take(ahead, link, 0)
+    with pytest.raises(ValueError, match="a bucket of 4 bytes was announced for g, and 5 came"):
+        ahead.take("g", 5, 0, link.start, "cpu")
+
+
+def test_after_a_failure_nothing_of_the_group_is_left() -> None:
+    ahead, link = ReceiveAhead(), Link(buckets_of([4, 4]))
+    take(ahead, link, 0)
+    link.broken = True
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        take(ahead, link, 1)
+    fresh = Link(buckets_of([3]))
+    assert torch.equal(take(ahead, fresh, 0), fresh.buckets[0])
+
+
+def test_what_a_dead_sender_left_is_forgotten_when_an_update_begins() -> None:
+    ahead, link = ReceiveAhead(), Link(buckets_of([4, 4]))
+    take(ahead, link, 0)
+    assert ahead.forget("g") and not ahead.forget("g")
+    take(ahead, Link(buckets_of([4, 4])), 0, "another")
+    assert ahead.clear() == {"another"}
+    assert not ahead.forget("another") and not ahead.clear()

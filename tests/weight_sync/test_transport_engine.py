@@ -1,0 +1,276 @@
+"""Each transport against a real SGLang server: the engine then holds exactly the weights sent."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import gettempdir
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_async.config.rollout import WeightsConfig
+from megatron_async.engines.sglang.client import SGLangClient
+from megatron_async.errors import ComponentFailure
+from megatron_async.trajectory.types import PolicyVersion
+from megatron_async.weight_sync.http import EngineCallError, EngineCalls
+from megatron_async.weight_sync.transports.base import WeightSender, make_sender
+from megatron_async.weight_sync.transports.delta import rounded
+from megatron_async.weight_sync.transports.disk import publish
+from megatron_async.weight_sync.transports.distributed import DistributedSender
+from tests.engine import (
+    SETTINGS,
+    EngineUnderTest,
+    collect,
+    make_request,
+    reference_logprobs,
+    until_streaming,
+)
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+OLD, NEW = PolicyVersion(1, 4), PolicyVersion(1, 5)
+TRANSPORTS = ["distributed", "tensor", "disk"]
+
+
+@pytest.fixture
+def engine(sglang_engine: EngineUnderTest) -> EngineUnderTest:
+    sglang_engine.hold("a", OLD)
+    return sglang_engine
+
+
+@pytest.fixture
+def delta_sender(engine: EngineUnderTest, tmp_path: Path) -> Iterator[WeightSender]:
+    sender = _sender("delta", tmp_path)
+    sender.connect([engine.address])
+    yield sender
+    sender.close()
+
+
+def _sender(transport: Any, folder: Path) -> WeightSender:
+    settings = WeightsConfig(transport=transport, timeout_seconds=30.0)
+    return make_sender(settings, SETTINGS, torch.device("cpu"), folder)
+
+
+def _buckets(engine: EngineUnderTest, model: str) -> list[list[tuple[str, torch.Tensor]]]:
+    """Five tensors a bucket: QKV and gate/up of a layer come in different buckets."""
+    tensors = engine.tensors(model)
+    return [tensors[start : start + 5] for start in range(0, len(tensors), 5)]
+
+
+def _send(engine: EngineUnderTest, sender: WeightSender, model: str, version: Any) -> Any:
+    engine.post("pause_generation", {"mode": "retract"})
+    try:
+        return sender.send(iter(_buckets(engine, model)), version)
+    finally:
+        engine.post("continue_generation", {"torch_empty_cache": False})
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_the_checksum_is_that_of_the_same_weights_from_disk(
+    engine: EngineUnderTest, transport: str, tmp_path: Path
+) -> None:
+    a = engine.checksum()
+    engine.load("b", NEW)
+    b = engine.checksum()
+    engine.load("a", OLD)
+    assert (engine.checksum() == a) and a != b
+
+    sender = _sender(transport, tmp_path)
+    sender.connect([engine.address])
+    report = _send(engine, sender, "b", NEW)
+    assert engine.checksum() == b
+    assert engine.run(lambda client: client.version()) == NEW
+    assert report.tensors == len(engine.tensors("b"))
+    assert report.bytes == sum(tensor.nbytes for _, tensor in engine.tensors("b"))
+
+    # And again over the same connection, and over a new one, as after an engine's restart.
+    _send(engine, sender, "a", PolicyVersion(1, 6))
+    assert engine.checksum() == a
+    sender.disconnect()
+    sender.connect([engine.address])
+    _send(engine, sender, "b", PolicyVersion(1, 7))
+    assert engine.checksum() == b
+    sender.close()
+
+
+@pytest.mark.parametrize("transport", ["distributed", "tensor"])
+def test_running_requests_go_on_with_the_new_weights_from_the_named_token_on(
+    engine: EngineUnderTest, transport: str, tmp_path: Path
+) -> None:
+    sender = _sender(transport, tmp_path)
+    sender.connect([engine.address])
+
+    async def check(client: SGLangClient) -> list[Any]:
+        arrived: list[list[Any]] = [[] for _ in range(4)]
+        tasks = [
+            asyncio.create_task(collect(client, make_request(f"r{i}", [5, 9, i], 120), into))
+            for i, into in enumerate(arrived)
+        ]
+        await until_streaming(arrived)
+        await asyncio.to_thread(_send, engine, sender, "b", NEW)
+        return await asyncio.gather(*tasks)
+
+    crossed = 0
+    for index, chunks in enumerate(engine.run(check)):
+        versions = [chunk.version for chunk in chunks for _ in chunk.token_ids]
+        ids = [5, 9, index, *(int(t) for chunk in chunks for t in chunk.token_ids)]
+        got = np.concatenate([chunk.logprobs for chunk in chunks])
+        old = reference_logprobs(engine.models["a"], ids)[2:]
+        new = reference_logprobs(engine.models["b"], ids)[2:]
+        expected = np.where([version == OLD for version in versions], old, new)
+        assert np.abs(got - expected).max() < 1e-3
+        crossed += len(set(versions)) == 2
+    assert crossed > 0, "the update came too late to test anything"
+    sender.close()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_wrong_name_is_an_error_and_the_next_update_mends_it(
+    engine: EngineUnderTest, transport: str, tmp_path: Path
+) -> None:
+    """SGLang itself answers 200 to a name that it does not know."""
+    sender = _sender(transport, tmp_path)
+    sender.connect([engine.address])
+    tensors = engine.tensors("b")
+    name, tensor = tensors[5]
+    wrong = [*tensors[:5], (name.replace("layers.", "layer."), tensor), *tensors[6:]]
+    with pytest.raises(ComponentFailure, match="do not know"):
+        sender.send(iter([wrong[:4], wrong[4:]]), NEW)
+    assert engine.run(lambda client: client.version()) == OLD
+    sender.connect([engine.address])
+    _send(engine, sender, "b", NEW)
+    sent = engine.checksum()
+    engine.load("b", NEW)
+    assert engine.checksum() == sent
+    sender.close()
+
+
+def _rounded_on_disk(engine: EngineUnderTest, model: str, folder: Path, noise: float) -> str:
+    """Checksum after SGLang has loaded the model, rounded to bfloat16, from disk by itself."""
+    buckets = [_changed(bucket, noise) for bucket in _buckets(engine, model)]
+    path = publish((rounded(bucket) for bucket in buckets), OLD, folder / "by-disk")
+    engine.post("update_weights_from_disk", {"model_path": str(path), "weight_version": str(OLD)})
+    return engine.checksum()
+
+
+def _changed(bucket: list[tuple[str, torch.Tensor]], noise: float) -> Any:
+    generator = torch.Generator().manual_seed(7)
+    return [(n, t + noise * torch.randn(t.shape, generator=generator)) for n, t in bucket]
+
+
+def test_an_update_that_breaks_off_leaves_the_engine_usable(
+    engine: EngineUnderTest, tmp_path: Path
+) -> None:
+    """The engine has been told of a bucket that never comes, and listens for it already."""
+    sender = _sender("distributed", tmp_path)
+    sender.connect([engine.address])
+    buckets = _buckets(engine, "b")
+
+    def breaks_off() -> Iterator[Any]:
+        yield from buckets[:3]
+        raise ValueError("a rank died")
+
+    engine.post("pause_generation", {"mode": "retract"})
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="a rank died"):
+        sender.send(breaks_off(), NEW)
+    engine.post("continue_generation", {"torch_empty_cache": False})
+    sender.connect([engine.address])
+    _send(engine, sender, "b", NEW)
+    assert time.monotonic() - began < 10
+    given = engine.checksum()
+    sender.close()
+    engine.load("b", NEW)
+    assert engine.checksum() == given
+
+
+class Killed(DistributedSender):
+    """Its connections close, and that is all that an engine hears of it."""
+
+    def close(self) -> None:
+        assert self._link is not None
+        self.left = self._link.name
+        self._link.drop()
+
+    def _abandon(self, calls: EngineCalls) -> None:
+        self.close()
+
+
+def test_what_killed_trainers_have_left_is_ended_when_updates_begin(
+    engine: EngineUnderTest, tmp_path: Path
+) -> None:
+    """One died between updates, one in the middle: torch then knows neither group any more."""
+    settings = WeightsConfig(timeout_seconds=30.0)
+    killed = [Killed(settings, SETTINGS, torch.device("cpu")) for _ in range(2)]
+    killed[0].connect([engine.address])
+    _send(engine, killed[0], "b", NEW)
+    killed[0].close()
+    killed[1].connect([engine.address])
+    with pytest.raises(ComponentFailure, match="do not know"):
+        killed[1].send([*_buckets(engine, "b")[:3], [("nobody", torch.zeros(1))]], NEW)
+
+    def again(sender: Killed) -> dict[str, Any]:
+        """torch refuses a group by a name that it knows."""
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        body = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 0}
+        body |= {"world_size": 1, "group_name": sender.left, "backend": "gloo"}
+        return engine.post("init_weights_update_group", body)
+
+    with pytest.raises(EngineCallError, match="already"):
+        again(killed[0])
+    sender = _sender("distributed", tmp_path)
+    sender.connect([engine.address])
+    for _ in range(2):
+        _send(engine, sender, "a", OLD)
+    for old in killed:
+        again(old)
+        engine.post("destroy_weights_update_group", {"group_name": old.left})
+    _send(engine, sender, "b", NEW)
+    given = engine.checksum()
+    sender.close()
+    engine.load("b", NEW)
+    assert engine.checksum() == given
+
+
+def test_differences_bring_the_rounded_weights_and_are_small(
+    engine: EngineUnderTest, delta_sender: WeightSender, tmp_path: Path
+) -> None:
+    def send(noise: float, version: PolicyVersion) -> Any:
+        engine.post("pause_generation", {"mode": "retract"})
+        try:
+            buckets = [_changed(bucket, noise) for bucket in _buckets(engine, "b")]
+            return delta_sender.send(buckets, version)
+        finally:
+            engine.post("continue_generation", {"torch_empty_cache": False})
+
+    whole = send(0.0, PolicyVersion(2, 0))
+    first = engine.checksum()
+    step = send(1e-6, PolicyVersion(2, 1))
+    second = engine.checksum()
+    assert engine.run(lambda client: client.version()) == PolicyVersion(2, 1)
+    assert step.sent_bytes < 0.2 * whole.sent_bytes
+    assert whole.sent_bytes < 0.6 * whole.bytes, "bfloat16 is half of float32"
+    assert first == _rounded_on_disk(engine, "b", tmp_path, 0.0)
+    assert second == _rounded_on_disk(engine, "b", tmp_path, 1e-6)
+    assert first != second
+
+
+def test_a_damaged_difference_makes_the_real_engine_ask_for_the_whole(
+    engine: EngineUnderTest, delta_sender: WeightSender, tmp_path: Path
+) -> None:
+    _send(engine, delta_sender, "a", PolicyVersion(3, 0))
+    # What the receiver holds is spoilt, as by a bad disk.
+    [base] = Path(gettempdir()).glob("megatron-async-weights-*/3.0-*/model-00-00001.safetensors")
+    data = bytearray(base.read_bytes())
+    data[-1] ^= 1
+    base.write_bytes(data)
+    report = _send(engine, delta_sender, "b", PolicyVersion(3, 1))
+    assert report.sent_bytes > 0.4 * report.bytes, "the whole was read"
+    assert engine.checksum() == _rounded_on_disk(engine, "b", tmp_path, 0.0)

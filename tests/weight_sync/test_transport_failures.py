@@ -1,0 +1,274 @@
+"""A broken engine must not hang the trainer: each failure ends in one error within its limit."""
+
+from __future__ import annotations
+
+import gc
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_async.config.rollout import EngineConfig, WeightsConfig
+from megatron_async.errors import ComponentFailure
+from megatron_async.trajectory.types import PolicyVersion
+from megatron_async.weight_sync.http import EngineAddress, EngineCallError, call
+from megatron_async.weight_sync.transports.distributed import DistributedSender, _Link
+from tests.weight_sync.fake_engine import FakeEngine, serving
+
+VERSION = PolicyVersion(0, 1)
+Start = Callable[[str], EngineAddress]
+
+
+@pytest.fixture(scope="module")
+def healthy_engines() -> Iterator[list[EngineAddress]]:
+    """Two engines that work, for all tests."""
+    with ExitStack() as stack:
+        yield [_start(stack, "works", f"works{i}") for i in range(2)]
+
+
+@pytest.fixture
+def start(healthy_engines: list[EngineAddress]) -> Iterator[Start]:
+    """An engine of a mode; one that works comes back empty from whatever an earlier test did."""
+    with ExitStack() as stack:
+        idle = list(healthy_engines)
+        for engine in idle:
+            call(engine, "POST", "reset", {}, 5.0)
+        yield lambda mode: idle.pop(0) if mode == "works" else _start(stack, mode, mode)
+
+
+def _start(stack: ExitStack, mode: str, name: str) -> EngineAddress:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.weight_sync.fake_engine", mode],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    stack.callback(process.wait)
+    stack.callback(process.kill)
+    assert process.stdout is not None
+    return EngineAddress(name, f"http://127.0.0.1:{int(process.stdout.readline())}")
+
+
+def _sender(timeout_seconds: float = 20.0) -> DistributedSender:
+    settings = WeightsConfig(timeout_seconds=timeout_seconds)
+    return DistributedSender(settings, EngineConfig(), torch.device("cpu"))
+
+
+def _buckets(fill: float = 1.0) -> list[list[tuple[str, torch.Tensor]]]:
+    return [
+        [("x.weight", torch.full((256, 64), fill))],
+        [("y.weight", torch.full((128,), fill, dtype=torch.bfloat16))],
+    ]
+
+
+def test_the_first_broadcast_of_a_group_comes_after_its_announcement(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NCCL's does not return before all ranks have called it, and engines wait to be told."""
+    engine = FakeEngine("works")
+    start_broadcast = _Link.start
+    sent = []
+
+    def blocks(link: _Link, tensor: torch.Tensor) -> None:
+        deadline = time.monotonic() + 5
+        while not sent and not engine.calls:
+            assert time.monotonic() < deadline, "no engine has been told"
+            time.sleep(0.01)
+        sent.append(tensor.nbytes)
+        start_broadcast(link, tensor)
+
+    monkeypatch.setattr(_Link, "start", blocks)
+    sender = _sender()
+    with serving(engine, "engine") as address:
+        sender.connect([address])
+        sender.send(_buckets(), VERSION)
+        sender.close()
+    assert sent == [256 * 64 * 4, 128 * 2]
+
+
+def test_each_group_has_a_name_that_no_other_trainer_has_used() -> None:
+    """Process ids and counts come again, on another host or in the next container."""
+    engine, names = FakeEngine("works"), []
+    sender = _sender()
+    with serving(engine, "engine") as address:
+        for _ in range(2):
+            sender.connect([address])
+            names += engine.groups
+            sender.disconnect()
+    assert len(set(names)) == 2
+    assert all(re.fullmatch(r"megatron-async-[0-9a-f]{32}", name) for name in names)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_between_updates_buffers_are_kept_on_a_host_only(
+    monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """`meta` stands for a GPU, whose memory is for training then; zeros travel in its place."""
+    start_broadcast = _Link.start
+    places = []
+
+    def start(link: _Link, tensor: torch.Tensor) -> None:
+        places.append(tensor.data_ptr())
+        start_broadcast(link, tensor if device == "cpu" else torch.zeros_like(tensor, device="cpu"))
+
+    monkeypatch.setattr(_Link, "start", start)
+    settings = WeightsConfig(timeout_seconds=20.0)
+    sender = DistributedSender(settings, EngineConfig(), torch.device(device))
+    bucket = [item for single in _buckets() for item in single]
+    with serving(FakeEngine("works"), "engine") as address:
+        sender.connect([address])
+        for _ in range(3):
+            sender.send([bucket], VERSION)
+        left = [
+            item
+            for item in gc.get_objects()
+            if type(item) is torch.Tensor and item.device.type == device == "meta" and item.nbytes
+        ]
+        assert not left
+        sender.close()
+    assert device == "meta" or places[2] == places[0] != places[1]
+
+
+@pytest.mark.parametrize("mode", ["dies", "refuses"])
+def test_an_engine_that_fails_in_the_broadcast_is_named_at_once(start: Start, mode: str) -> None:
+    engines = [start("works"), start(mode)]
+    sender = _sender()
+    sender.connect(engines)
+    started = time.monotonic()
+    with pytest.raises(EngineCallError) as caught:
+        sender.send(_buckets(), VERSION)
+    assert time.monotonic() - started < 10
+    assert engines[1].engine_id in caught.value.engine_ids
+    # The engine that is left can be served again, in a new group.
+    sender.connect(engines[:1])
+    report = sender.send(_buckets(), VERSION)
+    assert (report.buckets, report.tensors, report.bytes) == (2, 2, 256 * 64 * 4 + 128 * 2)
+    sender.close()
+
+
+def test_an_engine_that_hangs_is_left_out_at_the_limit(start: Start) -> None:
+    """Its announcement and the broadcast have one limit; it is the engine that is to blame."""
+    works, hangs = start("works"), start("hangs")
+    sender = _sender(timeout_seconds=3.0)
+    sender.connect([works, hangs])
+    started = time.monotonic()
+    with pytest.raises(EngineCallError, match="failed within") as caught:
+        sender.send(_buckets(), VERSION)
+    assert caught.value.engine_ids == ("hangs",)
+    assert time.monotonic() - started < 3.0 + 2 * 20.0 + 5.0
+    sender.connect([works])
+    sender.send(_buckets(), VERSION)
+    sender.close()
+
+
+class Heedless(FakeEngine):
+    """Answers what it is told of at once, and never receives it."""
+
+    def do_update_weights_from_distributed(
+        self, body: dict[str, Any]
+    ) -> tuple[int, dict[str, Any]]:
+        return (400, {}) if self.mode == "refuses" else (200, {})
+
+
+@pytest.mark.parametrize(
+    ("engine", "limit_seconds", "message"),
+    [
+        (
+            FakeEngine("works"),
+            1.0,
+            r"did not enter the first broadcast within weights\.timeout_sec",
+        ),
+        (Heedless("works"), 1.0, r"did not enter the first broadcast within weights\.timeout_sec"),
+        (Heedless("refuses"), 20.0, r"engine engine .*answered 400"),
+    ],
+    ids=["waits in vain", "has answered", "refuses"],
+)
+def test_a_first_broadcast_that_blocks_has_the_same_limit(
+    monkeypatch: pytest.MonkeyPatch, engine: FakeEngine, limit_seconds: float, message: str
+) -> None:
+    """NCCL's may never return."""
+    let_go = threading.Event()
+    monkeypatch.setattr(_Link, "start", lambda link, tensor: let_go.wait(60))
+    sender = _sender(limit_seconds)
+    with serving(engine, "engine") as address:
+        sender.connect([address])
+        started = time.monotonic()
+        try:
+            with pytest.raises(ComponentFailure, match=message):
+                sender.send(_buckets(), VERSION)
+        finally:
+            let_go.set()
+        assert time.monotonic() - started < 1.0 + 1.0 + 3.0
+
+
+def test_a_link_that_is_too_slow_for_the_limit_is_no_fault_of_the_engines(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_Link, "start", lambda link, tensor: None)
+    monkeypatch.setattr(_Link, "done", False)
+    sender = _sender(timeout_seconds=1.0)
+    sender.connect([start("works"), start("works")])
+    with pytest.raises(ComponentFailure, match=r"did not end within weights\.timeout") as caught:
+        sender.send(_buckets(), VERSION)
+    assert not isinstance(caught.value, EngineCallError), "nobody is left out"
+
+
+def test_an_engine_that_is_not_there_is_named_when_connecting(start: Start) -> None:
+    sender = _sender()
+    gone = EngineAddress("gone", "http://127.0.0.1:1")
+    started = time.monotonic()
+    with pytest.raises(EngineCallError, match="gone") as caught:
+        sender.connect([start("works"), gone])
+    assert caught.value.engine_ids == ("gone",)
+    assert time.monotonic() - started < 10
+
+
+def test_an_iterator_that_raises_leaves_the_engine_usable(start: Start) -> None:
+    engine = start("works")
+    sender = _sender()
+    sender.connect([engine])
+
+    def broken() -> Iterator[list[tuple[str, torch.Tensor]]]:
+        yield _buckets()[0]
+        yield _buckets()[1]
+        raise ArithmeticError("gathering failed")
+
+    with pytest.raises(ArithmeticError):
+        sender.send(broken(), VERSION)
+    sender.connect([engine])
+    sender.send(_buckets(), VERSION)
+    sender.close()
+
+
+def test_a_tensor_that_no_engine_knows_is_refused(start: Start) -> None:
+    sender = _sender()
+    sender.connect([start("works")])
+    with pytest.raises(ComponentFailure, match=r"do not know 'z\.weight'"):
+        sender.send([*_buckets(), [("z.weight", torch.zeros(4))]], VERSION)
+    sender.close()
+
+
+def test_a_parameter_that_was_left_out_is_noticed(start: Start) -> None:
+    sender = _sender()
+    sender.connect([start("works")])
+    with pytest.raises(ComponentFailure, match=r"left out 'y\.weight'"):
+        sender.send(_buckets()[:1], VERSION)
+    sender.close()
+
+
+def test_sending_without_engines_or_without_tensors_is_an_error(start: Start) -> None:
+    sender = _sender()
+    with pytest.raises(ComponentFailure, match="no engine"):
+        sender.connect([])
+    with pytest.raises(ComponentFailure, match="before any engine"):
+        sender.send(_buckets(), VERSION)
+    sender.connect([start("works")])
+    with pytest.raises(ValueError, match="without any tensor"):
+        sender.send([], VERSION)
+    sender.close()

@@ -1,0 +1,110 @@
+"""The rules by which engines are verified: names, checksums, ratios of their own tokens."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from megatron_async.trajectory.types import PolicyVersion
+from megatron_async.weight_sync.verify import (
+    BASELINE_UPDATES,
+    EXACT_TOLERANCE,
+    GROSS_LEAST,
+    GROSS_MOST,
+    Held,
+    RatioCheck,
+    RatioError,
+    agreed_checksum,
+    disagreement,
+)
+
+VERSION, OTHER = PolicyVersion(2, 9), PolicyVersion(2, 8)
+
+
+def held(*checksums: str, version: PolicyVersion = VERSION) -> list[Held]:
+    return [Held(f"engine{i}", version, checksum) for i, checksum in enumerate(checksums)]
+
+
+@pytest.mark.parametrize(
+    ("reports", "agreed"),
+    [
+        (held("x"), "x"),
+        (held("x", "x", "y"), "x"),
+        (held("x", "y"), None),
+        (held("x", "x", "y", "y"), None),
+        ([*held("x", "x", version=OTHER), *held("y")], "y"),
+        ([], None),
+    ],
+)
+def test_the_checksum_of_most_engines_that_hold_the_version_is_right(
+    reports: list[Held], agreed: str | None
+) -> None:
+    assert agreed_checksum(reports, VERSION) == agreed
+
+
+def test_an_engine_that_disagrees_is_told_from_the_others() -> None:
+    reports = held("x" * 40, "x" * 40, "y" * 40)
+    found = [disagreement(one, reports, VERSION, "x" * 40) for one in reports]
+    assert found[:2] == [None, None]
+    assert found[2] is not None
+    assert f"weights of 2.9: engine0: {'x' * 16}, engine1" in found[2]
+    stale = Held("engine3", OTHER, "x" * 40)
+    assert disagreement(stale, [stale], VERSION, "x" * 40) == (
+        "engine engine3 reports version 2.8 after the update to 2.9"
+    )
+
+
+def error(mean: float) -> RatioError:
+    return RatioError(mean, 2 * mean)
+
+
+def test_errors_are_those_of_the_log_probs() -> None:
+    engine, trainer = np.array([-1.0, -2.0], np.float32), np.array([-1.5, -2.0], np.float32)
+    assert RatioError.of(engine, trainer) == RatioError(0.25, 0.5)
+    with pytest.raises(ValueError, match="shapes"):
+        RatioError.of(engine, trainer[:1])
+    with pytest.raises(ValueError, match="shapes"):
+        RatioError.of(engine[:0], trainer[:0])
+
+
+@pytest.mark.parametrize(("temperature", "limit"), [(1.0, 1e-4), (2.0, 1e-4), (0.1, 1e-3)])
+def test_in_float32_the_ratio_is_one(temperature: float, limit: float) -> None:
+    rule = RatioCheck(tolerance=None, temperature=temperature)
+    assert rule.limit(exact=True) == pytest.approx(limit)
+    assert rule.passes(error(0.9 * limit), exact=True)
+    assert not rule.passes(error(1.1 * limit), exact=True)
+    assert EXACT_TOLERANCE == 1e-4
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("tolerance", [None, 0.5])
+def test_what_is_not_a_number_does_not_pass(exact: bool, tolerance: float | None) -> None:
+    rule = RatioCheck(tolerance=tolerance, temperature=1.0)
+    trainer = np.zeros(2, np.float32)
+    found = RatioError.of(np.array([0, math.nan], np.float32), trainer)
+    assert not rule.passes(found, exact=exact)
+
+
+@pytest.mark.parametrize(("usual", "limit"), [(0.001, GROSS_LEAST), (0.03, 0.3), (0.4, GROSS_MOST)])
+def test_in_half_precision_what_is_usual_is_learned_and_gross_errors_alone_fail(
+    usual: float, limit: float
+) -> None:
+    rule = RatioCheck(tolerance=None, temperature=1.0)
+    for update in range(BASELINE_UPDATES):
+        assert rule.limit(exact=False) == GROSS_MOST
+        assert rule.drift([error(usual)]) is None
+        assert rule.passes(error(usual), exact=False), "a healthy run goes on"
+        rule.learn([error(usual * (0.5 + update / 3)), error(usual)])
+    assert rule.baseline == pytest.approx(usual)
+    assert rule.limit(exact=False) == pytest.approx(limit)
+    assert rule.drift([error(usual), error(2 * usual)]) == pytest.approx(2)
+    assert not rule.passes(error(1.01 * limit), exact=False)
+    rule.learn([error(100.0)])
+    assert rule.baseline == pytest.approx(usual), "learned once"
+
+
+def test_a_tolerance_that_is_set_is_the_limit() -> None:
+    rule = RatioCheck(tolerance=0.05, temperature=0.1)
+    assert rule.limit(exact=True) == rule.limit(exact=False) == 0.05
