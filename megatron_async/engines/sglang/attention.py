@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from megatron_async.engines.sglang.server import CPU_ATTENTION_BACKEND
 
 _BLOCK_BYTES = 2 << 20
 
@@ -108,8 +107,8 @@ def decode_in_blocks(
     return output_SHE
 
 
-def register() -> None:
-    """Add the backend to SGLang's registry and to what `--attention-backend` accepts.
+def register(name: str) -> None:
+    """Add the backend as `name` to SGLang's registry and to what `--attention-backend` accepts.
 
     Imports SGLang, so stand-ins must be installed before. Must run in every SGLang process.
     """
@@ -119,9 +118,9 @@ def register() -> None:
     )
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
-    if CPU_ATTENTION_BACKEND not in ATTENTION_BACKEND_CHOICES:
-        add_attention_backend_choices([CPU_ATTENTION_BACKEND])
-        register_attention_backend(CPU_ATTENTION_BACKEND)(_make_backend)
+    if name not in ATTENTION_BACKEND_CHOICES:
+        add_attention_backend_choices([name])
+        register_attention_backend(name)(_make_backend)
 
 
 def _make_backend(runner: Any) -> Any:

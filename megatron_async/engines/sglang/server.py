@@ -66,7 +66,7 @@ def install() -> None:
         from megatron_async.engines.sglang import cpu as sglang_cpu
 
         sglang_cpu.install_stand_ins()
-        sglang_attention.register()
+        sglang_attention.register(CPU_ATTENTION_BACKEND)
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from megatron_async.engines.sglang import prefix as sglang_prefix

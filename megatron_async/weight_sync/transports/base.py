@@ -350,30 +350,3 @@ def sending_device(engines: EngineConfig) -> torch.device:
     """The engines' kind of device: NCCL and IPC handles do not reach engines that run on CPUs."""
     reached = torch.cuda.is_available() and engines.device != "cpu"
     return torch.device("cuda" if reached else "cpu")
-
-
-def make_sender(
-    settings: WeightsConfig,
-    engines: EngineConfig,
-    device: torch.device,
-    directory: Path,
-) -> WeightSender:
-    """The sender that `weights.transport` names.
-
-    `device` is the engines' kind of device; `directory` is where `disk` and `delta` publish (a
-    file system that the engines' hosts see under the same name).
-    """
-    from megatron_async.weight_sync.transports.delta import DeltaSender
-    from megatron_async.weight_sync.transports.disk import DiskSender
-    from megatron_async.weight_sync.transports.distributed import DistributedSender
-    from megatron_async.weight_sync.transports.tensor import TensorSender
-
-    match settings.transport:
-        case "distributed":
-            return DistributedSender(settings, engines, device)
-        case "tensor":
-            return TensorSender(settings, engines, device)
-        case "disk":
-            return DiskSender(settings, engines, directory)
-        case "delta":
-            return DeltaSender(settings, engines, directory)
