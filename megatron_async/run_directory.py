@@ -64,16 +64,6 @@ class RunDirectory:
         return self.path / "events"
 
     @property
-    def arrivals(self) -> Path:
-        """Notes of arriving tokens (`experiment.ledger`)."""
-        return self.path / "ledger" / "arrivals.jsonl"
-
-    @property
-    def trained(self) -> Path:
-        """Notes of trained batches (`experiment.ledger`)."""
-        return self.path / "ledger" / "trained.jsonl"
-
-    @property
     def logs(self) -> Path:
         return self.path / "logs"
 

@@ -1,7 +1,7 @@
 """What is known after a crash test, from three independent witnesses.
 
-- the arrivals: every token that reached a rollout manager (`megatron_async/testing/arrivals.py`);
-- the trainer: every line it began and every batch it took (`megatron_async/testing/trained.py`);
+- the arrivals: every token that reached a rollout manager (`ledger.py`);
+- the trainer: every line it began and every batch it took (`ledger.py`);
 - the store with its export, and the checkpoint manifests.
 
 Reading only; `checks.py` compares them.
@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.crash.ledger import arrivals_file, trained_file
 from megatron_async.checkpoint.manifest import list_checkpoints
 from megatron_async.run_directory import RunDirectory
 from megatron_async.store.lineage import Consumption
@@ -112,7 +113,7 @@ class Evidence:
 
 def gather(directory: RunDirectory, looks: list[dict[int, Seen]]) -> Evidence:
     """The evidence of a run that has ended. `looks` were made while it went on."""
-    attaches, batches, dropped = read_trained(directory.trained)
+    attaches, batches, dropped = read_trained(trained_file(directory.path))
     kept: dict[int, list[Kept]] = defaultdict(list)
     manifests = [c.manifest for c in list_checkpoints(directory.checkpoints)]
     newest = max(((m.lineage, m.step) for m in manifests), default=None)
@@ -123,7 +124,7 @@ def gather(directory: RunDirectory, looks: list[dict[int, Seen]]) -> Evidence:
     for one in read_export(directory.path / "export" / "trajectories.jsonl"):
         kept[one.trajectory_id].append(one)
     return Evidence(
-        requests=read_arrivals(directory.arrivals),
+        requests=read_arrivals(arrivals_file(directory.path)),
         attaches=attaches,
         batches=batches,
         dropped_batches=dropped,

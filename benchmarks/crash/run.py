@@ -25,6 +25,7 @@ import psutil
 import yaml
 
 from benchmarks.crash.evidence import Seen, look
+from benchmarks.crash.ledger import arrivals_file
 from megatron_async.run_directory import RunDirectory
 from megatron_async.tasks.tiny_model import TinyModel, build_tiny_model
 from megatron_async.telemetry.metrics import read_metrics
@@ -111,7 +112,7 @@ def configuration(
         "weights": {"timeout_seconds": 60},
         "store": {"chunk_tokens": 32, "compact_after_checkpoints": 2},
         "telemetry": {"progress": "lines", "tensorboard": False},
-        "experiment": {"ledger": True},
+        "experiment": {"ledger": f"{Path(__file__).with_name('ledger.py').resolve()}:Ledger"},
     }
     if simulated:
         config["engines"]["simulated"] = {"mean_length": 60, "step_seconds": 0.008}
@@ -238,7 +239,7 @@ class RunUnderFire:
             self.resume(*overrides)
         else:
             self._kill_one(target)
-        arrivals = self.directory.arrivals
+        arrivals = arrivals_file(self.directory.path)
         size = arrivals.stat().st_size if arrivals.exists() else 0
         if patient:
             self.wait_for_progress(time.time())

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from megatron_async.config.algorithm import AlgorithmConfig
 from megatron_async.config.base import Settings
@@ -94,11 +94,17 @@ class ExperimentConfig(Settings):
         default_factory=list,
         description="Response length of trajectory i is entry i modulo their number; empty = off.",
     )
-    ledger: bool = Field(
-        False,
-        description="Note arriving tokens and trained batches in RUN_DIR/ledger, beside the store: "
-        "a crash test compares both.",
+    ledger: str | None = Field(
+        None,
+        description="Import path of a class that a crash test puts in front of the engines and of "
+        "the trainer's link (benchmarks/crash/ledger.py:Ledger); none = off.",
     )
+
+    @field_validator("ledger", mode="before")
+    @classmethod
+    def _off(cls, value: Any) -> Any:
+        """`false` stands in the config.yaml of runs that were made before this was a path."""
+        return None if value is False else value
 
 
 class RunConfig(Settings):

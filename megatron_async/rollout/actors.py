@@ -52,20 +52,21 @@ class ManagerActor:
         from megatron_async.config import RunConfig
         from megatron_async.engines.actor import RayEngineLauncher
         from megatron_async.engines.nodes import NOT_ON_TRAINER_NODES
+        from megatron_async.import_path import load_object
         from megatron_async.rollout.fleet import EngineLauncher
         from megatron_async.rollout.manager import RolloutManager
         from megatron_async.run_directory import RunDirectory
         from megatron_async.tasks import build_task
         from megatron_async.tasks.verifier import RayVerifierPool
-        from megatron_async.testing.arrivals import NotingLauncher
 
         config_yaml, run_directory = self._arguments
         config = RunConfig.model_validate(yaml.safe_load(config_yaml))
         directory = RunDirectory(Path(run_directory))
         task = build_task(config.task, config.model.path)
         launcher: EngineLauncher = RayEngineLauncher(config, directory.logs)
-        if config.experiment.ledger:
-            launcher = NotingLauncher(launcher, directory.arrivals)
+        if config.experiment.ledger is not None:
+            ledger = load_object(config.experiment.ledger, "experiment.ledger")
+            launcher = ledger(directory.path).launcher(launcher)
         self._manager = RolloutManager(
             config,
             task=task,

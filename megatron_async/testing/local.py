@@ -160,12 +160,12 @@ def train_locally(
         memory = trainer_memory(config, trainer)
         TrainLoop(
             LoopParts(
-                config,
-                trainer,
-                publisher,
-                checkpoints,
-                link,
-                metrics,
+                config=config,
+                trainer=trainer,
+                publisher=publisher,
+                checkpoints=checkpoints,
+                link=link,
+                metrics=metrics,
                 resume=resume,
                 memory=memory,
             )

@@ -41,7 +41,7 @@ from megatron_async.weight_sync.publisher import WeightPublisher
 T = TypeVar("T")
 
 
-@dataclass
+@dataclass(kw_only=True)
 class LoopParts:
     """What the loop works with; `link` and `metrics` only on rank 0.
 

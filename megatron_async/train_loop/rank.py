@@ -14,6 +14,7 @@ from contextlib import ExitStack
 
 from megatron_async.config import RunConfig
 from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.import_path import load_object
 from megatron_async.launcher.environment import RAY_ADDRESS_VARIABLE
 from megatron_async.run_directory import Outcome, RunDirectory
 from megatron_async.train_loop.stop import StopRequest
@@ -25,7 +26,6 @@ def train(directory: RunDirectory, config: RunConfig, ray_address: str, stop: St
     from megatron_async.models.save import save_hf
     from megatron_async.rollout.manager import ResumePoint
     from megatron_async.telemetry.metrics import MetricsWriter
-    from megatron_async.testing.trained import NotingLink
     from megatron_async.train_loop.loop import LoopParts, TrainLoop
     from megatron_async.train_loop.manager_client import RayLink, RolloutLink
     from megatron_async.train_loop.rank_zero import RankZero, patience_seconds
@@ -67,7 +67,10 @@ def train(directory: RunDirectory, config: RunConfig, ray_address: str, stop: St
         if first:
             ray_link = RayLink(config, ray_address, stop.asked)
             stack.callback(ray_link.close)
-            link = NotingLink(ray_link, directory.trained) if config.experiment.ledger else ray_link
+            link = ray_link
+            if config.experiment.ledger is not None:
+                ledger = load_object(config.experiment.ledger, "experiment.ledger")
+                link = ledger(directory.path).link(ray_link)
             board = directory.tensorboard if config.telemetry.tensorboard else None
             metrics = MetricsWriter(directory.metrics_file, board, lineage=lineage)
             stack.callback(metrics.close)
@@ -76,16 +79,16 @@ def train(directory: RunDirectory, config: RunConfig, ray_address: str, stop: St
         publisher = WeightPublisher(config, trainer.model, directory.path / "weights")
         stack.callback(publisher.close)
         parts = LoopParts(
-            config,
-            trainer,
-            publisher,
-            checkpoints,
-            link,
-            metrics,
-            stop,
-            resume,
-            trainer_memory(config, trainer),
-            rank_zero,
+            config=config,
+            trainer=trainer,
+            publisher=publisher,
+            checkpoints=checkpoints,
+            link=link,
+            metrics=metrics,
+            stop=stop,
+            resume=resume,
+            memory=trainer_memory(config, trainer),
+            rank_zero=rank_zero,
         )
         complete = TrainLoop(parts).run()
         if complete and config.checkpoint.export_hf:

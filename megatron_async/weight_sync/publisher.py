@@ -28,7 +28,6 @@ from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.http import EngineAddress, EngineCallError
 from megatron_async.weight_sync.quantise import quantised_names, quantised_tensors
 from megatron_async.weight_sync.stages import StageTurns
-from megatron_async.weight_sync.transports.factory import make_sender
 from megatron_async.weight_sync.transports.base import (
     TransferReport,
     WeightSender,
@@ -36,6 +35,7 @@ from megatron_async.weight_sync.transports.base import (
     seconds_to_give_up,
     sending_device,
 )
+from megatron_async.weight_sync.transports.factory import make_sender
 from megatron_async.weight_sync.turns import Baton, EarlierStageFailed
 
 _MIB = 1 << 20

@@ -58,12 +58,12 @@ def said_by_a_loop() -> list[str]:
     )
     publisher: Any = SimpleNamespace(publish=lambda engines, version: said.append("send") or [])
     parts: Any = LoopParts(
-        config,
-        trainer,  # type: ignore[arg-type]
-        publisher,
-        checkpoints,  # type: ignore[arg-type]
-        link,  # type: ignore[arg-type]
-        None,
+        config=config,
+        trainer=trainer,  # type: ignore[arg-type]
+        publisher=publisher,
+        checkpoints=checkpoints,  # type: ignore[arg-type]
+        link=link,  # type: ignore[arg-type]
+        metrics=None,
         memory=memory,
     )
     assert TrainLoop(parts).run()

@@ -105,7 +105,15 @@ def train(lost_at: set[int]) -> tuple[list[Any], list[int]]:
     publisher: Any = SimpleNamespace(publish=lambda engines, version: [])
     resume = ResumePoint(4, 0, 3, 99)
     loop = TrainLoop(
-        LoopParts(config, trainer, publisher, checkpoints, link, None, resume=resume)  # type: ignore[arg-type]
+        LoopParts(
+            config=config,
+            trainer=trainer,
+            publisher=publisher,
+            checkpoints=checkpoints,
+            link=link,
+            metrics=None,
+            resume=resume,
+        )  # type: ignore[arg-type]
     )
     assert loop.run()
     return link.said, trained

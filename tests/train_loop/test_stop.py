@@ -60,7 +60,15 @@ class Loop:
             steps=10,
             checkpoint=SimpleNamespace(every_steps=every_steps),
         )
-        parts: Any = LoopParts(config, trainer, None, checkpoints, link, None, stop)  # type: ignore[arg-type]
+        parts: Any = LoopParts(
+            config=config,
+            trainer=trainer,
+            publisher=None,
+            checkpoints=checkpoints,
+            link=link,
+            metrics=None,
+            stop=stop,
+        )  # type: ignore[arg-type]
         self.loop = TrainLoop(parts)
         self._trainer = trainer
 

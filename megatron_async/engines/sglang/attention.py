@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-
 _BLOCK_BYTES = 2 << 20
 
 

@@ -1,0 +1,147 @@
+"""The ledger: what reached the rollout manager and the trainer, written beside the store.
+
+A crash test needs to know what there was to lose without asking what may have lost it. A run loads
+`Ledger` by import path (`experiment.ledger`). Each note is one JSON line in one `write` to a file
+opened for appending, made before what it is about goes any further: notes survive the death of the
+process, and nothing is in the store that is not in them.
+
+arrivals.jsonl, every chunk of tokens that an engine delivered for a trajectory (`at` counts from the
+start of the prompt; a line without `ids` is the start of a request):
+
+    {"request": "t17-3;", "at": 9, "ids": [5, 6], "version": "0.2", "end": null}
+
+trained.jsonl, every attach, batch and drop as the trainer saw it:
+
+    {"attach": 3, "step": 12, "parent": 2}
+    {"batch": 12, "lineage": 3, "ids": [96, 97, ...], "responses": [[5, 6], ...], "lag": 1}
+    {"dropped": 12, "lineage": 3}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, cast
+
+from megatron_async.engines.forwarding import ForwardingClient
+from megatron_async.engines.interface import EngineClient, GenerationRequest, TokenChunk
+from megatron_async.rollout.fleet import EngineLauncher
+from megatron_async.rollout.manager import ResumePoint
+from megatron_async.train_loop.manager_client import RolloutLink
+from megatron_async.trajectory.batch import TokenBatch
+
+# Requests of trajectories; those of an evaluation have other names and are not noted.
+_TRAJECTORY = re.compile(r"t\d+-\d+;")
+
+
+def arrivals_file(run: Path) -> Path:
+    return run / "ledger" / "arrivals.jsonl"
+
+
+def trained_file(run: Path) -> Path:
+    return run / "ledger" / "trained.jsonl"
+
+
+class Ledger:
+    """What `experiment.ledger` names: stands in front of a run's launcher and manager."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+
+    def launcher(self, launcher: EngineLauncher) -> EngineLauncher:
+        """Its clients note what they deliver."""
+        return cast(EngineLauncher, NotingLauncher(launcher, _Notes(arrivals_file(self._run))))
+
+    def link(self, link: RolloutLink) -> RolloutLink:
+        """What goes through it is noted."""
+        return cast(RolloutLink, NotingLink(link, _Notes(trained_file(self._run))))
+
+
+class _Notes:
+    def __init__(self, file: Path) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def add(self, **line: Any) -> None:
+        os.write(self._file, (json.dumps(line) + "\n").encode())
+
+
+class NotingLauncher:
+    """Another launcher, whose clients note what they deliver."""
+
+    def __init__(self, launcher: EngineLauncher, notes: _Notes) -> None:
+        self._launcher = launcher
+        self._notes = notes
+
+    async def launch(self, index: int) -> EngineClient:
+        return NotingClient(await self._launcher.launch(index), self._notes)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._launcher, name)
+
+
+class NotingClient(ForwardingClient):
+    """Another client, with a note of every chunk of a trajectory's request."""
+
+    def __init__(self, client: EngineClient, notes: _Notes) -> None:
+        super().__init__(client)
+        self._notes = notes
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
+        noted = _TRAJECTORY.fullmatch(request.request_id) is not None
+        at = len(request.input_ids)
+        if noted:
+            self._notes.add(request=request.request_id, at=at)
+        async for chunk in self._client.generate(request):
+            if noted:
+                self._notes.add(
+                    request=request.request_id,
+                    at=at,
+                    ids=chunk.token_ids.tolist(),
+                    version=str(chunk.version),
+                    end=chunk.end,
+                )
+                at += len(chunk.token_ids)
+            yield chunk
+
+
+class NotingLink:
+    """Another link, with a note of every attach, batch and drop."""
+
+    def __init__(self, link: RolloutLink, notes: _Notes) -> None:
+        self._link = link
+        self._lineage = 0
+        self._notes = notes
+
+    def attach(self, resume: ResumePoint) -> None:
+        self._lineage = resume.lineage
+        self._notes.add(attach=resume.lineage, step=resume.step, parent=resume.parent)
+        self._link.attach(resume)
+
+    def next_batch(self) -> TokenBatch | None:
+        batch = self._link.next_batch()
+        if batch is not None:
+            starts_S, ends_S = batch.cu_seqlens_S1[:-1], batch.cu_seqlens_S1[1:]
+            self._notes.add(
+                batch=batch.step,
+                lineage=self._lineage,
+                ids=batch.trajectory_ids_S.tolist(),
+                responses=[
+                    batch.token_ids_T[start + prompt : end].tolist()
+                    for start, prompt, end in zip(
+                        starts_S, batch.prompt_lengths_S, ends_S, strict=True
+                    )
+                ],
+                lag=int(batch.lag_T[batch.loss_mask_T > 0].max(initial=0)),
+            )
+        return batch
+
+    def drop_batch(self, step: int, reason: str) -> None:
+        self._notes.add(dropped=step, lineage=self._lineage)
+        self._link.drop_batch(step, reason)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._link, name)
