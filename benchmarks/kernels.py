@@ -29,10 +29,11 @@ GPU_SECONDS = 420.0
 def compile_report() -> str:
     """Registers, spills and shared memory of every kernel on every architecture."""
     import torch
-    from megatron_async_kernels.ahead_of_time import compile_kernel, markdown_table
-    from megatron_async_kernels.head_builds import head_builds
-    from megatron_async_kernels.loss_builds import loss_builds
     from megatron_async_kernels.triton_configs import ARCHITECTURES
+
+    from benchmarks.compiled.ahead_of_time import compile_kernel, markdown_table
+    from benchmarks.compiled.head_builds import head_builds
+    from benchmarks.compiled.loss_builds import loss_builds
 
     rows = []
     for arch in ARCHITECTURES:

@@ -5,8 +5,8 @@ A crash test needs to know what there was to lose without asking what may have l
 opened for appending, made before what it is about goes any further: notes survive the death of the
 process, and nothing is in the store that is not in them.
 
-arrivals.jsonl, every chunk of tokens that an engine delivered for a trajectory (`at` counts from the
-start of the prompt; a line without `ids` is the start of a request):
+arrivals.jsonl, every chunk of tokens that an engine delivered for a trajectory (`at` counts from
+the start of the prompt; a line without `ids` is the start of a request):
 
     {"request": "t17-3;", "at": 9, "ids": [5, 6], "version": "0.2", "end": null}
 

@@ -1,8 +1,8 @@
 """Supervised fine-tuning: the same Megatron trainer on worked answers.
 
-`run_sft` is the supervisor's side on one machine, `run_sft_on_nodes` on each of several, `main` one
-rank under torchrun (`-m megatron_async.commands.sft RUN_DIR DESTINATION`). Every rank makes the same
-batches from the same seed; nothing is sent between them but gradients.
+`run_sft` is the supervisor's side on one machine, `run_sft_on_nodes` on each of several, `main`
+one rank under torchrun (`-m megatron_async.commands.sft RUN_DIR DESTINATION`). Every rank makes
+the same batches from the same seed; nothing is sent between them but gradients.
 """
 
 from __future__ import annotations

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Final
 
 from megatron_async.launcher.devices import VISIBLE_VARIABLE
+from megatron_async.train_loop.rank import RAY_ADDRESS_VARIABLE
 from megatron_async.train_loop.stop import STOP_FILE_VARIABLE
-
-RAY_ADDRESS_VARIABLE: Final = "MEGATRON_ASYNC_RAY_ADDRESS"
 
 _TRAINER_DEFAULTS: Final = {
     # With one thread for each core, ranks on one machine fight each other and the engines.

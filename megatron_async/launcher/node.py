@@ -1,4 +1,4 @@
-"""One node of a launch over several nodes: `-m megatron_async.launcher.node ROLE RUN_DIR --index I ...`.
+"""One node of a launch over several: `-m megatron_async.launcher.node ROLE RUN_DIR --index I`.
 
     rollout   node 0: Ray's head, the rollout manager, the session; others: Ray nodes for engines
     trainer   torchrun with this node's trainer ranks, and a Ray node that only they talk through

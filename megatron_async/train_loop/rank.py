@@ -15,9 +15,11 @@ from contextlib import ExitStack
 from megatron_async.config import RunConfig
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.import_path import load_object
-from megatron_async.launcher.environment import RAY_ADDRESS_VARIABLE
 from megatron_async.run_directory import Outcome, RunDirectory
 from megatron_async.train_loop.stop import StopRequest
+
+# Set by whoever starts both sides.
+RAY_ADDRESS_VARIABLE = "MEGATRON_ASYNC_RAY_ADDRESS"
 
 
 def train(directory: RunDirectory, config: RunConfig, ray_address: str, stop: StopRequest) -> None:

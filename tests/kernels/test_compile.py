@@ -7,10 +7,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from megatron_async_kernels.ahead_of_time import compile_kernel
-from megatron_async_kernels.head_builds import head_builds
-from megatron_async_kernels.loss_builds import loss_builds
 from megatron_async_kernels.triton_configs import ARCHITECTURES
+
+from benchmarks.compiled.ahead_of_time import compile_kernel
+from benchmarks.compiled.head_builds import head_builds
+from benchmarks.compiled.loss_builds import loss_builds
 
 MATRIX_INSTRUCTION = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 

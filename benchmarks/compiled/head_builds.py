@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-
-from megatron_async_kernels.ahead_of_time import KernelBuild
 from megatron_async_kernels.triton_backward import accumulate_product_kernel, dlogits_kernel
 from megatron_async_kernels.triton_configs import TileConfig, head_configs, without_descriptors
 from megatron_async_kernels.triton_forward import combine_kernel, head_stats_kernel
+
+from benchmarks.compiled.ahead_of_time import KernelBuild
 
 _TYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 

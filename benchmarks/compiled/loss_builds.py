@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_async_kernels.ahead_of_time import KernelBuild
 from megatron_async_kernels.is_loss import BLOCK, SEQUENCE_BLOCK, WARPS
 from megatron_async_kernels.loss_types import NUM_LAG_BINS, LossConfig, RejectionRule
 from megatron_async_kernels.triton_loss_sequences import sequence_kernel, sequence_pass_kernel
@@ -21,6 +20,8 @@ from megatron_async_kernels.triton_loss_spec import (
     needs_sequences,
 )
 from megatron_async_kernels.triton_loss_tokens import token_pass_kernel
+
+from benchmarks.compiled.ahead_of_time import KernelBuild
 
 # The plain case, and the one that computes the most of each kind.
 COMPILED_CONFIGS: dict[str, LossConfig] = {

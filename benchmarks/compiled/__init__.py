@@ -1,0 +1,1 @@
+"""Kernels compiled for GPU architectures without a GPU: what their binaries need."""
