@@ -58,6 +58,10 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
 }
+# A family that is the user's own: examples/own_family.
+OWN_CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "mistral": ("mistral", "Mistral", {"sliding_window": None}),
+}
 EXPERT_CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "mixtral": ("mixtral", "Mixtral", {"num_local_experts": 4}),
     "qwen3_moe": (
@@ -76,7 +80,7 @@ EXPERT_CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 def build_hf_model(case: str, seed: int = 0, **overrides: Any) -> Any:
     """A random model in float32; biases and norm weights are random too."""
-    module_name, class_name, settings = {**CASES, **EXPERT_CASES}[case]
+    module_name, class_name, settings = {**CASES, **EXPERT_CASES, **OWN_CASES}[case]
     folder = module_name
     config_module = importlib.import_module(f"transformers.models.{folder}.configuration_{folder}")
     model_module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")

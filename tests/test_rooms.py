@@ -14,6 +14,8 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "megatron_async"
 ROOMS = (
     "errors",
+    "disk",
+    "file_lock",
     "import_path",
     "config",
     "run_directory",

@@ -18,6 +18,11 @@ class ModelConfig(Settings):
         description="Checkpoint (of a run, or made by `convert`) whose weights replace those of "
         "`path`, which still gives config and tokenizer; empty = the weights of `path`.",
     )
+    family: str = Field(
+        "",
+        description="Import path of a model family of your own (examples/own_family); empty = the "
+        "one of ours with the model_type of config.json.",
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="`auto`: bfloat16 on GPU (fp32 main grads), float32 on CPU."
     )

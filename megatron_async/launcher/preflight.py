@@ -138,10 +138,15 @@ def check_run(config: RunConfig, *, generates: bool = True) -> None:
     from megatron_async.models.model_files import check_weights
     from megatron_async.tasks import build_task
 
-    architecture = read_architecture(config.model.path)
+    architecture = read_architecture(config.model.path, config.model.family)
     check_layout(architecture, config.parallel)
     check_weights(config.model.path, architecture)
     if config.engines.quantization == "fp8":
+        if config.model.family:
+            raise UserError(
+                f"model.family is {config.model.family!r}, and engines.quantization fp8 knows our "
+                "own families only; set engines.quantization none"
+            )
         from megatron_async.engines.sglang.process import resolve_device
         from megatron_async.weight_sync.quantise import check_fp8
 

@@ -190,7 +190,7 @@ def build_policy(
     Call after `init_parallel`, inside `device_adapter()`. Raises UserError for an unsupported
     model directory, backend or layout.
     """
-    architecture = read_architecture(model_config.path)
+    architecture = read_architecture(model_config.path, model_config.family)
     check_layout(architecture, parallel)
     backends = choose(model_config, architecture=architecture)
     config = transformer_config(architecture, model_config, parallel, trainer, backends)

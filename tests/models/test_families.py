@@ -119,3 +119,18 @@ def test_a_missing_or_damaged_config_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": ')
     with pytest.raises(UserError, match="is not valid JSON"):
         read_architecture(tmp_path)
+
+
+OWN = Path(__file__).parents[2] / "examples" / "own_family" / "mistral.py"
+
+
+def test_a_family_of_the_users_own_is_read_by_import_path(tmp_path: Path) -> None:
+    model = _write(tmp_path, model_type="mistral")
+    with pytest.raises(UserError, match=r"'mistral' .* your own by model\.family"):
+        read_architecture(model)
+    architecture = read_architecture(model, f"{OWN}:FAMILY")
+    assert architecture.family == f"{OWN}:FAMILY"
+    ours = rules_of(read_architecture(_write(tmp_path, model_type="llama")))
+    assert rules_of(architecture) == ours
+    with pytest.raises(UserError, match=r"not a models\.families\.Family"):
+        read_architecture(model, f"{OWN}:architecture")

@@ -14,6 +14,7 @@ from tests.distributed import run_ranks
 from tests.hf_models import (
     CASES,
     EXPERT_CASES,
+    OWN_CASES,
     random_stream,
     reference_logprobs,
     save_hf_model,
@@ -21,7 +22,9 @@ from tests.hf_models import (
 )
 
 RANKS = 4
-MODELS = {**CASES, **EXPERT_CASES}
+MODELS = {**CASES, **EXPERT_CASES, **OWN_CASES}
+EXAMPLE = Path(__file__).parents[2] / "examples" / "own_family" / "mistral.py"
+FAMILIES = {"mistral": f"{EXAMPLE}:FAMILY"}
 TEMPERATURE = 0.7
 # Ragged: single tokens, a length that no tensor size divides, a long one.
 LENGTHS = (5, 17, 1, 9, 40, 1, 2)
@@ -43,6 +46,7 @@ EXPERT_LAYOUTS: dict[str, dict[str, Any]] = {
 ALL_LAYOUTS = {**LAYOUTS, **EXPERT_LAYOUTS}
 POINTS = [(case, layout) for case in CASES for layout in LAYOUTS]
 POINTS += [(case, layout) for case in EXPERT_CASES for layout in EXPERT_LAYOUTS]
+POINTS += [(case, "tp2_pp2_sp") for case in OWN_CASES]
 
 
 @dataclass(frozen=True)
@@ -77,9 +81,8 @@ def check_layouts(
             init_parallel(parallel, trainer, seed=1)
             for name in (case for case, at in points if at == layout_name):
                 path = models[name]
-                chunks = build_policy(
-                    ModelConfig(path=path, dtype="float32"), parallel, trainer=trainer, seed=1
-                )
+                model = ModelConfig(path=path, dtype="float32", family=FAMILIES.get(name, ""))
+                chunks = build_policy(model, parallel, trainer=trainer, seed=1)
                 load_hf_weights(chunks, path)
                 results[name, layout_name] = _forward(chunks, packed)
                 save_hf(chunks, f"{export_to}/{name}-{layout_name}", path, max_shard_bytes=30_000)

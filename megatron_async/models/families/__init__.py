@@ -1,8 +1,9 @@
 """Model families: one file each, found by being here.
 
 A family file defines `FAMILY`: how its config.json becomes an `Architecture`, and its table of
-names and shard rules. Adding a family is adding a file (and, for an architecture that is new to
-the trainer, its layers in `trainer/layer_spec.py`).
+names and shard rules. Adding a family is adding a file here or naming one of one's own in
+`model.family` (examples/own_family); layers that are new to the trainer go to
+`trainer/layer_spec.py`.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 from megatron_async.errors import UserError, shown
+from megatron_async.import_path import is_import_path, load_object
 from megatron_async.models.architecture import Architecture, ConfigReader, read_config_json
 from megatron_async.models.shards import Rule
 
@@ -38,23 +40,40 @@ def families() -> dict[str, Family]:
     return found
 
 
-def read_architecture(model_dir: Path | str) -> Architecture:
+def family_of(name: str) -> Family:
+    """The family of an `Architecture.family`: a `model_type` of ours, or an import path."""
+    if not is_import_path(name):
+        return families()[name]
+    family = load_object(name, "model.family")
+    if not isinstance(family, Family):
+        raise UserError(f"model.family is {name!r}, which is not a models.families.Family")
+    return family
+
+
+def read_architecture(model_dir: Path | str, family_path: str = "") -> Architecture:
     """The architecture of a Hugging Face model directory.
+
+    `family_path` (`model.family`) is the import path of a family of the user's own; empty: the one
+    of ours that has the `model_type`.
 
     Raises UserError when the directory or config.json is missing or damaged, the family is
     unknown, or the config asks for something that the family's model does not have.
     """
     raw = read_config_json(model_dir)
+    where = f"model.path: {Path(model_dir) / 'config.json'}"
+    if family_path:
+        family = family_of(family_path)
+        reader = ConfigReader(raw, family.model_type, where)
+        return replace(family.architecture(reader), family=family_path)
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in families():
         raise UserError(
             f"model_type {shown(model_type)} in {model_dir}/config.json is not supported; "
-            f"supported are {', '.join(sorted(families()))}"
+            f"supported are {', '.join(sorted(families()))}, and your own by model.family"
         )
-    where = f"model.path: {Path(model_dir) / 'config.json'}"
     return families()[model_type].architecture(ConfigReader(raw, model_type, where))
 
 
 def rules_of(architecture: Architecture) -> tuple[Rule, ...]:
     """The table of names and shard rules of this model."""
-    return families()[architecture.family].rules(architecture)
+    return family_of(architecture.family).rules(architecture)
