@@ -142,11 +142,6 @@ class Algorithm:
         return self.config.kl.loss_coef > 0 or self.config.kl.reward_coef > 0
 
     @property
-    def needs_entropy(self) -> bool:
-        """Whether the loss is differentiated through the entropy."""
-        return self.loss_config.entropy_coef != 0.0
-
-    @property
     def needs_minibatch_pass(self) -> bool:
         """Whether each update starts with a no-gradient pass over its whole minibatch."""
         return self.config.advantage.estimator == "rapid" or self._normalizes_in_loss

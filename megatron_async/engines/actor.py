@@ -59,11 +59,6 @@ class EngineHost:
         """End the server; nothing is left of it."""
         self._server.stop()
 
-    def restart(self) -> str:
-        """Stop and start; returns the new URL."""
-        self._server.stop()
-        return self.start()
-
 
 # Two threads: `alive` is answered while `start` waits.
 EngineActor = ray.remote(max_concurrency=2, max_restarts=0)(EngineHost)

@@ -35,11 +35,6 @@ class SharedDevices:
         """Whether engines and trainer alternate at all."""
         return self._shared
 
-    @property
-    def resting(self) -> frozenset[str]:
-        """Ids of engines without memory, or with memory for weights only."""
-        return frozenset(self._resting)
-
     async def rest(self, engines: Iterable[EngineClient], *, keep_weights: bool = False) -> None:
         """The trainer's turn. `keep_weights`: it computes with its weights, no more."""
 

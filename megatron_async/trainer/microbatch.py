@@ -32,10 +32,6 @@ class MicrobatchPlan:
     sequences: tuple[tuple[IndexArray, ...], ...]
 
     @property
-    def data_parallel(self) -> int:
-        return len(self.sequences)
-
-    @property
     def num_microbatches(self) -> int:
         """The same on every data-parallel rank, at least 1."""
         return len(self.sequences[0])

@@ -35,10 +35,6 @@ class PackedInputs:
     def num_tokens(self) -> int:
         return int(self.token_ids_T.shape[0])
 
-    @property
-    def num_response_tokens(self) -> int:
-        return int(self.response_index_R.shape[0])
-
 
 @dataclass(frozen=True, eq=False)
 class TokenLogprobs:

@@ -46,12 +46,7 @@ class RankLayout:
     data_rank: int
     data_size: int
     expert_rank: int
-    expert_size: int
     device: torch.device
-
-    @property
-    def is_first_stage(self) -> bool:
-        return self.pipeline_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
@@ -139,7 +134,6 @@ def rank_layout(device: torch.device) -> RankLayout:
         data_rank=parallel_state.get_data_parallel_rank(),
         data_size=parallel_state.get_data_parallel_world_size(),
         expert_rank=parallel_state.get_expert_model_parallel_rank(),
-        expert_size=parallel_state.get_expert_model_parallel_world_size(),
         device=device,
     )
 

@@ -70,10 +70,6 @@ class TokenBatch:
         """Tokens of each sequence, prompt included, [S]."""
         return np.diff(self.cu_seqlens_S1)
 
-    def sequence_index_T(self) -> IntArray:
-        """The sequence that each token belongs to, [T]."""
-        return np.repeat(np.arange(self.num_sequences, dtype=np.int32), self.lengths_S())
-
     def select(self, sequences: Sequence[int] | npt.NDArray[np.integer]) -> TokenBatch:
         """A batch of just these sequences, in this order."""
         index_S = np.asarray(sequences, dtype=np.int64)

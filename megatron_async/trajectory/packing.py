@@ -39,12 +39,11 @@ def pack_groups(
     branch_points: Mapping[int, int],
     temperature: float = 1.0,
     mask_before: int | None = None,
-    max_token_lag: int | None = None,
 ) -> TokenBatch:
     """The batch of update `step` on line `lineage`, from complete and scored groups.
 
     `branch_points[l]` is the policy number at which line l parted from the current one. Tokens of
-    a policy number below `mask_before`, or of a lag above `max_token_lag`, are not trained.
+    a policy number below `mask_before` are not trained.
     Raises ValueError for a trajectory that cannot be trained on (no reward, an empty prompt, an
     unknown line, or tokens of a policy newer than `step`), naming it.
     """
@@ -77,8 +76,6 @@ def pack_groups(
     trained_T = by_policy_T.copy()
     if mask_before is not None:
         trained_T &= version_T >= mask_before
-    if max_token_lag is not None:
-        trained_T &= step - version_T <= max_token_lag
 
     cu_seqlens_S1 = np.zeros(len(chosen) + 1, dtype=np.int32)
     np.cumsum([len(t.prompt.token_ids) + t.response_length for t in chosen], out=cu_seqlens_S1[1:])

@@ -122,7 +122,7 @@ def test_recipes_are_what_their_sources_describe(recipe: str) -> None:
     )
     assert algorithm.needs_ref_logprobs == (recipe == "grpo")
     assert algorithm.needs_minibatch_pass == (recipe == "rapid")
-    assert not algorithm.needs_entropy and loss.rejection == ()
+    assert loss.entropy_coef == 0.0 and loss.rejection == ()
 
 
 def test_hyper_parameters_of_the_recipes() -> None:

@@ -41,7 +41,7 @@ def with_straggler() -> RunConfig:
 
 def lag_in_samples(batch: TokenBatch) -> list[int]:
     """Counted anew: every batch has trained `BATCH` samples."""
-    index_T = batch.sequence_index_T()
+    index_T = np.repeat(np.arange(batch.num_sequences), batch.lengths_S())
     trained_T = batch.loss_mask_T > 0
     oldest = [batch.version_T[trained_T & (index_T == s)].min() for s in range(batch.num_sequences)]
     return [int(BATCH * (batch.step - version)) for version in oldest]

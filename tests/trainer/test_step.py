@@ -76,7 +76,7 @@ def test_good_answers_become_likelier_than_bad_ones(model_dir: Path) -> None:
         reports = [trainer.train_batch(batch) for _ in range(3)]
         gain_T = trainer.compute_logprobs(batch) - before_T
     trained = batch.loss_mask_T != 0
-    good_T = batch.rewards_S[batch.sequence_index_T()] > 0
+    good_T = np.repeat(batch.rewards_S, batch.lengths_S()) > 0
     assert gain_T[trained & good_T].mean() > gain_T[trained & ~good_T].mean()
     assert reports[0].metrics["off_policy/ess"] == pytest.approx(1.0, abs=1e-4)
     assert reports[2].metrics["off_policy/ess"] < 0.9999

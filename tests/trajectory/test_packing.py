@@ -86,10 +86,9 @@ def test_lag_of_tokens_of_an_abandoned_line_counts_from_the_branch_point() -> No
     assert batch.lag_T.tolist() == [0, 0, 6, 3, 2]
 
 
-@pytest.mark.parametrize("rule", [{"mask_before": 3}, {"max_token_lag": 2}])
-def test_stale_tokens_are_masked_but_keep_their_version(rule: dict[str, int]) -> None:
+def test_stale_tokens_are_masked_but_keep_their_version() -> None:
     g = group(scored(1, 1, PROMPT, segment([3, 3], (0, 2)), segment([4], (0, 3))))
-    batch = pack_groups([g], step=5, lineage=0, branch_points={}, **rule)
+    batch = pack_groups([g], step=5, lineage=0, branch_points={}, mask_before=3)
     assert batch.loss_mask_T.tolist() == [0, 0, 0, 0, 1]
     assert batch.rollout_logprobs_T[:4].tolist() == [0, 0, 0, 0]
     assert batch.lag_T.tolist() == [0, 0, 0, 0, 2]
@@ -148,10 +147,9 @@ segments = st.builds(
     st.lists(st.lists(st.lists(segments, max_size=4), min_size=1, max_size=3), max_size=4),
     st.integers(12, 20),
     st.one_of(st.none(), st.integers(0, 12)),
-    st.one_of(st.none(), st.integers(0, 12)),
 )
 def test_every_token_equals_the_plain_loop_definition(
-    shape: list[list[list[Segment]]], step: int, mask_before: int | None, max_lag: int | None
+    shape: list[list[list[Segment]]], step: int, mask_before: int | None
 ) -> None:
     branch_points = {0: 4, 1: 8}
     groups = []
@@ -170,7 +168,6 @@ def test_every_token_equals_the_plain_loop_definition(
         lineage=2,
         branch_points=branch_points,
         mask_before=mask_before,
-        max_token_lag=max_lag,
     )
 
     rows: list[tuple[int, float, float, int, int]] = []
@@ -184,9 +181,7 @@ def test_every_token_equals_the_plain_loop_definition(
                         continue
                     number = line_number(part.version, 2, branch_points)
                     lag = step - number
-                    stale = (mask_before is not None and number < mask_before) or (
-                        max_lag is not None and lag > max_lag
-                    )
+                    stale = mask_before is not None and number < mask_before
                     rows.append(
                         (int(token), 0.0, 0.0, number, 0)
                         if stale

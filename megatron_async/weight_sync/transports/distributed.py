@@ -80,11 +80,6 @@ class Buffers:
             self._held[self._turn] = torch.empty(size, dtype=torch.uint8, device=self.device)
         return self._held[self._turn]
 
-    @property
-    def held_bytes(self) -> int:
-        """The room that both take."""
-        return sum(buffer.nbytes for buffer in self._held)
-
 
 def flatten(bucket: Bucket, buffers: Buffers) -> FlatBucket:
     """Copy a bucket into the beginning of the next buffer.
