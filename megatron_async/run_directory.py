@@ -3,7 +3,8 @@
 Invariants
 - A run directory is complete (its config.yaml is there) or it is not a run.
 - A new run never writes into the directory of another one; `--resume` is the way to go on.
-- Settings are written only by who has the run's lock (`launcher/claim.py`); its own processes read them.
+- Settings are written only under the run's lock (`launcher/claim.py`); the run's processes read
+  them.
 - What one process has to tell the others beyond Ray and collectives goes through small files here,
   written atomically.
 - A config.yaml that holds the engines' key is readable by its user only, from its first byte on.
