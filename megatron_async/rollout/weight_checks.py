@@ -1,4 +1,4 @@
-"""Verifies engines after an update: asks them, and compares by the rules of `weight_sync/verify.py`.
+"""Verifies engines after an update: asks them, and compares by the rules of `weight_sync.verify`.
 
 In two steps, since the trainer computes in between: `held` and `sampled` ask the engines, `ratios`
 compares what they sampled with the trainer's log-probs of it.
