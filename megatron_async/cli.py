@@ -365,7 +365,7 @@ def trajectories(
     from megatron_async.checkpoint.manifest import list_checkpoints
     from megatron_async.launcher.claim import claimed
     from megatron_async.run_directory import RunDirectory
-    from megatron_async.store import exported as store_exported
+    from megatron_async.store import exported as exported_store
     from megatron_async.store.drop import drop_group_of
     from megatron_async.store.reader import StoreReader
     from megatron_async.store.view import details, listing
@@ -387,16 +387,16 @@ def trajectories(
     console = Console(soft_wrap=True)
     with closing(StoreReader(directory.store_file)) as reader, reader.at_one_moment():
         if show is not None:
-            found = store_exported.find(reader, show)
+            found = exported_store.find(reader, show)
             tokenizer = load_tokenizer(settings.model.path)
             console.print(details(found, lambda ids: tokenizer.decode(list(ids))))
             return
         wanted = None if state is None else TrajectoryState(state)
-        older = store_exported.summaries(reader) if exported else []
+        older = exported_store.summaries(reader) if exported else []
         # Its ids are older than most of the store's, but not than all of them.
         listed = sorted([*older, *reader.summaries()], key=lambda s: s.trajectory_id)
         console.print(listing(listed, state=wanted, limit=limit or None))
-        missing = "" if exported else store_exported.missing_line(reader)
+        missing = "" if exported else exported_store.missing_line(reader)
         if missing:
             console.print(missing, markup=False, highlight=False)
 

@@ -2,7 +2,7 @@
 
 Invariants
 - An actor owns at most one server process. If the actor dies, so does its server (the lifeline of
-  sglang_server.py), wherever Ray had placed it.
+  sglang/server.py), wherever Ray had placed it.
 - A restarted engine has a new id: news of its predecessor cannot be mistaken for its own.
 - Every call has a limit; a dead actor or server is a ComponentFailure in one sentence.
 """

@@ -3,7 +3,7 @@
 One function for each role, pure: from what the starting process has and what the run needs to the
 variables that the new process gets on top. `train`, `sft`, Slurm and by hand all go through here;
 what a site needs (modules, proxies, network interfaces) stays in `launch/cluster_env.sh`. That of
-an inference server is `rollout.sglang_process.server_environment`.
+an inference server is `engines.sglang.process.server_environment`.
 
 Invariants
 - What the user has set wins, except where the run would be wrong with it.

@@ -17,7 +17,7 @@ Invariants, for every point of the policy space
 
 What is where: `lifecycle` trajectories and groups, `work` the order of submission, `balance` the
 engines, `admission` how many groups may start, `lag` the bound, `ready` complete groups,
-`boundary` the weight update, `signatures` what goes wrong by name. Here: when each of them acts.
+`update_gate` the weight update, `warnings` what goes wrong by name. Here: when each of them acts.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_async.config.schedule import ScheduleConfig
-from megatron_async.scheduler import auto_concurrency
+from megatron_async.scheduler import auto_concurrency, warnings
 from megatron_async.scheduler import events as ev
-from megatron_async.scheduler import warnings as signatures
 from megatron_async.scheduler.admission import Cause, Occupancy, held_back_by, new_groups_allowed
 from megatron_async.scheduler.balance import Fleet
 from megatron_async.scheduler.lifecycle import Actions, Lifecycle
@@ -58,7 +57,7 @@ class Scheduler:
         self._auto: auto_concurrency.AutoConcurrency | None = None
         if config.concurrency == "auto":
             self._auto = auto_concurrency.start(config.groups_per_batch, config.group_size)
-        self._watch = signatures.Watch(config)
+        self._watch = warnings.Watch(config)
         self.bind()
 
     def bind(self) -> None:

@@ -302,7 +302,7 @@ class StoreReader:
 
     @property
     def export_file(self) -> Path:
-        """Where compaction puts what it takes out; see `store_exported`."""
+        """Where compaction puts what it takes out; see `exported`."""
         return schema.export_file(self._path)
 
     def at_one_moment(self) -> AbstractContextManager[None]:

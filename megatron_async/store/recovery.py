@@ -4,7 +4,7 @@ Invariants
 - The damaged file stays beside the new one, under its name with `.damaged-N`, and so does its log.
 - The new file holds only rows that are what was written (CRC), of groups whose prompt is known.
   A trajectory whose own row is lost starts again from its prompt; one whose chunks have a gap is
-  cut there when it is read (`store_reader.assemble`).
+  cut there when it is read (`reader.assemble`).
 - A crash during the salvage loses nothing: the new file gets the old one's name last.
 """
 

@@ -9,7 +9,7 @@ Invariants
 - The end of a trajectory is in one transaction with its last tokens (`append(..., end=...)`): no
   process may find those without the end, and ask for more.
 - The truth about consumption is in no state column: batches name the line and step that they were
-  made at, and a checkpoint manifest commits those on its path (`store_lineage`). So a resume from
+  made at, and a checkpoint manifest commits those on its path (`lineage`). So a resume from
   any kept checkpoint sees what it must, and changes nothing but to begin a new line.
 - Ids only grow and are never used twice.
 - A trajectory has one writer: `append` and `end_request` refuse every request but its current one,

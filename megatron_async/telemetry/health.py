@@ -2,7 +2,7 @@
 
 Invariants
 - A function of the metrics seen so far; the rules themselves live where they are defined
-  (`algorithms.metrics`, `scheduler.signatures`).
+  (`algorithms.metrics`, `scheduler.warnings`).
 - Each is said once when it sets in, and again only after a step at which it did not hold. A step
   without the metric of a rule (one that was skipped) says nothing about it.
 """

@@ -131,7 +131,7 @@ def test_sigkill_mid_step_then_resume_then_the_engine_dies(
     )
     runs.append(second)
     second.wait_until(lambda: steps_done(directory) >= done + 2, 240)
-    engine = next(p for p in second.family() if "sglang_server" in " ".join(p.cmdline()))
+    engine = next(p for p in second.family() if "engines.sglang.server" in " ".join(p.cmdline()))
     engine.send_signal(signal.SIGKILL)
     assert second.process.wait(120) == 1
     last = second.log.read_text().strip().splitlines()[-1]

@@ -39,7 +39,7 @@ def _server_processes(log_directory: Path) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter(["cmdline"]):
         line = " ".join(process.info["cmdline"] or ())
-        if "sglang_server" in line and mark in line:
+        if "engines.sglang.server" in line and mark in line:
             found += [process, *process.children(recursive=True)]
     return found
 

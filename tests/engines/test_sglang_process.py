@@ -153,7 +153,7 @@ def test_the_server_ends_with_whoever_started_it(tmp_path: Path) -> None:
         "import sys, time\n"
         "from pathlib import Path\n"
         "from megatron_async.config.rollout import EngineConfig\n"
-        "from megatron_async.rollout import sglang_process as sp\n"
+        "from megatron_async.engines.sglang import process as sp\n"
         "sp.server_command = lambda settings, model, port, *rest: "
         f"[sys.executable, '-c', {_SERVER!r}, str(port)]\n"
         "server = sp.SGLangProcess(Path('m'), EngineConfig(device='cpu'), Path(sys.argv[1]))\n"

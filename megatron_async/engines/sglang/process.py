@@ -8,7 +8,7 @@
 Invariants
 - A server lives in a process group of its own; `stop` returns when no process of the group is
   left. If whoever started it dies without `stop`, the server ends itself (a lifeline pipe, see
-  sglang_server.py); a death signal would be tied to the starting thread, not to the process.
+  server.py); a death signal would be tied to the starting thread, not to the process.
 - `start` never waits longer than `engines.start_timeout_seconds`, and notices at once when the
   process ends. Either failure is a ComponentFailure that quotes the end of the log.
 - No port is fixed: the kernel picks a free one, and a start that loses the race for it is

@@ -8,14 +8,14 @@ the work; a forked one has it already):
 - Every streamed chunk carries the version of each of its tokens (`meta_info.weight_versions`).
   SGLang itself reports them only in the last chunk, so a token streamed around a weight update
   could not be attributed; the hook uses SGLang's own plugin registry and its own span function.
-- `POST /receive_weights`, for weights that come as differences (sglang_receiver.py).
-- Of weights that are broadcast, the next bucket is received while one is loaded (sglang_ahead.py).
-- No request reuses a prompt prefix that older weights have computed (sglang_prefix.py).
-- Requests that verify the engine go before those that wait (sglang_queue.py).
+- `POST /receive_weights`, for weights that come as differences (receiver.py).
+- Of broadcast weights, the next bucket is received while one is loaded (weight_updater.py).
+- No request reuses a prompt prefix that older weights have computed (prefix.py).
+- Requests that verify the engine go before those that wait (queue.py).
 - A lifeline: the server ends itself at once, with all its processes, as soon as whoever started it
   is gone or lets go. The starter holds the write end of a pipe whose read end is named in the
   environment. (To SIGTERM alone SGLang listens every five seconds.)
-- A quicker start (sglang_start.py), and aborts that can be repeated (sglang_abort.py).
+- A quicker start (start.py), and aborts that can be repeated (abort.py).
 
 Invariants
 - One process group per server, led by this process: killing the group leaves nothing behind.
@@ -62,29 +62,26 @@ def _report_versions_of_unfinished(result: Any, accumulator: Any, *, req: Any) -
 def install() -> None:
     """Prepare this process to run SGLang; a second call changes nothing."""
     if os.environ.get(CPU_VARIABLE) == "1":
-        from megatron_async.engines.sglang import attention as sglang_attention
-        from megatron_async.engines.sglang import cpu as sglang_cpu
+        from megatron_async.engines.sglang import attention, cpu
 
-        sglang_cpu.install_stand_ins()
-        sglang_attention.register(CPU_ATTENTION_BACKEND)
+        cpu.install_stand_ins()
+        attention.register(CPU_ATTENTION_BACKEND)
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from megatron_async.engines.sglang import prefix as sglang_prefix
-    from megatron_async.engines.sglang import queue as sglang_queue
-    from megatron_async.engines.sglang import weight_updater as sglang_ahead
+    from megatron_async.engines.sglang import prefix, queue, weight_updater
 
     if HookRegistry._hooks.get(_ACCEPT):
         return
-    ahead = sglang_ahead.AheadHooks()
+    ahead = weight_updater.AheadHooks()
     before, after, around = HookType.BEFORE, HookType.AFTER, HookType.AROUND
     hooks: tuple[tuple[str, Callable[..., Any], HookType, str], ...] = (
         (_ACCEPT, _report_versions_of_unfinished, after, "tokens have no policy version"),
-        (sglang_ahead.RECEIVE, ahead.receive, around, "weights cannot be received"),
-        (sglang_ahead.LEAVE, ahead.leave, around, "weight-update groups cannot be left"),
-        (sglang_ahead.BEGIN, ahead.begin, before, "weight updates cannot be begun"),
-        (sglang_prefix.QUEUE, sglang_prefix.before_queue, before, "old prefixes are reused"),
-        (sglang_queue.QUEUE, sglang_queue.after_queue, after, "checks of engines wait for others"),
-        (sglang_prefix.CHANGE, sglang_prefix.after_change, after, "old prefixes are reused"),
+        (weight_updater.RECEIVE, ahead.receive, around, "weights cannot be received"),
+        (weight_updater.LEAVE, ahead.leave, around, "weight-update groups cannot be left"),
+        (weight_updater.BEGIN, ahead.begin, before, "weight updates cannot be begun"),
+        (prefix.QUEUE, prefix.before_queue, before, "old prefixes are reused"),
+        (queue.QUEUE, queue.after_queue, after, "checks of engines wait for others"),
+        (prefix.CHANGE, prefix.after_change, after, "old prefixes are reused"),
     )
     for target, hook, kind, _ in hooks:
         HookRegistry.register(target, hook, kind)
@@ -146,12 +143,11 @@ def main() -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
-    from megatron_async.engines.sglang import abort as sglang_abort
-    from megatron_async.engines.sglang import start as sglang_start
+    from megatron_async.engines.sglang import abort, start
     from megatron_async.engines.sglang.receiver import receiver_of
 
-    sglang_abort.register()
-    sglang_start.register(on_cpu=os.environ.get(CPU_VARIABLE) == "1")
+    abort.register()
+    start.register(on_cpu=os.environ.get(CPU_VARIABLE) == "1")
     try:
         with receiver_of(app):
             run_server(prepare_server_args(arguments))

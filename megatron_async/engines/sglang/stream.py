@@ -6,7 +6,7 @@ Invariants
   when a request is aborted in the queue.)
 - Each chunk has one version. A report that spans a weight update becomes several chunks.
 - Tokens whose version is not known yet are held back until a report tells (a server that was not
-  started by `sglang_server` tells only at the end).
+  started by `server` tells only at the end).
 """
 
 from __future__ import annotations

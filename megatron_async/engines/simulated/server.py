@@ -2,7 +2,7 @@
 
     python -m megatron_async.engines.simulated.server --model-path DIR --port P --settings JSON ...
 
-It answers what `sglang_client.py` and the weight transports ask of a real server, so that a whole
+It answers what `sglang/client.py` and the weight transports ask of a real server, so that a whole
 process tree (Ray, manager, HTTP, torchrun) runs, dies and comes back in seconds. Its tokens are
 `SimulatedEngine`'s: they depend on the prompt alone, so whatever was lost, doubled or mixed up on
 the way shows in the text.
@@ -11,7 +11,7 @@ Invariants
 - Neither torch nor SGLang is imported: a start takes as long as importing aiohttp.
 - Weights are taken, not used: the checksum is over the bytes that arrived, the version counts from
   the next token on, and the parameter names are those of the model directory.
-- It ends with whoever started it (the lifeline of sglang_server.py).
+- It ends with whoever started it (the lifeline of sglang/server.py).
 """
 
 from __future__ import annotations

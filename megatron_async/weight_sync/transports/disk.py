@@ -1,7 +1,7 @@
 """Weights through a directory that the engines share: safetensors shards, a manifest, a rename.
 
 Invariants
-- A version's directory exists complete or not at all (`publication.py`).
+- A version's directory exists complete or not at all (`version_directory.py`).
 - The version being served is never removed; of the older ones `KEEP` - 1 stay.
 - Pipeline stages write their shards side by side; the last stage publishes.
 """
