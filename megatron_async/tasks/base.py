@@ -5,7 +5,8 @@ Invariants
   exactly the problems that an uninterrupted run would have asked.
 - No problem is on both sides: whether a problem is held out follows from its own text
   (`is_heldout`) and from nothing else, so no seed, count or order can make training see it.
-- A prompt's payload is JSON; together with the response's text it is all that a scorer needs.
+- A prompt's payload is JSON; together with the response's text it is all that a scorer needs. It is
+  made by `row_payload`: whatever the source, a scorer finds question, answer and metadata there.
 """
 
 from __future__ import annotations
@@ -117,6 +118,12 @@ class Scorer(Protocol):
     def score(self, payload: dict[str, Any], text: str) -> Judgement:
         """The score of a response's text, special tokens already removed."""
         ...
+
+
+def row_payload(question: str, answer: str, metadata: dict[str, Any]) -> dict[str, Any]:
+    """What a scorer reads of a row: `answer` is empty where there is none, `metadata` holds the
+    row's other columns (JSON)."""
+    return {"question": question, "answer": answer, "metadata": metadata}
 
 
 def stable_hash(*parts: object) -> int:

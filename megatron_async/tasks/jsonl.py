@@ -21,7 +21,7 @@ from megatron_async.config.files import parse_json
 from megatron_async.config.rollout import TaskConfig
 from megatron_async.errors import UserError, shown
 from megatron_async.tasks.answers import final_answer
-from megatron_async.tasks.base import Judgement, Problem, is_heldout, stable_hash
+from megatron_async.tasks.base import Judgement, Problem, is_heldout, row_payload, stable_hash
 
 CHECKERS: Final = ("exact", "math")
 _LARGEST_PRIORITY = 1_000_000
@@ -83,7 +83,9 @@ def _problem(row: dict[str, Any], where: str) -> Problem:
             f"{where}: `priority` must be between -{_LARGEST_PRIORITY} and {_LARGEST_PRIORITY}, "
             f"got {shown(priority)}"
         )
-    return Problem(texts["prompt"], {"answer": texts["answer"]}, priority=priority)
+    metadata = {k: v for k, v in row.items() if k not in ("prompt", "answer", "priority")}
+    payload = row_payload(texts["prompt"], texts["answer"], metadata)
+    return Problem(texts["prompt"], payload, priority=priority)
 
 
 class JsonlProblems:

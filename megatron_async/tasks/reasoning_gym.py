@@ -21,7 +21,7 @@ from reasoning_gym.factory import DATASETS
 from megatron_async.config.rollout import TaskConfig
 from megatron_async.errors import UserError
 from megatron_async.tasks.answers import final_answer
-from megatron_async.tasks.base import Judgement, Problem, is_heldout, stable_hash
+from megatron_async.tasks.base import Judgement, Problem, is_heldout, row_payload, stable_hash
 from megatron_async.tasks.worked_answers import WORKED_ANSWERS, Styles
 
 _CHUNK: Final = 1000
@@ -102,14 +102,10 @@ class ReasoningGymProblems:
     def _problem(self, purpose: str, seed: int, index: int, attempt: int) -> Problem:
         component, chunk_seed, offset = self._draw(purpose, seed, index, attempt)
         entry = self._entry(component, chunk_seed, offset)
-        texts = {k: str(v) for k, v in entry["metadata"].items() if isinstance(v, (str, int))}
-        payload = {
-            "component": component,
-            "seed": chunk_seed,
-            "index": offset,
-            "question": entry["question"],
-            "answer": str(entry["answer"]),
-        }
+        metadata = {k: v for k, v in entry["metadata"].items() if isinstance(v, (str, int))}
+        texts = {k: str(v) for k, v in metadata.items()}
+        payload = row_payload(entry["question"], str(entry["answer"]), metadata)
+        payload |= {"component": component, "seed": chunk_seed, "index": offset}
         return Problem(entry["question"], payload, texts)
 
     def _draw(self, purpose: str, seed: int, index: int, attempt: int) -> tuple[int, int, int]:

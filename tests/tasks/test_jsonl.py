@@ -135,3 +135,13 @@ def test_supervised_examples_leave_held_out_prompts_out(tmp_path: Path) -> None:
     assert 120 < len(taught) < 180
     with pytest.raises(UserError, match=r"sft\.data .*line 1: `response`"):
         list(worked_lines(_write(tmp_path / "bad.jsonl", [{"prompt": "x"}]), 0.1))
+
+
+def test_a_row_reaches_its_scorer_with_its_other_columns(tmp_path: Path) -> None:
+    row = {"prompt": "2+2", "answer": 4, "level": "easy", "tests": ["assert f() == 4"]}
+    problems = JsonlProblems(_config(_write(tmp_path / "one.jsonl", [row]), heldout_share=1e-9))
+    assert problems.train(0).payload == {
+        "question": "2+2",
+        "answer": "4",
+        "metadata": {"level": "easy", "tests": ["assert f() == 4"]},
+    }

@@ -126,3 +126,8 @@ def test_too_few_held_out_problems_are_reported() -> None:
     tiny = _config(params={"min_terms": 1, "max_terms": 1, "min_digits": 1, "max_digits": 1})
     with pytest.raises(UserError, match=r"different held-out problems.*eval\.prompts asks for 50"):
         ReasoningGymProblems(tiny).heldout(50)
+
+
+def test_a_problems_metadata_reaches_its_scorer() -> None:
+    problem = PROBLEMS.train(3)
+    assert problem.payload["metadata"]["expression"] in problem.question
