@@ -1,41 +1,30 @@
-"""Packaging of megatron_async; its kernels are a distribution of their own (`kernels/`).
+"""Builds the wheel; everything about the project stands in pyproject.toml.
 
-Exact pins are those whose behaviour the code was measured against; the full pinned environment of
-a run is `launch/requirements-*.txt`, which `launch/setup_env.sh` installs.
+A wheel carries the launch scripts and example configurations, so that it works from any directory
+(megatron_async/shipped.py).
 """
 
-from setuptools import find_packages, setup
+import shutil
+from pathlib import Path
 
-setup(
-    name="megatron_async",
-    version="0.1.0",
-    description="Asynchronous RL for language models on Megatron-core and SGLang",
-    license="Apache-2.0",
-    python_requires=">=3.11",
-    packages=find_packages(include=["megatron_async", "megatron_async.*"]),
-    package_data={"megatron_async": ["py.typed"]},
-    install_requires=[
-        "megatron-async-kernels==0.1.0",
-        "torch>=2.11",
-        "megatron-core==0.16.1",
-        "transformers==5.19.0",
-        "safetensors>=0.8",
-        "zstandard>=0.25",
-        "ray[default]==2.60.0",
-        "aiohttp>=3.14",
-        "numpy>=2.0",
-        "psutil>=7.0",
-        "pydantic>=2.14",
-        "pyyaml>=6.0",
-        "rich>=15.0",
-        "typer>=0.29",
-        "tensorboard>=2.21",
-        "reasoning-gym==0.1.25",
-        "math-verify[antlr4_13_2]==0.9.0",
-    ],
-    extras_require={
-        "sglang": ["sglang==0.5.23"],
-        "dev": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy", "types-PyYAML"],
-    },
-    entry_points={"console_scripts": ["megatron-async = megatron_async.cli:main"]},
-)
+from setuptools import setup
+from setuptools.command.build_py import build_py
+
+SHIPPED = ("configs", "launch")
+OF_A_CLONE = ("setup_env.sh", "quickstart.sh", "test.sh", "requirements-*.txt")
+
+
+class BuildWithShipped(build_py):
+    """The package and what is shipped with it."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:  # a clone has them beside the package
+            return
+        for name in SHIPPED:
+            target = Path(self.build_lib) / "megatron_async" / "_shipped" / name
+            source, leave = Path(__file__).parent / name, shutil.ignore_patterns(*OF_A_CLONE)
+            shutil.copytree(source, target, ignore=leave, dirs_exist_ok=True)
+
+
+setup(cmdclass={"build_py": BuildWithShipped})

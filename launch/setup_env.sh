@@ -33,7 +33,7 @@ if [ -z "$flavour" ]; then
   if has_gpu; then flavour=gpu; fi
 fi
 case "$flavour" in cpu | gpu) ;; *) fail "MEGATRON_ASYNC_FLAVOUR is '$flavour'; it must be cpu or gpu" ;; esac
-wanted="$flavour $(cat "$ROOT"/launch/requirements-*.txt "$ROOT"/setup.py "$ROOT"/kernels/pyproject.toml | sha256sum | cut -c1-16)"
+wanted="$flavour $(cat "$ROOT"/launch/requirements-*.txt "$ROOT"/{,kernels/}pyproject.toml | sha256sum | cut -c1-16)"
 
 if [ "$(cat "$VENV/.megatron_async" 2>/dev/null)" != "$wanted" ]; then
   PYTHON="$(find_python)"

@@ -17,6 +17,7 @@ ROOMS = (
     "disk",
     "file_lock",
     "import_path",
+    "shipped",
     "config",
     "run_directory",
     "trajectory",

@@ -24,8 +24,8 @@ from megatron_async.launcher.claim import claimed, new_run
 from megatron_async.launcher.devices import check_ranks
 from megatron_async.launcher.preflight import check_resume, check_run
 from megatron_async.run_directory import RunDirectory, write_atomically
+from megatron_async.shipped import ROOT, script_environment
 
-ROOT = Path(__file__).parents[2]
 _LOOPBACK = "127.0.0.1"
 _SUBMIT_SECONDS = 60.0
 # Before the time limit, for the step under way, a checkpoint and the requeue.
@@ -183,6 +183,7 @@ def job_script(
     lines = "\n".join(f"#SBATCH {option}" for option in options)
     command = shlex.join(
         [
+            *_prefix(),
             "bash",
             str(ROOT / "launch/slurm/train.sbatch"),
             f"--trainer-nodes={config.parallel.nodes}",
@@ -192,14 +193,21 @@ def job_script(
     return f"#!/usr/bin/env bash\n{lines}\nexec {command}\n"
 
 
+def _prefix() -> list[str]:
+    """`env` with what shipped scripts need, or nothing."""
+    variables = [f"{name}={value}" for name, value in script_environment().items()]
+    return ["env", *variables] if variables else []
+
+
 def by_hand(config: RunConfig, directory: RunDirectory, rollout_nodes: int) -> str:
     """The command of every node, for clusters without Slurm."""
     scripts, path = ROOT / "launch/torchrun", shlex.quote(str(directory.path))
     nodes = config.parallel.nodes
+    bash = shlex.join([*_prefix(), "bash"])
     lines = ["# one command on each node, in any order; SESSION is any new name, alike on all"]
     for role, count in (("rollout", rollout_nodes), ("trainer", nodes)):
         lines += [
-            f"bash {scripts}/{role}.sh {path} --index {index} --count {count} --session SESSION"
+            f"{bash} {scripts}/{role}.sh {path} --index {index} --count {count} --session SESSION"
             for index in range(count)
         ]
     return "\n".join(lines)

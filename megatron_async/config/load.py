@@ -23,6 +23,7 @@ from megatron_async.config.recipes import RECIPES, recipe_defaults
 from megatron_async.config.run import RunConfig
 from megatron_async.errors import UserError, shown
 from megatron_async.import_path import anchored
+from megatron_async.shipped import existing
 
 _MAX_BASE_DEPTH = 8
 
@@ -128,8 +129,11 @@ def describe(error: ValidationError) -> str:
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read `path`, apply `section.setting=value` overrides, check. Raises UserError."""
-    settings = read_yaml(Path(path))
+    """Read `path`, apply `section.setting=value` overrides, check. Raises UserError.
+
+    `configs/NAME.yaml` is found from any directory, unless there is a file of that name.
+    """
+    settings = read_yaml(existing(Path(path)))
     for text in overrides:
         settings = merge(settings, parse_override(text))
     return build_config(settings)

@@ -18,10 +18,10 @@ from torch import Tensor
 from megatron_async.checkpoint.convert import hf_to_megatron, megatron_to_hf
 from megatron_async.checkpoint.files import RankFiles
 from megatron_async.checkpoint.manager import CheckpointManager
-from megatron_async.commands.launch import ROOT
 from megatron_async.config import dump
 from megatron_async.config.run import CheckpointConfig
 from megatron_async.errors import UserError
+from megatron_async.shipped import ROOT
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import FloatArray
 from tests.distributed import run_ranks

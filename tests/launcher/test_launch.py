@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_async.commands.launch import ROOT, Cluster, launch_run
+from megatron_async.commands.launch import Cluster, launch_run
 from megatron_async.config import load_config
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.run_directory import RunDirectory
+from megatron_async.shipped import ROOT
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.tasks.tokenizer import write_character_tokenizer
 from tests.checkpoint.test_manifest import write

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_async.commands.launch import ROOT
+from megatron_async.shipped import ROOT
 
 SAY = """#!/bin/sh
 echo "environment $VIRTUAL_ENV"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_async.commands.launch import ROOT
+from megatron_async.shipped import ROOT
 
 NOTE = """#!{python}
 import json, os, sys

@@ -22,10 +22,11 @@ import psutil
 import pytest
 
 from megatron_async.checkpoint.manifest import list_checkpoints
-from megatron_async.commands.launch import ROOT, Cluster, launch_run
+from megatron_async.commands.launch import Cluster, launch_run
 from megatron_async.config import load_config
 from megatron_async.engines.nodes import node_address
 from megatron_async.run_directory import Outcome, RunDirectory
+from megatron_async.shipped import ROOT
 from megatron_async.store.lineage import Consumption
 from megatron_async.store.reader import StoreReader
 from megatron_async.tasks.tiny_model import build_tiny_model
