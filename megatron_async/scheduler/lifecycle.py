@@ -16,7 +16,9 @@ from __future__ import annotations
 from megatron_async.config.schedule import ScheduleConfig
 from megatron_async.scheduler import events as ev
 from megatron_async.scheduler.balance import Fleet
+from megatron_async.scheduler.counts import Tally
 from megatron_async.scheduler.lag import LagLedger
+from megatron_async.scheduler.queues import FreshGroups, WorkQueue
 from megatron_async.scheduler.ready import ReadyGroups
 from megatron_async.scheduler.state import (
     EngineEntry,
@@ -25,8 +27,6 @@ from megatron_async.scheduler.state import (
     TrajectoryEntry,
     new_group,
 )
-from megatron_async.scheduler.tally import Tally
-from megatron_async.scheduler.work import FreshGroups, WorkQueue
 from megatron_async.trajectory.types import DropReason, TrajectoryState
 
 Actions = list[ev.Action]

@@ -28,9 +28,9 @@ from typing import Any
 from megatron_async.config.schedule import ScheduleConfig
 from megatron_async.scheduler import auto_concurrency, warnings
 from megatron_async.scheduler import events as ev
-from megatron_async.scheduler.admission import Cause, Occupancy, held_back_by, new_groups_allowed
 from megatron_async.scheduler.balance import Fleet
 from megatron_async.scheduler.lifecycle import Actions, Lifecycle
+from megatron_async.scheduler.limits import Cause, Occupancy, held_back_by, new_groups_allowed
 from megatron_async.scheduler.state import TrajectoryEntry
 from megatron_async.scheduler.update_gate import UpdateGate
 from megatron_async.scheduler.view import SchedulerView, snapshot

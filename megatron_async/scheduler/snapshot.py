@@ -20,19 +20,19 @@ from typing import Any, Final
 
 from megatron_async.config.schedule import ScheduleConfig
 from megatron_async.errors import UserError
-from megatron_async.scheduler.admission import Cause
 from megatron_async.scheduler.auto_concurrency import AutoConcurrency, Window
 from megatron_async.scheduler.balance import Fleet
+from megatron_async.scheduler.counts import Tally
 from megatron_async.scheduler.events import GroupSpec, PauseEngines
 from megatron_async.scheduler.lag import LagLedger
 from megatron_async.scheduler.lifecycle import Lifecycle
+from megatron_async.scheduler.limits import Cause
+from megatron_async.scheduler.queues import FreshGroups, WorkQueue
 from megatron_async.scheduler.ready import ReadyGroups
 from megatron_async.scheduler.scheduler import Scheduler
 from megatron_async.scheduler.state import EngineEntry, Fate, GroupEntry, TrajectoryEntry
-from megatron_async.scheduler.tally import Tally
 from megatron_async.scheduler.update_gate import Phase, UpdateGate
 from megatron_async.scheduler.warnings import Streak, Watch
-from megatron_async.scheduler.work import FreshGroups, WorkQueue
 from megatron_async.trajectory.types import DropReason, PolicyVersion, TrajectoryState
 
 _CLASSES: Final[dict[str, type]] = {

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_async.config.schedule import ScheduleConfig
-from megatron_async.scheduler.admission import Cause
 from megatron_async.scheduler.events import EngineLoad, Warn
+from megatron_async.scheduler.limits import Cause
 
 PREEMPTED_SHARE = 0.05
 """Share of an engine's running requests preempted between two reports that counts as a storm."""

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from megatron_async.scheduler.events import GroupSpec
+from megatron_async.scheduler.queues import BufferOrder, WorkQueue
 from megatron_async.scheduler.state import TrajectoryEntry, new_group
-from megatron_async.scheduler.work import BufferOrder, WorkQueue
 
 
 def entries(count: int) -> list[TrajectoryEntry]:
