@@ -36,10 +36,6 @@ class ProcessKilled(ComponentFailure):
     """A process was ended by a signal, not by its own doing: starting it again may well work."""
 
 
-class NonFiniteError(ArithmeticError):
-    """A tensor that must be finite is not; names the tensor. The trainer skips the step."""
-
-
 def shown(value: object) -> str:
     """`repr(value)`, cut to what a sentence can hold."""
     try:

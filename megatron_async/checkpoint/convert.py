@@ -45,7 +45,7 @@ from megatron_async.checkpoint.manifest import (
 )
 from megatron_async.checkpoint.placement import Slot, boxes, shards_of, stage_slots
 from megatron_async.checkpoint.progress import ByteProgress
-from megatron_async.checkpoint.tally import Tally, compare, dtype_name, dtype_named, tally
+from megatron_async.checkpoint.tally import TensorTally, compare, dtype_name, dtype_named, tally
 from megatron_async.config.load import load_config
 from megatron_async.config.model import ParallelConfig
 from megatron_async.errors import UserError
@@ -143,7 +143,7 @@ def _write_pieces(
     progress: ByteProgress,
 ) -> dict[str, TensorRecord]:
     """The files of every rank, parameter by parameter; returns what the manifest lists."""
-    tallies: dict[str, Tally] = {}
+    tallies: dict[str, TensorTally] = {}
     with ExitStack() as stack:
         for stage in range(pipeline):
             slots = list(stage_slots(a, stage, pipeline))
@@ -243,7 +243,7 @@ def _read(checkpoint: Checkpoint, reader: PieceReader, slot: Slot) -> Tensor:
     origin = (0,) * len(slot.shape)
     whole = torch.empty(slot.shape, dtype=dtype_named(record.dtype))
     reader.read(slot.weights, origin, whole)
-    found = Tally(dtype_name(whole.dtype), slot.shape)
+    found = TensorTally(dtype_name(whole.dtype), slot.shape)
     found.add(int(checksum(whole, origin, slot.shape)), whole.numel())
     compare({slot.weights: record}, {slot.weights: found})
     return whole

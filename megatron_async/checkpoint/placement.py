@@ -18,7 +18,7 @@ from math import prod
 
 from megatron_async.models.architecture import Architecture
 from megatron_async.models.families import rules_of
-from megatron_async.models.shards import Layout, Place, Rule
+from megatron_async.models.shards import Place, Rule, ShardLayout
 
 WEIGHTS = "weights"
 
@@ -81,7 +81,7 @@ def exported(a: Architecture, rule: Rule) -> Rule:
 
 def shards_of(rule: Rule, tensor_size: int) -> int:
     """Number of tensor ranks that hold different parts of a parameter."""
-    return 1 if rule.expert or rule.layout is Layout.REPLICATED else tensor_size
+    return 1 if rule.expert or rule.layout is ShardLayout.REPLICATED else tensor_size
 
 
 @dataclass(frozen=True)
@@ -117,10 +117,10 @@ def _bands(slot: Slot, size: int, rank: int) -> Iterator[tuple[range, tuple[int,
     size = shards_of(slot.rule, size)
     rank = rank if size > 1 else 0
     layout = slot.rule.layout
-    if layout is Layout.COLUMNS:
+    if layout is ShardLayout.COLUMNS:
         width //= size
         yield range(rows), (0, rank * width), width
-    elif layout is Layout.GATE_UP and size > 1:
+    elif layout is ShardLayout.GATE_UP and size > 1:
         half = rows // 2 // size
         yield range(half), (rank * half, 0), width
         yield range(half, 2 * half), ((size + rank) * half, 0), width

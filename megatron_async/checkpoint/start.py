@@ -25,7 +25,7 @@ from megatron_async.checkpoint.manifest import (
 )
 from megatron_async.checkpoint.placement import WEIGHTS, boxes
 from megatron_async.checkpoint.state import (
-    Shard,
+    ParameterShard,
     count,
     load_shard,
     original,
@@ -33,7 +33,7 @@ from megatron_async.checkpoint.state import (
     slot_of,
     verify,
 )
-from megatron_async.checkpoint.tally import Tally, dtype_named
+from megatron_async.checkpoint.tally import TensorTally, dtype_named
 from megatron_async.errors import UserError
 from megatron_async.models.architecture import Architecture
 from megatron_async.models.parameters import PlacedParameter, placed_parameters
@@ -60,7 +60,7 @@ def load_checkpoint_weights(model: Any, path: Path) -> None:
 def _load(model: Any, checkpoint: Checkpoint) -> None:
     manifest, problem = checkpoint.manifest, None
     tensors = {name: r for name, r in manifest.tensors.items() if name.startswith(f"{WEIGHTS}/")}
-    tallies: dict[str, Tally] = {}
+    tallies: dict[str, TensorTally] = {}
     try:
         with PieceReader(checkpoint.path, manifest.files) as reader:
             for place in placed_parameters([model], model.architecture):
@@ -78,12 +78,12 @@ def _load(model: Any, checkpoint: Checkpoint) -> None:
 
 def _shard(
     place: PlacedParameter, architecture: Architecture, tensors: Mapping[str, TensorRecord]
-) -> Shard:
+) -> ParameterShard:
     """Room for this rank's part of a parameter, in the precision in which it is stored."""
     slot = slot_of(place, architecture)
     name = slot.weights
     dtype = dtype_named(tensors[name].dtype) if name in tensors else place.parameter.dtype
-    return Shard(
+    return ParameterShard(
         name=name,
         shape=slot.shape,
         flat_N=torch.empty(place.parameter.numel(), dtype=dtype),

@@ -38,10 +38,10 @@ from megatron_async.checkpoint.manifest import (
 )
 from megatron_async.checkpoint.placement import WEIGHTS, Box, Slot, boxes, exported, stage_slots
 from megatron_async.checkpoint.random_state import load_random_state
-from megatron_async.checkpoint.tally import Tally, as_int64, compare, tally
+from megatron_async.checkpoint.tally import TensorTally, as_int64, compare, tally
 from megatron_async.models.architecture import Architecture
 from megatron_async.models.parameters import PlacedParameter, placed_parameters, unwrap
-from megatron_async.models.shards import Layout as ShardLayout
+from megatron_async.models.shards import ShardLayout
 from megatron_async.trajectory.types import PolicyVersion
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -75,7 +75,7 @@ class Piece:
 
 
 @dataclass(frozen=True, eq=False)
-class Shard:
+class ParameterShard:
     """A run of a parameter's elements that this rank holds, of one of the tensors it has.
 
     Elements that no box covers are padding, and zero. `counts`: this rank's copy is the one that is
@@ -156,12 +156,12 @@ def _placed(trainer: Checkpointable) -> dict[int, PlacedParameter]:
     return {id(p.parameter): p for p in placed_parameters([model], model.architecture)}
 
 
-def held_shards(trainer: Checkpointable) -> Iterator[Shard]:
+def held_shards(trainer: Checkpointable) -> Iterator[ParameterShard]:
     """All of this rank's optimizer state and the weights that belong to it."""
     yield from _shards(trainer, whole=True)
 
 
-def saved_shards(trainer: Checkpointable) -> Iterator[Shard]:
+def saved_shards(trainer: Checkpointable) -> Iterator[ParameterShard]:
     """This rank's part of a save: over all ranks, each element once."""
     yield from (shard for shard in _shards(trainer, whole=False) if shard.counts)
 
@@ -172,7 +172,7 @@ def tensor_names(trainer: Checkpointable) -> frozenset[str]:
     return frozenset(f"{state}/{slot.name}" for slot in slots for state in (WEIGHTS, *MOMENTS))
 
 
-def _shards(trainer: Checkpointable, *, whole: bool) -> Iterator[Shard]:
+def _shards(trainer: Checkpointable, *, whole: bool) -> Iterator[ParameterShard]:
     placed, architecture = _placed(trainer), unwrap(trainer.wrapped).architecture
     for run in _runs(trainer):
         place = placed[id(run.parameter)]
@@ -183,7 +183,9 @@ def _shards(trainer: Checkpointable, *, whole: bool) -> Iterator[Shard]:
         where = boxes(slot, place.size, place.rank, begin, end)
         for state, flat in ((WEIGHTS, run.master), *((m, run.moments[m]) for m in MOMENTS)):
             flat_N = flat.detach().view(-1)[begin - run.begin : end - run.begin]
-            yield Shard(f"{state}/{slot.name}", slot.shape, flat_N, begin, where, original(place))
+            yield ParameterShard(
+                f"{state}/{slot.name}", slot.shape, flat_N, begin, where, original(place)
+            )
 
 
 def _share(count: int, rank: int, size: int) -> tuple[int, int]:
@@ -254,13 +256,15 @@ def load_state(
     if (found := first_error(problem, group)) is not None:
         raise CorruptCheckpoint(found)
     spread_weights(trainer)
-    tallies: dict[str, Tally] = {}
+    tallies: dict[str, TensorTally] = {}
     for shard in saved_shards(trainer):
         count(tallies, shard)
     verify(tensors, tallies, group)
 
 
-def load_shard(shard: Shard, reader: PieceReader, tensors: Mapping[str, TensorRecord]) -> None:
+def load_shard(
+    shard: ParameterShard, reader: PieceReader, tensors: Mapping[str, TensorRecord]
+) -> None:
     """Fill the tensor of `shard`. Raises CorruptCheckpoint."""
     record = tensors.get(shard.name)
     if record is None:
@@ -286,7 +290,7 @@ def spread_weights(trainer: Checkpointable) -> None:
         trainer.wrapped.start_param_sync()
 
 
-def count(tallies: dict[str, Tally], shard: Shard) -> None:
+def count(tallies: dict[str, TensorTally], shard: ParameterShard) -> None:
     """Add a shard to what is known of its tensor."""
     for piece in shard.pieces():
         known = tally(tallies, piece.name, piece.shape, piece.values.dtype)
@@ -295,7 +299,7 @@ def count(tallies: dict[str, Tally], shard: Shard) -> None:
 
 def verify(
     expected: Mapping[str, TensorRecord],
-    tallies: Mapping[str, Tally],
+    tallies: Mapping[str, TensorTally],
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """Collective. What all ranks hold together is what the manifest lists, all of it, bit for bit.
@@ -312,7 +316,7 @@ def verify(
     compare(
         expected,
         {
-            name: Tally(expected[name].dtype, expected[name].shape, *found_N2[row].tolist())
+            name: TensorTally(expected[name].dtype, expected[name].shape, *found_N2[row].tolist())
             for name, row in rows.items()
         },
     )

@@ -12,7 +12,7 @@ from megatron_async.checkpoint.manifest import CorruptCheckpoint, TensorRecord
 
 
 @dataclass
-class Tally:
+class TensorTally:
     """What is known of one tensor so far: the checksum of the pieces seen, and their elements."""
 
     dtype: str
@@ -33,12 +33,14 @@ class Tally:
         return TensorRecord(self.dtype, self.shape, f"{self.checksum % (1 << 64):016x}")
 
 
-def tally(tallies: dict[str, Tally], name: str, shape: Sequence[int], dtype: torch.dtype) -> Tally:
+def tally(
+    tallies: dict[str, TensorTally], name: str, shape: Sequence[int], dtype: torch.dtype
+) -> TensorTally:
     """The entry of a tensor, made where it is missing."""
-    return tallies.setdefault(name, Tally(dtype_name(dtype), tuple(shape)))
+    return tallies.setdefault(name, TensorTally(dtype_name(dtype), tuple(shape)))
 
 
-def compare(expected: Mapping[str, TensorRecord], found: Mapping[str, Tally]) -> None:
+def compare(expected: Mapping[str, TensorRecord], found: Mapping[str, TensorTally]) -> None:
     """Raises CorruptCheckpoint for the first tensor that is not what was saved."""
     for name, record in sorted(expected.items()):
         loaded = found[name].record(name)

@@ -45,7 +45,7 @@ from megatron_async.checkpoint.state import (
     saved_shards,
     tensor_names,
 )
-from megatron_async.checkpoint.tally import Tally, tally
+from megatron_async.checkpoint.tally import TensorTally, tally
 
 _POLL_SECONDS = 0.02
 
@@ -55,7 +55,7 @@ class RankStatus:
     """What a rank reports when its part is done; `error` is None when it succeeded."""
 
     files: Mapping[str, FileRecord] = field(default_factory=dict)
-    tensors: Mapping[str, Tally] = field(default_factory=dict)
+    tensors: Mapping[str, TensorTally] = field(default_factory=dict)
     error: str | None = None
 
     def to_json(self) -> str:
@@ -68,7 +68,7 @@ class RankStatus:
         content = json.loads(text)
         return cls(
             {name: FileRecord(**record) for name, record in content["files"].items()},
-            {name: Tally(**known) for name, known in content["tensors"].items()},
+            {name: TensorTally(**known) for name, known in content["tensors"].items()},
             content["error"],
         )
 
@@ -186,13 +186,13 @@ class SaveJob:
             raise
         self._report(RankStatus(files, tensors))
 
-    def _write_files(self) -> dict[str, Tally]:
+    def _write_files(self) -> dict[str, TensorTally]:
         """Write this rank's pieces and random states, and release them. Raises OSError."""
         if self._prepared.error is not None:
             raise CorruptCheckpoint(self._prepared.error)
         save_random_state(self._prepared.random, self._temporary, self._rank)
         pieces, self._prepared.pieces = self._prepared.pieces, []
-        tallies: dict[str, Tally] = {}
+        tallies: dict[str, TensorTally] = {}
         room = sum(header_room(_key(copied.piece)) for copied in pieces)
         with RankFiles(self._temporary, self._rank, room) as files:
             for copied in pieces:
@@ -212,14 +212,14 @@ class SaveJob:
     def _commit(self) -> None:
         """Rank 0, once all ranks have reported success."""
         files: dict[str, FileRecord] = {}
-        tensors: dict[str, Tally] = {}
+        tensors: dict[str, TensorTally] = {}
         for rank in range(self._world_size):
             status = self._await_status(rank)
             if status.error is not None:
                 raise OSError(f"rank {rank}: {status.error}")
             files.update(status.files)
             for name, known in status.tensors.items():
-                total = tensors.setdefault(name, Tally(known.dtype, tuple(known.shape)))
+                total = tensors.setdefault(name, TensorTally(known.dtype, tuple(known.shape)))
                 total.add(known.checksum, known.elements)
         for name in sorted(self._prepared.names - tensors.keys()):
             raise CorruptCheckpoint(f"tensor {name} is held by no rank")

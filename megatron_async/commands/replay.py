@@ -5,7 +5,7 @@ Invariants
 - Nothing is written; a run that is still going on may be replayed up to its last complete line.
 - Every lineage of the run is replayed by itself, as it was recorded; each restart of the rollout
   manager within a lineage began a record of its own, and a long record has several files
-  (`scheduler.record_files`). Each file is replayed by itself, from its snapshot if it has one.
+  (`scheduler.record`). Each file is replayed by itself, from its snapshot if it has one.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from megatron_async.scheduler import events as ev
 from megatron_async.scheduler.record import (
     Divergence,
     Exchange,
-    Outcome,
     Raised,
+    RecordedAction,
     read_record,
+    record_files,
     replay,
 )
-from megatron_async.scheduler.record_files import record_files
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Timeline:
         told = "".join(traceback.format_exception(error)).rstrip()
         self.raised.append(f"event {exchange.index} ({exchange.event}) makes it raise\n{told}")
 
-    def _act(self, exchange: Exchange, action: Outcome) -> None:
+    def _act(self, exchange: Exchange, action: RecordedAction) -> None:
         self._counts[type(action).__name__] += 1
         match action:
             case ev.EmitBatch():

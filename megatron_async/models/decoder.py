@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron_async.models.architecture import Architecture
-from megatron_async.models.shards import Layout, Place, Rule
+from megatron_async.models.shards import Place, Rule, ShardLayout
 
 _LAYER = "decoder.layers.{layer}."
 _HF_LAYER = "model.layers.{layer}."
@@ -20,7 +20,7 @@ def _layer_rule(
     parameters: tuple[str, ...],
     tensors: tuple[str, ...],
     shapes: list[tuple[int, ...]],
-    layout: Layout,
+    layout: ShardLayout,
     *,
     groups: int = 0,
     expert: bool = False,
@@ -37,7 +37,7 @@ def _layer_rule(
 
 def norm_rule(parameters: tuple[str, ...], tensor: str, size: int) -> Rule:
     """A norm's weight inside a layer."""
-    return _layer_rule(parameters, (tensor,), [(size,)], Layout.REPLICATED)
+    return _layer_rule(parameters, (tensor,), [(size,)], ShardLayout.REPLICATED)
 
 
 def embedding_rules(a: Architecture) -> list[Rule]:
@@ -47,7 +47,7 @@ def embedding_rules(a: Architecture) -> list[Rule]:
             parameters=("embedding.word_embeddings.weight",),
             tensors=("model.embed_tokens.weight",),
             shapes=((a.vocab_size, a.hidden_size),),
-            layout=Layout.VOCAB,
+            layout=ShardLayout.VOCAB,
             place=Place.FIRST,
         )
     ]
@@ -60,14 +60,14 @@ def head_rules(a: Architecture) -> list[Rule]:
             parameters=("decoder.final_layernorm.weight",),
             tensors=("model.norm.weight",),
             shapes=((a.hidden_size,),),
-            layout=Layout.REPLICATED,
+            layout=ShardLayout.REPLICATED,
             place=Place.LAST,
         ),
         Rule(
             parameters=("output_layer.weight",),
             tensors=("model.embed_tokens.weight" if a.tied_head else "lm_head.weight",),
             shapes=((a.vocab_size, a.hidden_size),),
-            layout=Layout.VOCAB,
+            layout=ShardLayout.VOCAB,
             place=Place.LAST,
             exported=not a.tied_head,
         ),
@@ -89,7 +89,7 @@ def attention_rules(a: Architecture) -> list[Rule]:
             ("self_attention.linear_qkv.weight",),
             tuple(name + "weight" for name in qkv),
             [(count, a.hidden_size) for count in rows],
-            Layout.QKV,
+            ShardLayout.QKV,
             groups=a.num_kv_heads,
         ),
     ]
@@ -99,7 +99,7 @@ def attention_rules(a: Architecture) -> list[Rule]:
                 ("self_attention.linear_qkv.bias",),
                 tuple(name + "bias" for name in qkv),
                 [(count,) for count in rows],
-                Layout.QKV,
+                ShardLayout.QKV,
                 groups=a.num_kv_heads,
             )
         )
@@ -117,7 +117,7 @@ def attention_rules(a: Architecture) -> list[Rule]:
             ("self_attention.linear_proj.weight",),
             ("self_attn.o_proj.weight",),
             [(a.hidden_size, q_rows)],
-            Layout.COLUMNS,
+            ShardLayout.COLUMNS,
         )
     )
     return rules
@@ -133,13 +133,13 @@ def mlp_rules(a: Architecture, norm: str = "post_attention_layernorm.weight") ->
             ("mlp.linear_fc1.weight",),
             ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
             [(a.ffn_size, a.hidden_size)] * 2,
-            Layout.GATE_UP,
+            ShardLayout.GATE_UP,
         ),
         _layer_rule(
             ("mlp.linear_fc2.weight",),
             ("mlp.down_proj.weight",),
             [(a.hidden_size, a.ffn_size)],
-            Layout.COLUMNS,
+            ShardLayout.COLUMNS,
         ),
     ]
 
@@ -165,7 +165,7 @@ def expert_rules(
             ("mlp.router.weight",),
             (f"{block}.gate.weight",),
             [(a.experts.num, a.hidden_size)],
-            Layout.REPLICATED,
+            ShardLayout.REPLICATED,
         ),
         _layer_rule(
             (
@@ -174,7 +174,7 @@ def expert_rules(
             ),
             (f"{expert}{gate}.weight", f"{expert}{up}.weight"),
             [(width, a.hidden_size)] * 2,
-            Layout.GATE_UP,
+            ShardLayout.GATE_UP,
             expert=True,
         ),
         _layer_rule(
@@ -184,7 +184,7 @@ def expert_rules(
             ),
             (f"{expert}{down}.weight",),
             [(a.hidden_size, width)],
-            Layout.COLUMNS,
+            ShardLayout.COLUMNS,
             expert=True,
         ),
     ]

@@ -25,7 +25,7 @@ from torch import Tensor
 from megatron_async.models.architecture import Architecture
 from megatron_async.models.families import rules_of
 from megatron_async.models.parameters import first_layer_of_stage, placed_parameters
-from megatron_async.models.shards import Layout, Place, Rule, merge
+from megatron_async.models.shards import Place, Rule, ShardLayout, merge
 
 NamedTensor = tuple[str, Tensor]
 SENDER = 0
@@ -99,7 +99,7 @@ def stage_tensors(
         if leader not in dist.get_process_group_ranks(group):
             continue
         shard = shard_of[rule, step.layer, first_expert + step.slot if rule.expert else 0]
-        if rule.layout is Layout.REPLICATED:
+        if rule.layout is ShardLayout.REPLICATED:
             shards = [shard] if dist.get_rank() == leader else []
         else:
             shards = _gather(shard, leader, group)

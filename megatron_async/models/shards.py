@@ -22,7 +22,7 @@ ReadSlice = Callable[[str, int, int, int], Tensor]
 """`read(name, dim, start, stop)`: that slice of a Hugging Face tensor."""
 
 
-class Layout(Enum):
+class ShardLayout(Enum):
     """What Megatron does with a parameter under tensor parallelism."""
 
     REPLICATED = "replicated"
@@ -53,7 +53,7 @@ class Rule:
     parameters: tuple[str, ...]
     tensors: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    layout: Layout
+    layout: ShardLayout
     place: Place = Place.LAYER
     groups: int = 0
     expert: bool = False
@@ -66,18 +66,18 @@ class Rule:
 
 def split(rule: Rule, names: Sequence[str], read: ReadSlice, size: int, rank: int) -> Tensor:
     """Tensor rank `rank`'s shard of the parameter, read slice by slice."""
-    if rule.layout is Layout.REPLICATED:
+    if rule.layout is ShardLayout.REPLICATED:
         return read(names[0], 0, 0, rule.shapes[0][0])
-    if rule.layout is Layout.COLUMNS:
+    if rule.layout is ShardLayout.COLUMNS:
         width = rule.shapes[0][1] // size
         return read(names[0], 1, rank * width, (rank + 1) * width)
-    if rule.layout is Layout.VOCAB:
+    if rule.layout is ShardLayout.VOCAB:
         return _split_vocab(rule, names[0], read, size, rank)
     parts = []
     for name, shape in zip(names, rule.shapes, strict=True):
         rows = shape[0] // size
         parts.append(read(name, 0, rank * rows, (rank + 1) * rows))
-    if rule.layout is Layout.QKV:
+    if rule.layout is ShardLayout.QKV:
         groups = rule.groups // size
         parts = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
         return torch.cat(parts, dim=1).flatten(0, 1)
@@ -97,20 +97,20 @@ def _split_vocab(rule: Rule, name: str, read: ReadSlice, size: int, rank: int) -
 
 def merge(rule: Rule, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The Hugging Face tensors from the shards of all tensor ranks, in rank order."""
-    if rule.layout is Layout.REPLICATED:
+    if rule.layout is ShardLayout.REPLICATED:
         return (shards[0],)
-    if rule.layout is Layout.COLUMNS:
+    if rule.layout is ShardLayout.COLUMNS:
         return (_concatenate(shards, 1),)
-    if rule.layout is Layout.GATE_UP:
+    if rule.layout is ShardLayout.GATE_UP:
         halves = [shard.chunk(2) for shard in shards]
         return (
             _concatenate([gate for gate, _ in halves], 0),
             _concatenate([up for _, up in halves], 0),
         )
     whole = _concatenate(shards, 0)
-    if rule.layout is Layout.VOCAB:
+    if rule.layout is ShardLayout.VOCAB:
         return (whole[: rule.shapes[0][0]],)
-    if rule.layout is Layout.QKV:
+    if rule.layout is ShardLayout.QKV:
         grouped = whole.reshape(rule.groups, -1, *whole.shape[1:])
         rows = [shape[0] // rule.groups for shape in rule.shapes]
         return tuple(part.flatten(0, 1) for part in grouped.split(rows, dim=1))

@@ -284,7 +284,7 @@ class RolloutDriver:
 
     async def end_generation(self) -> None:
         """After `quiesce`: running requests are aborted, their tokens kept."""
-        await self._generation.abort(self._generation.of())
+        await self._generation.abort(self._generation.mark_unwanted())
 
     def drop_batch(self, step: int, reason: DropReason) -> None:
         """The trainer could not use the batch of `step`."""
@@ -329,7 +329,7 @@ class RolloutDriver:
             if not isinstance(action, ev.Abort):
                 self._carry_out(action)
         unwanted = [action.trajectory_id for action in actions if isinstance(action, ev.Abort)]
-        requests = self._generation.of(unwanted)
+        requests = self._generation.mark_unwanted(unwanted)
         if requests:
             self._spawn(self._generation.abort(requests))
 

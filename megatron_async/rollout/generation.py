@@ -49,7 +49,7 @@ _ABORT_TRIES = 10
 
 
 @dataclass(eq=False)
-class Request:
+class RunningRequest:
     """One running request; `abort_wanted` is seen by a request that has not been sent yet.
 
     `group_id` is known once it is sent. `read_at` is the reading of its engine's request clock at
@@ -107,7 +107,7 @@ class Generation:
         self._statistics = statistics
         self._stop_token_ids = tuple(stop_token_ids)
         self._reports = reports
-        self._requests: dict[int, Request] = {}
+        self._requests: dict[int, RunningRequest] = {}
         self._failures: Counter[int] = Counter()  # in a row, by trajectory
         self._closed = False
 
@@ -129,7 +129,7 @@ class Generation:
         """
         key = self._store.begin_request(trajectory_id)
         now = slot.clock()
-        request = Request(key, slot, slot.watch.request_clock(now))
+        request = RunningRequest(key, slot, slot.watch.request_clock(now))
         self._requests[trajectory_id] = request
         self._statistics.running_changed(len(self._requests))
         if slot.given_up:
@@ -138,7 +138,7 @@ class Generation:
         request.task = asyncio.get_running_loop().create_task(self._run(request))
         self._reports.watch(request.task)
 
-    def of(self, trajectory_ids: Sequence[int] | None = None) -> list[Request]:
+    def mark_unwanted(self, trajectory_ids: Sequence[int] | None = None) -> list[RunningRequest]:
         """The running requests of these trajectories (of all), marked as unwanted."""
         wanted = list(self._requests) if trajectory_ids is None else trajectory_ids
         requests = [self._requests[i] for i in wanted if i in self._requests]
@@ -148,14 +148,14 @@ class Generation:
 
     # ------------------------------------------------------------ ended from here
 
-    async def abort(self, requests: Sequence[Request]) -> None:
+    async def abort(self, requests: Sequence[RunningRequest]) -> None:
         """Returns when all have ended."""
-        by_slot: dict[EngineSlot, list[Request]] = {}
+        by_slot: dict[EngineSlot, list[RunningRequest]] = {}
         for request in requests:
             by_slot.setdefault(request.slot, []).append(request)
         await asyncio.gather(*(self._abort_on(*group) for group in by_slot.items()))
 
-    async def _abort_on(self, slot: EngineSlot, requests: Sequence[Request]) -> None:
+    async def _abort_on(self, slot: EngineSlot, requests: Sequence[RunningRequest]) -> None:
         """Repeated: an abort that overtakes its request is unknown to the engine.
 
         A held engine ends nothing, and loses aborts: they wait for its release. An engine that
@@ -180,7 +180,7 @@ class Generation:
             why = f"engine {slot.engine_id} did not end it when it was aborted"
             self._cut_off(request, "abort_ignored", why)
 
-    def _unended(self, requests: Sequence[Request]) -> list[Request]:
+    def _unended(self, requests: Sequence[RunningRequest]) -> list[RunningRequest]:
         return [r for r in requests if self._requests.get(r.trajectory_id) is r]
 
     def end_silent(self, slot: EngineSlot, limit: float) -> None:
@@ -194,7 +194,7 @@ class Generation:
                 why = f"no token came from engine {slot.engine_id} for {limit:g} s"
                 self._cut_off(request, "request_silent", why)
 
-    def _cut_off(self, request: Request, warning: str, why: str) -> None:
+    def _cut_off(self, request: RunningRequest, warning: str, why: str) -> None:
         """Its stream is read no further; what it sends from now on is nobody's."""
         message = f"request {request.key.name} is cut off: {why}"
         self._statistics.warned(warning, message)
@@ -221,7 +221,7 @@ class Generation:
             self._store.end_request(request.key)
         self._statistics.running_changed(len(self._requests))
 
-    def _on(self, slot: EngineSlot) -> list[Request]:
+    def _on(self, slot: EngineSlot) -> list[RunningRequest]:
         return [request for request in self._requests.values() if request.slot is slot]
 
     def end_if_complete(self, trajectory_id: int) -> bool:
@@ -239,7 +239,7 @@ class Generation:
 
     # ------------------------------------------------------------ one request
 
-    async def _run(self, request: Request) -> None:
+    async def _run(self, request: RunningRequest) -> None:
         refused = False
         try:
             await self._read(request)
@@ -254,12 +254,12 @@ class Generation:
             return  # its engine was given up or it was cut off: the scheduler knows that already
         self._ended(request, refused=refused)
 
-    async def _read(self, request: Request) -> None:
+    async def _read(self, request: RunningRequest) -> None:
         slot, trajectory_id = request.slot, request.trajectory_id
         async for chunk in self._stream(request):
             if request.complete:
                 self._statistics.warned(
-                    "said_after_its_end",
+                    "tokens_after_eos",
                     f"engine {slot.engine_id} sent more for trajectory {trajectory_id} after the "
                     "end of the response",
                 )
@@ -284,7 +284,7 @@ class Generation:
             else:
                 await self._store.written(trajectory_id)
 
-    def _ended(self, request: Request, *, refused: bool = False) -> None:
+    def _ended(self, request: RunningRequest, *, refused: bool = False) -> None:
         """No stream of it is read any more: its trajectory is finished, partial or refused."""
         trajectory_id = request.trajectory_id
         del self._requests[trajectory_id]
@@ -295,7 +295,7 @@ class Generation:
         self._store.end_request(request.key)
         self._reports.feed(ev.Refused(trajectory_id) if refused else ev.Aborted(trajectory_id))
 
-    def _take(self, request: Request, chunk: TokenChunk) -> None:
+    def _take(self, request: RunningRequest, chunk: TokenChunk) -> None:
         """Its tokens, and its end with them: whoever runs next finds both or neither."""
         end = None if chunk.end in (None, "abort") else FinishReason(chunk.end)
         engine_id = request.slot.engine_id
@@ -309,7 +309,7 @@ class Generation:
         self._statistics.generated(count)
         self._reports.feed(ev.TokensArrived(request.trajectory_id, count, chunk.version.number))
 
-    async def _failed(self, request: Request, why: str) -> bool:
+    async def _failed(self, request: RunningRequest, why: str) -> bool:
         """A stream broke off: whose fault is it? True when it is the request's own."""
         slot, trajectory_id = request.slot, request.trajectory_id
         await self._reports.suspect(slot, why)
@@ -335,14 +335,14 @@ class Generation:
         )
         return True
 
-    async def _stream(self, request: Request) -> AsyncIterator[TokenChunk]:
+    async def _stream(self, request: RunningRequest) -> AsyncIterator[TokenChunk]:
         """The engine's stream; empty when the request is already unwanted."""
         if request.abort_wanted:
             return
         async for chunk in request.slot.client.generate(self._generation_request(request)):
             yield chunk
 
-    def _generation_request(self, request: Request) -> GenerationRequest:
+    def _generation_request(self, request: RunningRequest) -> GenerationRequest:
         trajectory = self._store.load_trajectory(request.trajectory_id)
         request.group_id = trajectory.group_id
         response = [segment.token_ids for segment in trajectory.segments]

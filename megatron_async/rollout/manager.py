@@ -33,9 +33,8 @@ from megatron_async.rollout.evaluate import EvalResult, evaluate
 from megatron_async.rollout.fleet import EngineLauncher, Fleet
 from megatron_async.rollout.probe import PROMPTS, Sample, packed
 from megatron_async.rollout.shared_devices import SharedDevices
-from megatron_async.rollout.weight_checks import Outcome, WeightChecks
-from megatron_async.scheduler.record import Recorder
-from megatron_async.scheduler.record_files import RecordFiles
+from megatron_async.rollout.weight_checks import CheckedEngines, WeightChecks
+from megatron_async.scheduler.record import Recorder, RecordFiles
 from megatron_async.scheduler.scheduler import Scheduler
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.tasks.base import Task
@@ -79,7 +78,7 @@ class ResumePoint:
 
 
 @dataclass(frozen=True, eq=False)
-class _Update:
+class _PendingUpdate:
     """An update between `end_update` and `verify_update`; `rests`: engines do so meanwhile."""
 
     version: PolicyVersion
@@ -145,7 +144,7 @@ class RolloutManager:
         self._doubted: set[str] = set()
         self._why = "none is there"
         self._checks = WeightChecks(config, self._probe_prompts)
-        self._update: _Update | None = None
+        self._update: _PendingUpdate | None = None
         self._devices = SharedDevices(config.engines.placement == "colocated", self._tell)
 
     # ------------------------------------------------------------ life
@@ -326,7 +325,7 @@ class RolloutManager:
         if not verify:
             await self._go_on(session, holders, version)
             self._driver.verified([engine.engine_id for engine in holders])
-            self._update = _Update(version, holders)
+            self._update = _PendingUpdate(version, holders)
             return None
         sampling = asyncio.ensure_future(self._checks.sampled(holders, version))
         try:
@@ -338,7 +337,7 @@ class RolloutManager:
             sampling.cancel()
         holders = self._passed(session, outcome)
         await self._devices.rest(self._driver.engines(), keep_weights=True)
-        self._update = _Update(version, holders, samples, rests=self._devices.shared)
+        self._update = _PendingUpdate(version, holders, samples, rests=self._devices.shared)
         return packed(samples, self._config.sampling.temperature) if samples else None
 
     async def _go_on(
@@ -465,7 +464,7 @@ class RolloutManager:
             tag,
         )
 
-    def _passed(self, session: _Session, outcome: Outcome) -> list[EngineClient]:
+    def _passed(self, session: _Session, outcome: CheckedEngines) -> list[EngineClient]:
         """Those that passed a check. Others are sent the weights once more, then replaced."""
         self._still(session)
         for engine_id, why in outcome.failed.items():

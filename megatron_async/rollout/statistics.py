@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from megatron_async.scheduler.view import SchedulerView
+from megatron_async.scheduler.counts import SchedulerView
 from megatron_async.tasks.base import SCORER_FAULTS
 from megatron_async.tasks.scorer_count import ScorerCount
 from megatron_async.trajectory.batch import TokenBatch

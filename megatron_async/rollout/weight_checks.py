@@ -24,7 +24,7 @@ from megatron_async.engines.interface import EngineClient, EngineError
 from megatron_async.rollout import probe
 from megatron_async.trajectory.types import FloatArray, IntArray, PolicyVersion
 from megatron_async.weight_sync.verify import (
-    Held,
+    HeldVersion,
     RatioCheck,
     agreed_checksum,
     disagreement,
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
-class Outcome:
+class CheckedEngines:
     """Engines that passed; by id, why others are `wrong` or have `failed` to answer."""
 
     good: list[EngineClient] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Outcome:
 class Ratios:
     """What the comparison with the trainer found; errors over all engines, None without any."""
 
-    outcome: Outcome
+    outcome: CheckedEngines
     mean_error: float | None = None
     max_error: float | None = None
     drift: float | None = None
@@ -68,15 +68,15 @@ class WeightChecks:
             config.weights.transport != "delta" and config.engines.quantization == "none"
         )
 
-    async def held(self, engines: Sequence[EngineClient], version: PolicyVersion) -> Outcome:
+    async def held(self, engines: Sequence[EngineClient], version: PolicyVersion) -> CheckedEngines:
         """Whether they hold `version` under one checksum.
 
         Engines that come to a version later must have the checksum of those that serve it.
         """
 
-        async def ask(engine: EngineClient) -> Held:
+        async def ask(engine: EngineClient) -> HeldVersion:
             checksum = await engine.checksum()
-            return Held(engine.engine_id, await engine.version(), checksum)
+            return HeldVersion(engine.engine_id, await engine.version(), checksum)
 
         found, failed = await _each(engines, ask)
         reports = [report for _, report in found]
@@ -84,7 +84,7 @@ class WeightChecks:
         if self._agreed is not None and self._agreed[0] == version:
             agreed = self._agreed[1]
         self._agreed = None if agreed is None else (version, agreed)
-        outcome = Outcome(failed=failed)
+        outcome = CheckedEngines(failed=failed)
         for engine, report in found:
             why = disagreement(report, reports, version, agreed)
             if why is None:
@@ -95,7 +95,7 @@ class WeightChecks:
 
     async def sampled(
         self, engines: Sequence[EngineClient], version: PolicyVersion
-    ) -> tuple[Outcome, list[probe.Sample]]:
+    ) -> tuple[CheckedEngines, list[probe.Sample]]:
         """Tokens of each engine as the run samples them."""
         weights, sampling = self._config.weights, self._config.sampling
         prompts = probe.probe_prompts(self._prompts())
@@ -107,7 +107,7 @@ class WeightChecks:
 
         found, failed = await _each(engines, ask)
         good = [engine for engine, _ in found]
-        return Outcome(good, failed=failed), [one for _, samples in found for one in samples]
+        return CheckedEngines(good, failed=failed), [one for _, samples in found for one in samples]
 
     def ratios(
         self,
@@ -125,10 +125,10 @@ class WeightChecks:
         if logprobs_T is None:
             if samples:
                 raise ValueError(f"engines sampled with {version}, and no log-probs came of it")
-            return Ratios(Outcome(list(engines)))
+            return Ratios(CheckedEngines(list(engines)))
         exact = float32 and self._sent_exactly and all(e.dtype == "float32" for e in engines)
         errors = probe.errors(samples, logprobs_T)
-        outcome = Outcome()
+        outcome = CheckedEngines()
         for engine in engines:
             error = errors[engine.engine_id]
             if self._rule.passes(error, exact=exact):

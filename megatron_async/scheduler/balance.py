@@ -17,7 +17,7 @@ from megatron_async.scheduler.state import EngineEntry, GroupEntry, TrajectoryEn
 from megatron_async.trajectory.types import PolicyVersion
 
 
-class Fleet:
+class ServingEngines:
     """The engines that are up and what runs on each."""
 
     def __init__(self) -> None:

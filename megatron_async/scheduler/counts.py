@@ -1,27 +1,29 @@
-"""Running counts of the scheduler: trajectories by state, what was dropped, what was wasted.
+"""Running counts of the scheduler, and the snapshot of them that metrics read.
 
 Invariants
-- `count[state]` is the number of trajectories in that state that are neither batched nor dropped.
+- `by_state[state]` is the number of trajectories in that state, neither batched nor dropped.
 - `partial_tokens` is the number of response tokens of those that are partial.
 - Everything else only grows, but for the off-policy share, which is the newest batch's.
+- A view is never used for decisions.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from megatron_async.scheduler.state import GroupEntry, TrajectoryEntry
-from megatron_async.trajectory.types import DropReason, TrajectoryState
+from megatron_async.trajectory.types import DropReason, PolicyVersion, TrajectoryState
 
 _PARTIAL = TrajectoryState.PARTIAL
 
 
-class Tally:
+class Counts:
     """Counts; every change of a trajectory's state passes here."""
 
     def __init__(self) -> None:
-        self.count: dict[TrajectoryState, int] = dict.fromkeys(TrajectoryState, 0)
+        self.by_state: dict[TrajectoryState, int] = dict.fromkeys(TrajectoryState, 0)
         self.dropped: Counter[DropReason] = Counter()
         self.restarted = 0
         self.regenerated = 0
@@ -34,17 +36,17 @@ class Tally:
     @property
     def unscored(self) -> int:
         """Trajectories that have their whole response and no score."""
-        return self.count[TrajectoryState.FINISHED]
+        return self.by_state[TrajectoryState.FINISHED]
 
     def add(self, entries: Sequence[TrajectoryEntry]) -> None:
         """New trajectories, pending."""
-        self.count[TrajectoryState.PENDING] += len(entries)
+        self.by_state[TrajectoryState.PENDING] += len(entries)
 
     def move(self, entry: TrajectoryEntry, state: TrajectoryState) -> None:
         """`entry` is in `state` from now on."""
-        before, count = entry.state, self.count
-        count[before] -= 1
-        count[state] += 1
+        before, by_state = entry.state, self.by_state
+        by_state[before] -= 1
+        by_state[state] += 1
         entry.state = state
         if before is _PARTIAL:
             self.partial_tokens -= entry.tokens
@@ -52,7 +54,7 @@ class Tally:
             self.partial_tokens += entry.tokens
 
     def _leave(self, entry: TrajectoryEntry) -> None:
-        self.count[entry.state] -= 1
+        self.by_state[entry.state] -= 1
         if entry.state is TrajectoryState.PARTIAL:
             self.partial_tokens -= entry.tokens
 
@@ -84,3 +86,40 @@ class Tally:
                 current += entry.tokens_of(step)
         self.off_policy_share = 1 - current / total if total else 0.0
         self.batched_tokens += total
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerView:
+    """A snapshot. Trajectory counts unless the name says otherwise.
+
+    `finished_waiting`: finished or scored, group not complete. `unscored`: finished, no score yet.
+    `finished_groups`: groups whose members all are finished or scored, `complete_groups` those of
+    them that have all scores. `ring_fill`: batches that wait for the trainer, emitted ones and
+    complete groups / B. `off_policy_share`: share of the newest batch's tokens that an older
+    version than its step's wrote. `wasted_tokens`: of dropped and restarted trajectories;
+    `regenerated` counts restarts because a scorer failed, which are among the `restarted` ones;
+    `filtered_tokens` is the part for groups without reward variance.
+    """
+
+    version: PolicyVersion
+    next_step: int
+    concurrency: int
+    in_flight: int
+    in_flight_by_engine: Mapping[str, int]
+    kv_tokens_by_engine: Mapping[str, int]
+    buffered_partial: int
+    buffered_tokens: int
+    finished_waiting: int
+    unscored: int
+    open_groups: int
+    finished_groups: int
+    complete_groups: int
+    ring_fill: float
+    dropped: Mapping[DropReason, int]
+    restarted: int
+    regenerated: int
+    wasted_tokens: int
+    filtered_tokens: int
+    off_policy_share: float
+    exhausted: bool
+    finished: bool

@@ -15,11 +15,10 @@ from __future__ import annotations
 
 from megatron_async.config.schedule import ScheduleConfig
 from megatron_async.scheduler import events as ev
-from megatron_async.scheduler.balance import Fleet
-from megatron_async.scheduler.counts import Tally
-from megatron_async.scheduler.lag import LagLedger
-from megatron_async.scheduler.queues import FreshGroups, WorkQueue
-from megatron_async.scheduler.ready import ReadyGroups
+from megatron_async.scheduler.balance import ServingEngines
+from megatron_async.scheduler.counts import Counts
+from megatron_async.scheduler.limits import LagLedger
+from megatron_async.scheduler.queues import FreshGroups, ReadyGroups, WorkQueue
 from megatron_async.scheduler.state import (
     EngineEntry,
     Fate,
@@ -40,7 +39,7 @@ _PENDING, _RUNNING, _PARTIAL = (
 class Lifecycle:
     """Owns every trajectory that is neither batched nor dropped; appends actions to `out`."""
 
-    def __init__(self, config: ScheduleConfig, fleet: Fleet, first_step: int) -> None:
+    def __init__(self, config: ScheduleConfig, fleet: ServingEngines, first_step: int) -> None:
         self._config = config
         self._fleet = fleet
         self._trajectories: dict[int, TrajectoryEntry] = {}
@@ -49,7 +48,7 @@ class Lifecycle:
         self.fresh = FreshGroups()
         self.ready = ReadyGroups()
         self.lag = LagLedger(config.max_async_level, config.groups_per_batch, first_step)
-        self.tally = Tally()
+        self.counts = Counts()
         self.open_groups = 0
         self.finished_groups = 0
 
@@ -67,7 +66,7 @@ class Lifecycle:
             if entry.trajectory_id in self._trajectories:
                 raise ValueError(f"trajectory {entry.trajectory_id} is known already")
             self._trajectories[entry.trajectory_id] = entry
-        self.tally.add(group.members)
+        self.counts.add(group.members)
         return group
 
     def start_group(self) -> None:
@@ -103,7 +102,7 @@ class Lifecycle:
         gone = [pair for pair in found if pair[1].state is TrajectoryState.DROPPED]
         for entry, _ in gone:
             group.members.remove(entry)
-            self.tally.forget(entry)
+            self.counts.forget(entry)
             del self._trajectories[entry.trajectory_id]
         if gone:
             self._drop_group(group, gone[0][1].drop_reason or DropReason.FILTERED, out)
@@ -125,7 +124,7 @@ class Lifecycle:
 
     def submitted(self, entry: TrajectoryEntry, engine: EngineEntry, version: int) -> None:
         """`entry`, taken from the work queue, runs on `engine`, which serves `version`."""
-        self.tally.move(entry, _RUNNING)
+        self.counts.move(entry, _RUNNING)
         if entry.oldest is None:
             entry.oldest = version
             oldest = entry.group.oldest
@@ -144,7 +143,7 @@ class Lifecycle:
         if entry.engine is not None:
             entry.engine.kv_tokens += count
         elif entry.state is _PARTIAL:
-            self.tally.partial_tokens += count
+            self.counts.partial_tokens += count
         if first or entry.oldest is None or version < entry.oldest:
             self._oldest_known(entry, version, out)
         if first and entry.state is _PENDING:
@@ -177,7 +176,7 @@ class Lifecycle:
 
     def _finished(self, entry: TrajectoryEntry) -> None:
         """`entry` has its whole response."""
-        self.tally.move(entry, TrajectoryState.FINISHED)
+        self.counts.move(entry, TrajectoryState.FINISHED)
         entry.group.unfinished -= 1
         if not entry.group.unfinished:
             self.finished_groups += 1
@@ -209,7 +208,7 @@ class Lifecycle:
         if entry is None or entry.state is not _RUNNING:
             return
         self._fleet.release(entry)
-        self.tally.move(entry, _PARTIAL if entry.tokens else _PENDING)
+        self.counts.move(entry, _PARTIAL if entry.tokens else _PENDING)
         if entry.group.drop_reason is None:
             self._drop_group(entry.group, DropReason.REFUSED, out)
         else:
@@ -228,7 +227,7 @@ class Lifecycle:
         self._queue(entry)
 
     def _queue(self, entry: TrajectoryEntry) -> None:
-        self.tally.move(entry, _PARTIAL if entry.tokens else _PENDING)
+        self.counts.move(entry, _PARTIAL if entry.tokens else _PENDING)
         self.work.push(entry)
 
     def abort_all(self, out: Actions) -> None:
@@ -264,7 +263,7 @@ class Lifecycle:
     def _regenerate(self, entry: TrajectoryEntry, out: Actions) -> None:
         """`entry` alone starts again; its group waits for it."""
         entry.regenerations += 1
-        self.tally.regenerated += 1
+        self.counts.regenerated += 1
         self._unfinished(entry.group)
         entry.fate = Fate.RESTART
         self.lag.place(entry.group, entry.group.oldest_of_members())
@@ -273,7 +272,7 @@ class Lifecycle:
     def _scored(self, entry: TrajectoryEntry, reward: float, out: Actions) -> None:
         group = entry.group
         entry.reward = reward
-        self.tally.move(entry, TrajectoryState.SCORED)
+        self.counts.move(entry, TrajectoryState.SCORED)
         group.unscored -= 1
         if group.unscored:
             return
@@ -319,7 +318,7 @@ class Lifecycle:
                 self._make_ready(group)
             return False
         masked = any(group.oldest is not None and group.oldest < floor for group in groups)
-        self.tally.batch(groups, step)
+        self.counts.batch(groups, step)
         for group in groups:
             self.lag.remove(group)
             for entry in group.members:
@@ -362,7 +361,7 @@ class Lifecycle:
     def _meet_fate(self, entry: TrajectoryEntry, out: Actions) -> None:
         """Nothing outside works on `entry` any more: drop it or start it again."""
         if entry.fate is Fate.RESTART:
-            self.tally.restart(entry)
+            self.counts.restart(entry)
             entry.forget_tokens()
             out.append(ev.Restart(entry.trajectory_id))
             self.work.push(entry)
@@ -370,7 +369,7 @@ class Lifecycle:
         reason = entry.group.drop_reason
         assert reason is not None
         self.work.remove(entry)
-        self.tally.drop(entry, reason)
+        self.counts.drop(entry, reason)
         del self._trajectories[entry.trajectory_id]
         out.append(ev.Drop(entry.trajectory_id, reason))
 

@@ -1,12 +1,27 @@
-"""How many new groups may be started: every limit of the policy space in one pure function.
+"""What limits the start of groups and the emission of batches: capacity, back-pressure, lag.
 
-Only the start of *groups* is limited here. Members of started groups and partial trajectories are
-always let in (as far as slots go): a batch may be waiting for them, so holding them back could
-hold everything.
+Only the start of *groups* is limited (`new_groups_allowed`). Members of started groups and partial
+trajectories are always let in (as far as slots go): a batch may be waiting for them, so holding
+them back could hold everything.
+
+The staleness bound: let B be the groups of a batch, k the bound, v the version that engines serve,
+n the next batch. A group whose oldest token is of version a has the deadline a + k: the last batch
+it may be in.
 
 Invariants
 - Back-pressure never stops a run: what holds new groups back is finished, at least one batch of it
   (`ring_batches` >= 1), and goes on without them, to a score, a batch, the trainer or a drop.
+- Capacity: a group is started under v only while fewer than (v + k + 1 - n) B groups are started
+  and not consumed. So at most (d + 1 - n) B open groups have a deadline <= d, and taking batches
+  in the order of deadlines would meet all of them.
+- `may_emit` (`on_stale: wait`) keeps that so although groups complete in any order: batch n waits
+  while emitting it would leave more than (d - n) B groups with a deadline <= d, for any d.
+- `expired` names every group whose deadline has passed, after each batch: none is ever batched.
+- What even waiting cannot save (more groups recovered, or oversampled, than batches fit) never
+  blocks: only losses beyond the unavoidable ones do.
+
+Cost of the lag ledger: O(1) to move a group, O(distinct versions), at most about k + 2, for the
+questions.
 """
 
 from __future__ import annotations
@@ -16,6 +31,7 @@ import math
 from typing import NamedTuple
 
 from megatron_async.config.schedule import ScheduleConfig
+from megatron_async.scheduler.state import GroupEntry
 
 
 class Occupancy(NamedTuple):
@@ -80,3 +96,67 @@ def new_groups_allowed(config: ScheduleConfig, now: Occupancy) -> int | None:
     if held_back_by(config, now) is not None:
         limits.append(0)
     return max(0, min(limits)) if limits else None
+
+
+class LagLedger:
+    """Open groups by the version of their oldest token. Without a bound it stays empty.
+
+    `next_step` is the next batch to emit.
+    """
+
+    def __init__(self, bound: int | None, groups_per_batch: int, next_step: int) -> None:
+        self.next_step = next_step
+        self._bound = bound
+        self._batch = groups_per_batch
+        self._groups: dict[int, dict[int, GroupEntry]] = {}
+        self._complete: dict[int, int] = {}
+
+    def place(self, group: GroupEntry, oldest: int | None) -> None:
+        """Record the oldest version of an open, incomplete group."""
+        if oldest == group.oldest:
+            return
+        self.remove(group)
+        group.oldest = oldest
+        if self._bound is not None and oldest is not None:
+            self._groups.setdefault(oldest, {})[group.group_id] = group
+
+    def completed(self, group: GroupEntry, complete: bool) -> None:
+        """A placed group became complete, or is not so any more (a restart)."""
+        if self._bound is not None and group.oldest is not None:
+            change = 1 if complete else -1
+            self._complete[group.oldest] = self._complete.get(group.oldest, 0) + change
+
+    def remove(self, group: GroupEntry) -> None:
+        """The group is consumed or dropped; call `completed(False)` first if it was complete."""
+        if group.oldest is None or self._bound is None:
+            return
+        bucket = self._groups.get(group.oldest)
+        if bucket is not None:
+            bucket.pop(group.group_id, None)
+            if not bucket:
+                del self._groups[group.oldest]
+                self._complete.pop(group.oldest, None)
+
+    @property
+    def floor(self) -> int:
+        """Oldest version that the next batch may hold."""
+        return 0 if self._bound is None else max(0, self.next_step - self._bound)
+
+    def expired(self) -> list[GroupEntry]:
+        """Groups that can be in no batch from the next one on, oldest first."""
+        floor = self.floor
+        versions = sorted(version for version in self._groups if version < floor)
+        return [group for version in versions for group in list(self._groups[version].values())]
+
+    def may_emit(self) -> bool:
+        """Whether the next batch, taken from complete groups oldest first, costs no other group."""
+        if self._bound is None:
+            return True
+        total = complete = unavoidable = lost = 0
+        for version in sorted(self._groups):
+            total += len(self._groups[version])
+            complete += self._complete.get(version, 0)
+            later_batches = max(0, version + self._bound - self.next_step) * self._batch
+            unavoidable = max(unavoidable, total - later_batches - self._batch)
+            lost = max(lost, total - min(self._batch, complete) - later_batches)
+        return lost <= unavoidable

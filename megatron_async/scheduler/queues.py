@@ -1,12 +1,14 @@
-"""The work queue: which trajectory is submitted next.
+"""What waits in the scheduler: trajectories for a slot, complete groups for a batch.
 
 Invariants
-- Partial trajectories come first, then members of started groups that have no token yet, then new
-  groups; within each class higher priority first.
-- Partial trajectories follow `buffer_order`; everything else is oldest first.
-- Pushing and taking cost O(log n) each, amortised; taking a large part of the queue is one sort.
-  A place that became invalid (dropped, restarted, finished late) is skipped when it surfaces, and
-  swept out when such places are the majority.
+- `WorkQueue`: partial trajectories come first, then members of started groups that have no token
+  yet, then new groups (`FreshGroups`); within each class higher priority first. Partial
+  trajectories follow `buffer_order`; everything else is oldest first.
+- `ReadyGroups`: a group is here exactly while it is complete (all members scored) and in no batch.
+  The order is that of the staleness bound's deadlines, so the oldest group is never passed over.
+- Pushing and taking cost O(log n) each, amortised; taking a large part of the work queue is one
+  sort. A place that became invalid (dropped, restarted, finished late) is skipped when it surfaces;
+  the work queue sweeps such places out when they are the majority.
 """
 
 from __future__ import annotations
@@ -109,3 +111,41 @@ class FreshGroups:
 
     def __len__(self) -> int:
         return len(self._heap)
+
+
+class ReadyGroups:
+    """A heap of complete groups; `trajectories` counts their members."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, int, GroupEntry]] = []
+        self._place: dict[int, int] = {}
+        self._arrivals = 0
+        self.trajectories = 0
+
+    @property
+    def count(self) -> int:
+        """Complete groups."""
+        return len(self._place)
+
+    def add(self, group: GroupEntry) -> None:
+        """A group became complete."""
+        self._arrivals += 1
+        self._place[group.group_id] = self._arrivals
+        group.complete = True
+        self.trajectories += len(group.members)
+        oldest = -1 if group.oldest is None else group.oldest
+        heapq.heappush(self._heap, (oldest, group.order, self._arrivals, group))
+
+    def discard(self, group: GroupEntry) -> None:
+        """A complete group is dropped, or one of its members starts again."""
+        del self._place[group.group_id]
+        group.complete = False
+        self.trajectories -= len(group.members)
+
+    def take(self) -> GroupEntry:
+        """Take the oldest. Raises IndexError when there is none."""
+        while True:
+            _, _, place, group = heapq.heappop(self._heap)
+            if self._place.get(group.group_id) == place:
+                self.discard(group)
+                return group

@@ -7,7 +7,9 @@ step and the policy version; every other one an event and its actions, each as `
 
 An event at which the scheduler raised has the exception in place of actions, `["Raised", "..."]`.
 
-A long record goes on in further files (`record_files.py`). Each of them has a snapshot of the
+A long record goes on in further files, `events/<lineage>[.<lost>[.<segment>]].jsonl`: `lost` counts
+how often the lineage's rollout manager had been lost before, `segment` the files of one record;
+what is left out is 0. Each of them has a snapshot of the
 scheduler in its first line, and how many events came before: it can be replayed without the files
 before it, which are removed after a while.
 
@@ -16,6 +18,10 @@ Invariants
 - A record read back is equal to what was written, types included.
 - A last line that a crash cut short is ignored; a damaged line anywhere else is refused by number.
 - `replay` has no side effect but reading the file.
+- No file is ever overwritten, and no name is used again after its file was removed.
+- The files of a directory take at most `most_bytes` and one snapshot, over all lineages: beyond
+  that the oldest go. Of the record that is being written, older segments than the last
+  `keep_steps` steps need go too. The file that is being written stays.
 """
 
 from __future__ import annotations
@@ -26,20 +32,22 @@ import json
 import types
 import typing
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, NamedTuple, TextIO, TypeVar
 
 from pydantic import ValidationError
 
 from megatron_async.config.schedule import ScheduleConfig
 from megatron_async.errors import UserError
 from megatron_async.scheduler import events as ev
-from megatron_async.scheduler.record_files import RecordFiles
 from megatron_async.scheduler.scheduler import Scheduler
 from megatron_async.scheduler.snapshot import freeze, thaw
 from megatron_async.trajectory.types import PolicyVersion
 
+_SEGMENTS = 4
+"""Segments in which the steps, or the bytes, that are kept are divided."""
 FORMAT = "megatron_async.schedule"
 FORMAT_VERSION = 5
 """5: a first line may hold a snapshot. 4: `Recovered` holds all groups, `RewardReady` says
@@ -56,10 +64,10 @@ class Raised:
         return f"the exception {self.error}"
 
 
-Outcome = ev.Action | Raised
+RecordedAction = ev.Action | Raised
 
 _EVENTS = {cls.__name__: cls for cls in typing.get_args(ev.Event)}
-_ACTIONS = {cls.__name__: cls for cls in typing.get_args(Outcome)}
+_ACTIONS = {cls.__name__: cls for cls in typing.get_args(RecordedAction)}
 _Message = TypeVar("_Message")
 
 
@@ -104,7 +112,7 @@ class Exchange:
 
     index: int
     event: ev.Event
-    actions: tuple[Outcome, ...]
+    actions: tuple[RecordedAction, ...]
 
 
 @dataclass(frozen=True)
@@ -114,14 +122,84 @@ class Divergence:
     index: int
     event: ev.Event
     position: int
-    recorded: Outcome | None
-    replayed: Outcome | None
+    recorded: RecordedAction | None
+    replayed: RecordedAction | None
 
     def __str__(self) -> str:
         return (
             f"event {self.index} ({self.event}): action {self.position} was "
             f"{self.recorded or 'nothing'}, now it is {self.replayed or 'nothing'}"
         )
+
+
+class RecordKey(NamedTuple):
+    """What the name of a record file says; keys sort in the order in which files were written."""
+
+    lineage: int
+    lost: int = 0
+    segment: int = 0
+
+    @property
+    def name(self) -> str:
+        """The name of the file."""
+        parts = list(self)
+        while len(parts) > 1 and not parts[-1]:
+            parts.pop()
+        return ".".join(map(str, parts)) + ".jsonl"
+
+
+def record_key(path: Path) -> RecordKey | None:
+    """The key of a record file; None for other files."""
+    parts = path.name.removesuffix(".jsonl").split(".")
+    if not all(part.isdecimal() and part.isascii() for part in parts) or len(parts) > 3:
+        return None
+    key = RecordKey(*map(int, parts))
+    return key if key.name == path.name else None
+
+
+def record_files(directory: Path) -> dict[RecordKey, Path]:
+    """All record files of a directory, oldest first."""
+    keyed = ((record_key(path), path) for path in directory.glob("*.jsonl"))
+    return dict(sorted((key, path) for key, path in keyed if key is not None))
+
+
+class RecordFiles:
+    """The files of one record: where it goes on, and what goes for it."""
+
+    def __init__(self, directory: Path, lineage: int, *, keep_steps: int, most_bytes: int) -> None:
+        earlier = [key.lost for key in record_files(directory) if key.lineage == lineage]
+        self._directory = directory
+        self._key = RecordKey(lineage, max(earlier, default=-1) + 1, -1)
+        self._steps_each = -(-keep_steps // _SEGMENTS)
+        self._most_bytes = most_bytes
+        self._steps = 0
+
+    def open_next(self) -> TextIO:
+        """The next file, empty; what need not be kept any more is removed."""
+        self._steps = 0
+        self._key = self._key._replace(segment=self._key.segment + 1)
+        stream = (self._directory / self._key.name).open("x", encoding="utf-8")
+        self._prune()
+        return stream
+
+    def full(self, actions: Sequence[object], size: int) -> bool:
+        """Whether the next file is due after these actions, with `size` bytes of events written."""
+        if any(isinstance(action, ev.EmitBatch) for action in actions):
+            self._steps += 1
+            if self._steps >= self._steps_each:
+                return True
+        return size * _SEGMENTS >= self._most_bytes
+
+    def _prune(self) -> None:
+        files = record_files(self._directory)
+        del files[self._key]
+        room = self._most_bytes - self._most_bytes // _SEGMENTS
+        for key, path in reversed(files.items()):
+            same = key[:2] == self._key[:2]
+            with suppress(FileNotFoundError):
+                room -= path.stat().st_size
+                if room < 0 or (same and key.segment < self._key.segment - _SEGMENTS):
+                    path.unlink()
 
 
 class Recorder:
@@ -172,7 +250,7 @@ class Recorder:
         self._write({**self._header, "events_before": self._events, "snapshot": freeze(scheduler)})
         self._size = 0
 
-    def write(self, event: ev.Event, actions: Sequence[Outcome]) -> None:
+    def write(self, event: ev.Event, actions: Sequence[RecordedAction]) -> None:
         """One event and what the scheduler answered."""
         self._events += 1
         self._size += self._write({"e": encode(event), "a": [encode(a) for a in actions]})
@@ -189,7 +267,7 @@ class Recorder:
         return self._stream.write(json.dumps(line, separators=(",", ":")) + "\n")
 
 
-def encode(message: ev.Event | Outcome) -> list[Any]:
+def encode(message: ev.Event | RecordedAction) -> list[Any]:
     """`[class name, field values in order]`, of JSON types only."""
     return [type(message).__name__, *_plain(message)]
 
@@ -210,9 +288,9 @@ def decode_event(data: list[Any]) -> ev.Event:
     return event
 
 
-def decode_action(data: list[Any]) -> Outcome:
+def decode_action(data: list[Any]) -> RecordedAction:
     """Inverse of `encode` for actions and what stands in their place."""
-    action: Outcome = _message(_ACTIONS, data)
+    action: RecordedAction = _message(_ACTIONS, data)
     return action
 
 
@@ -320,7 +398,7 @@ def replay(
     for exchange in exchanges:
         if watch is not None:
             watch(exchange)
-        actions: Sequence[Outcome]
+        actions: Sequence[RecordedAction]
         try:
             actions = scheduler.step(exchange.event)
         except Exception as error:  # noqa: BLE001  (any defect is what a replay is to show)
@@ -333,7 +411,7 @@ def replay(
     return None
 
 
-def first_difference(exchange: Exchange, actions: Sequence[Outcome]) -> Divergence | None:
+def first_difference(exchange: Exchange, actions: Sequence[RecordedAction]) -> Divergence | None:
     """Where `actions` part from the recorded ones."""
     recorded = exchange.actions
     for position in range(max(len(recorded), len(actions))):

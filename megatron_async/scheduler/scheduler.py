@@ -28,13 +28,13 @@ from typing import Any
 from megatron_async.config.schedule import ScheduleConfig
 from megatron_async.scheduler import auto_concurrency, warnings
 from megatron_async.scheduler import events as ev
-from megatron_async.scheduler.balance import Fleet
+from megatron_async.scheduler.balance import ServingEngines
+from megatron_async.scheduler.counts import SchedulerView
 from megatron_async.scheduler.lifecycle import Actions, Lifecycle
 from megatron_async.scheduler.limits import Cause, Occupancy, held_back_by, new_groups_allowed
 from megatron_async.scheduler.state import TrajectoryEntry
 from megatron_async.scheduler.update_gate import UpdateGate
-from megatron_async.scheduler.view import SchedulerView, snapshot
-from megatron_async.trajectory.types import PolicyVersion
+from megatron_async.trajectory.types import PolicyVersion, TrajectoryState
 
 _PREFETCHED_BATCHES = 1
 """Emitted batches that may wait for the trainer; the rest of the ring stays undecided here."""
@@ -47,7 +47,7 @@ class Scheduler:
         """`first_step` is the first batch to emit, `version` what the engines shall hold for it."""
         self._config = config
         self._version = version
-        self._fleet = Fleet()
+        self._fleet = ServingEngines()
         self._life = Lifecycle(config, self._fleet, first_step)
         self._gate = UpdateGate(config)
         self._untaken: list[int] = []
@@ -109,13 +109,31 @@ class Scheduler:
 
     def view(self) -> SchedulerView:
         """Counts for metrics; O(engines)."""
-        return snapshot(
-            self._config,
-            self._life,
-            self._fleet,
+        life, fleet = self._life, self._fleet
+        counts, ready = life.counts, life.ready
+        engines = fleet.engines.values()
+        done = counts.by_state[TrajectoryState.FINISHED] + counts.by_state[TrajectoryState.SCORED]
+        return SchedulerView(
             version=self._version,
+            next_step=life.lag.next_step,
             concurrency=self.concurrency,
-            untaken_batches=len(self._untaken),
+            in_flight=fleet.in_flight,
+            in_flight_by_engine={e.engine_id: len(e.running) for e in engines},
+            kv_tokens_by_engine={e.engine_id: e.kv_tokens for e in engines},
+            buffered_partial=counts.by_state[TrajectoryState.PARTIAL],
+            buffered_tokens=counts.partial_tokens,
+            finished_waiting=done - ready.trajectories,
+            unscored=counts.unscored,
+            open_groups=life.open_groups,
+            finished_groups=life.finished_groups,
+            complete_groups=ready.count,
+            ring_fill=len(self._untaken) + ready.count / self._config.groups_per_batch,
+            dropped=dict(counts.dropped),
+            restarted=counts.restarted,
+            regenerated=counts.regenerated,
+            wasted_tokens=counts.wasted_tokens,
+            filtered_tokens=counts.filtered_tokens,
+            off_policy_share=counts.off_policy_share,
             exhausted=self._exhausted,
             finished=self.finished,
         )
@@ -211,9 +229,9 @@ class Scheduler:
 
     def _batch_taken(self, event: ev.BatchTaken, out: Actions) -> None:
         self._untaken = [step for step in self._untaken if step != event.step]
-        out.extend(self._watch.taken(event.step, self._life.tally.unscored))
+        out.extend(self._watch.taken(event.step, self._life.counts.unscored))
         if self._auto is not None:
-            tokens = self._life.tally.batched_tokens
+            tokens = self._life.counts.batched_tokens
             self._auto = auto_concurrency.taken(self._auto, event.at_seconds, tokens)
         self._advance(out)
 
@@ -274,7 +292,7 @@ class Scheduler:
             if self._auto is not None:
                 self._auto = auto_concurrency.batched(
                     self._auto,
-                    self._life.tally.off_policy_share,
+                    self._life.counts.off_policy_share,
                     self._config.max_off_policy_share,
                 )
 

@@ -21,14 +21,12 @@ from typing import Any, Final
 from megatron_async.config.schedule import ScheduleConfig
 from megatron_async.errors import UserError
 from megatron_async.scheduler.auto_concurrency import AutoConcurrency, Window
-from megatron_async.scheduler.balance import Fleet
-from megatron_async.scheduler.counts import Tally
+from megatron_async.scheduler.balance import ServingEngines
+from megatron_async.scheduler.counts import Counts
 from megatron_async.scheduler.events import GroupSpec, PauseEngines
-from megatron_async.scheduler.lag import LagLedger
 from megatron_async.scheduler.lifecycle import Lifecycle
-from megatron_async.scheduler.limits import Cause
-from megatron_async.scheduler.queues import FreshGroups, WorkQueue
-from megatron_async.scheduler.ready import ReadyGroups
+from megatron_async.scheduler.limits import Cause, LagLedger
+from megatron_async.scheduler.queues import FreshGroups, ReadyGroups, WorkQueue
 from megatron_async.scheduler.scheduler import Scheduler
 from megatron_async.scheduler.state import EngineEntry, Fate, GroupEntry, TrajectoryEntry
 from megatron_async.scheduler.update_gate import Phase, UpdateGate
@@ -39,13 +37,13 @@ _CLASSES: Final[dict[str, type]] = {
     cls.__name__: cls
     for cls in (
         Scheduler,
-        Fleet,
+        ServingEngines,
         Lifecycle,
         WorkQueue,
         FreshGroups,
         ReadyGroups,
         LagLedger,
-        Tally,
+        Counts,
         UpdateGate,
         Watch,
         EngineEntry,

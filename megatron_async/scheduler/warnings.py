@@ -1,17 +1,14 @@
-"""Failure signatures that the papers name: when each counts as seen, and what to change.
+"""Warnings about queues and engines: when each failure that the papers name counts as seen.
+
+`telemetry.health` has those that read the trainer's metrics.
 
 Invariants
-- Detectors are pure functions of what they are given, or a `Streak` of such judgements.
-- A signature is said once when it sets in, and again only after it was gone in between. (The two
-  that read a series say whether it holds now; `telemetry.health` says it once.)
+- A warning is emitted once when its condition sets in, and again only after it was gone in between.
 - The thresholds are assumed (no source gives numbers); each is a named constant.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_async.config.schedule import ScheduleConfig
@@ -21,13 +18,7 @@ from megatron_async.scheduler.limits import Cause
 PREEMPTED_SHARE = 0.05
 """Share of an engine's running requests preempted between two reports that counts as a storm."""
 STREAK = 3
-"""Reports or steps in a row before a signature is said."""
-ESS_FLOOR = 0.3
-"""Raw effective sample size per token, as a share of n, below which it has collapsed."""
-ENTROPY_GROWTH = 1.5
-"""Newest entropy over that of the window's first step that counts as growth without end."""
-ENTROPY_WINDOW = 10
-"""Steps of entropy that are looked at."""
+"""Reports or steps in a row before a warning."""
 
 
 @dataclass(slots=True)
@@ -44,7 +35,7 @@ class Streak:
 
 
 class Watch:
-    """The scheduler's own signatures: recomputation storm, queues that are empty or full."""
+    """Recomputation storm, queues that are empty or full."""
 
     def __init__(self, config: ScheduleConfig) -> None:
         self._config = config
@@ -105,32 +96,3 @@ class Watch:
             f"{step} (schedule.overflow: {self._config.overflow}): generation outruns training; "
             "lower schedule.concurrency, use fewer engines, or raise schedule.ring_batches",
         )
-
-
-def ess_collapse(ess_share: Sequence[float]) -> Warn | None:
-    """Warn when the newest values of raw token ESS / n are all below `ESS_FLOOR`."""
-    newest = ess_share[-STREAK:]
-    if len(newest) < STREAK or any(value >= ESS_FLOOR for value in newest):
-        return None
-    return Warn(
-        "ess_collapse",
-        f"the effective sample size was {newest[-1]:.2f} of the tokens or less for {STREAK} steps: "
-        "the data are too far off-policy; lower schedule.max_async_level or schedule.concurrency, "
-        "or the learning rate",
-    )
-
-
-def entropy_growth(entropy: Sequence[float]) -> Warn | None:
-    """Warn when entropy rose at almost every step of the window, by `ENTROPY_GROWTH` in all."""
-    window = entropy[-ENTROPY_WINDOW:]
-    if len(window) < ENTROPY_WINDOW or not all(map(math.isfinite, window)):
-        return None
-    rises = sum(later > earlier for earlier, later in itertools.pairwise(window))
-    if rises < 0.8 * (len(window) - 1) or window[-1] < ENTROPY_GROWTH * max(window[0], 1e-6):
-        return None
-    return Warn(
-        "entropy_growth",
-        f"entropy rose from {window[0]:.3f} to {window[-1]:.3f} nats in {ENTROPY_WINDOW} steps: "
-        "stale data or clipping push the policy apart; lower schedule.max_async_level, tighten "
-        "rejection, or lower the learning rate",
-    )

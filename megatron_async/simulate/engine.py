@@ -37,7 +37,7 @@ Tokens = list[tuple[int, int]]
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class SimulatedRequest:
     """A trajectory, on an engine or between two of them.
 
     `before`: tokens from earlier stints, `reported`: from this one as far as they were taken,
@@ -121,9 +121,9 @@ class Engine:
     paused: bool = False
     stamp: int = 0
     prefixes: int = 0
-    running: dict[int, Request] = field(default_factory=dict)
+    running: dict[int, SimulatedRequest] = field(default_factory=dict)
     counters: EngineCounters = field(default_factory=EngineCounters)
-    _waiting: OrderedDict[int, Request] = field(default_factory=OrderedDict)
+    _waiting: OrderedDict[int, SimulatedRequest] = field(default_factory=OrderedDict)
     _groups: dict[tuple[int, int], int] = field(default_factory=dict)
     _keeps: bool = False
     _finishing: list[tuple[float, int]] = field(default_factory=list)
@@ -181,7 +181,7 @@ class Engine:
 
     # ------------------------------------------------------------ what happens by itself
 
-    def completed(self) -> list[Request]:
+    def completed(self) -> list[SimulatedRequest]:
         """Requests that are complete now; they leave."""
         done = []
         while self._finishing and self._finishing[0][0] <= self.steps + _CLOSE:
@@ -199,7 +199,7 @@ class Engine:
         self._next_report = self.steps + self.limits.chunk_tokens
         return True
 
-    def preempt(self) -> list[tuple[Request, Tokens]]:
+    def preempt(self) -> list[tuple[SimulatedRequest, Tokens]]:
         """Make room when the cache is full: the newest requests go back to the queue."""
         capacity = self.costs.kv_capacity_tokens
         if self.kv < capacity - _CLOSE * max(1, len(self.running)):
@@ -219,7 +219,7 @@ class Engine:
             out.append((request, written))
         return out
 
-    def take_tokens(self, request: Request) -> Tokens:
+    def take_tokens(self, request: SimulatedRequest) -> Tokens:
         """Tokens since the last report, by version; the request has them as `written` from now."""
         joined, first = request.joined, request.reported
         generated = int(self.steps - joined + _CLOSE)
@@ -236,7 +236,7 @@ class Engine:
         request.write(tokens)
         return tokens
 
-    def _by_version(self, request: Request, first: int, end: int) -> Tokens:
+    def _by_version(self, request: SimulatedRequest, first: int, end: int) -> Tokens:
         """Tokens `first` to `end` of this stint."""
         out: Tokens = []
         for began, version in reversed(self._switches):
@@ -249,7 +249,7 @@ class Engine:
         out.reverse()
         return out
 
-    def _tokens_at(self, request: Request, steps: float) -> int:
+    def _tokens_at(self, request: SimulatedRequest, steps: float) -> int:
         done = int(steps - request.joined + _CLOSE)
         if done >= request.remaining:
             return request.remaining
@@ -257,7 +257,7 @@ class Engine:
 
     # ------------------------------------------------------------ what is done to it
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: SimulatedRequest) -> None:
         """Queue a request; `admit` lets it in."""
         request.was_preempted = False
         self._waiting[request.trajectory_id] = request
@@ -303,7 +303,7 @@ class Engine:
             del waiting[request.trajectory_id]
             running[request.trajectory_id] = request
 
-    def _enter(self, request: Request, needed: int) -> None:
+    def _enter(self, request: SimulatedRequest, needed: int) -> None:
         """Prefill the `needed` tokens of a request; it decodes from now on."""
         shared, before = (request.group_id, self.prefixes), request.before
         groups, counters = self._groups, self.counters
@@ -322,11 +322,11 @@ class Engine:
         request.reported = 0
         heapq.heappush(self._finishing, (finish_at, request.trajectory_id))
 
-    def _leave(self, request: Request) -> None:
+    def _leave(self, request: SimulatedRequest) -> None:
         del self.running[request.trajectory_id]
         self._free((request,))
 
-    def _free(self, gone: Iterable[Request]) -> None:
+    def _free(self, gone: Iterable[SimulatedRequest]) -> None:
         """The KV of requests that ran, and of prompts that no other member of a group runs with."""
         groups = self._groups
         if not self.running:

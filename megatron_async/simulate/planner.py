@@ -80,7 +80,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RankedPlans:
     """The best first; the others are the runner-ups."""
 
     candidates: list[Candidate]
@@ -110,7 +110,7 @@ class _Workload:
     age: float
 
 
-def make_plan(settings: Mapping[str, Any], top: int) -> Plan:
+def make_plan(settings: Mapping[str, Any], top: int) -> RankedPlans:
     """Search and simulate. Raises UserError when nothing fits."""
     settings = dict(settings)
     config = build_config(_with_layout(settings, 1, 1, 1, 1, 1, 8))
@@ -128,7 +128,7 @@ def make_plan(settings: Mapping[str, Any], top: int) -> Plan:
         )
     tried = [replace(c, summary=simulate(c.config)) for c in found[:top]]
     tried.sort(key=lambda c: -c.summary.tokens_per_second if c.summary else 0.0)
-    return Plan(tried, len(found))
+    return RankedPlans(tried, len(found))
 
 
 def _candidates(config: RunConfig, settings: dict[str, Any]) -> Iterator[Candidate]:
@@ -310,7 +310,7 @@ def _with_layout(
     )
 
 
-def plan_table(plan: Plan) -> Table:
+def plan_table(plan: RankedPlans) -> Table:
     """Best first."""
     out = Table(title="plans, best first")
     columns = "trainer GPUs,TP x PP x DP,memory,engines,N',estimated s,step s,tokens/s,lag"

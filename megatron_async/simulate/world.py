@@ -29,7 +29,7 @@ from megatron_async.errors import ComponentFailure
 from megatron_async.scheduler import Scheduler
 from megatron_async.scheduler import events as ev
 from megatron_async.scheduler.record import Recorder
-from megatron_async.simulate.engine import Engine, Request, Tokens
+from megatron_async.simulate.engine import Engine, SimulatedRequest, Tokens
 from megatron_async.simulate.lengths import GroupSource
 from megatron_async.simulate.scorers import Scorers
 from megatron_async.simulate.statistics import Statistics, StepRow
@@ -54,7 +54,7 @@ def rare_collections() -> Iterator[None]:
 
 
 @dataclass(slots=True, eq=False)
-class Response(Request):
+class Response(SimulatedRequest):
     """A simulated trajectory and its reward."""
 
     reward: float = 0.0
@@ -205,7 +205,7 @@ class World:
             for request in engine.running.values():
                 self._wrote(request, engine.take_tokens(request))
 
-    def _wrote(self, request: Request, written: Tokens) -> None:
+    def _wrote(self, request: SimulatedRequest, written: Tokens) -> None:
         trajectory_id = request.trajectory_id
         told = _told(trajectory_id, written)
         for place in range(1, len(told), 2):

@@ -1,33 +1,41 @@
 """Named warnings from a run's own metrics: the correction guide's rules, ESS collapse, entropy.
 
 Invariants
-- A function of the metrics seen so far; the rules themselves live where they are defined
-  (`algorithms.metrics`, `scheduler.warnings`).
-- Each is said once when it sets in, and again only after a step at which it did not hold. A step
-  without the metric of a rule (one that was skipped) says nothing about it.
+- A function of the metrics seen so far. The correction guide's rules are in `algorithms.metrics`.
+- Each is emitted once when it sets in, and again only after a step at which it did not hold. A step
+  without the metric of a rule (one that was skipped) does not count for it.
+- The thresholds of ESS and entropy are assumed (no source gives numbers).
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from megatron_async.algorithms.metrics import health_warnings, unjudged_rules
-from megatron_async.scheduler.warnings import entropy_growth, ess_collapse
 
-_REMEMBERED_STEPS = 64
+STREAK = 3
+"""Steps in a row with a low effective sample size before the warning."""
+ESS_FLOOR = 0.3
+"""Raw effective sample size per token, as a share of n, below which it has collapsed."""
+ENTROPY_GROWTH = 1.5
+"""Newest entropy over that of the window's first step that counts as growth without end."""
+ENTROPY_WINDOW = 10
+"""Steps of entropy that are looked at."""
 
 
 class HealthWatch:
-    """Feed it every step's metrics; it says what goes wrong."""
+    """Takes every step's metrics; returns what goes wrong."""
 
     def __init__(self) -> None:
-        self._ess: deque[float] = deque(maxlen=_REMEMBERED_STEPS)
-        self._entropy: deque[float] = deque(maxlen=_REMEMBERED_STEPS)
+        self._ess: deque[float] = deque(maxlen=STREAK)
+        self._entropy: deque[float] = deque(maxlen=ENTROPY_WINDOW)
         self._holding: frozenset[str] = frozenset()
 
     def step(self, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-        """(name, message) of each rule broken here that was not at the last step to tell of it."""
+        """(name, message) of each rule broken now that was not at the last step with its metric."""
         found = self._broken(metrics)
         held = self._holding
         self._holding = frozenset(name for name, _ in found) | (held & unjudged_rules(metrics))
@@ -39,7 +47,35 @@ class HealthWatch:
             self._ess.append(metrics["off_policy/ess"])
         if "actor/entropy" in metrics:
             self._entropy.append(metrics["actor/entropy"])
-        for warning in (ess_collapse(list(self._ess)), entropy_growth(list(self._entropy))):
-            if warning is not None:
-                found.append((warning.name, warning.message))
+        if (collapse := ess_collapse(list(self._ess))) is not None:
+            found.append(("ess_collapse", collapse))
+        if (growth := entropy_growth(list(self._entropy))) is not None:
+            found.append(("entropy_growth", growth))
         return found
+
+
+def ess_collapse(ess_share: Sequence[float]) -> str | None:
+    """A sentence when the newest values of raw token ESS / n are all below `ESS_FLOOR`."""
+    newest = ess_share[-STREAK:]
+    if len(newest) < STREAK or any(value >= ESS_FLOOR for value in newest):
+        return None
+    return (
+        f"the effective sample size was {newest[-1]:.2f} of the tokens or less for {STREAK} steps: "
+        "the data are too far off-policy; lower schedule.max_async_level or schedule.concurrency, "
+        "or the learning rate"
+    )
+
+
+def entropy_growth(entropy: Sequence[float]) -> str | None:
+    """A sentence when entropy rose at most steps of the window, by `ENTROPY_GROWTH` in all."""
+    window = entropy[-ENTROPY_WINDOW:]
+    if len(window) < ENTROPY_WINDOW or not all(map(math.isfinite, window)):
+        return None
+    rises = sum(later > earlier for earlier, later in itertools.pairwise(window))
+    if rises < 0.8 * (len(window) - 1) or window[-1] < ENTROPY_GROWTH * max(window[0], 1e-6):
+        return None
+    return (
+        f"entropy rose from {window[0]:.3f} to {window[-1]:.3f} nats in {ENTROPY_WINDOW} steps: "
+        "stale data or clipping push the policy apart; lower schedule.max_async_level, tighten "
+        "rejection, or lower the learning rate"
+    )

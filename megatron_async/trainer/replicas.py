@@ -31,7 +31,7 @@ from torch import Tensor
 from megatron_async.checkpoint.checksum import checksum
 from megatron_async.errors import ComponentFailure
 from megatron_async.models.parameters import PlacedParameter, placed_parameters
-from megatron_async.models.shards import Layout
+from megatron_async.models.shards import ShardLayout
 from megatron_async.trainer.device import current_device
 from megatron_async.trainer.policy_model import PolicyModel
 
@@ -39,7 +39,7 @@ SumMatrix = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
+class HeldCopy:
     """What this rank holds of one copy of a tensor: elements from `begin` on, of `count`.
 
     Copies with the same `name` must be equal. `owner`: the lowest of the ranks that hold this copy
@@ -179,7 +179,7 @@ class ReplicaCheck:
             )
 
 
-def held_tensors(model: PolicyModel, optimizer: ChainedOptimizer) -> Iterator[Held]:
+def held_tensors(model: PolicyModel, optimizer: ChainedOptimizer) -> Iterator[HeldCopy]:
     """This rank's parameters, and the float32 copies that the optimizer has of half-precision ones.
 
     In an order that never changes. Parameters in float32 are the optimizer's own.
@@ -189,13 +189,13 @@ def held_tensors(model: PolicyModel, optimizer: ChainedOptimizer) -> Iterator[He
     for placed in placed_parameters([model], model.architecture):
         names[id(placed.parameter)] = _name(placed)
         values_N = placed.parameter.detach().view(-1)
-        yield Held(_name(placed), rank, values_N, 0, values_N.numel())
+        yield HeldCopy(_name(placed), rank, values_N, 0, values_N.numel())
     for part in optimizer.chained_optimizers:
         if part.is_stub_optimizer:
             continue
         for parameter, main_N, begin, owner in _main_parameters(part, rank):
             name = f"the optimizer's copy of {names[id(parameter)]}"
-            yield Held(name, owner, main_N, begin, parameter.numel())
+            yield HeldCopy(name, owner, main_N, begin, parameter.numel())
 
 
 def _main_parameters(part: Any, rank: int) -> Iterator[tuple[Tensor, Tensor, int, int]]:
@@ -215,7 +215,7 @@ def _main_parameters(part: Any, rank: int) -> Iterator[tuple[Tensor, Tensor, int
 def _name(placed: PlacedParameter) -> str:
     """The same on all ranks that hold the same values, and only there."""
     name = ", ".join(placed.tensor_names)
-    if placed.size == 1 or placed.rule.layout is Layout.REPLICATED:
+    if placed.size == 1 or placed.rule.layout is ShardLayout.REPLICATED:
         return name
     return f"{name} (tensor shard {placed.rank} of {placed.size})"
 

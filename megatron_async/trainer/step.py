@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
-class Update:
+class PolicyUpdate:
     """One optimizer update; `applied` is false when it was skipped, for `reason`."""
 
     applied: bool
@@ -70,9 +70,9 @@ class Update:
     optimizer_seconds: float
 
 
-def _skipped(reason: str) -> Update:
+def _skipped(reason: str) -> PolicyUpdate:
     """An update that failed before there was a gradient."""
-    return Update(
+    return PolicyUpdate(
         applied=False,
         reason=reason,
         loss=math.nan,
@@ -195,7 +195,7 @@ class PolicyTrainer:
             self._nonfinite_in_a_row += 1
             return self._report(batch, [_skipped(str(error))], {}, began, {})
         phases = {"prepare": time.monotonic() - began}
-        updates: list[Update] = []
+        updates: list[PolicyUpdate] = []
         found: list[dict[str, float]] = []
         for _ in range(self._config.algorithm.epochs):
             for minibatch in prepared.minibatches(self._config.schedule.updates_per_batch):
@@ -214,7 +214,7 @@ class PolicyTrainer:
                 batch = replace(batch, ref_logprobs_T=self.compute_logprobs(batch))
         return self.algorithm.prepare(batch)
 
-    def _policy_update(self, minibatch: TokenBatch) -> Update:
+    def _policy_update(self, minibatch: TokenBatch) -> PolicyUpdate:
         try:
             current_T = None
             if self.algorithm.needs_minibatch_pass:
@@ -227,7 +227,7 @@ class PolicyTrainer:
         # Entropy is reported even where the loss does not need it: measured, it costs little.
         return self._update(minibatch, loss, entropy=True)
 
-    def _update_metrics(self, minibatch: TokenBatch, update: Update) -> dict[str, float]:
+    def _update_metrics(self, minibatch: TokenBatch, update: PolicyUpdate) -> dict[str, float]:
         metrics = finalize(update.metrics)
         if update.logprobs_T is not None:
             metrics |= self.algorithm.correction_metrics(minibatch, update.logprobs_T)
@@ -241,7 +241,9 @@ class PolicyTrainer:
 
     # ------------------------------------------------------------ inside
 
-    def _update(self, batch: TokenBatch, loss: LossFunction, *, entropy: bool = False) -> Update:
+    def _update(
+        self, batch: TokenBatch, loss: LossFunction, *, entropy: bool = False
+    ) -> PolicyUpdate:
         """Gradient of the whole (mini)batch and one guarded optimizer step."""
         began = time.monotonic()
         zero_gradients(self.wrapped, self.optimizer)
@@ -257,7 +259,7 @@ class PolicyTrainer:
         else:
             self._nonfinite_in_a_row += 1
             reason = self._explain(found.reason, result.grad_norm)
-        return Update(
+        return PolicyUpdate(
             applied=result.applied,
             reason=reason,
             loss=found.metrics.sums()["loss"],
@@ -280,7 +282,7 @@ class PolicyTrainer:
     def _report(
         self,
         batch: TokenBatch,
-        updates: list[Update],
+        updates: list[PolicyUpdate],
         metrics: Mapping[str, float],
         began: float,
         phases: Mapping[str, float],

@@ -36,7 +36,7 @@ from megatron_async.weight_sync.transports.base import (
     sending_device,
 )
 from megatron_async.weight_sync.transports.factory import make_sender
-from megatron_async.weight_sync.turns import Baton, EarlierStageFailed
+from megatron_async.weight_sync.turns import EarlierStageFailed, TurnToken
 
 _MIB = 1 << 20
 # For the leaders' own messages, and what engines that are well take to be connected.
@@ -136,9 +136,9 @@ class WeightPublisher:
         try:
             sender.connect(engines)
         except BaseException:
-            self._turns.hand_on(Baton(failed=True))
+            self._turns.hand_on(TurnToken(failed=True))
             raise
-        self._turns.hand_on(Baton())
+        self._turns.hand_on(TurnToken())
 
 
 def _outcome_of(work: Callable[[], Any]) -> _Outcome:

@@ -23,12 +23,12 @@ from megatron_async.config.rollout import EngineConfig
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.models.architecture import Architecture
 from megatron_async.models.families import rules_of
-from megatron_async.models.shards import Layout, Place, Rule
+from megatron_async.models.shards import Place, Rule, ShardLayout
 
 BLOCK = 128
 FP8_MAX = 448.0  # of float8_e4m3fn
 SCALE_SUFFIX = "_scale_inv"
-_LINEAR = {Layout.ROWS, Layout.COLUMNS, Layout.QKV, Layout.GATE_UP}
+_LINEAR = {ShardLayout.ROWS, ShardLayout.COLUMNS, ShardLayout.QKV, ShardLayout.GATE_UP}
 
 
 def quantise(weight_RC: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,7 +97,7 @@ def quantization_config(architecture: Architecture) -> dict[str, Any]:
         rule.tensors[0].removesuffix(".weight").format(layer=layer)
         for rule in rules_of(architecture)
         if rule.place is Place.LAYER
-        and rule.layout is Layout.REPLICATED
+        and rule.layout is ShardLayout.REPLICATED
         and len(rule.shapes[0]) == 2
         for layer in range(architecture.num_layers)
     ]
@@ -120,7 +120,7 @@ def check_fp8(architecture: Architecture, engines: EngineConfig, device: str) ->
         if not is_quantised(rule):
             continue
         for name, shape in zip(rule.tensors, rule.shapes, strict=True):
-            dim = 1 if rule.layout is Layout.COLUMNS else 0
+            dim = 1 if rule.layout is ShardLayout.COLUMNS else 0
             if shape[dim] % (BLOCK * engines.tensor):
                 raise UserError(
                     f"engines.quantization is fp8, but {name} has {shape[dim]} "

@@ -4,10 +4,10 @@ It lives in the engine's server process (`engines/sglang/receiver.py`) and keeps
 in a directory of its machine: safetensors in bfloat16, which the engine then loads from there.
 
 Invariants
-- A version is there whole, with the checksums of its publication, or not at all: nothing is ever
+- A version is there whole, with the checksums of its manifest, or not at all: nothing is ever
   loaded from a mixture.
 - Whatever is wrong with differences (another base, a damaged file on either side) is `NeedsFull`;
-  the version that was held stays. A full publication that is damaged is a ComponentFailure.
+  the version that was held stays. A whole version that is damaged is a ComponentFailure.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from pathlib import Path
 from megatron_async.errors import ComponentFailure
 from megatron_async.weight_sync.blocks import DeltaError, apply
 from megatron_async.weight_sync.version_directory import (
-    Manifest,
-    Publication,
-    Shard,
+    ShardRecord,
+    VersionManifest,
+    VersionWriter,
     read_manifest,
     read_shard,
     shard_of,
@@ -42,7 +42,7 @@ class NeedsFull(ComponentFailure):
 
 @dataclass(frozen=True)
 class Received:
-    """A version on this machine, and the bytes that were read of its publication."""
+    """A version on this machine, and the bytes that were read of its published files."""
 
     path: Path
     bytes: int
@@ -53,12 +53,12 @@ class WeightReceiver:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._held: tuple[Manifest, Path] | None = None
+        self._held: tuple[VersionManifest, Path] | None = None
 
     def receive(self, directory: Path, version: str, *, full: bool) -> Received:
         """Make `version`, published in `directory`, whole on this machine.
 
-        Raises NeedsFull when that takes a full publication and `full` is false, and
+        Raises NeedsFull when that takes the whole version and `full` is false, and
         ComponentFailure when it cannot be done.
         """
         if full:
@@ -76,13 +76,13 @@ class WeightReceiver:
             return self._take_full(directory / version, manifest)
         return self._take_delta(directory / (version + DELTA_SUFFIX), manifest)
 
-    def _take_full(self, source: Path, manifest: Manifest) -> Received:
-        def shard(name: str, expected: Shard) -> bytes:
+    def _take_full(self, source: Path, manifest: VersionManifest) -> Received:
+        def shard(name: str, expected: ShardRecord) -> bytes:
             return read_shard(source, name, expected)
 
         return self._make(manifest, shard, sum(s.bytes for s in manifest.shards.values()))
 
-    def _take_delta(self, source: Path, manifest: Manifest) -> Received:
+    def _take_delta(self, source: Path, manifest: VersionManifest) -> Received:
         if self._held is None:
             raise NeedsFull(f"{manifest.version} came as differences, and nothing is held yet")
         held, base = self._held
@@ -100,7 +100,7 @@ class WeightReceiver:
             )
         files = manifest.files or {}
 
-        def shard(name: str, expected: Shard) -> bytes:
+        def shard(name: str, expected: ShardRecord) -> bytes:
             try:
                 delta = read_shard(source, name, files[name])
                 with (base / name).open("rb") as file:
@@ -117,18 +117,20 @@ class WeightReceiver:
         return self._make(manifest, shard, sum(file.bytes for file in files.values()))
 
     def _make(
-        self, manifest: Manifest, shard: Callable[[str, Shard], bytes], size: int
+        self, manifest: VersionManifest, shard: Callable[[str, ShardRecord], bytes], size: int
     ) -> Received:
         """Write all shards, then let go of the version before."""
-        publication = Publication(self._root, f"{manifest.version}-{manifest.digest[:16]}")
+        target = VersionWriter(self._root, f"{manifest.version}-{manifest.digest[:16]}")
         try:
             for name, expected in manifest.shards.items():
-                publication.add(name, shard(name, expected))
-            path = publication.finish(Manifest(manifest.version, manifest.shards, manifest.owners))
+                target.add(name, shard(name, expected))
+            path = target.finish(
+                VersionManifest(manifest.version, manifest.shards, manifest.owners)
+            )
         except OSError as error:
             raise ComponentFailure(f"weights cannot be kept in {self._root}: {error}") from error
         finally:
-            publication.discard()
+            target.discard()
         before, self._held = self._held, (manifest, path)
         if before is not None and before[1] != path:
             shutil.rmtree(before[1], ignore_errors=True)

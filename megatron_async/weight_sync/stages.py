@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 
 from megatron_async.errors import ComponentFailure
 from megatron_async.models.export import stage_leader
-from megatron_async.weight_sync.turns import Baton, EarlierStageFailed
+from megatron_async.weight_sync.turns import EarlierStageFailed, TurnToken
 
 
 class StageTurns:
@@ -38,9 +38,9 @@ class StageTurns:
         """Whether this rank is the leader of its stage."""
         return dist.get_rank() == self._leaders[self.index]
 
-    def take(self) -> Baton:
+    def take(self) -> TurnToken:
         if self.index == 0:
-            return Baton()
+            return TurnToken()
         box: list[Any] = [None]
         try:
             dist.recv_object_list(box, src=self._leaders[self.index - 1], group=self._group)
@@ -49,12 +49,12 @@ class StageTurns:
                 f"pipeline stage {self.index} waited in vain for stage {self.index - 1} to send "
                 f"its weights: {error}"
             ) from error
-        baton: Baton = box[0]
+        baton: TurnToken = box[0]
         if baton.failed:
             raise EarlierStageFailed(f"pipeline stage {self.index - 1} did not send its weights")
         return baton
 
-    def hand_on(self, baton: Baton) -> None:
+    def hand_on(self, baton: TurnToken) -> None:
         if not self.last:
             dist.send_object_list([baton], dst=self._leaders[self.index + 1], group=self._group)
 

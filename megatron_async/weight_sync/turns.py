@@ -26,7 +26,7 @@ class EarlierStageFailed(ComponentFailure):
 
 
 @dataclass(frozen=True)
-class Baton:
+class TurnToken:
     """What the stages before have done: the names they have sent, and what they have written."""
 
     names: frozenset[str] = frozenset()
@@ -43,11 +43,11 @@ class Turns(Protocol):
     @property
     def last(self) -> bool: ...
 
-    def take(self) -> Baton:
+    def take(self) -> TurnToken:
         """Wait for the stage before. Raises EarlierStageFailed."""
         ...
 
-    def hand_on(self, baton: Baton) -> None:
+    def hand_on(self, baton: TurnToken) -> None:
         """Let the next stage go on; does nothing on the last one."""
         ...
 
@@ -58,8 +58,8 @@ class Alone:
     index = 0
     last = True
 
-    def take(self) -> Baton:
-        return Baton()
+    def take(self) -> TurnToken:
+        return TurnToken()
 
-    def hand_on(self, baton: Baton) -> None:
+    def hand_on(self, baton: TurnToken) -> None:
         return None

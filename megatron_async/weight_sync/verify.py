@@ -98,7 +98,7 @@ class NameCheck:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldVersion:
     """What one engine reports that it holds."""
 
     engine_id: str
@@ -106,7 +106,7 @@ class Held:
     checksum: str
 
 
-def agreed_checksum(reports: Sequence[Held], version: PolicyVersion) -> str | None:
+def agreed_checksum(reports: Sequence[HeldVersion], version: PolicyVersion) -> str | None:
     """The checksum that most engines with `version` have; None where two are equally common."""
     counts = Counter(held.checksum for held in reports if held.version == version).most_common(2)
     clear = len(counts) == 1 or (len(counts) == 2 and counts[0][1] > counts[1][1])
@@ -114,7 +114,7 @@ def agreed_checksum(reports: Sequence[Held], version: PolicyVersion) -> str | No
 
 
 def disagreement(
-    held: Held, reports: Sequence[Held], version: PolicyVersion, agreed: str | None
+    held: HeldVersion, reports: Sequence[HeldVersion], version: PolicyVersion, agreed: str | None
 ) -> str | None:
     """Why this engine does not hold `version` as agreed; None when it does."""
     if held.version != version:

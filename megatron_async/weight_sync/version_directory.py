@@ -30,20 +30,20 @@ INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
-class Shard:
+class ShardRecord:
     """What a manifest says of one file."""
 
     sha256: str
     bytes: int
 
 
-def shard_of(data: bytes) -> Shard:
+def shard_of(data: bytes) -> ShardRecord:
     """The entry of a file with this content."""
-    return Shard(hashlib.sha256(data).hexdigest(), len(data))
+    return ShardRecord(hashlib.sha256(data).hexdigest(), len(data))
 
 
 @dataclass(frozen=True)
-class Manifest:
+class VersionManifest:
     """One published version. `owners` says which shard holds a tensor.
 
     Of differences (`delta.py`), `base` is the digest of the version that they are against, and
@@ -51,10 +51,10 @@ class Manifest:
     """
 
     version: str
-    shards: Mapping[str, Shard]
+    shards: Mapping[str, ShardRecord]
     owners: Mapping[str, str]
     base: str | None = None
-    files: Mapping[str, Shard] | None = None
+    files: Mapping[str, ShardRecord] | None = None
 
     @property
     def digest(self) -> str:
@@ -73,14 +73,14 @@ class Manifest:
         return json.dumps({**content, "sha256": _sha256(content)}, indent=1).encode()
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Path) -> VersionManifest:
     """The manifest of a published directory. Raises ComponentFailure if it is not as written."""
     try:
         content = json.loads((path / MANIFEST).read_bytes())
         told = content.pop("sha256")
         if told != _sha256(content):
             raise ValueError("its checksum is not that of its content")
-        return Manifest(
+        return VersionManifest(
             version=content["version"],
             shards=_shards(content["shards"]),
             owners=content["owners"],
@@ -93,7 +93,7 @@ def read_manifest(path: Path) -> Manifest:
         ) from error
 
 
-def read_shard(path: Path, name: str, expected: Shard) -> bytes:
+def read_shard(path: Path, name: str, expected: ShardRecord) -> bytes:
     """A shard's content. Raises ComponentFailure if it is not as written."""
     try:
         data = (path / name).read_bytes()
@@ -104,7 +104,7 @@ def read_shard(path: Path, name: str, expected: Shard) -> bytes:
     return data
 
 
-class Publication:
+class VersionWriter:
     """A directory in the making. Several stages' senders may write to the same one."""
 
     def __init__(self, directory: Path, name: str) -> None:
@@ -112,12 +112,12 @@ class Publication:
         self._partial = directory / f".{name}.partial"
         self._partial.mkdir(parents=True, exist_ok=True)
 
-    def add(self, name: str, data: bytes) -> Shard:
+    def add(self, name: str, data: bytes) -> ShardRecord:
         """One file."""
         _write(self._partial / name, data)
         return shard_of(data)
 
-    def finish(self, manifest: Manifest, *, index: bool = True) -> Path:
+    def finish(self, manifest: VersionManifest, *, index: bool = True) -> Path:
         """Index and manifest, then the rename; an older directory of the name is replaced.
 
         Files of an attempt that failed before are removed.
@@ -153,12 +153,12 @@ def _write(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _plain(shards: Mapping[str, Shard]) -> dict[str, Any]:
+def _plain(shards: Mapping[str, ShardRecord]) -> dict[str, Any]:
     return {name: {"sha256": s.sha256, "bytes": s.bytes} for name, s in shards.items()}
 
 
-def _shards(content: Mapping[str, Any]) -> dict[str, Shard]:
-    return {name: Shard(entry["sha256"], entry["bytes"]) for name, entry in content.items()}
+def _shards(content: Mapping[str, Any]) -> dict[str, ShardRecord]:
+    return {name: ShardRecord(entry["sha256"], entry["bytes"]) for name, entry in content.items()}
 
 
 def _sha256(content: Any) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_async.checkpoint.placement import Slot, boxes, exported, shards_of, stage_slots
 from megatron_async.models.architecture import Architecture
 from megatron_async.models.families import read_architecture, rules_of
-from megatron_async.models.shards import Layout, split
+from megatron_async.models.shards import ShardLayout, split
 from tests.hf_models import CASES, EXPERT_CASES, build_hf_model
 
 FAMILIES = [*CASES, *EXPERT_CASES]
@@ -83,7 +83,7 @@ def test_names_are_unique_and_those_of_the_stages_are_those_of_the_model(case: s
 def test_a_tied_head_is_the_embedding() -> None:
     a = architecture("llama_tied")
     (head,) = [rule for rule in rules_of(a) if not rule.exported]
-    assert head.layout is Layout.VOCAB
+    assert head.layout is ShardLayout.VOCAB
     assert Slot(exported(a, head)).name == "embedding.word_embeddings.weight"
 
 

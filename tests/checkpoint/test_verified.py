@@ -17,7 +17,7 @@ from megatron_async.checkpoint.convert import hf_to_megatron, megatron_to_hf
 from megatron_async.checkpoint.files import PieceReader, RankFiles
 from megatron_async.checkpoint.manager import CheckpointManager
 from megatron_async.checkpoint.manifest import open_checkpoint
-from megatron_async.checkpoint.state import Shard
+from megatron_async.checkpoint.state import ParameterShard
 from megatron_async.config.run import CheckpointConfig
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.trainer.step import PolicyTrainer
@@ -130,7 +130,7 @@ def test_a_save_in_which_elements_are_missing_or_double_is_no_checkpoint(
 ) -> None:
     described = state.saved_shards
 
-    def other(trainer: Any) -> Iterator[Shard]:
+    def other(trainer: Any) -> Iterator[ParameterShard]:
         for shard in described(trainer):
             yield from [shard] * (times if shard.name == f"exp_avg/{NAME}" else 1)
 

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_async.models.shards import Layout, Rule, merge, split
+from megatron_async.models.shards import Rule, ShardLayout, merge, split
 
 
-def _rule(layout: Layout, shapes: list[tuple[int, ...]], groups: int = 0) -> Rule:
+def _rule(layout: ShardLayout, shapes: list[tuple[int, ...]], groups: int = 0) -> Rule:
     names = tuple(f"tensor{i}" for i in range(len(shapes)))
     return Rule(("parameter",), names, tuple(shapes), layout, groups=groups)
 
@@ -46,8 +46,8 @@ SEEDS = st.integers(0, 2**16)
 
 @given(SIZES, COUNTS, COUNTS, SEEDS)
 def test_rows_and_columns(size: int, rows: int, columns: int, seed: int) -> None:
-    _check_identity(_rule(Layout.ROWS, [(rows * size, columns)]), size, seed)
-    _check_identity(_rule(Layout.COLUMNS, [(rows, columns * size)]), size, seed)
+    _check_identity(_rule(ShardLayout.ROWS, [(rows * size, columns)]), size, seed)
+    _check_identity(_rule(ShardLayout.COLUMNS, [(rows, columns * size)]), size, seed)
 
 
 @given(SIZES, COUNTS, COUNTS, COUNTS, st.booleans(), SEEDS)
@@ -57,19 +57,19 @@ def test_qkv_with_grouped_heads(
     groups = groups_per_rank * size
     rows = [groups * queries * head_dim, groups * head_dim, groups * head_dim]
     shapes: list[tuple[int, ...]] = [(count,) if bias else (count, 5) for count in rows]
-    _check_identity(_rule(Layout.QKV, shapes, groups), size, seed)
+    _check_identity(_rule(ShardLayout.QKV, shapes, groups), size, seed)
 
 
 @given(SIZES, COUNTS, SEEDS)
 def test_gate_and_up(size: int, rows: int, seed: int) -> None:
-    _check_identity(_rule(Layout.GATE_UP, [(rows * size, 3)] * 2), size, seed)
+    _check_identity(_rule(ShardLayout.GATE_UP, [(rows * size, 3)] * 2), size, seed)
 
 
 @given(SIZES, st.integers(16, 40), SEEDS)
 def test_a_vocabulary_that_no_size_divides_is_padded_with_zero_rows(
     size: int, vocab: int, seed: int
 ) -> None:
-    shards = _check_identity(_rule(Layout.VOCAB, [(vocab, 3)]), size, seed)
+    shards = _check_identity(_rule(ShardLayout.VOCAB, [(vocab, 3)]), size, seed)
     padded = torch.cat(shards)
     assert padded.shape[0] % size == 0
     assert padded.shape[0] - vocab < size
@@ -78,7 +78,7 @@ def test_a_vocabulary_that_no_size_divides_is_padded_with_zero_rows(
 
 def test_a_rank_holds_whole_groups_of_query_key_and_value_heads() -> None:
     # Two key/value heads of two query heads each, head dimension 1: rows are numbered.
-    rule = _rule(Layout.QKV, [(4, 1), (2, 1), (2, 1)], groups=2)
+    rule = _rule(ShardLayout.QKV, [(4, 1), (2, 1), (2, 1)], groups=2)
     tensors = {
         "tensor0": torch.tensor([[0.0], [1.0], [2.0], [3.0]]),
         "tensor1": torch.tensor([[10.0], [11.0]]),
@@ -90,7 +90,7 @@ def test_a_rank_holds_whole_groups_of_query_key_and_value_heads() -> None:
 
 
 def test_a_rank_holds_its_gate_rows_and_then_its_up_rows() -> None:
-    rule = _rule(Layout.GATE_UP, [(4, 1)] * 2)
+    rule = _rule(ShardLayout.GATE_UP, [(4, 1)] * 2)
     tensors = {
         "tensor0": torch.arange(4.0)[:, None],
         "tensor1": torch.arange(10.0, 14.0)[:, None],

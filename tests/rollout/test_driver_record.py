@@ -12,8 +12,7 @@ from megatron_async.config.load import merge
 from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.manager import ResumePoint, RolloutManager
 from megatron_async.scheduler import events as ev
-from megatron_async.scheduler.record import Raised, read_record
-from megatron_async.scheduler.record_files import record_files
+from megatron_async.scheduler.record import Raised, read_record, record_files
 from megatron_async.scheduler.scheduler import Scheduler
 from megatron_async.trajectory.types import PolicyVersion
 from tests.rollout.stand_ins import Engines, manager_of, run, settings

@@ -251,7 +251,7 @@ def test_what_an_engine_says_after_the_end_is_a_warning_and_nothing_else(tmp_pat
         assert bench.outcomes == [ev.Finished(bench.trajectory_id)]
         assert [s.token_ids.tolist() for s in kept.segments] == [[7, STOP]]
         assert bench.statistics.tokens == 2
-        assert "engine scripted sent more" in bench.statistics.warnings["said_after_its_end"]
+        assert "engine scripted sent more" in bench.statistics.warnings["tokens_after_eos"]
         await bench.store.close()
 
     run(body())
@@ -277,7 +277,7 @@ def test_who_ends_behind_the_last_abort_is_not_blamed(
         bench.slot = verified_slot(Slow([]))
         bench.generation.submit(bench.trajectory_id, bench.slot)
         await asyncio.sleep(0)
-        await bench.generation.abort(bench.generation.of())
+        await bench.generation.abort(bench.generation.mark_unwanted())
         assert bench.outcomes == [ev.Aborted(bench.trajectory_id)]
         assert bench.given_up == [] and bench.statistics.warnings == {}
         await bench.store.close()
@@ -426,7 +426,7 @@ def test_what_is_not_aborted_is_cut_off_and_its_engine_stays(
         monkeypatch.setattr("megatron_async.rollout.generation._ABORT_RETRY_SECONDS", 0.01)
         bench = Bench.of(tmp_path, config_of())
         await quiet(bench)
-        await bench.generation.abort(bench.generation.of())
+        await bench.generation.abort(bench.generation.mark_unwanted())
         assert bench.outcomes == [ev.Aborted(bench.trajectory_id)]
         assert "did not end it" in bench.statistics.warnings["abort_ignored"]
         assert bench.given_up == bench.suspected == []
@@ -441,7 +441,7 @@ def test_an_abort_waits_for_the_release_of_a_held_engine(tmp_path: Path, then: s
         bench = Bench.of(tmp_path, config_of())
         slot = await quiet(bench)
         slot.hold()
-        aborting = asyncio.create_task(bench.generation.abort(bench.generation.of()))
+        aborting = asyncio.create_task(bench.generation.abort(bench.generation.mark_unwanted()))
         for _ in range(20):
             await asyncio.sleep(0)
         engine = slot.client._client  # type: ignore[attr-defined]

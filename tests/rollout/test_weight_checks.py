@@ -310,7 +310,9 @@ def test_aborts_wait_for_a_verification_that_takes_its_time(tmp_path: Path) -> N
         while not len(driver._generation):
             await asyncio.sleep(0.001)
         with mock.patch("megatron_async.rollout.generation._ABORT_RETRY_SECONDS", 0.001):
-            aborting = asyncio.create_task(driver._generation.abort(driver._generation.of()))
+            aborting = asyncio.create_task(
+                driver._generation.abort(driver._generation.mark_unwanted())
+            )
             await asyncio.sleep(0.1)  # many times over
             assert it.up == ["engine0.0"] and not aborting.done()
             assert samples is not None

@@ -16,8 +16,8 @@ from megatron_async.scheduler.record import (
     Divergence,
     Exchange,
     Header,
-    Outcome,
     Raised,
+    RecordedAction,
     Recorder,
     decode_action,
     decode_event,
@@ -60,7 +60,7 @@ EVENTS: list[ev.Event] = [
     ev.UpdateRequested(2),
     ev.WeightsPublished(PolicyVersion(0, 2)),
 ]
-ACTIONS: list[Outcome] = [
+ACTIONS: list[RecordedAction] = [
     ev.RequestPrompts(2),
     ev.Submit(1, "a", True),
     ev.Abort(1, "a"),
@@ -106,7 +106,7 @@ def test_events_survive_json(event: ev.Event) -> None:
 
 
 @pytest.mark.parametrize("action", ACTIONS, ids=lambda action: type(action).__name__)
-def test_actions_survive_json(action: Outcome) -> None:
+def test_actions_survive_json(action: RecordedAction) -> None:
     back = decode_action(json.loads(json.dumps(encode(action))))
     assert back == action and type(back) is type(action)
 

@@ -9,8 +9,15 @@ import pytest
 
 from megatron_async.errors import UserError
 from megatron_async.scheduler import events as ev
-from megatron_async.scheduler.record import Recorder, read_record, replay
-from megatron_async.scheduler.record_files import RecordFiles, RecordKey, record_files, record_key
+from megatron_async.scheduler.record import (
+    Recorder,
+    RecordFiles,
+    RecordKey,
+    read_record,
+    record_files,
+    record_key,
+    replay,
+)
 from megatron_async.trajectory.types import PolicyVersion
 from tests.scheduler.policies import PRESETS, preset
 from tests.scheduler.world import Weather, World

@@ -1,9 +1,8 @@
-"""Failure signatures: said by name when they set in, once."""
+"""Warnings about queues and engines: emitted by name when they set in, once."""
 
 from __future__ import annotations
 
 from megatron_async.scheduler import events as ev
-from megatron_async.scheduler import warnings as signatures
 from tests.scheduler.script import Script
 
 
@@ -99,20 +98,3 @@ def test_a_scorer_that_keeps_up_is_no_backlog() -> None:
         run.publish(step + 1)
         if run.of(ev.RequestPrompts):
             run.prompts(1)
-
-
-def test_ess_collapse_needs_three_low_steps() -> None:
-    assert signatures.ess_collapse([0.1, 0.1]) is None
-    assert signatures.ess_collapse([0.1, 0.5, 0.1]) is None
-    warning = signatures.ess_collapse([0.9, 0.2, 0.2, 0.1])
-    assert warning is not None and warning.name == "ess_collapse"
-
-
-def test_entropy_growth_needs_a_steady_large_rise() -> None:
-    rising = [1.0 + 0.1 * i for i in range(10)]
-    warning = signatures.entropy_growth(rising)
-    assert warning is not None and warning.name == "entropy_growth"
-    assert signatures.entropy_growth(rising[:9]) is None
-    assert signatures.entropy_growth(rising[::-1]) is None
-    assert signatures.entropy_growth([1.0 + 0.01 * i for i in range(10)]) is None
-    assert signatures.entropy_growth([*rising[:9], float("nan")]) is None

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_async.simulate.engine import Engine, Limits, Request
+from megatron_async.simulate.engine import Engine, Limits, SimulatedRequest
 
 FIXED, PER_KV, PREFILL = 0.01, 1e-6, 1e-5
 
@@ -72,7 +72,7 @@ def stepped(lengths: list[int], prompt: int) -> dict[int, float]:
 def test_completion_times_are_those_of_single_steps(lengths: list[int], prompt: int) -> None:
     engine = make()
     for i, length in enumerate(lengths):
-        engine.submit(Request(i, i, prompt, 0, length))
+        engine.submit(SimulatedRequest(i, i, prompt, 0, length))
     assert drive(engine) == pytest.approx(stepped(lengths, prompt), rel=1e-9)
 
 
@@ -88,7 +88,7 @@ def test_a_full_cache_preempts_and_loses_nothing(
 ) -> None:
     engine = make(capacity, reserve, slots=slots)
     for i, length in enumerate(lengths):
-        engine.submit(Request(i, i, 40, 0, length))
+        engine.submit(SimulatedRequest(i, i, 40, 0, length))
     assert sorted(drive(engine)) == list(range(len(lengths)))
     # a preempted request generates the token that it was at once more
     surplus = engine.counters.generated - sum(lengths)
@@ -101,7 +101,7 @@ def test_preemption_happens_at_the_capacity_only() -> None:
     for capacity, preempted in ((2 * 140 + 1, False), (2 * 140 - 1, True)):
         engine = make(capacity)
         for i in range(2):
-            engine.submit(Request(i, i, 40, 0, 100))
+            engine.submit(SimulatedRequest(i, i, 40, 0, 100))
         drive(engine)
         assert (engine.counters.preemptions > 0) is preempted
 
@@ -109,8 +109,8 @@ def test_preemption_happens_at_the_capacity_only() -> None:
 def test_members_of_a_group_share_their_prompt() -> None:
     shared, apart = make(), make()
     for i in range(4):
-        shared.submit(Request(i, 7, 100, 0, 10))
-        apart.submit(Request(i, i, 100, 0, 10))
+        shared.submit(SimulatedRequest(i, 7, 100, 0, 10))
+        apart.submit(SimulatedRequest(i, i, 100, 0, 10))
     shared.admit()
     apart.admit()
     assert (shared.kv, apart.kv) == (100, 400)
@@ -121,7 +121,7 @@ def test_members_of_a_group_share_their_prompt() -> None:
 
 def test_a_resumed_request_prefills_what_it_had() -> None:
     engine = make()
-    engine.submit(Request(0, 0, 100, 50, 10))
+    engine.submit(SimulatedRequest(0, 0, 100, 50, 10))
     engine.admit()
     assert engine.counters.prefilled == engine.counters.resumed_prefill == 150
     assert engine.stall == pytest.approx(150 * PREFILL)
@@ -129,7 +129,7 @@ def test_a_resumed_request_prefills_what_it_had() -> None:
 
 def test_tokens_belong_to_the_version_at_the_end_of_their_step() -> None:
     engine = make()
-    engine.submit(Request(0, 0, 1, 0, 100))
+    engine.submit(SimulatedRequest(0, 0, 1, 0, 100))
     engine.admit()
     engine.forecast()
     for number, steps in ((1, 30), (2, 20)):
@@ -139,7 +139,7 @@ def test_tokens_belong_to_the_version_at_the_end_of_their_step() -> None:
         engine.load(number)
         engine.forecast()
     finished = drive(engine)
-    request = Request(0, 0, 1, 0, 100)
+    request = SimulatedRequest(0, 0, 1, 0, 100)
     assert list(finished) == [0]
     assert engine.take_tokens(request) == [(0, 30), (1, 20), (2, 50)]
     assert engine.take_tokens(request) == []
@@ -148,7 +148,7 @@ def test_tokens_belong_to_the_version_at_the_end_of_their_step() -> None:
 def test_a_pause_stops_time_and_recompute_costs_a_prefill() -> None:
     for recompute in (False, True):
         engine = make()
-        engine.submit(Request(0, 0, 100, 0, 50))
+        engine.submit(SimulatedRequest(0, 0, 100, 0, 50))
         drive(engine, until=0.2)
         before, kv = engine.steps, round(engine.kv)
         engine.pause(recompute=recompute)
@@ -164,13 +164,13 @@ def test_a_pause_stops_time_and_recompute_costs_a_prefill() -> None:
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_prompt_that_older_weights_computed_is_not_shared(recompute: bool) -> None:
     engine = make()
-    engine.submit(Request(0, 7, 100, 0, 50))
+    engine.submit(SimulatedRequest(0, 7, 100, 0, 50))
     engine.admit()
     engine.pause(recompute=recompute)
     engine.load(1)
     engine.resume()
     for trajectory_id in (1, 2):
-        engine.submit(Request(trajectory_id, 7, 100, 0, 50))
+        engine.submit(SimulatedRequest(trajectory_id, 7, 100, 0, 50))
     engine.admit()
     assert engine.kv == (100 if recompute else 200), "members that began together share"
     assert engine.cancel([0])
@@ -181,8 +181,8 @@ def test_a_prompt_that_older_weights_computed_is_not_shared(recompute: bool) -> 
 
 def test_a_cancelled_request_in_the_queue_never_runs() -> None:
     engine = make(capacity=200)
-    engine.submit(Request(0, 0, 100, 0, 50))
-    engine.submit(Request(1, 1, 100, 0, 50))
+    engine.submit(SimulatedRequest(0, 0, 100, 0, 50))
+    engine.submit(SimulatedRequest(1, 1, 100, 0, 50))
     engine.admit()
     assert list(engine.running) == [0] and engine.waiting == 1
     assert engine.cancel([1]) == [(1, [])]
@@ -194,7 +194,7 @@ def test_a_cancelled_request_in_the_queue_never_runs() -> None:
 def test_requests_that_leave_together_free_what_each_had(cancelled: range) -> None:
     engine = make(slots=4)
     for i in range(6):
-        engine.submit(Request(i, i // 2, 100, 0, 50))
+        engine.submit(SimulatedRequest(i, i // 2, 100, 0, 50))
     engine.admit()
     requests = dict(engine.running)
     engine.forecast()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_async.telemetry.health import HealthWatch
+from megatron_async.telemetry.health import HealthWatch, entropy_growth, ess_collapse
 from megatron_async.telemetry.metrics import MetricsWriter, read_metrics
 from megatron_async.telemetry.progress import Progress, format_status
 
@@ -106,3 +106,20 @@ def test_warnings_are_in_tensorboard_too(tmp_path: Path) -> None:
         writer.warn(4, "queue_overflow", "generation outruns training")
     events = b"".join(path.read_bytes() for path in (tmp_path / "tb").glob("events.*"))
     assert b"warning/queue_overflow" in events and b"generation outruns training" in events
+
+
+def test_ess_collapse_needs_three_low_steps() -> None:
+    assert ess_collapse([0.1, 0.1]) is None
+    assert ess_collapse([0.1, 0.5, 0.1]) is None
+    warning = ess_collapse([0.9, 0.2, 0.2, 0.1])
+    assert warning is not None and "effective sample size" in warning
+
+
+def test_entropy_growth_needs_a_steady_large_rise() -> None:
+    rising = [1.0 + 0.1 * i for i in range(10)]
+    warning = entropy_growth(rising)
+    assert warning is not None and "entropy rose" in warning
+    assert entropy_growth(rising[:9]) is None
+    assert entropy_growth(rising[::-1]) is None
+    assert entropy_growth([1.0 + 0.01 * i for i in range(10)]) is None
+    assert entropy_growth([*rising[:9], float("nan")]) is None

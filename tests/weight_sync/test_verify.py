@@ -13,7 +13,7 @@ from megatron_async.weight_sync.verify import (
     EXACT_TOLERANCE,
     GROSS_LEAST,
     GROSS_MOST,
-    Held,
+    HeldVersion,
     RatioCheck,
     RatioError,
     agreed_checksum,
@@ -23,8 +23,8 @@ from megatron_async.weight_sync.verify import (
 VERSION, OTHER = PolicyVersion(2, 9), PolicyVersion(2, 8)
 
 
-def held(*checksums: str, version: PolicyVersion = VERSION) -> list[Held]:
-    return [Held(f"engine{i}", version, checksum) for i, checksum in enumerate(checksums)]
+def held(*checksums: str, version: PolicyVersion = VERSION) -> list[HeldVersion]:
+    return [HeldVersion(f"engine{i}", version, checksum) for i, checksum in enumerate(checksums)]
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def held(*checksums: str, version: PolicyVersion = VERSION) -> list[Held]:
     ],
 )
 def test_the_checksum_of_most_engines_that_hold_the_version_is_right(
-    reports: list[Held], agreed: str | None
+    reports: list[HeldVersion], agreed: str | None
 ) -> None:
     assert agreed_checksum(reports, VERSION) == agreed
 
@@ -50,7 +50,7 @@ def test_an_engine_that_disagrees_is_told_from_the_others() -> None:
     assert found[:2] == [None, None]
     assert found[2] is not None
     assert f"weights of 2.9: engine0: {'x' * 16}, engine1" in found[2]
-    stale = Held("engine3", OTHER, "x" * 40)
+    stale = HeldVersion("engine3", OTHER, "x" * 40)
     assert disagreement(stale, [stale], VERSION, "x" * 40) == (
         "engine engine3 reports version 2.8 after the update to 2.9"
     )

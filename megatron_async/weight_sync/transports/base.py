@@ -34,7 +34,7 @@ from megatron_async.config.rollout import EngineConfig, WeightsConfig
 from megatron_async.errors import ComponentFailure
 from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.http import EngineAddress, EngineCallError, EngineCalls
-from megatron_async.weight_sync.turns import Alone, Baton, EarlierStageFailed, Turns
+from megatron_async.weight_sync.turns import Alone, EarlierStageFailed, Turns, TurnToken
 from megatron_async.weight_sync.verify import NameCheck, engine_parameters
 
 NamedTensor = tuple[str, Tensor]
@@ -65,7 +65,7 @@ class TransferReport:
     phases: dict[str, float] = field(default_factory=dict)
 
 
-class Stopwatch:
+class PhaseTimes:
     """Adds up seconds by phase."""
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class Stopwatch:
         self.phases[phase] = self.phases.get(phase, 0.0) + seconds
 
 
-class Update:
+class Transfer:
     """One sender's share of an update: its buckets, its turn, and what is counted on the way."""
 
     def __init__(
@@ -101,14 +101,14 @@ class Update:
         self.is_first = turns.index == 0
         self.is_last = turns.last
         self.deadline = time.monotonic() + timeout_seconds
-        self.watch = Stopwatch()
+        self.watch = PhaseTimes()
         self.sent_bytes = 0
         self.written: dict[str, Any] = {}
         self._buckets = buckets
         self._turns = turns
         self._check = check
         self._asked = False
-        self._before: Baton | None = None
+        self._before: TurnToken | None = None
         self._counts = [0, 0, 0]
         self._began = time.perf_counter()
 
@@ -146,7 +146,7 @@ class Update:
         self.turn()
         if self.is_last:
             self._check.finish()
-        self._turns.hand_on(Baton(self._check.sent, self.written))
+        self._turns.hand_on(TurnToken(self._check.sent, self.written))
         return TransferReport(
             self.version,
             buckets=self._counts[0],
@@ -162,7 +162,7 @@ class Update:
         if not self._asked:
             with contextlib.suppress(EarlierStageFailed):  # its own leader says why
                 self._turns.take()
-        self._turns.hand_on(Baton(failed=True))
+        self._turns.hand_on(TurnToken(failed=True))
 
 
 class WeightSender(abc.ABC):
@@ -236,7 +236,7 @@ class WeightSender(abc.ABC):
         Raises EngineCallError or ComponentFailure; then the engines' weights are undefined.
         """
         calls = self.calls
-        update = Update(
+        transfer = Transfer(
             buckets,
             version,
             flush_cache,
@@ -245,10 +245,10 @@ class WeightSender(abc.ABC):
             self.settings.timeout_seconds,
         )
         try:
-            self._transfer(update)
-            return update.finish()
+            self._transfer(transfer)
+            return transfer.finish()
         except BaseException:
-            update.give_up()
+            transfer.give_up()
             self._abandon(calls)
             raise
 
@@ -265,7 +265,7 @@ class WeightSender(abc.ABC):
         """Undo `_open_link`, whatever state the engines are in."""
 
     @abc.abstractmethod
-    def _transfer(self, update: Update) -> None:
+    def _transfer(self, transfer: Transfer) -> None:
         """Send this stage's buckets in its turn; the last stage's last one with the version."""
 
     def _begin_session(self, deadline: float) -> None:

@@ -33,13 +33,13 @@ from megatron_async.weight_sync.blocks import encode
 from megatron_async.weight_sync.double_buffer import OneAhead
 from megatron_async.weight_sync.http import EngineCallError, gather, raise_together
 from megatron_async.weight_sync.receiver import DELTA_SUFFIX
-from megatron_async.weight_sync.transports.base import Bucket, Update, WeightSender, time_left
+from megatron_async.weight_sync.transports.base import Bucket, Transfer, WeightSender, time_left
 from megatron_async.weight_sync.transports.disk import KEEP, keep
 from megatron_async.weight_sync.version_directory import (
     MANIFEST,
-    Manifest,
-    Publication,
-    Shard,
+    ShardRecord,
+    VersionManifest,
+    VersionWriter,
     read_manifest,
     serialise,
 )
@@ -64,15 +64,15 @@ def rounded(bucket: Bucket) -> list[tuple[str, Tensor]]:
 class _StageWriter:
     """One stage's shards of a version: whole, and their differences from the version before."""
 
-    def __init__(self, whole: Publication, delta: Publication, stage: int, base: Path | None):
+    def __init__(self, whole: VersionWriter, delta: VersionWriter, stage: int, base: Path | None):
         self._whole = whole
         self._delta = delta
         self._stage = stage
         self._base = base
-        self.shards: dict[str, Shard] = {}
+        self.shards: dict[str, ShardRecord] = {}
         self.owners: dict[str, str] = {}
         # None: this stage has no differences, because a shard has no counterpart in the base.
-        self.files: dict[str, Shard] | None = None if base is None else {}
+        self.files: dict[str, ShardRecord] | None = None if base is None else {}
 
     def write(self, bucket: Bucket) -> None:
         """The next shard."""
@@ -115,25 +115,25 @@ class DeltaSender(WeightSender):
     def _close_link(self) -> None:
         """Nothing beside HTTP was opened."""
 
-    def _transfer(self, update: Update) -> None:
-        name = str(update.version)
-        whole = Publication(self._directory, name)
-        delta = Publication(self._directory, name + DELTA_SUFFIX)
+    def _transfer(self, transfer: Transfer) -> None:
+        name = str(transfer.version)
+        whole = VersionWriter(self._directory, name)
+        delta = VersionWriter(self._directory, name + DELTA_SUFFIX)
         base = self._find_base(name)
         try:
-            writer = _StageWriter(whole, delta, update.stage, base)
+            writer = _StageWriter(whole, delta, transfer.stage, base)
             with OneAhead[Bucket](writer.write) as writes:
-                for bucket in update.buckets():
-                    update.watch.lap("gather")
+                for bucket in transfer.buckets():
+                    transfer.watch.lap("gather")
                     writes.put(bucket)
-                    update.watch.lap("wait for write")
-            update.watch.lap("wait for write")
-            update.watch.add("write", writes.busy_seconds)
+                    transfer.watch.lap("wait for write")
+            transfer.watch.lap("wait for write")
+            transfer.watch.add("write", writes.busy_seconds)
             self._note_sent(name, with_delta=writer.files is not None)
-            _combine(update, writer)
-            if update.is_last:
-                manifest = self._publish(whole, delta, base, update)
-                self._deliver(manifest, update)
+            _combine(transfer, writer)
+            if transfer.is_last:
+                manifest = self._publish(whole, delta, base, transfer)
+                self._deliver(manifest, transfer)
         except BaseException:
             whole.discard()
             delta.discard()
@@ -153,11 +153,11 @@ class DeltaSender(WeightSender):
         self._in_a_row = self._in_a_row + 1 if with_delta else 0
 
     def _publish(
-        self, whole: Publication, delta: Publication, base: Path | None, update: Update
-    ) -> Manifest:
+        self, whole: VersionWriter, delta: VersionWriter, base: Path | None, transfer: Transfer
+    ) -> VersionManifest:
         """Both directories; the manifest that receivers begin with."""
-        written = update.written
-        manifest = Manifest(str(update.version), written["shards"], written["owners"])
+        written = transfer.written
+        manifest = VersionManifest(str(transfer.version), written["shards"], written["owners"])
         keep(self._published, whole.finish(manifest))
         against = None
         if base is not None and written["files"] is not None:
@@ -169,47 +169,49 @@ class DeltaSender(WeightSender):
         else:
             delta.discard()
             shutil.rmtree(delta.path, ignore_errors=True)
-        update.watch.lap("publish")
+        transfer.watch.lap("publish")
         return manifest
 
-    def _deliver(self, manifest: Manifest, update: Update) -> None:
+    def _deliver(self, manifest: VersionManifest, transfer: Transfer) -> None:
         """Every receiver makes the version whole; then, and only then, all engines load it."""
         everybody = range(len(self.engines))
         received: dict[int, dict[str, Any]] = {}
         if manifest.files is not None:
-            received = self._receive(everybody, update, full=False)
+            received = self._receive(everybody, transfer, full=False)
         missing = [index for index in everybody if index not in received]
         if missing:
-            received |= self._receive(missing, update, full=True)
-        update.sent_bytes = max(int(answer["bytes"]) for answer in received.values())
-        update.watch.lap("receive")
+            received |= self._receive(missing, transfer, full=True)
+        transfer.sent_bytes = max(int(answer["bytes"]) for answer in received.values())
+        transfer.watch.lap("receive")
         loads = self.calls.start(
             "update_weights_from_disk",
             lambda index: {
                 "model_path": received[index]["path"],
-                "weight_version": str(update.version),
+                "weight_version": str(transfer.version),
                 "load_format": "auto",
-                "flush_cache": update.flush_cache,
+                "flush_cache": transfer.flush_cache,
             },
-            time_left(update.deadline),
+            time_left(transfer.deadline),
         )
         gather(loads)
-        update.watch.lap("load")
+        transfer.watch.lap("load")
 
     def _receive(
-        self, indices: Sequence[int], update: Update, *, full: bool
+        self, indices: Sequence[int], transfer: Transfer, *, full: bool
     ) -> dict[int, dict[str, Any]]:
-        """Answers by engine. One that asks for a full publication is left out, unless it had one.
+        """Answers by engine. One that asks for the whole version is left out, unless it had one.
 
         Raises EngineCallError for every other refusal.
         """
         body = {
             "directory": str(self._directory.resolve()),
-            "version": str(update.version),
+            "version": str(transfer.version),
             "full": full,
         }
         calls: dict[int, Future[dict[str, Any]]] = {
-            index: self.calls.start_one(index, "receive_weights", body, time_left(update.deadline))
+            index: self.calls.start_one(
+                index, "receive_weights", body, time_left(transfer.deadline)
+            )
             for index in indices
         }
         answers: dict[int, dict[str, Any]] = {}
@@ -224,13 +226,13 @@ class DeltaSender(WeightSender):
         return answers
 
 
-def _combine(update: Update, writer: _StageWriter) -> None:
+def _combine(transfer: Transfer, writer: _StageWriter) -> None:
     """This stage's entries beside those of the stages before."""
-    before = update.turn()
-    files: dict[str, Shard] | None = None
+    before = transfer.turn()
+    files: dict[str, ShardRecord] | None = None
     if writer.files is not None and before.get("files", {}) is not None:
         files = {**before.get("files", {}), **writer.files}
-    update.written = {
+    transfer.written = {
         "shards": {**before.get("shards", {}), **writer.shards},
         "owners": {**before.get("owners", {}), **writer.owners},
         "files": files,

@@ -16,38 +16,43 @@ from typing import Any
 from megatron_async.config.rollout import EngineConfig, WeightsConfig
 from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.double_buffer import OneAhead
-from megatron_async.weight_sync.transports.base import Bucket, Update, WeightSender, time_left
-from megatron_async.weight_sync.version_directory import Manifest, Publication, Shard, serialise
+from megatron_async.weight_sync.transports.base import Bucket, Transfer, WeightSender, time_left
+from megatron_async.weight_sync.version_directory import (
+    ShardRecord,
+    VersionManifest,
+    VersionWriter,
+    serialise,
+)
 
 KEEP = 2
 
 
 class ShardWriter:
-    """One stage's shards of a publication, one for each bucket."""
+    """One stage's shards of a version, one for each bucket."""
 
-    def __init__(self, publication: Publication, stage: int) -> None:
-        self._publication = publication
+    def __init__(self, target: VersionWriter, stage: int) -> None:
+        self._target = target
         self._stage = stage
-        self.shards: dict[str, Shard] = {}
+        self.shards: dict[str, ShardRecord] = {}
         self.owners: dict[str, str] = {}
 
     def write(self, bucket: Bucket) -> None:
         """The next shard."""
         name = f"model-{self._stage:02d}-{len(self.shards) + 1:05d}.safetensors"
-        self.shards[name] = self._publication.add(name, serialise(bucket))
+        self.shards[name] = self._target.add(name, serialise(bucket))
         self.owners.update((tensor, name) for tensor, _ in bucket)
 
 
 def publish(buckets: Iterable[Bucket], version: PolicyVersion, directory: Path) -> Path:
     """Write a version atomically; returns its directory."""
-    publication = Publication(directory, str(version))
-    writer = ShardWriter(publication, 0)
+    target = VersionWriter(directory, str(version))
+    writer = ShardWriter(target, 0)
     try:
         for bucket in buckets:
             writer.write(bucket)
-        return publication.finish(Manifest(str(version), writer.shards, writer.owners))
+        return target.finish(VersionManifest(str(version), writer.shards, writer.owners))
     finally:
-        publication.discard()
+        target.discard()
 
 
 class DiskSender(WeightSender):
@@ -64,38 +69,38 @@ class DiskSender(WeightSender):
     def _close_link(self) -> None:
         """Nothing beside HTTP was opened."""
 
-    def _transfer(self, update: Update) -> None:
-        publication = Publication(self._directory, str(update.version))
+    def _transfer(self, transfer: Transfer) -> None:
+        target = VersionWriter(self._directory, str(transfer.version))
         try:
-            writer = ShardWriter(publication, update.stage)
+            writer = ShardWriter(target, transfer.stage)
             with OneAhead[Bucket](writer.write) as writes:
-                for bucket in update.buckets():
-                    update.watch.lap("gather")
+                for bucket in transfer.buckets():
+                    transfer.watch.lap("gather")
                     writes.put(bucket)
-                    update.watch.lap("wait for write")
-            update.watch.lap("wait for write")
-            update.watch.add("write", writes.busy_seconds)
-            update.sent_bytes = sum(shard.bytes for shard in writer.shards.values())
-            before = update.turn()
+                    transfer.watch.lap("wait for write")
+            transfer.watch.lap("wait for write")
+            transfer.watch.add("write", writes.busy_seconds)
+            transfer.sent_bytes = sum(shard.bytes for shard in writer.shards.values())
+            before = transfer.turn()
             shards = {**before.get("shards", {}), **writer.shards}
             owners = {**before.get("owners", {}), **writer.owners}
-            update.written = {"shards": shards, "owners": owners}
-            if update.is_last:
-                path = publication.finish(Manifest(str(update.version), shards, owners))
-                self._load(path, update)
+            transfer.written = {"shards": shards, "owners": owners}
+            if transfer.is_last:
+                path = target.finish(VersionManifest(str(transfer.version), shards, owners))
+                self._load(path, transfer)
         except BaseException:
-            publication.discard()
+            target.discard()
             raise
 
-    def _load(self, path: Path, update: Update) -> None:
+    def _load(self, path: Path, transfer: Transfer) -> None:
         body: dict[str, Any] = {
             "model_path": str(path.resolve()),
-            "weight_version": str(update.version),
+            "weight_version": str(transfer.version),
             "load_format": "auto",
-            "flush_cache": update.flush_cache,
+            "flush_cache": transfer.flush_cache,
         }
-        self.calls.every("update_weights_from_disk", body, time_left(update.deadline))
-        update.watch.lap("load")
+        self.calls.every("update_weights_from_disk", body, time_left(transfer.deadline))
+        transfer.watch.lap("load")
         keep(self._published, path)
 
 

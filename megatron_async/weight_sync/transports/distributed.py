@@ -42,7 +42,7 @@ from megatron_async.weight_sync.transports.base import (
     LAST_ANSWERS_SECONDS,
     Bucket,
     NamedTensor,
-    Update,
+    Transfer,
     WeightSender,
     size_of,
     time_left,
@@ -260,19 +260,19 @@ class DistributedSender(WeightSender):
         for future in leaving:
             future.exception()
 
-    def _transfer(self, update: Update) -> None:
+    def _transfer(self, transfer: Transfer) -> None:
         announced: Answers = []
         travelling = False
-        deadline, watch = update.deadline, update.watch
+        deadline, watch = transfer.deadline, transfer.watch
         # Between updates a device's memory is for other things.
         on_host = self._device.type == "cpu"
         buffers = self._host_buffers if on_host else Buffers(self._device)
-        for bucket, following in update.buckets_with_next():
+        for bucket, following in transfer.buckets_with_next():
             flat = flatten(bucket, buffers)
             watch.lap("gather")
-            announcement = self._announcement(flat, following, update)
+            announcement = self._announcement(flat, following, transfer)
             if travelling:
-                self._wait_for_broadcast(announced, update)
+                self._wait_for_broadcast(announced, transfer)
                 watch.lap("broadcast")
                 # Engines listen for it already; but announced it is only when they have loaded the
                 # one before: two calls under way could overtake each other.
@@ -281,27 +281,27 @@ class DistributedSender(WeightSender):
                 watch.lap("wait for load")
                 announced = self._announce(announcement, deadline)
             else:
-                update.turn()
-                if update.is_first:
+                transfer.turn()
+                if transfer.is_first:
                     self._begin_session(deadline)
                     watch.lap("begin")
                 # The other way round: nobody listens yet, and NCCL's first broadcast of a group
                 # does not return before all ranks have called it.
                 announced = self._announce(announcement, deadline)
-                self._start_first(flat.bytes_N, announced, update)
+                self._start_first(flat.bytes_N, announced, transfer)
                 travelling = True
-            update.sent_bytes += flat.bytes_N.nbytes
+            transfer.sent_bytes += flat.bytes_N.nbytes
         if travelling:
-            self._wait_for_broadcast(announced, update)
+            self._wait_for_broadcast(announced, transfer)
         watch.lap("broadcast")
         _wait_for_answers(announced, deadline)
         watch.lap("load")
-        if update.is_last:
+        if transfer.is_last:
             self._end_session(deadline)
             watch.lap("end")
 
     def _announcement(
-        self, flat: FlatBucket, following: Bucket | None, update: Update
+        self, flat: FlatBucket, following: Bucket | None, transfer: Transfer
     ) -> dict[str, Any]:
         """What engines are told of a bucket; of the last one of all, also the version."""
         body: dict[str, Any] = {
@@ -312,9 +312,9 @@ class DistributedSender(WeightSender):
             "load_format": load_format(0 if following is None else size_of(following)),
             "flush_cache": False,
         }
-        if following is None and update.is_last:
-            body["flush_cache"] = update.flush_cache
-            body["weight_version"] = str(update.version)
+        if following is None and transfer.is_last:
+            body["flush_cache"] = transfer.flush_cache
+            body["weight_version"] = str(transfer.version)
         return body
 
     def _announce(self, body: dict[str, Any], deadline: float) -> Answers:
@@ -324,27 +324,27 @@ class DistributedSender(WeightSender):
             time_left(deadline) + LAST_ANSWERS_SECONDS,
         )
 
-    def _start_first(self, tensor: Tensor, announced: Answers, update: Update) -> None:
+    def _start_first(self, tensor: Tensor, announced: Answers, transfer: Transfer) -> None:
         """Raises, as the waits below, also if the call does not return."""
         started = self._require_link().start_first(tensor)
         self._wait_until(
-            started.done, "the engines did not enter the first broadcast", announced, update
+            started.done, "the engines did not enter the first broadcast", announced, transfer
         )
         _settle(started.result, announced)
 
-    def _wait_for_broadcast(self, announced: Answers, update: Update) -> None:
+    def _wait_for_broadcast(self, announced: Answers, transfer: Transfer) -> None:
         link = self._require_link()
-        self._wait_until(lambda: link.done, "the weight broadcast did not end", announced, update)
+        self._wait_until(lambda: link.done, "the weight broadcast did not end", announced, transfer)
         _settle(link.finish, announced)
 
     def _wait_until(
-        self, reached: Callable[[], bool], otherwise: str, announced: Answers, update: Update
+        self, reached: Callable[[], bool], otherwise: str, announced: Answers, transfer: Transfer
     ) -> None:
         """Raises as soon as an engine refuses what was announced, or at the deadline."""
         pause = _FIRST_POLL_SECONDS
         while not reached():
             _raise_first_failure(announced)
-            if time.monotonic() > update.deadline:
+            if time.monotonic() > transfer.deadline:
                 # An engine that only waits for us answers when our connections close: then the
                 # limit is too short. One that does not is frozen, or waits for one that is.
                 self._require_link().begin_drop()

@@ -24,7 +24,7 @@ from megatron_async.config.rollout import EngineConfig, WeightsConfig
 from megatron_async.weight_sync.double_buffer import OneAhead
 from megatron_async.weight_sync.transports.base import (
     Bucket,
-    Update,
+    Transfer,
     WeightSender,
     time_left,
 )
@@ -91,35 +91,35 @@ class TensorSender(WeightSender):
     def _close_link(self) -> None:
         """Nothing beside HTTP was opened."""
 
-    def _transfer(self, update: Update) -> None:
+    def _transfer(self, transfer: Transfer) -> None:
         opened = False
-        with OneAhead[_Load](lambda load: self._load(load, update)) as loads:
-            for tensors, last in update.marked_buckets():
+        with OneAhead[_Load](lambda load: self._load(load, transfer)) as loads:
+            for tensors, last in transfer.marked_buckets():
                 bucket = [(name, t.cpu() if self._by_value else t) for name, t in tensors]
                 load = _Load(serialise(bucket), bucket, last)
                 if any(tensor.is_cuda for _, tensor in bucket):
                     torch.cuda.synchronize()
-                update.sent_bytes += len(load.payload)
-                update.watch.lap("gather")
-                update.turn()
-                if update.is_first and not opened:
-                    self._begin_session(update.deadline)
+                transfer.sent_bytes += len(load.payload)
+                transfer.watch.lap("gather")
+                transfer.turn()
+                if transfer.is_first and not opened:
+                    self._begin_session(transfer.deadline)
                     opened = True
-                    update.watch.lap("begin")
+                    transfer.watch.lap("begin")
                 loads.put(load)
-                update.watch.lap("wait for load")
+                transfer.watch.lap("wait for load")
             loads.wait()
-            update.watch.lap("wait for load")
-        update.watch.add("load", loads.busy_seconds)
-        if update.is_last:
-            self._end_session(update.deadline)
-            update.watch.lap("end")
+            transfer.watch.lap("wait for load")
+        transfer.watch.add("load", loads.busy_seconds)
+        if transfer.is_last:
+            self._end_session(transfer.deadline)
+            transfer.watch.lap("end")
 
-    def _load(self, load: _Load, update: Update) -> None:
+    def _load(self, load: _Load, transfer: Transfer) -> None:
         body: dict[str, Any] = {
             "serialized_named_tensors": [load.payload] * self.engine_settings.tensor,
-            "flush_cache": update.flush_cache and load.last,
+            "flush_cache": transfer.flush_cache and load.last,
         }
         if load.last:
-            body["weight_version"] = str(update.version)
-        self.calls.every("update_weights_from_tensor", body, time_left(update.deadline))
+            body["weight_version"] = str(transfer.version)
+        self.calls.every("update_weights_from_tensor", body, time_left(transfer.deadline))
