@@ -49,14 +49,14 @@ class StageTurns:
                 f"pipeline stage {self.index} waited in vain for stage {self.index - 1} to send "
                 f"its weights: {error}"
             ) from error
-        baton: TurnToken = box[0]
-        if baton.failed:
+        token: TurnToken = box[0]
+        if token.failed:
             raise EarlierStageFailed(f"pipeline stage {self.index - 1} did not send its weights")
-        return baton
+        return token
 
-    def hand_on(self, baton: TurnToken) -> None:
+    def hand_on(self, token: TurnToken) -> None:
         if not self.last:
-            dist.send_object_list([baton], dst=self._leaders[self.index + 1], group=self._group)
+            dist.send_object_list([token], dst=self._leaders[self.index + 1], group=self._group)
 
     def join(self, result: Any) -> list[Any]:
         """The results of all leaders, by stage."""

@@ -2,11 +2,11 @@
 
 Each stage's leader gathers and sends its own layers over its own connection. Engines take what
 they are asked in the order of arrival, and that order must be the same on all of them: two groups
-whose broadcasts they entered in different orders would wait for each other for ever. Hence a baton
+whose broadcasts they entered in different orders would wait for each other for ever. Hence a token
 that passes from stage to stage; gathering a first bucket, or writing files, needs no turn.
 
 Invariants
-- The stage before hands on its baton exactly once for each `take`, also when it has failed.
+- The stage before hands on its token exactly once for each `take`, also when it has failed.
 - A stage after one that failed sends nothing: its `take` raises `EarlierStageFailed`.
 
 `stages.py` has the turns of a real trainer; a sender that is alone needs none.
@@ -47,7 +47,7 @@ class Turns(Protocol):
         """Wait for the stage before. Raises EarlierStageFailed."""
         ...
 
-    def hand_on(self, baton: TurnToken) -> None:
+    def hand_on(self, token: TurnToken) -> None:
         """Let the next stage go on; does nothing on the last one."""
         ...
 
@@ -61,5 +61,5 @@ class Alone:
     def take(self) -> TurnToken:
         return TurnToken()
 
-    def hand_on(self, baton: TurnToken) -> None:
+    def hand_on(self, token: TurnToken) -> None:
         return None
