@@ -357,7 +357,9 @@ class TrajectoryStore:
 
         `durable`: also on disk, against power loss. Raises ComponentFailure.
         """
-        return await self._writer.wait(self._writer.barrier(durable=durable))
+        if durable:
+            return await self._writer.wait(self._writer.barrier(durable=True))
+        return await self._writer.committed()
 
     def position(self) -> int:
         """Transactions committed so far, for the checkpoint manifest (after `sync`)."""

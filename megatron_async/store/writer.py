@@ -74,6 +74,8 @@ class StoreWriter:
         self._closing = False
         self._submitted = 1  # number of the transaction being gathered
         self._committed = 0
+        self._waiters: list[asyncio.Future[int]] = []
+        self._acknowledging: asyncio.Task[None] | None = None
         self._thread = threading.Thread(target=self._run, name="trajectory-store", daemon=True)
         self._thread.start()
 
@@ -145,6 +147,37 @@ class StoreWriter:
             self._urgent.set()
             self._changed.notify()
         return future
+
+    async def committed(self) -> int:
+        """The position, once all handed over so far is committed. Raises ComponentFailure.
+
+        Whoever asks while a barrier is under way shares the next one: thousands of streams cost one
+        acknowledgement for each transaction.
+        """
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[int] = loop.create_future()
+        self._waiters.append(waiter)
+        if self._acknowledging is None:
+            self._acknowledging = loop.create_task(self._acknowledge())
+        return await waiter
+
+    async def _acknowledge(self) -> None:
+        """One barrier after the other while somebody waits."""
+        try:
+            while self._waiters:
+                waiters, self._waiters = self._waiters, []
+                try:
+                    position = await self.wait(self.barrier())
+                except ComponentFailure as error:
+                    for waiter in waiters:
+                        if not waiter.done():
+                            waiter.set_exception(error)
+                else:
+                    for waiter in waiters:
+                        if not waiter.done():
+                            waiter.set_result(position)
+        finally:
+            self._acknowledging = None
 
     def run(self, job: Job) -> Future[Any]:
         """Run `job(connection)` on the writer's thread, after all before is committed."""

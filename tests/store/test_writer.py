@@ -153,3 +153,56 @@ def test_nobody_else_writes_while_lines_of_a_closed_store_are_still_exported(
     asyncio.run(scenario())  # which waits for the thread
     new = TrajectoryStore.open(tmp_path / STORE, lineage=1, step=1)
     asyncio.run(new.close())
+
+
+def test_all_who_wait_at_once_share_one_acknowledgement(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        store = TrajectoryStore.open(tmp_path / STORE)
+        group = store.add_group(prompt(), 300)
+        ids = [store.begin_request(t.trajectory_id).trajectory_id for t in group.trajectories]
+        barriers = 0
+        barrier = store._writer.barrier
+
+        def counted(**how: bool) -> Future[int]:
+            nonlocal barriers
+            barriers += 1
+            return barrier(**how)
+
+        store._writer.barrier = counted  # type: ignore[method-assign]
+
+        async def stream(trajectory_id: int) -> None:
+            for start in (0, 64, 128):
+                append(store, trajectory_id, start, 64)
+                await store.written(trajectory_id)
+                assert store._writer.is_committed(store._record(trajectory_id).in_flight)
+
+        await asyncio.gather(*(stream(trajectory_id) for trajectory_id in ids))
+        assert 1 <= barriers <= 12  # 900 chunks, each of them waited for
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_all_who_wait_hear_of_a_failure_and_one_that_gave_up_harms_nobody(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        store = TrajectoryStore.open(tmp_path / STORE)
+        begun, release = threading.Event(), threading.Event()
+        store._writer.run(lambda _: begun.set() or release.wait(20))
+        await asyncio.to_thread(begun.wait, 20)
+        waiting = [asyncio.create_task(store.sync()) for _ in range(3)]
+        await asyncio.sleep(0)
+        waiting[0].cancel()
+
+        def fails(_: object) -> None:
+            raise ValueError("the disk is full")
+
+        failing = store._writer.run(fails)
+        release.set()
+        results = await asyncio.gather(*waiting, store.sync(), return_exceptions=True)
+        assert isinstance(results[0], asyncio.CancelledError)
+        assert isinstance(failing.exception(5), ValueError)
+        assert isinstance(results[3], ComponentFailure) and "disk is full" in str(results[3])
+        with pytest.raises(ComponentFailure, match="disk is full"):
+            await store.close()
+
+    asyncio.run(scenario())
