@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -124,8 +125,31 @@ def check_correctness() -> str:
     return "\n".join(lines)
 
 
-def head_row(peer: Peer, shape: HeadShape, tokens: int, share: float, rates: Rates) -> str:
-    """One line: forward, forward and backward, their rates, peak memory above the inputs."""
+@dataclass(frozen=True)
+class HeadTiming:
+    """Medians, shares of the measured matrix rate, peak memory above inputs and gradients."""
+
+    forward_ms: float
+    forward_tflops: float
+    forward_share: float
+    both_ms: float
+    both_tflops: float
+    both_share: float
+    extra_mib: float
+
+    def cells(self) -> str:
+        return " | ".join(
+            [
+                *(f"{self.forward_ms:.2f}", f"{self.forward_tflops:.0f}"),
+                *(f"{100 * self.forward_share:.0f} %", f"{self.both_ms:.2f}"),
+                *(f"{self.both_tflops:.0f}", f"{100 * self.both_share:.0f} %"),
+                f"{self.extra_mib:.0f}",
+            ]
+        )
+
+
+def time_head(peer: Peer, shape: HeadShape, tokens: int, share: float, rates: Rates) -> HeadTiming:
+    """One implementation on random data; `share` of the rows take part."""
     assert peer.run is not None
     generator = torch.Generator(device="cuda").manual_seed(1)
     options = {"generator": generator, "device": "cuda", "dtype": torch.bfloat16}
@@ -156,14 +180,16 @@ def head_row(peer: Peer, shape: HeadShape, tokens: int, share: float, rates: Rat
     forward_ms = milliseconds(forward, repeats=repeats, warmup=1)
     both_ms = milliseconds(both, repeats=repeats, warmup=1)
     product = 2.0 * rows * shape.vocab * shape.hidden
-    cells = [f"{forward_ms:.2f}", *_rate(product, forward_ms, rates)]
-    cells += [f"{both_ms:.2f}", *_rate(4 * product, both_ms, rates), f"{extra_mib:.0f}"]
-    return " | ".join(cells)
-
-
-def _rate(operations: float, elapsed_ms: float, rates: Rates) -> list[str]:
-    flops = operations / elapsed_ms * 1e3
-    return [f"{flops / 1e12:.0f}", f"{100 * flops / rates.matrix_flops:.0f} %"]
+    forward_flops, both_flops = product / forward_ms * 1e3, 4 * product / both_ms * 1e3
+    return HeadTiming(
+        forward_ms=forward_ms,
+        forward_tflops=forward_flops / 1e12,
+        forward_share=forward_flops / rates.matrix_flops,
+        both_ms=both_ms,
+        both_tflops=both_flops / 1e12,
+        both_share=both_flops / rates.matrix_flops,
+        extra_mib=extra_mib,
+    )
 
 
 def head_table(rates: Rates, clock: Clock) -> str:
@@ -188,7 +214,8 @@ def head_table(rates: Rates, clock: Clock) -> str:
                         lines.append(f"{prefix}skipped: time limit |" + " |" * 6)
                         continue
                     try:
-                        lines.append(f"{prefix}{head_row(peer, shape, tokens, share, rates)} |")
+                        timing = time_head(peer, shape, tokens, share, rates)
+                        lines.append(f"{prefix}{timing.cells()} |")
                     except torch.OutOfMemoryError:
                         lines.append(f"{prefix}out of memory |" + " |" * 6)
                     torch.cuda.empty_cache()
@@ -216,54 +243,71 @@ def loss_inputs(tokens: int, length: int = 2048) -> LossInputs:
     )
 
 
+LOSSES = {
+    "ppo_clip": LossConfig(),
+    "reinforce, truncated": LossConfig(
+        surrogate="reinforce", weight_level="token", weight_upper=5.0
+    ),
+    "gspo (two passes)": LossConfig(surrogate="gspo", aggregation="seq_mean_token_mean"),
+}
+
+
+@dataclass(frozen=True)
+class LossTiming:
+    """Medians; `eager_ms` is None where eager ran out of memory."""
+
+    loss: str
+    millions: int
+    kernel_ms: float
+    gb_per_s: float
+    copy_share: float
+    eager_ms: float | None
+
+
+def time_loss(name: str, millions: int, rates: Rates) -> LossTiming:
+    """`is_loss` of `LOSSES[name]`; bytes: each stream read once, the gradient written."""
+    inputs, config = loss_inputs(millions * 2**20), LOSSES[name]
+    counts = Denominators(tokens=float(inputs.mask_T.sum()), sequences=512.0 * millions)
+    kernel_ms = milliseconds(
+        lambda: is_loss(inputs, config, counts, check=False), repeats=11, warmup=3
+    )
+    # Five streams of 4 bytes read and one written; the second pass reads three again.
+    streams = 6 + (3 if "two passes" in name else 0)
+    bytes_per_second = 4.0 * streams * millions * 2**20 / kernel_ms * 1e3
+    eager_ms: float | None = None
+    with suppress(torch.OutOfMemoryError):
+        eager_ms = milliseconds(
+            lambda: policy_loss(inputs, config, counts, check=False), repeats=3, warmup=1
+        )
+    return LossTiming(
+        loss=name,
+        millions=millions,
+        kernel_ms=kernel_ms,
+        gb_per_s=bytes_per_second / 1e9,
+        copy_share=bytes_per_second / rates.copy_bytes,
+        eager_ms=eager_ms,
+    )
+
+
 def loss_table(rates: Rates, clock: Clock) -> str:
-    """`is_loss` against its eager reference; bytes: each stream read once, the gradient written."""
+    """`is_loss` against its eager reference."""
     lines = [
         "| loss | tokens | kernel ms | GB/s | of copy rate | eager ms | eager / kernel |",
         "|---|---|---|---|---|---|---|",
     ]
-    configs = {
-        "ppo_clip": LossConfig(),
-        "reinforce, truncated": LossConfig(
-            surrogate="reinforce", weight_level="token", weight_upper=5.0
-        ),
-        "gspo (two passes)": LossConfig(surrogate="gspo", aggregation="seq_mean_token_mean"),
-    }
-    for name, config in configs.items():
+    for name in LOSSES:
         for millions in (1, 16, 64):
             if clock.left < 10:
                 lines.append(f"| {name} | {millions}M | skipped: time limit | | | | |")
                 continue
-            inputs = loss_inputs(millions * 2**20)
-            counts = Denominators(tokens=float(inputs.mask_T.sum()), sequences=512.0 * millions)
-
-            def kernel(
-                inputs: LossInputs = inputs,
-                config: LossConfig = config,
-                counts: Denominators = counts,
-            ) -> object:
-                return is_loss(inputs, config, counts, check=False)
-
-            def eager(
-                inputs: LossInputs = inputs,
-                config: LossConfig = config,
-                counts: Denominators = counts,
-            ) -> object:
-                return policy_loss(inputs, config, counts, check=False)
-
-            kernel_ms = milliseconds(kernel, repeats=11, warmup=3)
-            # Five streams of 4 bytes read and one written; the second pass reads three again.
-            streams = 6 + (3 if "two passes" in name else 0)
-            bytes_per_second = 4.0 * streams * millions * 2**20 / kernel_ms * 1e3
-            cells = [f"{kernel_ms:.3f}", f"{bytes_per_second / 1e9:.0f}"]
-            cells.append(f"{100 * bytes_per_second / rates.copy_bytes:.0f} %")
-            try:
-                eager_ms = milliseconds(eager, repeats=3, warmup=1)
-                cells += [f"{eager_ms:.2f}", f"{eager_ms / kernel_ms:.1f}"]
-            except torch.OutOfMemoryError:
+            found = time_loss(name, millions, rates)
+            cells = [f"{found.kernel_ms:.3f}", f"{found.gb_per_s:.0f}"]
+            cells.append(f"{100 * found.copy_share:.0f} %")
+            if found.eager_ms is None:
                 cells += ["out of memory", ""]
+            else:
+                cells += [f"{found.eager_ms:.2f}", f"{found.eager_ms / found.kernel_ms:.1f}"]
             lines.append(f"| {name} | {millions}M | " + " | ".join(cells) + " |")
-            del inputs
             torch.cuda.empty_cache()
     return "\n".join(lines)
 

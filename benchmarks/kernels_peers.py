@@ -43,9 +43,12 @@ def eager(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, mask_T: Tenso
     return (losses_T * mask_T).sum() / targets_T.shape[0]
 
 
+OURS = Peer("megatron_async", ours)
+
+
 def peers(tokens: int, vocab: int, free_bytes: int) -> list[Peer]:
     """Ours first, then whatever is installed and fits."""
-    found = [Peer("megatron_async", ours)]
+    found = [OURS]
     if EAGER_BYTES_PER_LOGIT * tokens * vocab < 0.8 * free_bytes:
         found += [Peer("torch eager", eager), Peer("torch.compile", torch.compile(eager))]
     else:

@@ -1,0 +1,77 @@
+"""The command; see the package."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from benchmarks.gpu_check import __doc__ as description
+from benchmarks.gpu_check.check import (
+    RESULTS,
+    Check,
+    ResultFile,
+    reason_to_skip,
+    result_of,
+    run_apart,
+    run_here,
+)
+from benchmarks.gpu_check.checks import CHECKS
+
+
+def main(arguments: list[str]) -> int:
+    """Exit code: 0, or 1 when a check has failed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu_check",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parts = sorted({check.part for check in CHECKS})
+    parser.add_argument("--part", type=int, choices=parts)
+    parser.add_argument("--only", metavar="NAME", choices=[check.name for check in CHECKS])
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results")
+    parser.add_argument("--again", action="store_true", help="also what has an ok line already")
+    parser.add_argument("--rehearse", action="store_true", help="on a CPU, at toy sizes")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.child is not None:
+        chosen = next(check for check in CHECKS if check.name == options.child)
+        options.answer.write_text(run_here(chosen, rehearse=options.rehearse).line())
+        return 0
+    checks = [
+        check
+        for check in CHECKS
+        if options.part in (None, check.part) and options.only in (None, check.name)
+    ]
+    if options.list:
+        for check in checks:
+            needs = ", ".join(check.needs) or "nothing beyond torch"
+            print(f"part {check.part}  {check.name}: {check.limit_seconds} s; needs {needs}")
+        return 0
+    return _run(checks, options.out, again=options.again, rehearse=options.rehearse)
+
+
+def _run(checks: list[Check], folder: Path, *, again: bool, rehearse: bool) -> int:
+    file = ResultFile(folder)
+    done = set() if again or rehearse else file.done()
+    failed = 0
+    for check in checks:
+        if check.name in done:
+            print(f"{check.name}: ok already, in {file.path.name}", file=sys.stderr)
+            continue
+        skipped = reason_to_skip(check, rehearse=rehearse)
+        if skipped is not None:
+            print(result_of(check, "skipped", skipped).line(), flush=True)
+            continue
+        result = run_apart(check, rehearse=rehearse)
+        print(result.line(), flush=True)
+        failed += result.status == "failed"
+        if not rehearse and result.device != "cpu":
+            file.add(result)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,297 @@
+"""A check, its result, and how it is run: in a process of its own, with a limit.
+
+Invariants
+- One check cannot spoil another: a device error or a hang ends with its process.
+- A result is written when its check ends; nothing is estimated or carried over.
+- A missing module skips the check and is named; any other error fails it, with its traceback.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks/results/gpu"
+_LOG_TAIL = 3000
+_GIB = 2**30
+_OURS = ("megatron_async", "megatron_async_kernels", "benchmarks", "tests")
+
+Status = Literal["ok", "failed", "skipped"]
+
+
+class CheckFailed(Exception):
+    """What was checked does not hold; the message says what and by how much."""
+
+
+class CheckSkipped(Exception):
+    """The check cannot run here; the message says why."""
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A figure beside the one that it should reach."""
+
+    name: str
+    measured: float
+    goal: float
+
+    @property
+    def met(self) -> bool:
+        return self.measured >= self.goal
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a check hands back: figures (JSON) and goals. Missing a goal is no failure."""
+
+    figures: Mapping[str, Any]
+    goals: tuple[Goal, ...] = ()
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Where a check runs. `rehearsal`: on the CPU, at toy sizes, to try the code and no more."""
+
+    device: str
+    rehearsal: bool
+    scratch: Path
+
+
+@dataclass(frozen=True)
+class Check:
+    """`needs`: modules beyond torch. `cuda`: there is nothing to rehearse without a device."""
+
+    name: str
+    part: int
+    limit_seconds: int
+    run: Callable[[Stage], Findings]
+    needs: tuple[str, ...] = ()
+    cuda: bool = False
+    cpu_too: bool = False
+
+
+@dataclass(frozen=True)
+class Result:
+    """One line of the results."""
+
+    check: str
+    part: int
+    status: Status
+    reason: str
+    seconds: float
+    peak_memory_gib: float
+    device: str
+    versions: Mapping[str, str]
+    commit: str
+    date: str
+    rehearsal: bool = False
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    goals: tuple[Mapping[str, Any], ...] = ()
+
+    def line(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def missing_modules(check: Check) -> list[str]:
+    """What the check needs and this interpreter cannot find."""
+
+    def found(module: str) -> bool:
+        try:
+            return importlib.util.find_spec(module) is not None
+        except ModuleNotFoundError:
+            return False
+
+    return [module for module in check.needs if not found(module)]
+
+
+def reason_to_skip(check: Check, *, rehearse: bool) -> str | None:
+    """Why the check cannot run here; None where it can."""
+    import torch
+
+    if not torch.cuda.is_available() and not check.cpu_too:
+        if check.cuda:
+            return "no CUDA device"
+        if not rehearse:
+            return "no CUDA device (--rehearse tries its code on the CPU)"
+    missing = missing_modules(check)
+    return f"cannot be imported: {', '.join(missing)}" if missing else None
+
+
+@cache
+def device_name() -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
+@cache
+def versions() -> dict[str, str]:
+    """Of what decides a result."""
+    import torch
+
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    for name in ("triton", "megatron-core", "transformer-engine", "sglang"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if torch.cuda.is_available():
+        found["cuda"] = str(torch.version.cuda)
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
+
+
+@cache
+def commit() -> str:
+    """Of this tree, `unknown` where it travelled without its history."""
+    command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return "unknown"
+    return done.stdout.strip() if done.returncode == 0 else "unknown"
+
+
+def result_of(
+    check: Check,
+    status: Status,
+    reason: str,
+    *,
+    seconds: float = 0.0,
+    peak: float = 0.0,
+    rehearsal: bool = False,
+    findings: Findings | None = None,
+) -> Result:
+    """A line with what is the same for all of this process."""
+    found = findings or Findings({})
+    return Result(
+        check=check.name,
+        part=check.part,
+        status=status,
+        reason=reason,
+        seconds=round(seconds, 2),
+        peak_memory_gib=round(peak, 3),
+        device=device_name(),
+        versions=versions(),
+        commit=commit(),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        rehearsal=rehearsal,
+        figures=found.figures,
+        goals=tuple({**asdict(goal), "met": goal.met} for goal in found.goals),
+    )
+
+
+def run_here(check: Check, *, rehearse: bool) -> Result:
+    """Run the check in this process."""
+    import torch
+
+    began = time.monotonic()
+    on_gpu = torch.cuda.is_available()
+    rehearsal = rehearse and not on_gpu
+    status: Status
+    findings = None
+    try:
+        with TemporaryDirectory(prefix="gpu_check_") as scratch:
+            stage = Stage("cuda" if on_gpu else "cpu", rehearsal, Path(scratch))
+            findings = check.run(stage)
+        status, reason = "ok", ""
+    except CheckSkipped as skipped:
+        status, reason = "skipped", str(skipped)
+    except ModuleNotFoundError as missing:
+        module = (missing.name or "").split(".")[0]
+        status = "failed" if module in _OURS else "skipped"
+        reason = f"cannot be imported: {missing.name}"
+    except CheckFailed as failed:
+        status, reason = "failed", str(failed)
+    except Exception:  # noqa: BLE001 - whatever it was, it is this check's result
+        status, reason = "failed", traceback.format_exc()[-_LOG_TAIL:]
+    peak = (
+        torch.cuda.max_memory_allocated()
+        if on_gpu
+        else 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    )
+    return result_of(
+        check,
+        status,
+        reason,
+        seconds=time.monotonic() - began,
+        peak=peak / _GIB,
+        rehearsal=rehearsal,
+        findings=findings,
+    )
+
+
+def run_apart(check: Check, *, rehearse: bool) -> Result:
+    """Run the check in a process of its own; its output goes to this process's stderr."""
+    with TemporaryDirectory(prefix="gpu_check_") as folder:
+        answer = Path(folder) / "result.json"
+        command = [sys.executable, "-m", "benchmarks.gpu_check", "--child", check.name]
+        command += ["--answer", str(answer), *(["--rehearse"] if rehearse else [])]
+        began = time.monotonic()
+        try:
+            code = subprocess.run(
+                command,
+                cwd=ROOT,
+                env=_environment(),
+                stdout=2,  # stdout is for results
+                timeout=check.limit_seconds,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            reason = f"had not ended after {check.limit_seconds} s"
+            return result_of(check, "failed", reason, seconds=time.monotonic() - began)
+        if not answer.exists():
+            reason = f"its process ended with code {code} and no result"
+            return result_of(check, "failed", reason, seconds=time.monotonic() - began)
+        return Result(**json.loads(answer.read_text()))
+
+
+def _environment() -> dict[str, str]:
+    """Both packages importable without being installed."""
+    paths = [str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
+
+
+class ResultFile:
+    """The results of one device, a line of JSON each."""
+
+    def __init__(self, folder: Path) -> None:
+        name = "".join(c if c.isalnum() else "-" for c in device_name())
+        self.path = folder / f"{name}.jsonl"
+        self._kept = RESULTS / self.path.name
+
+    def done(self) -> set[str]:
+        """Checks with an `ok` line for these versions of torch and triton."""
+        found = set()
+        for path in {self.path, self._kept}:
+            if not path.exists():
+                continue
+            for line in path.read_text().splitlines():
+                result = json.loads(line)
+                same = all(
+                    result["versions"].get(name) == versions().get(name)
+                    for name in ("torch", "triton")
+                )
+                if result["status"] == "ok" and same:
+                    found.add(result["check"])
+        return found
+
+    def add(self, result: Result) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a") as file:
+            file.write(result.line() + "\n")

@@ -1,0 +1,73 @@
+"""The receiving process of the check `ipc`: unpickles what comes on stdin as an engine would.
+
+SGLang's own unpickler where it is installed. Elsewhere the part of it that matters here: torch's
+rebuild of a CUDA tensor with the device looked up by UUID (SGLang 0.5.23, `utils/patch_torch.py`).
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib.util
+import io
+import json
+import pickle
+import sys
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_DEVICE_ARGUMENT = 6  # of torch.multiprocessing.reductions.rebuild_cuda_tensor
+
+
+def digest(tensor: Tensor) -> str:
+    """Of the values of a tensor on the host."""
+    raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.blake2b(raw, digest_size=8).hexdigest()
+
+
+def rebuild_by_uuid(*arguments: Any) -> Tensor:
+    """torch's `rebuild_cuda_tensor` for a handle that names its device by UUID."""
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    uuids = [
+        str(torch.cuda.get_device_properties(index).uuid)
+        for index in range(torch.cuda.device_count())
+    ]
+    changed = list(arguments)
+    changed[_DEVICE_ARGUMENT] = uuids.index(changed[_DEVICE_ARGUMENT])
+    tensor: Tensor = rebuild_cuda_tensor(*changed)
+    return tensor
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"):
+            return rebuild_by_uuid
+        return super().find_class(module, name)
+
+
+def unpickle(payload: str) -> tuple[list[tuple[str, Tensor]], str]:
+    """The named tensors, and whose unpickler it was."""
+    if importlib.util.find_spec("sglang") is not None:
+        from sglang.srt.utils import MultiprocessingSerializer
+        from sglang.srt.utils.patch_torch import monkey_patch_torch_reductions
+
+        monkey_patch_torch_reductions()
+        return MultiprocessingSerializer.deserialize(payload), "sglang"
+    return _Unpickler(io.BytesIO(base64.b64decode(payload))).load(), "stand-in"
+
+
+def main() -> None:
+    payload = sys.stdin.read()
+    began = time.monotonic()
+    named, unpickler = unpickle(payload)
+    digests = {name: digest(tensor.cpu()) for name, tensor in named}
+    seconds = time.monotonic() - began
+    print(json.dumps({"unpickler": unpickler, "digests": digests, "open_seconds": seconds}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""The trainer's state: checkpoints that continue bit for bit, host copies, weights to a child."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_check.check import ROOT, CheckFailed, Findings, Stage
+from benchmarks.gpu_check.ipc_child import digest
+from benchmarks.gpu_check.models import GQA, QWEN2_1B, ragged_batch, toy, trainer_on, write_model
+
+if TYPE_CHECKING:
+    from megatron_async.trainer.step import PolicyTrainer
+
+_CHILD_SECONDS = 90
+
+
+def checkpoint(stage: Stage) -> Findings:
+    """Save, load into a new trainer, continue: the same bits as the one that went on."""
+    from megatron_async.checkpoint.manager import CheckpointManager
+    from megatron_async.config.run import CheckpointConfig
+
+    config = toy(GQA) if stage.rehearsal else GQA
+    model = write_model(stage.scratch / "model", config, stage.device, std=0.05)
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    batches = [
+        ragged_batch([300, 20, 77, 150] if stage.rehearsal else [900, 20, 377, 1500], 512, step=n)
+        for n in range(4)
+    ]
+    changes: dict[str, Any] = {
+        "model": {"dtype": "bfloat16"},
+        "optimizer": {"lr": 1e-3, "weight_decay": 0.1},
+        "steps": 4,
+    }
+    root = stage.scratch / "checkpoints"
+    with trainer_on(model, **changes) as trainer:
+        for batch in batches[:2]:
+            trainer.train_sft(batch)
+        manager = CheckpointManager(root, CheckpointConfig())
+        began = time.monotonic()
+        manager.save(trainer, {})
+        blocked = time.monotonic() - began
+        manager.wait()
+        saved = _bits(trainer)
+        for batch in batches[2:]:
+            trainer.train_sft(batch)
+        went_on = _bits(trainer)
+        manager.close()
+    with trainer_on(model, **changes) as trainer:
+        manager = CheckpointManager(root, CheckpointConfig())
+        newest = manager.newest()
+        if newest is None:
+            raise CheckFailed("the checkpoint that was saved is not found")
+        manager.load(trainer, newest)
+        _require_equal("after loading", _bits(trainer), saved)
+        for batch in batches[2:]:
+            trainer.train_sft(batch)
+        _require_equal("two updates after loading", _bits(trainer), went_on)
+        manager.close()
+    return Findings({"tensors": len(saved), "blocked_seconds": blocked})
+
+
+def _bits(trainer: PolicyTrainer) -> list[Tensor]:
+    """Weights and the optimizer's own tensors, copied to the host; no gradients."""
+    from megatron_async.trainer.offload import other_tensors, weight_tensors
+
+    wrapped = trainer.wrapped
+    buffers = (*wrapped.buffers, *wrapped.expert_parallel_buffers)
+    gradients = {buffer.grad_data.data_ptr() for buffer in buffers}
+    held = [*weight_tensors(trainer), *other_tensors(trainer)]
+    kept = [tensor for tensor in held if tensor.data_ptr() not in gradients]
+    return [tensor.detach().to("cpu", copy=True) for tensor in kept]
+
+
+def _require_equal(when: str, ours: list[Tensor], theirs: list[Tensor]) -> None:
+    differing = [
+        index
+        for index, (a, b) in enumerate(zip(ours, theirs, strict=True))
+        if digest(a) != digest(b)
+    ]
+    if differing:
+        first = differing[0]
+        gap = float((ours[first].double() - theirs[first].double()).abs().max())
+        raise CheckFailed(
+            f"{when} {len(differing)} of {len(ours)} tensors differ; number {first} by {gap:.3g}"
+        )
+
+
+def host_copies(stage: Stage) -> Findings:
+    """A trainer of 1.5B leaves its device and comes back, bit for bit; how fast."""
+    from megatron_async.trainer.offload import DeviceMemory, Residence, _on_gpu
+
+    config = toy(QWEN2_1B) if stage.rehearsal else QWEN2_1B
+    model = write_model(stage.scratch / "model", config, stage.device, std=0.02)
+    on_gpu = stage.device == "cuda"
+    figures: dict[str, Any] = {}
+    with trainer_on(model, model={"dtype": "bfloat16"}) as trainer:
+        memory = DeviceMemory(trainer, _on_gpu if on_gpu else lambda _tensor: True)
+        before = [digest(tensor) for tensor in _bits(trainer)]
+        held = torch.cuda.memory_allocated() if on_gpu else 0
+        for turn in ("first", "second"):
+            for name, residence in (("away", Residence.NOTHING), ("back", Residence.ALL)):
+                began = time.monotonic()
+                memory.hold(residence)
+                if on_gpu:
+                    torch.cuda.synchronize()
+                figures[f"{turn}_{name}_seconds"] = time.monotonic() - began
+                if on_gpu and residence is Residence.NOTHING:
+                    left = torch.cuda.memory_allocated()
+                    figures["moved_gib"] = (held - left) / 2**30
+                    if left > 0.05 * held:
+                        raise CheckFailed(f"{left} of {held} bytes stayed on the device")
+        if [digest(tensor) for tensor in _bits(trainer)] != before:
+            raise CheckFailed("values changed on their way to the host and back")
+    return Findings(figures)
+
+
+def ipc(stage: Stage) -> Findings:
+    """Weights by handle to another process on this device, through SGLang's unpickler."""
+    from megatron_async.weight_sync.transports.tensor import serialise
+
+    rows = 8 if stage.rehearsal else 4096
+    generator = torch.Generator(stage.device).manual_seed(5)
+    bucket = [
+        (
+            f"tensor.{index}",
+            torch.randn(rows, width, generator=generator, device=stage.device).to(dtype),
+        )
+        for index, (width, dtype) in enumerate(
+            [(128, torch.bfloat16), (33, torch.float32), (1024, torch.bfloat16)]
+        )
+    ]
+    began = time.monotonic()
+    payload = serialise(bucket)
+    if stage.device == "cuda":
+        torch.cuda.synchronize()
+    serialised = time.monotonic() - began
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu_check.ipc_child"],
+        cwd=ROOT,
+        input=payload,
+        capture_output=True,
+        text=True,
+        timeout=_CHILD_SECONDS,
+    )
+    if done.returncode != 0:
+        raise CheckFailed(f"the receiving process failed: {done.stderr[-1500:]}")
+    answer = json.loads(done.stdout.strip().splitlines()[-1])
+    expected = {name: digest(tensor.cpu()) for name, tensor in bucket}
+    if answer["digests"] != expected:
+        raise CheckFailed(f"the receiving process holds other values: {answer}")
+    bytes_moved = sum(tensor.nbytes for _, tensor in bucket)
+    return Findings(
+        {
+            "unpickler": answer["unpickler"],
+            "bytes": bytes_moved,
+            "payload_bytes": len(payload),
+            "serialise_seconds": serialised,
+            "open_seconds": answer["open_seconds"],
+        }
+    )

@@ -1,0 +1,230 @@
+"""The trainer's checks on one rank with local layers: parity, updates and memory.
+
+bfloat16 is held to float32 of the same trainer on the same weights. Both bounds are loose beside
+what rounding gives (mean difference of log-probs below 0.01, cosine above 0.999 on the CPU) and far
+below what a wrong mask, head group, window or rope gives (above 0.1, below 0.9).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_check.check import CheckFailed, Findings, Stage
+from benchmarks.gpu_check.models import (
+    GQA,
+    QWEN2_1B,
+    WINDOW,
+    ragged_batch,
+    toy,
+    trainer_on,
+    write_model,
+)
+
+if TYPE_CHECKING:
+    from megatron_async.trainer.step import PolicyTrainer
+    from megatron_async.trajectory.batch import TokenBatch
+
+MEAN_LOGPROB_BOUND = 0.03
+COSINE_BOUND = 0.99
+# Recomputation repeats the same operations; only their order in reductions may differ.
+RECOMPUTE_COSINE_BOUND = 0.9999
+_RAGGED = (1500, 2, 37, 700, 700, 3, 129, 64, 2048, 5, 1024, 333)
+_UPDATES = 20
+
+
+def _lengths(stage: Stage) -> Sequence[int]:
+    return [max(2, n // 16) for n in _RAGGED] if stage.rehearsal else _RAGGED
+
+
+def _config(stage: Stage, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    return toy(config) if stage.rehearsal else config
+
+
+def gradients_of(trainer: PolicyTrainer, batch: TokenBatch) -> dict[str, Tensor]:
+    """Main gradients of the mean cross-entropy of `batch`, in float32 on the host."""
+    from megatron_async.trainer.forward import PolicyRunner
+    from megatron_async.trainer.optimizer import zero_gradients
+    from megatron_async.trainer.sft import sft_loss
+
+    runner = PolicyRunner(
+        trainer.wrapped,
+        trainer.layout,
+        token_budget=4096,
+        hidden_size=trainer.model[0].architecture.hidden_size,
+    )
+    zero_gradients(trainer.wrapped, trainer.optimizer)
+    found = runner.gradients(batch, sft_loss(batch), entropy=False)
+    if not found.loss_is_finite:
+        raise CheckFailed(f"the loss is not finite: {found.reason}")
+    return {
+        name: parameter.main_grad.detach().to("cpu", torch.float32, copy=True)
+        for name, parameter in trainer.wrapped.module.named_parameters()
+    }
+
+
+def lowest_cosine(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> tuple[float, str]:
+    """Of all parameters, and its name; a gradient of zero is at 0 from any other."""
+    found = []
+    for name, expected in theirs.items():
+        a, b = ours[name].double().flatten(), expected.double().flatten()
+        scale = float(a.norm() * b.norm())
+        found.append((float(a @ b) / scale if scale > 0 else 0.0, name))
+    return min(found)
+
+
+def _require_close(
+    what: str, ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], bound: float
+) -> float:
+    cosine, name = lowest_cosine(ours, theirs)
+    if not cosine >= bound:
+        raise CheckFailed(f"{what}: cosine of the gradient of {name} is {cosine:.5f} < {bound}")
+    return cosine
+
+
+def _parity(stage: Stage, config: Mapping[str, Any]) -> Findings:
+    config = _config(stage, config)
+    model = write_model(stage.scratch / "model", config, stage.device, std=0.05)
+    batch = ragged_batch(_lengths(stage), config["vocab_size"])
+    trained_T = batch.loss_mask_T != 0
+    with trainer_on(model, model={"dtype": "float32"}) as trainer:
+        wide_T = trainer.compute_logprobs(batch)
+        wide = gradients_of(trainer, batch)
+    with trainer_on(model, model={"dtype": "bfloat16"}) as trainer:
+        narrow_T = trainer.compute_logprobs(batch)
+        narrow = gradients_of(trainer, batch)
+        again = gradients_of(trainer, batch)
+        dummy = _dummy_gradient(trainer)
+    recompute = {"recompute_activations": True}
+    with trainer_on(model, model={"dtype": "bfloat16"}, trainer=recompute) as trainer:
+        recomputed = gradients_of(trainer, batch)
+    difference_T = np.abs(narrow_T - wide_T)[trained_T]
+    if not float(difference_T.mean()) <= MEAN_LOGPROB_BOUND:
+        raise CheckFailed(
+            f"bfloat16 log-probs are {difference_T.mean():.4f} from float32's on average, more "
+            f"than {MEAN_LOGPROB_BOUND}"
+        )
+    if dummy != 0.0:
+        raise CheckFailed(f"an empty microbatch left a gradient of {dummy}")
+    return Findings(
+        {
+            "mean_logprob_difference": float(difference_T.mean()),
+            "largest_logprob_difference": float(difference_T.max()),
+            "gradient_cosine": _require_close("bfloat16 to float32", narrow, wide, COSINE_BOUND),
+            "repeat_cosine": lowest_cosine(again, narrow)[0],
+            "recompute_cosine": _require_close(
+                "recompute on to off", recomputed, narrow, RECOMPUTE_COSINE_BOUND
+            ),
+        }
+    )
+
+
+def _dummy_gradient(trainer: PolicyTrainer) -> float:
+    """Largest gradient that a microbatch without sequences leaves (NaN counts)."""
+    from megatron_async.trainer.forward import build_microbatch
+    from megatron_async.trainer.optimizer import zero_gradients
+
+    none = np.zeros(0, np.int64)
+    micro = build_microbatch(ragged_batch([2] * 4, 64), none, trainer.layout.device)
+    zero_gradients(trainer.wrapped, trainer.optimizer)
+    output = trainer.wrapped(micro.packed, temperature=1.0, return_entropy=False)
+    (output.logprobs_R.sum() * 0.0).backward()
+    largest = [
+        float(parameter.main_grad.abs().max()) for parameter in trainer.wrapped.module.parameters()
+    ]
+    zero_gradients(trainer.wrapped, trainer.optimizer)
+    return max(largest) if not any(math.isnan(value) for value in largest) else math.nan
+
+
+def grouped_heads(stage: Stage) -> Findings:
+    """bfloat16 to float32 on ragged sequences with grouped heads; recomputation; an empty one."""
+    return _parity(stage, GQA)
+
+
+def window(stage: Stage) -> Findings:
+    """The same with sliding-window layers (Gemma 3)."""
+    return _parity(stage, WINDOW)
+
+
+def updates(stage: Stage) -> Findings:
+    """Updates of a random model of 1.5B: throughput, MFU, memory beside the planner's figure."""
+    from megatron_async.models.architecture import read_config_json
+    from megatron_async.models.shape import shape_from_config
+    from megatron_async.simulate.memory import (
+        TrainerLayout,
+        activation_bytes,
+        trainer_state_bytes,
+    )
+
+    config = _config(stage, QWEN2_1B)
+    model = write_model(stage.scratch / "model", config, stage.device, std=0.02)
+    shape = shape_from_config(read_config_json(model), model / "config.json")
+    rng = np.random.default_rng(3)
+    count, mean, longest, budget = (8, 20, 64, 128) if stage.rehearsal else (64, 1200, 4096, 8192)
+    lengths = [int(n) for n in np.clip(rng.geometric(1 / mean, count), 4, longest)]
+    batch = ragged_batch(lengths, config["vocab_size"])
+    changes: dict[str, Any] = {
+        "model": {"dtype": "bfloat16"},
+        "trainer": {"microbatch_tokens": budget},
+        "optimizer": {"lr": 1e-4},
+        "steps": _UPDATES,
+    }
+    with trainer_on(model, **changes) as trainer:
+        batch = replace(batch, rollout_logprobs_T=trainer.compute_logprobs(batch))
+        before = _mean_gain(trainer, batch)
+        first = trainer.train_batch(batch)  # compiles; not timed
+        began = time.monotonic()
+        reports = [trainer.train_batch(batch) for _ in range(_UPDATES - 1)]
+        if stage.device == "cuda":
+            torch.cuda.synchronize()
+        seconds = (time.monotonic() - began) / len(reports)
+        after = _mean_gain(trainer, batch)
+        layout = TrainerLayout(1, 1, 1, 1)
+        planned = trainer_state_bytes(shape, layout) + activation_bytes(
+            shape, layout, microbatch_tokens=budget, logit_tokens=1024, recompute=False
+        )
+    skipped = sum(report.skipped_updates for report in (first, *reports))
+    if skipped or not after > before:
+        raise CheckFailed(
+            f"{skipped} updates skipped; reward-weighted log-prob went from {before:.4f} to "
+            f"{after:.4f} on the trained batch"
+        )
+    figures: dict[str, Any] = {
+        "tokens": batch.num_tokens,
+        "seconds_per_update": seconds,
+        "tokens_per_second": batch.num_tokens / seconds,
+        "phases": reports[-1].phase_seconds,
+        "planned_gib": planned / 2**30,
+    }
+    if stage.device == "cuda":
+        figures["measured_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        figures |= _utilisation(batch, shape, seconds)
+    return Findings(figures)
+
+
+def _mean_gain(trainer: PolicyTrainer, batch: TokenBatch) -> float:
+    """Mean log-prob of rewarded sequences' tokens minus that of the others'."""
+    logprobs_T = trainer.compute_logprobs(batch)
+    trained_T = batch.loss_mask_T != 0
+    good_T = np.repeat(batch.rewards_S, batch.lengths_S()) > 0
+    return float(logprobs_T[trained_T & good_T].mean() - logprobs_T[trained_T & ~good_T].mean())
+
+
+def _utilisation(batch: TokenBatch, shape: Any, seconds: float) -> dict[str, float]:
+    """Model FLOPs (no recomputation counted) over the rate that this card was measured at."""
+    from benchmarks.kernels_gpu import measure_rates
+
+    borders = batch.cu_seqlens_S1.tolist()
+    pairs = sum((stop - start) ** 2 / 2 for start, stop in itertools.pairwise(borders))
+    flops = 6 * shape.active_parameters * batch.num_tokens
+    flops += 3 * shape.attention_flops_per_token_pair * pairs
+    rate = measure_rates().matrix_flops
+    return {"model_tflops": flops / seconds / 1e12, "share_of_matrix_rate": flops / seconds / rate}

@@ -1,0 +1,146 @@
+"""`benchmarks.gpu_check` without a GPU: skipped parts, results and resumption, rehearsed checks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu_check import check as gpu_check
+from benchmarks.gpu_check.__main__ import main
+from benchmarks.gpu_check.check import (
+    Check,
+    CheckFailed,
+    Findings,
+    Goal,
+    ResultFile,
+    Stage,
+    reason_to_skip,
+    result_of,
+    run_apart,
+    run_here,
+)
+from benchmarks.gpu_check.checks import CHECKS, PART_SECONDS
+from benchmarks.gpu_check.ipc_child import _Unpickler, digest
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without CUDA")
+
+
+def named(name: str) -> Check:
+    return next(check for check in CHECKS if check.name == name)
+
+
+def ending_in(error: Exception) -> Callable[[Stage], Findings]:
+    def run(_stage: Stage) -> Findings:
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize("part", sorted({check.part for check in CHECKS}))
+def test_a_part_ends_within_nine_minutes(part: int) -> None:
+    assert sum(check.limit_seconds for check in CHECKS if check.part == part) <= PART_SECONDS
+
+
+@pytest.mark.slow
+def test_without_a_gpu_every_check_has_a_line_and_its_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--out", str(tmp_path)]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["check"] for line in lines] == [check.name for check in CHECKS]
+    ran, *others = lines
+    assert (ran["check"], ran["status"]) == ("doctor", "ok")
+    assert any(line.startswith("Python ") for line in ran["figures"]["lines"])
+    for line in others:
+        assert line["status"] == "skipped" and line["reason"].startswith("no CUDA device")
+        assert line["versions"]["torch"] == torch.__version__
+    assert list(tmp_path.iterdir()) == []  # a CPU has no results
+
+
+def test_what_cannot_be_imported_is_the_reason(tmp_path: Path) -> None:
+    check = Check("x", 1, 1, ending_in(ValueError()), ("json", "no_such.module"), cpu_too=True)
+    assert reason_to_skip(check, rehearse=False) == "cannot be imported: no_such.module"
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "reason"),
+    [
+        (CheckFailed("too far apart"), "failed", "too far apart"),
+        (ModuleNotFoundError("", name="liger_kernel.x"), "skipped", "liger_kernel.x"),
+        (ModuleNotFoundError("", name="megatron_async.gone"), "failed", "megatron_async.gone"),
+        (RuntimeError("illegal memory access"), "failed", "illegal memory access"),
+    ],
+)
+def test_how_a_check_ends_is_its_status(error: Exception, status: str, reason: str) -> None:
+    result = run_here(Check("x", 1, 1, ending_in(error)), rehearse=True)
+    assert result.status == status and reason in result.reason
+
+
+def test_a_goal_is_reported_beside_its_measurement() -> None:
+    findings = Findings({"rows": [1]}, (Goal("share", 0.7, 0.75), Goal("speed-up", 12.0, 10.0)))
+    line = json.loads(result_of(named("rates"), "ok", "", findings=findings).line())
+    assert [(goal["name"], goal["met"]) for goal in line["goals"]] == [
+        ("share", False),
+        ("speed-up", True),
+    ]
+
+
+def test_only_what_is_not_ok_yet_is_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = ResultFile(tmp_path)
+    file.add(result_of(named("rates"), "ok", ""))
+    file.add(result_of(named("head_rates"), "failed", "slow"))
+    assert file.done() == {"rates"}
+    monkeypatch.setattr(gpu_check, "versions", lambda: {"torch": "2.99", "triton": "3.6"})
+    assert file.done() == set()
+
+
+def test_a_check_that_hangs_ends_at_its_limit() -> None:
+    hanging = Check("doctor", 1, 0, named("doctor").run)
+    result = run_apart(hanging, rehearse=False)
+    assert (result.status, result.reason) == ("failed", "had not ended after 0 s")
+
+
+def test_the_stand_in_reads_what_the_sender_writes() -> None:
+    from base64 import b64decode
+    from io import BytesIO
+
+    from megatron_async.weight_sync.transports.tensor import serialise
+
+    bucket = [("a", torch.randn(3, 5)), ("b", torch.randn(7).to(torch.bfloat16))]
+    named_tensors = _Unpickler(BytesIO(b64decode(serialise(bucket)))).load()
+    assert [(name, digest(tensor)) for name, tensor in named_tensors] == [
+        (name, digest(tensor)) for name, tensor in bucket
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    ["trainer_parity", "trainer_window", "checkpoint", "host_copies", "trainer_updates"],
+)
+def test_the_trainers_checks_pass_a_rehearsal(name: str) -> None:
+    result = run_here(named(name), rehearse=True)
+    assert (result.status, result.reason) == ("ok", "")
+
+
+@pytest.mark.slow
+def test_a_window_that_bfloat16_ignores_fails_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_async.trainer import attention
+
+    whole = attention._per_sequence
+
+    def wrong(query_THD: Any, *arguments: Any) -> Any:
+        *others, scale, window = arguments
+        ignored = query_THD.dtype is torch.bfloat16
+        return whole(query_THD, *others, scale, None if ignored else window)
+
+    monkeypatch.setattr(attention, "_per_sequence", wrong)
+    result = run_here(named("trainer_window"), rehearse=True)
+    assert result.status == "failed" and "bfloat16" in result.reason
