@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Annotated
 
@@ -39,6 +38,10 @@ FromStep = Annotated[
     int | None,
     typer.Option(help="With --resume: go on from the kept checkpoint of this step instead."),
 ]
+
+_HAS_ITS_OWN = (
+    "--config cannot be combined with --resume: {0} has a config.yaml of its own, got --config {1}"
+)
 
 
 def main() -> None:
@@ -89,53 +92,15 @@ def train(
     Ctrl-C ends it cleanly; `--resume runs/NAME` goes on, with unfinished trajectories still there.
     With `--from-step N` it goes back first; newer checkpoints become checkpoints/abandoned_*.
     """
-    from megatron_async.commands.report import closing_table, summarise, where_things_are
-    from megatron_async.commands.rollback import rollback_to
-    from megatron_async.config import load_config
-    from megatron_async.launcher.claim import claimed, new_run
-    from megatron_async.launcher.devices import split_of_this_machine
-    from megatron_async.launcher.preflight import (
-        check_one_machine,
-        check_probe_tolerance,
-        check_resume,
-        check_run,
-    )
-    from megatron_async.launcher.supervisor import Supervisor
-    from megatron_async.run_directory import RunDirectory
+    from megatron_async.commands.train import resume_command, train_command
 
     _check_from_step(from_step, resume)
-    with ExitStack() as stack:
-        if resume is not None:
-            if config is not None:
-                raise UserError(
-                    f"--resume {resume} has its own config.yaml; --config {config} is idle"
-                )
-            directory, settings = RunDirectory.find(resume, list(overrides or []), "--resume")
-            stack.enter_context(claimed(directory, "megatron-async train --resume"))
-        else:
-            settings = load_config(_need(config, "train"), list(overrides or []))
-        check_one_machine(settings)
-        check_run(settings)
-        check_probe_tolerance(settings)
-        devices = split_of_this_machine(settings)
-        if resume is not None:
-            check_resume(directory)
-            back = None if from_step is None else rollback_to(directory, from_step)
-            directory.save_config(settings)
-            for place in back.carry_out() if back is not None else ():
-                typer.echo(f"set aside: {place}")
-        else:
-            directory = stack.enter_context(new_run(settings, "megatron-async train"))
-        try:
-            Supervisor(settings, directory, devices).run()
-        except KeyboardInterrupt:
-            typer.echo(f"go on with: megatron-async train --resume {directory.path}", err=True)
-            raise
-    from rich.console import Console
-
-    console = Console(soft_wrap=True)
-    console.print(closing_table(summarise(directory), directory))
-    console.print(where_things_are(directory), highlight=False)
+    if resume is None:
+        train_command(_need(config, "train"), overrides or [])
+    elif config is not None:
+        raise UserError(_HAS_ITS_OWN.format(resume, config))
+    else:
+        resume_command(resume, overrides or [], from_step)
 
 
 @app.command()
@@ -150,28 +115,9 @@ def sft(
     index: Annotated[int, typer.Option(help="This node's number from 0, with --session.")] = 0,
 ) -> None:
     """Fine-tune on worked answers with the same Megatron trainer; leaves a HF checkpoint."""
-    from megatron_async.commands.sft import SFT, run_sft, run_sft_on_nodes
-    from megatron_async.config import load_config
-    from megatron_async.launcher.claim import new_run
-    from megatron_async.launcher.devices import check_trainer_here
-    from megatron_async.launcher.preflight import check_one_machine, check_run
+    from megatron_async.commands.sft import sft_command
 
-    settings = load_config(_need(config, "sft"), list(overrides or []))
-    if session is None:
-        if index:
-            raise UserError(f"--index is {index}, and there is no --session for it to be part of")
-        check_one_machine(settings)
-    check_run(settings, generates=False)
-    check_trainer_here(settings)
-    if out.exists() and any(out.iterdir()):
-        raise UserError(f"--out {out} exists and is not empty")
-    if session is None:
-        with new_run(settings, SFT) as directory:
-            run_sft(settings, directory, out)
-    else:
-        run_sft_on_nodes(settings, out, session, index)
-    if index == 0:
-        typer.echo(f"checkpoint in {out}")
+    sft_command(_need(config, "sft"), overrides or [], out, session, index)
 
 
 @app.command("eval")
@@ -184,26 +130,9 @@ def evaluate(
     config: ConfigOption = None,
 ) -> None:
     """Held-out accuracy of one or several checkpoints, measured on an SGLang engine."""
-    import tempfile
+    from megatron_async.commands.evaluation import eval_command
 
-    from megatron_async.commands.evaluation import evaluate_checkpoints
-    from megatron_async.config import load_config
-    from megatron_async.launcher.preflight import check_model
-    from megatron_async.rollout.evaluate import EvalResult
-
-    settings = load_config(_need(config, "eval"), list(overrides or []))
-    paths = list(model or []) or [Path(settings.model.path)]
-    for path in paths:
-        check_model(path)
-
-    def show(path: Path, result: EvalResult) -> None:
-        typer.echo(
-            f"{path}: accuracy {100 * result.accuracy:.1f} % of {result.answers} answers, "
-            f"{result.length_mean:.1f} tokens each, {result.seconds:.1f} s"
-        )
-
-    with tempfile.TemporaryDirectory(prefix="megatron-async-eval-") as logs:
-        evaluate_checkpoints(settings, paths, Path(logs), show)
+    eval_command(_need(config, "eval"), overrides or [], model or [])
 
 
 @app.command()
@@ -272,7 +201,7 @@ def launch(
     if resume is None:
         config = _need(config, "launch")
     elif config is not None:
-        raise UserError(f"--resume {resume} has its own config.yaml; --config {config} is idle")
+        raise UserError(_HAS_ITS_OWN.format(resume, config))
     typer.echo(
         launch_run(
             config,
@@ -327,15 +256,10 @@ def convert(
 @app.command()
 def report(run_directory: Annotated[Path, typer.Argument(help="runs/NAME")]) -> None:
     """The closing table of a run, from its metrics file."""
-    from rich.console import Console
-
-    from megatron_async.commands.report import closing_table, summarise, where_things_are
+    from megatron_async.commands.train import show_closing
     from megatron_async.run_directory import RunDirectory
 
-    directory, _ = RunDirectory.find(run_directory, [])
-    console = Console(soft_wrap=True)
-    console.print(closing_table(summarise(directory), directory))
-    console.print(where_things_are(directory), highlight=False)
+    show_closing(RunDirectory.find(run_directory, [])[0])
 
 
 @app.command()
@@ -360,45 +284,16 @@ def trajectories(
 
     `--show` finds exported ones by itself.
     """
-    from rich.console import Console
+    from megatron_async.commands.trajectories import drop_command, list_command, show_command
 
-    from megatron_async.checkpoint.manifest import list_checkpoints
-    from megatron_async.launcher.claim import claimed
-    from megatron_async.run_directory import RunDirectory
-    from megatron_async.store import exported as exported_store
-    from megatron_async.store.drop import drop_group_of
-    from megatron_async.store.reader import StoreReader
-    from megatron_async.store.view import details, listing
-    from megatron_async.tasks.text_task import load_tokenizer
-    from megatron_async.trajectory.types import TrajectoryState
-
-    directory, settings = RunDirectory.find(run_directory, [])
-    if state is not None and state not in set(TrajectoryState):
-        raise UserError(f"--state is {state!r}; it must be one of {', '.join(TrajectoryState)}")
+    if drop is not None and show is not None:
+        raise UserError(f"--drop {drop} cannot be combined with --show {show}")
     if drop is not None:
-        if show is not None:
-            raise UserError(f"--drop {drop} cannot be combined with --show {show}")
-        with claimed(directory, "trajectories --drop"):
-            newest = next(iter(list_checkpoints(directory.checkpoints)), None)
-            committed = None if newest is None else newest.manifest.version
-            gone = drop_group_of(directory.store_file, drop, committed)
-        typer.echo(f"dropped (user), with its group: {', '.join(map(str, gone))}")
-        return
-    console = Console(soft_wrap=True)
-    with closing(StoreReader(directory.store_file)) as reader, reader.at_one_moment():
-        if show is not None:
-            found = exported_store.find(reader, show)
-            tokenizer = load_tokenizer(settings.model.path)
-            console.print(details(found, lambda ids: tokenizer.decode(list(ids))))
-            return
-        wanted = None if state is None else TrajectoryState(state)
-        older = exported_store.summaries(reader) if exported else []
-        # Its ids are older than most of the store's, but not than all of them.
-        listed = sorted([*older, *reader.summaries()], key=lambda s: s.trajectory_id)
-        console.print(listing(listed, state=wanted, limit=limit or None))
-        missing = "" if exported else exported_store.missing_line(reader)
-        if missing:
-            console.print(missing, markup=False, highlight=False)
+        drop_command(run_directory, drop)
+    elif show is not None:
+        show_command(run_directory, show)
+    else:
+        list_command(run_directory, state, limit, exported)
 
 
 @app.command()

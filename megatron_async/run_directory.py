@@ -81,14 +81,42 @@ class RunDirectory:
     def failure_file(self) -> Path:
         return self.path / "failure.json"
 
+    @property
+    def failed_start_file(self) -> Path:
+        """Left by a launch that failed before its first step; holds the sentence."""
+        return self.path / "failed_start"
+
+    def never_began(self) -> bool:
+        """Whether a launch of it failed, and neither that nor a later one has trained a step."""
+        return self.failed_start_file.exists() and not self._has_trained()
+
+    def note_failed_start(self, sentence: str) -> None:
+        """Called when a launch fails; keeps the sentence unless a step was trained."""
+        if not self._has_trained():
+            write_atomically(self.failed_start_file, sentence)
+
+    def _has_trained(self) -> bool:
+        if any(self.checkpoints.glob("*/manifest.json")):
+            return True
+        lines = self.metrics_file.open(errors="replace") if self.metrics_file.exists() else ()
+        return any('"kind": "train"' in line for line in lines)
+
+    def set_aside(self) -> Path:
+        """Rename it to NAME.failed-1, or the next free number; returns the new place."""
+        number = 1
+        while (place := self.path.with_name(f"{self.path.name}.failed-{number}")).exists():
+            number += 1
+        return self.path.rename(place)
+
     @classmethod
-    def create(cls, config: RunConfig) -> RunDirectory:
+    def create(cls, config: RunConfig, *, resumable: bool = True) -> RunDirectory:
         """A new run. Raises UserError when the name is taken or the place cannot be written."""
         directory = cls.of(config)
         if directory.config_file.exists():
+            remedy = f" or go on with it by --resume {directory.path}" if resumable else ""
             raise UserError(
                 f"run directory {directory.path} exists already: choose another name "
-                f"(got name {config.name!r}) or go on with it by --resume {directory.path}"
+                f"(got name {config.name!r}){remedy}"
             )
         try:
             with writing(directory.path, "run directory"):

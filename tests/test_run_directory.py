@@ -9,7 +9,9 @@ import pytest
 
 from megatron_async.config import build_config
 from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.launcher.claim import new_run
 from megatron_async.run_directory import RunDirectory
+from megatron_async.telemetry.metrics import MetricsWriter
 from tests.store.disk import keeping, needs_compiler
 
 
@@ -28,6 +30,30 @@ def test_a_name_that_is_taken_is_refused(tmp_path: Path) -> None:
     RunDirectory.create(config)
     with pytest.raises(UserError, match=r"exists already.*'a'.*--resume"):
         RunDirectory.create(config)
+
+
+def test_a_start_that_failed_is_set_aside_by_the_next_of_its_name(tmp_path: Path) -> None:
+    config = build_config({"name": "a", "root": str(tmp_path)})
+    for number in (1, 2):
+        with pytest.raises(ComponentFailure), new_run(config, "a test") as directory:
+            (directory.logs / "trainer.log").write_text(str(number))
+            raise ComponentFailure("the engine did not start")
+    with new_run(config, "a test") as directory:
+        assert [*directory.logs.iterdir()] == []
+    kept = [(tmp_path / f"a.failed-{i}/logs/trainer.log").read_text() for i in (1, 2)]
+    assert kept == ["1", "2"]
+    with pytest.raises(UserError, match="exists already"), new_run(config, "a test"):
+        pass
+
+
+def test_a_run_that_failed_after_its_first_step_keeps_its_place(tmp_path: Path) -> None:
+    config = build_config({"name": "a", "root": str(tmp_path)})
+    with pytest.raises(ComponentFailure), new_run(config, "a test") as directory:
+        with MetricsWriter(directory.metrics_file, None, lineage=0) as metrics:
+            metrics.write(0, {})
+        raise ComponentFailure("rank 0 has died")
+    with pytest.raises(UserError, match="exists already"), new_run(config, "a test"):
+        pass
 
 
 def test_resuming_what_is_no_run_is_refused(tmp_path: Path) -> None:

@@ -3,20 +3,43 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megatron_async.config import RunConfig
+import typer
+
+from megatron_async.config import RunConfig, load_config
 from megatron_async.engines.interface import EngineError
 from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.engines.sglang.process import SGLangProcess
 from megatron_async.errors import ComponentFailure
+from megatron_async.launcher.preflight import check_evaluation
 from megatron_async.rollout.evaluate import EvalResult, evaluate
 from megatron_async.tasks import build_task
 from megatron_async.tasks.verifier import LocalVerifierPool
 from megatron_async.trajectory.types import PolicyVersion
 
 _LOOPBACK = "127.0.0.1"
+
+
+def eval_command(config_file: Path, overrides: Sequence[str], models: Sequence[Path]) -> None:
+    """Measure each checkpoint and print it. Raises UserError or ComponentFailure."""
+    config = load_config(config_file, overrides)
+    paths = list(models) or [Path(config.model.path)]
+    checked = [check_evaluation(config, path) for path in paths]
+    config = config.model_copy(update={"eval": checked[0].config.eval})
+    for notice in checked[0].notices:
+        typer.echo(f"note: {notice}")
+
+    def show(path: Path, result: EvalResult) -> None:
+        typer.echo(
+            f"{path}: accuracy {100 * result.accuracy:.1f} % of {result.answers} answers, "
+            f"{result.length_mean:.1f} tokens each, {result.seconds:.1f} s"
+        )
+
+    with tempfile.TemporaryDirectory(prefix="megatron-async-eval-") as logs:
+        evaluate_checkpoints(config, paths, Path(logs), show)
 
 
 def evaluate_checkpoints(

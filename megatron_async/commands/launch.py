@@ -22,7 +22,7 @@ from megatron_async.engines.nodes import NODE_HOST
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.launcher.claim import claimed, new_run
 from megatron_async.launcher.devices import check_ranks
-from megatron_async.launcher.preflight import check_resume, check_run
+from megatron_async.launcher.preflight import check_probe_tolerance, check_resume, check_run
 from megatron_async.run_directory import RunDirectory, write_atomically
 from megatron_async.shipped import ROOT, script_environment
 
@@ -112,15 +112,17 @@ def launch_run(
         assert config_file is not None
         config = load_config(config_file, overrides)
         directory = RunDirectory.of(config)
-    config = for_hosts(config)
-    check_run(config)
+    checked = check_run(for_hosts(config))
+    config = checked.config
+    check_probe_tolerance(config, "cuda" if cluster.gpus_per_node else "cpu")
     check_nodes(config, cluster.gpus_per_node)
+    notes = "".join(f"# note: {notice}\n" for notice in checked.notices)
     rollout_nodes = cluster.rollout_nodes(config)
     script = job_script(config, directory, cluster, rollout_nodes)
     if dry_run:
         if from_step is not None:
             rollback_to(directory, from_step)
-        return script if slurm else by_hand(config, directory, rollout_nodes)
+        return script if slurm else notes + by_hand(config, directory, rollout_nodes)
     if slurm and shutil.which("sbatch") is None:
         raise UserError("--slurm: there is no sbatch on this machine; --dry-run shows the script")
     what, places, job_file = "megatron-async launch", [], directory.path / "job.sbatch"
@@ -132,7 +134,7 @@ def launch_run(
             places = back.carry_out()
         if slurm:
             write_atomically(job_file, script)
-    said = "".join(f"# set aside: {place}\n" for place in places)
+    said = notes + "".join(f"# set aside: {place}\n" for place in places)
     if not slurm:
         return said + by_hand(config, directory, rollout_nodes)
     try:

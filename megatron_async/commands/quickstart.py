@@ -19,7 +19,7 @@ from megatron_async.commands.sft import run_sft
 from megatron_async.config import RunConfig
 from megatron_async.launcher.claim import new_run
 from megatron_async.launcher.devices import DeviceSplit, split_of_this_machine
-from megatron_async.launcher.preflight import check_one_machine, check_probe_tolerance
+from megatron_async.launcher.preflight import check_one_machine, check_probe_tolerance, check_run
 from megatron_async.launcher.supervisor import Supervisor
 from megatron_async.rollout.evaluate import EvalResult
 from megatron_async.run_directory import RunDirectory
@@ -58,6 +58,7 @@ def _run_in(directory: RunDirectory, config: RunConfig, devices: DeviceSplit) ->
     phases = _Phases()
     console.print(f"1/4 building the model in {initial}")
     build_tiny_model(initial, seed=config.seed)
+    check_run(with_model(config, initial))
     console.print("2/4 supervised fine-tuning on worked answers")
     with phases.time("SFT"):
         directory.save_config(with_model(config, initial))

@@ -16,12 +16,15 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+import typer
 
-from megatron_async.config import RunConfig
+from megatron_async.config import RunConfig, load_config
 from megatron_async.engines.nodes import node_address
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.launcher.claim import new_run
+from megatron_async.launcher.devices import check_trainer_here
 from megatron_async.launcher.environment import trainer_environment
+from megatron_async.launcher.preflight import check_one_machine, check_run
 from megatron_async.launcher.processes import start_torchrun
 from megatron_async.launcher.rendezvous import MEET_SECONDS, TrainerNode
 from megatron_async.launcher.session import Session, check_name
@@ -33,6 +36,34 @@ from megatron_async.trajectory.batch import TokenBatch
 
 SFT: Final = "megatron-async sft"
 _POLL_SECONDS = 0.5
+
+
+def sft_command(
+    config_file: Path, overrides: Sequence[str], out: Path, session: str | None, index: int
+) -> None:
+    """On this machine, or as node `index` of `session`. Raises UserError or ComponentFailure."""
+    config = load_config(config_file, overrides)
+    if session is None:
+        if index:
+            raise UserError(f"--index is {index}, and there is no --session for it to be part of")
+        check_one_machine(config)
+    config = own_name(check_run(config, generates=False).config)
+    check_trainer_here(config)
+    if out.exists() and any(out.iterdir()):
+        raise UserError(f"--out {out} exists and is not empty")
+    if session is None:
+        with new_run(config, SFT, resumable=False) as directory:
+            run_sft(config, directory, out)
+    else:
+        run_sft_on_nodes(config, out, session, index)
+    if index == 0:
+        typer.echo(f"checkpoint in {out}")
+
+
+def own_name(config: RunConfig) -> RunConfig:
+    """The settings under NAME-sft, so that `train` with the same file finds its name free."""
+    name = config.name
+    return config.model_copy(update={"name": name if name.endswith("sft") else f"{name}-sft"})
 
 
 def run_sft(
@@ -84,7 +115,8 @@ def run_sft_on_nodes(config: RunConfig, destination: Path, session_name: str, in
     directory = RunDirectory.of(config)
     with ExitStack() as stack:
         if index == 0:
-            stack.enter_context(new_run(config, f"{SFT}, session {session_name}"))
+            what = f"{SFT}, session {session_name}"
+            stack.enter_context(new_run(config, what, resumable=False))
             session = Session.join(directory, session_name)
             stack.callback(session.close)
             session.begin()

@@ -139,6 +139,26 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     return build_config(settings)
 
 
+def differences(before: RunConfig, after: RunConfig) -> list[str]:
+    """`section.setting OLD → NEW` of every setting that is not the same."""
+    old, new = _flat(before.model_dump(mode="json")), _flat(after.model_dump(mode="json"))
+    return [
+        f"{name} {old.get(name)} → {new.get(name)}"
+        for name in sorted(old.keys() | new.keys())
+        if old.get(name) != new.get(name)
+    ]
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
 def dump(config: RunConfig) -> str:
     """The whole configuration as YAML, every default written out."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)

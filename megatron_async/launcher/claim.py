@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 from megatron_async.config import RunConfig
 from megatron_async.disk import CannotWrite, check_room, writing
-from megatron_async.errors import UserError
+from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.file_lock import (
     FileLock,
     Holder,
@@ -82,24 +82,33 @@ def claimed(
 
 
 @contextlib.contextmanager
-def new_run(config: RunConfig, what: str) -> Iterator[RunDirectory]:
+def new_run(config: RunConfig, what: str, *, resumable: bool = True) -> Iterator[RunDirectory]:
     """Make the run of `config`; it is this process's for the length of the block.
 
-    Raises UserError when the name is taken or the place cannot be written; nothing is left then.
+    A directory of the name in which a start has failed before its first step is set aside. Raises
+    UserError when the name is taken or the place cannot be written; nothing is left then.
     """
     directory = RunDirectory.of(config)
     with contextlib.ExitStack() as stack:
         try:
+            if directory.never_began():
+                with claimed(directory, what):
+                    place = directory.set_aside()
+                logger.warning("the start of %s before has failed: it is %s now", what, place)
             if not directory.config_file.exists():  # else `create` refuses
                 with writing(directory.path, "run directory"):
                     directory.path.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(claimed(directory, what))
-            RunDirectory.create(config)
+            RunDirectory.create(config, resumable=resumable)
         except (UserError, CannotWrite) as error:
             if not isinstance(error, RunInUse):
                 _remove_unfinished(directory)
             raise UserError(str(error)) from error
-        yield directory
+        try:
+            yield directory
+        except (UserError, ComponentFailure, KeyboardInterrupt) as error:
+            directory.note_failed_start(str(error) or "ended by Ctrl-C")
+            raise
 
 
 def _remove_unfinished(directory: RunDirectory) -> None:

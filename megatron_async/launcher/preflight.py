@@ -1,11 +1,16 @@
 """What is refused before any process starts: a missing model, an impossible layout, a bad task.
 
-Every refusal is a `UserError` of one sentence.
+Invariants
+- Every refusal is a `UserError` of one sentence that names the remedy.
+- `train`, `launch --dry-run`, `sft` and `eval` make the same checks. What may be mended is a
+  default, never a value that was set; a notice names it.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +35,15 @@ _CONTEXT_KEYS = (
 )
 # bfloat16 keeps eight bits: a log-prob of -5 is rounded by up to 0.016.
 _LEAST_TOLERANCE_OF_BFLOAT16 = 1e-3
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class Checked:
+    """Settings that can start, and one sentence for each default that had to give way."""
+
+    config: RunConfig
+    notices: tuple[str, ...] = ()
 
 
 def check_model(path: Path | str) -> dict[str, Any]:
@@ -38,7 +52,15 @@ def check_model(path: Path | str) -> dict[str, Any]:
     from megatron_async.models.model_files import SafetensorsDirectory
 
     directory = Path(path)
-    if not str(path) or not (directory / "config.json").is_file():
+    if not str(path):
+        raise UserError("model.path is empty; set it to the directory of a Hugging Face model")
+    if not directory.exists() and _HUB_NAME.fullmatch(str(path)):
+        raise UserError(
+            f"model.path {str(path)!r} is no directory here, and a run downloads nothing; if it is "
+            f"a name on a hub, download it first: `hf download {path} --local-dir DIRECTORY`, then "
+            "set model.path to that directory"
+        )
+    if not (directory / "config.json").is_file():
         raise UserError(f"model.path {str(path)!r} has no config.json: not a Hugging Face model")
     parsed = read_config_json(path)
     if not any(directory.glob("*.safetensors")):
@@ -68,15 +90,18 @@ def check_one_machine(config: RunConfig) -> None:
         )
 
 
-def check_probe_tolerance(config: RunConfig) -> None:
+def check_probe_tolerance(config: RunConfig, device: str | None = None) -> None:
     """Where the engines run: can they agree with the trainer as closely as is asked?
 
-    Those that do not are replaced until none is left, minutes after the start.
+    Those that do not are replaced until none is left, minutes after the start. `device`: what
+    `auto` means there; None: what this host has.
     """
     from megatron_async.engines.sglang.process import resolve_device, resolve_dtype
 
     weights, engines = config.weights, config.engines
-    dtype = resolve_dtype(engines, resolve_device(engines))
+    if device is None or engines.device != "auto" or engines.kind == "simulated":
+        device = resolve_device(engines)
+    dtype = resolve_dtype(engines, device)
     tolerance = weights.probe_tolerance
     if tolerance is None or weights.verify == "never" or dtype == "float32":
         return
@@ -121,23 +146,22 @@ def check_resume(directory: RunDirectory) -> None:
     list_checkpoints(directory.checkpoints)
 
 
-def check_run(config: RunConfig, *, generates: bool = True) -> None:
+def check_run(config: RunConfig, *, generates: bool = True) -> Checked:
     """Model, weights, the parallel layout, engines and task, without starting anything.
 
-    `generates`: engines will be asked for responses to the task's prompts.
+    `generates`: engines will be asked for responses to the task's prompts; else worked answers are
+    trained on.
     """
     from megatron_async.algorithms.own_loss import check_own_loss
+    from megatron_async.models.families import read_architecture
+    from megatron_async.models.layout import check_layout
+    from megatron_async.models.model_files import check_weights
 
     check_engines(config.engines)
     check_own_loss(config.algorithm)
     model = check_model(config.model.path)
     if config.model.checkpoint:
         _check_checkpoint(Path(config.model.checkpoint))
-    from megatron_async.models.families import read_architecture
-    from megatron_async.models.layout import check_layout
-    from megatron_async.models.model_files import check_weights
-    from megatron_async.tasks import build_task
-
     architecture = read_architecture(config.model.path, config.model.family)
     check_layout(architecture, config.parallel)
     check_weights(config.model.path, architecture)
@@ -151,8 +175,75 @@ def check_run(config: RunConfig, *, generates: bool = True) -> None:
         from megatron_async.weight_sync.quantise import check_fp8
 
         check_fp8(architecture, config.engines, resolve_device(config.engines))
+    return _check_task(config, model) if generates else _check_worked_answers(config)
+
+
+def check_evaluation(config: RunConfig, model_path: Path) -> Checked:
+    """The checkpoint, and the task with its tokenizer, without starting anything."""
+    model = check_model(model_path)
+    path = config.model.model_copy(update={"path": str(model_path)})
+    return _check_task(config.model_copy(update={"model": path}), model, trains=False)
+
+
+def _check_task(config: RunConfig, model: Mapping[str, Any], *, trains: bool = True) -> Checked:
+    """Prompts against the engines' limits, and their number against what batches ask for."""
+    from megatron_async.tasks import build_task
+
     task = build_task(config.task, config.model.path)
     context = None if config.engines.kind == "simulated" else served_context(model)
     longest = config.engines.longest_tokens(context)
-    if generates and longest is not None:
+    if longest is not None:
+        _check_room(config, longest)
         task.check_lengths(longest, config.sampling.max_new_tokens)
+    training, heldout = task.counts(config.eval.prompts)
+    groups = config.schedule.groups_per_batch
+    if trains and training is not None and groups > training:
+        raise UserError(
+            f"schedule.groups_per_batch is {groups}, and task.path {config.task.path} has "
+            f"{training} training problems (the rest are held out, task.heldout_share "
+            f"{config.task.heldout_share:g}): a batch would hold a problem twice; lower "
+            "schedule.groups_per_batch or add problems"
+        )
+    return _with_heldout(config, heldout)
+
+
+def _check_room(config: RunConfig, longest: int) -> None:
+    new = config.sampling.max_new_tokens
+    if new >= longest:
+        raise UserError(
+            f"sampling.max_new_tokens is {new}, and an engine takes {longest} tokens of prompt and "
+            "response together (engines.context_length, else the model's; "
+            "engines.max_total_tokens): no prompt fits; lower the first or raise the others"
+        )
+
+
+def _with_heldout(config: RunConfig, heldout: int) -> Checked:
+    """Fewer held-out problems than the default are all asked; than a number that was set, not."""
+    wanted, share = config.eval.prompts, config.task.heldout_share
+    if heldout >= wanted:
+        return Checked(config)
+    has = f"the task has {heldout} held-out problems (task.heldout_share {share:g})"
+    if heldout == 0 or "prompts" in config.eval.model_fields_set:
+        raise UserError(
+            f"eval.prompts is {wanted}, and {has}; lower eval.prompts, raise task.heldout_share or "
+            "add problems"
+        )
+    fewer = config.eval.model_copy(update={"prompts": heldout})
+    return Checked(
+        config.model_copy(update={"eval": fewer}),
+        (f"eval.prompts is {heldout} instead of its default {wanted}: {has}",),
+    )
+
+
+def _check_worked_answers(config: RunConfig) -> Checked:
+    from megatron_async.tasks import build_task
+
+    task, size = build_task(config.task, config.model.path), config.sft.batch_sequences
+    found = len(task.worked_examples(min(size, config.sft.examples), config.sft.data))
+    if found < size:
+        source = f"sft.data {config.sft.data} has" if config.sft.data else "sft.examples is"
+        raise UserError(
+            f"sft.batch_sequences is {size}, and {source} {found}: a batch would be larger than "
+            "the data; lower sft.batch_sequences"
+        )
+    return Checked(config)

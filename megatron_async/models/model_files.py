@@ -10,6 +10,7 @@ Invariants
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+_LFS_POINTER = b"version https://git-lfs"
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -93,7 +95,9 @@ class SafetensorsDirectory:
             except FileNotFoundError as error:
                 raise UserError(f"model.path {self.path}: {name} is missing") from error
             except (SafetensorError, OSError) as error:
-                raise UserError(f"model.path: {path} cannot be read: {error}") from error
+                raise UserError(
+                    f"model.path: {path} cannot be read: {_cause(path, error)}"
+                ) from error
         return self._open[name]
 
     def _close_oldest(self) -> None:
@@ -121,6 +125,19 @@ class SafetensorsDirectory:
                     "must be a file beside it"
                 )
         return dict(weight_map)
+
+
+def _cause(path: Path, error: Exception) -> str:
+    """What is wrong with a file of weights, and what to do, as far as its bytes show it."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        start = file.read(len(_LFS_POINTER))
+        if not start:
+            return "it is empty (0 bytes); download it again"
+        if start == _LFS_POINTER:
+            return "it is a pointer of Git LFS and no weights; run `git lfs pull` where it lies"
+    if isinstance(error, SafetensorError):
+        return f"{error}; it is cut off or damaged, download it again"
+    return str(error)
 
 
 def expected_tensors(architecture: Architecture) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -80,6 +80,11 @@ class Task(Protocol):
         """The first `count` held-out prompts, all different."""
         ...
 
+    def counts(self, heldout: int) -> tuple[int | None, int]:
+        """How many problems there are for training (None: no end), and held out, at most so many
+        of the latter."""
+        ...
+
     def check_lengths(self, longest: int, max_new_tokens: int) -> None:
         """Raises UserError for a prompt, as far as they are known beforehand, that with
         `max_new_tokens` is longer than the `longest` tokens that an engine takes."""
@@ -105,6 +110,10 @@ class ProblemSource(Protocol):
 
     def heldout(self, count: int) -> list[Problem]:
         """The first `count` different held-out problems. UserError if there are fewer."""
+        ...
+
+    def counts(self, heldout: int) -> tuple[int | None, int]:
+        """As in `Task`."""
         ...
 
     def worked(self, count: int) -> list[tuple[Problem, str]]:

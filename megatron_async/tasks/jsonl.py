@@ -129,6 +129,10 @@ class JsonlProblems:
             )
         return self._heldout[:count]
 
+    def counts(self, heldout: int) -> tuple[int, int]:
+        """Training problems, and up to `heldout` held-out ones."""
+        return len(self._train), min(heldout, len(self._heldout))
+
     def worked(self, count: int) -> list[tuple[Problem, str]]:
         """A file of prompts and answers has none."""
         raise UserError(

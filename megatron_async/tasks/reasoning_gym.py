@@ -55,6 +55,20 @@ class ReasoningGymProblems:
 
     def heldout(self, count: int) -> list[Problem]:
         """The first `count` different held-out problems of `eval_seed`'s order."""
+        found = self._different_heldout(count)
+        if len(found) < count:
+            raise UserError(
+                f"task {self.name} with params {self._config.params} has only {len(found)} "
+                f"different held-out problems at task.heldout_share "
+                f"{self._config.heldout_share}, eval.prompts asks for {count}"
+            )
+        return found
+
+    def counts(self, heldout: int) -> tuple[None, int]:
+        """Training problems have no end; those held out may."""
+        return None, len(self._different_heldout(heldout))
+
+    def _different_heldout(self, count: int) -> list[Problem]:
         found: dict[str, Problem] = {}
         limit = int(count * _MAX_HELDOUT_DRAWS_EACH / self._config.heldout_share)
         for index in range(limit):
@@ -63,12 +77,6 @@ class ReasoningGymProblems:
             problem = self._problem("heldout", self._config.eval_seed, index, 0)
             if is_heldout(problem.question, self._config.heldout_share):
                 found.setdefault(problem.question, problem)
-        if len(found) < count:
-            raise UserError(
-                f"task {self.name} with params {self._config.params} has only {len(found)} "
-                f"different held-out problems at task.heldout_share "
-                f"{self._config.heldout_share}, eval.prompts asks for {count}"
-            )
         return list(found.values())
 
     def worked(self, count: int) -> list[tuple[Problem, str]]:

@@ -52,6 +52,10 @@ class TextTask:
         """The first `count` held-out prompts. Raises UserError if there are fewer."""
         return [self._prompt(problem) for problem in self._source.heldout(count)]
 
+    def counts(self, heldout: int) -> tuple[int | None, int]:
+        """Training problems (None: no end), and up to `heldout` held-out ones."""
+        return self._source.counts(heldout)
+
     def check_lengths(self, longest: int, max_new_tokens: int) -> None:
         """Raises UserError for a prompt that is too long: of a file any, else the first.
 

@@ -71,7 +71,7 @@ def test_two_nodes_train_one_model_in_which_each_has_a_half(config: Path, tmp_pa
     assert (code, other_code) == (0, 0), shown + other_shown
     assert "checkpoint in" in shown
     assert other_shown == "", "one node shows the progress"
-    directory = RunDirectory(tmp_path / "tuned")
+    directory = RunDirectory(tmp_path / "tuned-sft")
     assert {path.name for path in directory.logs.iterdir()} == {"sft-0.log", "sft-1.log"}
     # The same training in this process, by one rank that has the whole model.
     alone = load_config(config, ["parallel.nodes=1", "parallel.ranks=1", "parallel.tensor=1"])
@@ -104,4 +104,4 @@ def test_what_is_refused_makes_nothing(
     result = CliRunner().invoke(app, command)
     assert isinstance(result.exception, UserError)
     assert message in str(result.exception)
-    assert not (tmp_path / "tuned").exists()
+    assert not (tmp_path / "tuned-sft").exists()

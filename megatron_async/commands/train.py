@@ -1,0 +1,102 @@
+"""`megatron-async train`: check the settings, make or find the run, and run it to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import typer
+from rich.console import Console
+
+from megatron_async.checkpoint.manifest import list_checkpoints
+from megatron_async.commands.report import closing_table, summarise, where_things_are
+from megatron_async.commands.rollback import Rollback, rollback_to
+from megatron_async.config import RunConfig
+from megatron_async.config.load import differences, load_config
+from megatron_async.launcher.claim import claimed, new_run
+from megatron_async.launcher.devices import DeviceSplit, split_of_this_machine
+from megatron_async.launcher.preflight import (
+    Checked,
+    check_one_machine,
+    check_probe_tolerance,
+    check_resume,
+    check_run,
+)
+from megatron_async.launcher.supervisor import Supervisor
+from megatron_async.run_directory import RunDirectory
+from megatron_async.telemetry.metrics import read_metrics
+
+
+def train_command(config_file: Path, overrides: Sequence[str]) -> None:
+    """A new run. Raises UserError or ComponentFailure."""
+    checked, devices = _checked(load_config(config_file, overrides))
+    show_notices(checked)
+    with new_run(checked.config, "megatron-async train") as directory:
+        _run(directory, checked.config, devices)
+    show_closing(directory)
+
+
+def resume_command(run: Path, overrides: Sequence[str], from_step: int | None) -> None:
+    """Go on with a run; `from_step`: from that kept checkpoint. Raises as `train_command`."""
+    directory, before = RunDirectory.find(run, [], "--resume")
+    _, settings = RunDirectory.find(run, list(overrides), "--resume")
+    with ExitStack() as stack:
+        stack.enter_context(claimed(directory, "megatron-async train --resume"))
+        checked, devices = _checked(settings)
+        check_resume(directory)
+        back = None if from_step is None else rollback_to(directory, from_step)
+        show_notices(checked)
+        for line in resume_lines(directory, before, checked.config, back):
+            typer.echo(line)
+        directory.save_config(checked.config)
+        for place in back.carry_out() if back is not None else ():
+            typer.echo(f"set aside: {place}")
+        _run(directory, checked.config, devices)
+    show_closing(directory)
+
+
+def _checked(config: RunConfig) -> tuple[Checked, DeviceSplit]:
+    check_one_machine(config)
+    checked = check_run(config)
+    check_probe_tolerance(checked.config)
+    return checked, split_of_this_machine(checked.config)
+
+
+def _run(directory: RunDirectory, config: RunConfig, devices: DeviceSplit) -> None:
+    try:
+        Supervisor(config, directory, devices).run()
+    except KeyboardInterrupt:
+        typer.echo(f"go on with: megatron-async train --resume {directory.path}", err=True)
+        raise
+
+
+def show_notices(checked: Checked) -> None:
+    """What was changed in the settings, before anything starts."""
+    for notice in checked.notices:
+        typer.echo(f"note: {notice}")
+
+
+def resume_lines(
+    directory: RunDirectory, before: RunConfig, after: RunConfig, back: Rollback | None
+) -> list[str]:
+    """From where the run goes on, the steps that it repeats, and what was changed."""
+    newest = back.target if back else next(iter(list_checkpoints(directory.checkpoints)), None)
+    start = 0 if newest is None else newest.step
+    trained = read_metrics(directory.metrics_file)
+    done = 1 + int(trained[-1]["step"]) if trained else 0
+    what = "its beginning (there is no checkpoint yet)"
+    if newest is not None:
+        what = f"checkpoint {newest.path.name}, which holds steps 1 to {start}"
+    lines = [f"{directory.path.name} goes on from {what}"]
+    if done > start:
+        again = f"steps {start + 1} to {done} are" if done > start + 1 else f"step {done} is"
+        lines.append(f"repeated: {again} trained again")
+    return lines + [f"changed: {change}" for change in differences(before, after)]
+
+
+def show_closing(directory: RunDirectory) -> None:
+    """The closing table, and where things are."""
+    console = Console(soft_wrap=True)
+    console.print(closing_table(summarise(directory), directory))
+    console.print(where_things_are(directory), highlight=False)

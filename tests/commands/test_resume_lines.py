@@ -1,0 +1,51 @@
+"""What a resume prints: where it starts, what it repeats, what was changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+
+from megatron_async.commands import train as command
+from megatron_async.commands.sft import own_name
+from megatron_async.config import build_config
+from megatron_async.run_directory import RunDirectory
+from megatron_async.telemetry.metrics import MetricsWriter
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    directory = RunDirectory.create(build_config({"name": "a", "root": str(tmp_path)}))
+    with MetricsWriter(directory.metrics_file, None, lineage=0) as metrics:
+        for step in range(25):
+            metrics.write(step, {})
+    return directory
+
+
+def test_it_names_the_checkpoint_the_steps_and_the_changes(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newest = Mock(step=20, path=run.checkpoints / "step_20")
+    monkeypatch.setattr(command, "list_checkpoints", lambda _: [newest])
+    before = build_config({"optimizer": {"lr": 2e-4}})
+    after = build_config({"optimizer": {"lr": 5e-5}})
+    assert command.resume_lines(run, before, after, None) == [
+        "a goes on from checkpoint step_20, which holds steps 1 to 20",
+        "repeated: steps 21 to 25 are trained again",
+        "changed: optimizer.lr 0.0002 → 5e-05",
+    ]
+
+
+def test_without_a_checkpoint_it_begins_again(run: RunDirectory) -> None:
+    same = build_config({})
+    assert command.resume_lines(run, same, same, None) == [
+        "a goes on from its beginning (there is no checkpoint yet)",
+        "repeated: steps 1 to 25 are trained again",
+    ]
+
+
+def test_sft_and_train_of_one_file_have_directories_of_their_own() -> None:
+    config = build_config({"name": "own"})
+    assert own_name(config).name == "own-sft"
+    assert own_name(build_config({"name": "sft"})).name == "sft"

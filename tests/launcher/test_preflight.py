@@ -1,0 +1,127 @@
+"""What is found before anything starts: one sentence with the remedy, or a notice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_async.config import RunConfig, build_config
+from megatron_async.config.load import merge
+from megatron_async.errors import UserError
+from megatron_async.launcher.preflight import check_evaluation, check_probe_tolerance, check_run
+from tests.inputs.model_directories import write_model
+
+ROWS = 500
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a context of 4,096 tokens, and 500 rows of a user's own data."""
+    folder = write_model(tmp_path_factory.mktemp("preflight") / "model", "llama")
+    rows = [{"prompt": f"{i}+{i}=", "answer": 2 * i} for i in range(ROWS)]
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+def settings(folder: Path, **changes: Any) -> RunConfig:
+    own_data = {
+        "model": {"path": str(folder)},
+        "task": {"kind": "jsonl", "name": "exact", "path": str(folder / "data.jsonl")},
+        "schedule": {"groups_per_batch": 4},
+    }
+    return build_config(merge(own_data, changes))
+
+
+def test_fewer_held_out_rows_than_the_default_are_all_asked_with_a_notice(folder: Path) -> None:
+    checked = check_run(settings(folder))
+    found = checked.config.eval.prompts
+    assert 30 < found < 70, "a tenth of 500 rows, by hash"
+    assert checked.notices == (
+        f"eval.prompts is {found} instead of its default 256: the task has {found} held-out "
+        "problems (task.heldout_share 0.1)",
+    )
+    assert check_evaluation(settings(folder), folder).config.eval.prompts == found
+
+
+def test_a_number_of_held_out_rows_that_was_set_is_not_shrunk(folder: Path) -> None:
+    with pytest.raises(UserError, match=r"prompts is 300, and the task has \d+ held-out .*lower"):
+        check_run(settings(folder, eval={"prompts": 300}))
+    assert check_run(settings(folder, eval={"prompts": 20})).notices == ()
+
+
+def test_none_held_out_at_all_is_refused(folder: Path) -> None:
+    with pytest.raises(UserError, match=r"has 0 held-out problems.*raise task.heldout_share"):
+        check_run(settings(folder, task={"heldout_share": 1e-9}))
+
+
+def test_a_generated_task_with_few_different_problems_is_counted_too(folder: Path) -> None:
+    one_digit = {"min_terms": 1, "max_terms": 1, "min_digits": 1, "max_digits": 1}
+    task = {"kind": "reasoning_gym", "name": "chain_sum", "params": one_digit}
+    few = settings(folder, task=task | {"heldout_share": 0.5})
+    checked = check_run(few)
+    assert 0 < checked.config.eval.prompts < 10 and len(checked.notices) == 1
+
+
+def test_a_batch_larger_than_the_data_is_refused(folder: Path) -> None:
+    with pytest.raises(UserError, match=r"groups_per_batch is 480, .* has 4\d\d training problems"):
+        check_run(settings(folder, schedule={"groups_per_batch": 480}))
+
+
+def test_a_batch_of_worked_answers_larger_than_their_file_is_refused(folder: Path) -> None:
+    rows = [{"prompt": f"{i}-{i}=", "response": "0"} for i in range(20)]
+    file = folder / "worked.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(UserError, match=r"sft\.batch_sequences is 64, and sft\.data .* has 1\d: "):
+        check_run(settings(folder, sft={"data": str(file)}), generates=False)
+    check_run(settings(folder, sft={"data": str(file), "batch_sequences": 8}), generates=False)
+
+
+@pytest.mark.parametrize("long_prompts", ["refuse", "drop"])
+@pytest.mark.parametrize(
+    "engines", [{"context_length": 1024}, {"max_total_tokens": 1025}], ids=["context", "KV cache"]
+)
+def test_a_response_that_leaves_no_room_for_a_prompt_is_refused(
+    folder: Path, engines: dict[str, int], long_prompts: str
+) -> None:
+    changes = {"sampling": {"max_new_tokens": 1024}, "task": {"long_prompts": long_prompts}}
+    with pytest.raises(UserError, match=r"max_new_tokens is 1024, and an engine takes 101[89]"):
+        check_run(settings(folder, engines=engines, **changes))
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"", "it is empty (0 bytes); download it again"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "a pointer of Git LFS and no weights"),
+        (None, "it is cut off or damaged, download it again"),
+    ],
+    ids=["empty", "pointer", "truncated"],
+)
+def test_weights_that_did_not_arrive_name_the_file_and_the_remedy(
+    tmp_path: Path, content: bytes | None, sentence: str
+) -> None:
+    model = write_model(tmp_path / "model", "llama")
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100] if content is None else content)
+    with pytest.raises(UserError) as refused:
+        check_run(settings(model))
+    assert str(file) in str(refused.value) and sentence in str(refused.value)
+
+
+def test_a_name_on_a_hub_is_no_directory(folder: Path) -> None:
+    with pytest.raises(UserError, match=r"download it first: `hf download Qwen/Qwen2.5-7B --local"):
+        check_run(settings(folder, model={"path": "Qwen/Qwen2.5-7B"}))
+    with pytest.raises(UserError, match=r"model.path is empty; set it to"):
+        check_run(settings(folder, model={"path": ""}))
+
+
+def test_a_tolerance_that_the_engines_of_another_host_cannot_keep_is_found_here(
+    folder: Path,
+) -> None:
+    strict = settings(folder, weights={"probe_tolerance": 1e-5})
+    check_probe_tolerance(strict, "cpu")
+    with pytest.raises(UserError, match=r"weights.probe_tolerance is 1e-05, which takes float32"):
+        check_probe_tolerance(strict, "cuda")
