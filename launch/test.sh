@@ -22,6 +22,7 @@ if [ $# -eq 0 ]; then
   ruff check .
   ruff format --check .
   mypy megatron_async kernels
+  vulture
   pytest -q -m "not slow and not engine"
   exec pytest -q -m "slow or engine"
 fi

@@ -146,7 +146,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--keep", type=Path, default=None, help="directory for the runs")
     parsed = parser.parse_args(arguments)
     # So that a run is not left behind.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     rng = random.Random(parsed.seed)
     presets = (parsed.preset,) if parsed.preset else PRESETS
     accounts = {preset: Account() for preset in presets}

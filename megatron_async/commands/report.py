@@ -21,7 +21,6 @@ class RunSummary:
     steps: int
     accuracy_first: float | None
     accuracy_last: float | None
-    trained_tokens: int
     generated_tokens: int
     generation_tokens_per_second: float
     training_tokens_per_second: float
@@ -51,7 +50,6 @@ def summarise(directory: RunDirectory) -> RunSummary:
         steps=len(train),
         accuracy_first=evaluations[0]["eval/accuracy"] if evaluations else None,
         accuracy_last=evaluations[-1]["eval/accuracy"] if len(evaluations) > 1 else None,
-        trained_tokens=int(total("train/trained_tokens")),
         generated_tokens=int(total("rollout/tokens")),
         generation_tokens_per_second=total("rollout/tokens") / generating if generating else 0.0,
         training_tokens_per_second=total("train/tokens") / training if training else 0.0,

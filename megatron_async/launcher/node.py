@@ -300,14 +300,14 @@ def main(arguments: list[str]) -> int:
     parsed = _parse(arguments)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-    def end(number: int, frame: FrameType | None) -> None:
+    def end(number: int, _frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
     signal.signal(signal.SIGTERM, end)
     try:
         node = Node(parsed)
         stop_file = node.session.stop_file
-        signal.signal(signal.SIGUSR2, lambda number, frame: stop_file.touch())
+        signal.signal(signal.SIGUSR2, lambda number, _frame: stop_file.touch())
         return run_rollout(node) if parsed.role == "rollout" else run_trainer(node)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -196,12 +196,10 @@ class RolloutDriver:
 
         Raises ComponentFailure when the rollout side has failed or nothing came in time.
         """
-        self.statistics.trainer_asked()
         batch = await self._wait_for(self._batches.get(), self._stale.wait(), timeout, "a batch")
         if not isinstance(batch, TokenBatch):
             return None
         self._feed(ev.BatchTaken(batch.step, time.monotonic()))
-        self.statistics.trainer_took()
         return batch
 
     async def begin_update(self, version: PolicyVersion) -> list[EngineClient]:

@@ -75,8 +75,6 @@ class RolloutStatistics:
         self._counted_until = clock()
         self._update_began: float | None = None
         self._paused = 0.0
-        self.trainer_waited = 0.0
-        self._trainer_asked: float | None = None
         self._running = 0
         self._slot_seconds = 0.0
         self._peak_running = 1
@@ -146,16 +144,6 @@ class RolloutStatistics:
         """(name, message) of all since the last call."""
         news, self._new_warnings = self._new_warnings, []
         return tuple(news)
-
-    def trainer_asked(self) -> None:
-        """The trainer began to wait for a batch."""
-        self._trainer_asked = self._clock()
-
-    def trainer_took(self) -> None:
-        """The trainer has its batch."""
-        if self._trainer_asked is not None:
-            self.trainer_waited += self._clock() - self._trainer_asked
-            self._trainer_asked = None
 
     def update_began(self) -> None:
         """Generation stands still for a weight transfer from here on."""

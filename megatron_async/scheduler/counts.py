@@ -2,7 +2,6 @@
 
 Invariants
 - `by_state[state]` is the number of trajectories in that state, neither batched nor dropped.
-- `partial_tokens` is the number of response tokens of those that are partial.
 - Everything else only grows, but for the off-policy share, which is the newest batch's.
 - A view is never used for decisions.
 """
@@ -16,8 +15,6 @@ from dataclasses import dataclass
 from megatron_async.scheduler.state import GroupEntry, TrajectoryEntry
 from megatron_async.trajectory.types import DropReason, PolicyVersion, TrajectoryState
 
-_PARTIAL = TrajectoryState.PARTIAL
-
 
 class Counts:
     """Counts; every change of a trajectory's state passes here."""
@@ -30,7 +27,6 @@ class Counts:
         self.batched_tokens = 0
         self.wasted_tokens = 0
         self.filtered_tokens = 0
-        self.partial_tokens = 0
         self.off_policy_share = 0.0
 
     @property
@@ -44,19 +40,12 @@ class Counts:
 
     def move(self, entry: TrajectoryEntry, state: TrajectoryState) -> None:
         """`entry` is in `state` from now on."""
-        before, by_state = entry.state, self.by_state
-        by_state[before] -= 1
-        by_state[state] += 1
+        self.by_state[entry.state] -= 1
+        self.by_state[state] += 1
         entry.state = state
-        if before is _PARTIAL:
-            self.partial_tokens -= entry.tokens
-        if state is _PARTIAL:
-            self.partial_tokens += entry.tokens
 
     def _leave(self, entry: TrajectoryEntry) -> None:
         self.by_state[entry.state] -= 1
-        if entry.state is TrajectoryState.PARTIAL:
-            self.partial_tokens -= entry.tokens
 
     def restart(self, entry: TrajectoryEntry) -> None:
         """`entry` goes back to its prompt."""
@@ -92,34 +81,23 @@ class Counts:
 class SchedulerView:
     """A snapshot. Trajectory counts unless the name says otherwise.
 
-    `finished_waiting`: finished or scored, group not complete. `unscored`: finished, no score yet.
-    `finished_groups`: groups whose members all are finished or scored, `complete_groups` those of
-    them that have all scores. `ring_fill`: batches that wait for the trainer, emitted ones and
-    complete groups / B. `off_policy_share`: share of the newest batch's tokens that an older
-    version than its step's wrote. `wasted_tokens`: of dropped and restarted trajectories;
-    `regenerated` counts restarts because a scorer failed, which are among the `restarted` ones;
-    `filtered_tokens` is the part for groups without reward variance.
+    `unscored`: finished, no score yet. `finished_groups`: groups whose members all are finished or
+    scored, `complete_groups` those of them that have all scores. `wasted_tokens`: of dropped and
+    restarted trajectories; `regenerated` counts restarts because a scorer failed, which are among
+    the `restarted` ones; `filtered_tokens` is the part for groups without reward variance.
     """
 
     version: PolicyVersion
     next_step: int
     concurrency: int
     in_flight: int
-    in_flight_by_engine: Mapping[str, int]
-    kv_tokens_by_engine: Mapping[str, int]
     buffered_partial: int
-    buffered_tokens: int
-    finished_waiting: int
     unscored: int
     open_groups: int
     finished_groups: int
     complete_groups: int
-    ring_fill: float
     dropped: Mapping[DropReason, int]
     restarted: int
     regenerated: int
     wasted_tokens: int
     filtered_tokens: int
-    off_policy_share: float
-    exhausted: bool
-    finished: bool

@@ -142,8 +142,6 @@ class Lifecycle:
         entry.add_tokens(count, version)
         if entry.engine is not None:
             entry.engine.kv_tokens += count
-        elif entry.state is _PARTIAL:
-            self.counts.partial_tokens += count
         if first or entry.oldest is None or version < entry.oldest:
             self._oldest_known(entry, version, out)
         if first and entry.state is _PENDING:

@@ -114,13 +114,12 @@ class FreshGroups:
 
 
 class ReadyGroups:
-    """A heap of complete groups; `trajectories` counts their members."""
+    """A heap of complete groups."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, int, GroupEntry]] = []
         self._place: dict[int, int] = {}
         self._arrivals = 0
-        self.trajectories = 0
 
     @property
     def count(self) -> int:
@@ -132,7 +131,6 @@ class ReadyGroups:
         self._arrivals += 1
         self._place[group.group_id] = self._arrivals
         group.complete = True
-        self.trajectories += len(group.members)
         oldest = -1 if group.oldest is None else group.oldest
         heapq.heappush(self._heap, (oldest, group.order, self._arrivals, group))
 
@@ -140,7 +138,6 @@ class ReadyGroups:
         """A complete group is dropped, or one of its members starts again."""
         del self._place[group.group_id]
         group.complete = False
-        self.trajectories -= len(group.members)
 
     def take(self) -> GroupEntry:
         """Take the oldest. Raises IndexError when there is none."""

@@ -108,34 +108,23 @@ class Scheduler:
         return self._exhausted and self._life.none_unfinished and left_over and not self._untaken
 
     def view(self) -> SchedulerView:
-        """Counts for metrics; O(engines)."""
-        life, fleet = self._life, self._fleet
-        counts, ready = life.counts, life.ready
-        engines = fleet.engines.values()
-        done = counts.by_state[TrajectoryState.FINISHED] + counts.by_state[TrajectoryState.SCORED]
+        """Counts for metrics."""
+        life, counts = self._life, self._life.counts
         return SchedulerView(
             version=self._version,
             next_step=life.lag.next_step,
             concurrency=self.concurrency,
-            in_flight=fleet.in_flight,
-            in_flight_by_engine={e.engine_id: len(e.running) for e in engines},
-            kv_tokens_by_engine={e.engine_id: e.kv_tokens for e in engines},
+            in_flight=self._fleet.in_flight,
             buffered_partial=counts.by_state[TrajectoryState.PARTIAL],
-            buffered_tokens=counts.partial_tokens,
-            finished_waiting=done - ready.trajectories,
             unscored=counts.unscored,
             open_groups=life.open_groups,
             finished_groups=life.finished_groups,
-            complete_groups=ready.count,
-            ring_fill=len(self._untaken) + ready.count / self._config.groups_per_batch,
+            complete_groups=life.ready.count,
             dropped=dict(counts.dropped),
             restarted=counts.restarted,
             regenerated=counts.regenerated,
             wasted_tokens=counts.wasted_tokens,
             filtered_tokens=counts.filtered_tokens,
-            off_policy_share=counts.off_policy_share,
-            exhausted=self._exhausted,
-            finished=self.finished,
         )
 
     # ------------------------------------------------------------ events about trajectories

@@ -43,7 +43,6 @@ class GroupSource:
         self._longest = longest
         self._seed = seed
         self._length_at = length_at_score(lengths)
-        self._block = -1
         self._blocks: dict[int, tuple[list[list[int]], list[list[float]]]] = {}
 
     def group(self, number: int) -> tuple[list[int], list[float]]:

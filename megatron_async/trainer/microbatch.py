@@ -4,7 +4,7 @@ Invariants
 - Every sequence is in exactly one microbatch of one data-parallel rank, whole.
 - All data-parallel ranks get the same number of microbatches, at least one, because Megatron's
   schedules and collectives run in step; a rank that has less to do gets smaller ones or empty
-  ones (`EMPTY` sequences, replaced by two dummy tokens with a zero gradient when it is run).
+  ones (no sequences, replaced by two dummy tokens with a zero gradient when it is run).
 - A microbatch never exceeds the token budget, but for a single sequence that is longer.
 - No padding. The plan depends on lengths, budget and rank count only, so every rank computes the
   same plan from the same batch and nothing needs to be communicated.
@@ -21,8 +21,6 @@ import numpy.typing as npt
 
 CostArray = npt.NDArray[np.float64]
 IndexArray = npt.NDArray[np.int64]
-
-EMPTY: IndexArray = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, eq=False)

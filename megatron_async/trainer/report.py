@@ -15,7 +15,7 @@ class StepReport:
     `grad_norm` that of the last one before clipping. `metrics` holds the algorithm's scalars,
     token means over the whole batch. `skipped` is true when no update at all was applied: the
     weights are unchanged and the batch is to be marked dropped(nonfinite); `skipped_updates`
-    counts single ones. `seconds` is wall time on this rank, by phase in `phase_seconds`.
+    counts single ones. `seconds` is wall time on this rank.
     """
 
     step: int
@@ -32,7 +32,6 @@ class StepReport:
     num_microbatches: int
     seconds: float
     metrics: Mapping[str, float] = field(default_factory=dict)
-    phase_seconds: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def tokens_per_second(self) -> float:

@@ -66,8 +66,6 @@ class PolicyUpdate:
     num_microbatches: int
     metrics: LossMetrics
     logprobs_T: FloatArray | None
-    gradient_seconds: float
-    optimizer_seconds: float
 
 
 def _skipped(reason: str) -> PolicyUpdate:
@@ -81,8 +79,6 @@ def _skipped(reason: str) -> PolicyUpdate:
         num_microbatches=0,
         metrics=LossMetrics.empty(),
         logprobs_T=None,
-        gradient_seconds=0.0,
-        optimizer_seconds=0.0,
     )
 
 
@@ -193,8 +189,7 @@ class PolicyTrainer:
             prepared, metrics = self._prepare(batch)
         except NonFiniteError as error:  # The same on every rank: a pure function of the batch.
             self._nonfinite_in_a_row += 1
-            return self._report(batch, [_skipped(str(error))], {}, began, {})
-        phases = {"prepare": time.monotonic() - began}
+            return self._report(batch, [_skipped(str(error))], {}, began)
         updates: list[PolicyUpdate] = []
         found: list[dict[str, float]] = []
         for _ in range(self._config.algorithm.epochs):
@@ -203,7 +198,7 @@ class PolicyTrainer:
                 updates.append(update)
                 if update.applied:
                     found.append(self._update_metrics(minibatch, update))
-        return self._report(batch, updates, {**metrics, **mean_of(found)}, began, phases)
+        return self._report(batch, updates, {**metrics, **mean_of(found)}, began)
 
     def _prepare(self, batch: TokenBatch) -> tuple[TokenBatch, dict[str, float]]:
         """pi_old and the reference where the algorithm asks, then advantages and correction."""
@@ -237,7 +232,7 @@ class PolicyTrainer:
         """One optimizer update on the masked cross-entropy of the batch."""
         began = time.monotonic()
         update = self._update(batch, sft_loss(batch))
-        return self._report(batch, [update], {}, began, {})
+        return self._report(batch, [update], {}, began)
 
     # ------------------------------------------------------------ inside
 
@@ -245,10 +240,8 @@ class PolicyTrainer:
         self, batch: TokenBatch, loss: LossFunction, *, entropy: bool = False
     ) -> PolicyUpdate:
         """Gradient of the whole (mini)batch and one guarded optimizer step."""
-        began = time.monotonic()
         zero_gradients(self.wrapped, self.optimizer)
         found = self._runner.gradients(batch, loss, entropy=entropy)
-        between = time.monotonic()
         rate = learning_rate(self._settings, self._updates, self._total_updates)
         result = guarded_step(self.optimizer, rate=rate, loss_is_finite=found.loss_is_finite)
         self._updates += 1
@@ -268,8 +261,6 @@ class PolicyTrainer:
             num_microbatches=found.num_microbatches,
             metrics=found.metrics,
             logprobs_T=found.logprobs_T,
-            gradient_seconds=between - began,
-            optimizer_seconds=time.monotonic() - between,
         )
 
     def _explain(self, mine: str | None, grad_norm: float) -> str:
@@ -285,7 +276,6 @@ class PolicyTrainer:
         updates: list[PolicyUpdate],
         metrics: Mapping[str, float],
         began: float,
-        phases: Mapping[str, float],
     ) -> StepReport:
         """Count the step; stop the run where updates keep being skipped or weights differ."""
         applied = [update for update in updates if update.applied]
@@ -298,7 +288,6 @@ class PolicyTrainer:
                 f"{self._nonfinite_in_a_row} updates in a row were not finite (the last: "
                 f"{skipped[-1].reason}); trainer.max_nonfinite_steps is {limit}"
             )
-        replicas_began = time.monotonic()
         self._replicas.after_step(self._step + 1)
         report = StepReport(
             step=self._step,
@@ -315,12 +304,6 @@ class PolicyTrainer:
             num_microbatches=sum(update.num_microbatches for update in updates),
             seconds=time.monotonic() - began,
             metrics=metrics,
-            phase_seconds={
-                **phases,
-                "gradient": sum(update.gradient_seconds for update in updates),
-                "optimizer": sum(update.optimizer_seconds for update in updates),
-                "compare_replicas": time.monotonic() - replicas_began,
-            },
         )
         self._step += 1
         return report

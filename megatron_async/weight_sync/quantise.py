@@ -48,13 +48,6 @@ def quantise(weight_RC: Tensor) -> tuple[Tensor, Tensor]:
     return quantised.contiguous(), scale_rc
 
 
-def dequantise(quantised_RC: Tensor, scale_rc: Tensor) -> Tensor:
-    """The weights that the engine computes with, float32 [R, C]."""
-    rows, columns = quantised_RC.shape
-    scale_RC = scale_rc.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[:rows, :columns]
-    return quantised_RC.to(torch.float32) * scale_RC
-
-
 def is_quantised(rule: Rule) -> bool:
     """Whether the tensors of this rule are matrices of linear layers."""
     return rule.place is Place.LAYER and rule.layout in _LINEAR and len(rule.shapes[0]) == 2

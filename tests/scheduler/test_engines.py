@@ -104,7 +104,6 @@ def test_late_reports_of_a_lost_engine() -> None:
     run.tell(ev.EngineDown("a"))
     assert run.tell(ev.Aborted(0)) == []
     run.tell(ev.TokensArrived(0, 9, 0))
-    assert run.scheduler.view().buffered_tokens == 9
     assert run.tell(ev.Finished(1)) == [ev.Score(1)]
     run.up("a")
     assert run.of(ev.Submit)[0] == ev.Submit(0, "a", True)

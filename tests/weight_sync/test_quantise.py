@@ -21,7 +21,6 @@ from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.quantise import (
     BLOCK,
     check_fp8,
-    dequantise,
     quantise,
     quantised_names,
     quantised_tensors,
@@ -29,6 +28,13 @@ from megatron_async.weight_sync.quantise import (
 )
 
 Float64 = NDArray[np.float64]
+
+
+def dequantise(quantised_RC: torch.Tensor, scale_rc: torch.Tensor) -> torch.Tensor:
+    """The weights that the engine computes with, float32 [R, C]."""
+    rows, columns = quantised_RC.shape
+    scale_RC = scale_rc.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[:rows, :columns]
+    return quantised_RC.to(torch.float32) * scale_RC
 
 
 def fp8_numbers() -> Float64:
