@@ -1,4 +1,4 @@
-"""One process at a time: the kernel's lock on a file that says who holds it.
+"""Exclusive lock of one process on a file that names its holder.
 
 Invariants
 - The lock (`flock`) ends with its process, however that ends; the file stays. Between hosts it
@@ -42,11 +42,11 @@ class Holder:
 
     @property
     def is_here(self) -> bool:
-        """Whether it is (or was) on this host."""
+        """Return whether the process is (or was) on this host."""
         return self.host == socket.gethostname()
 
     def lives_here(self) -> bool:
-        """Whether it is a process of this host that lives, and not another one of its number."""
+        """Return whether the process runs on this host, and is not another one with its number."""
         try:
             return self.is_here and psutil.Process(self.pid).create_time() == self.started
         except psutil.Error:

@@ -1,4 +1,4 @@
-"""Which implementation runs: chosen by name or by device, and said in one line for `doctor`."""
+"""Choice of the implementation, by name or by device, with a sentence for `doctor`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def head_kernels(name: str) -> HeadKernels:
 
 
 def describe_loss(*, cuda: bool, triton: str | None) -> str:
-    """One line for `doctor`: what `is_loss` runs as on a machine with these, and the exception.
+    """Return the line of `doctor` about `is_loss` on a machine with these, and the exception.
 
     `triton` is its version, None where it is not installed.
     """
@@ -59,7 +59,7 @@ def describe_loss(*, cuda: bool, triton: str | None) -> str:
 
 
 def describe_backend() -> str:
-    """One line for `doctor`: what `backend="auto"` picks on this machine and why."""
+    """Return the line of `doctor` about `backend="auto"` on this machine, with the reason."""
     if not torch.cuda.is_available():
         return "chunked torch (no CUDA device)"
     if not triton_installed():

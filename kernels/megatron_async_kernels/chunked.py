@@ -196,7 +196,7 @@ def _add_products(
     dlogits_CB: Tensor,
     columns: tuple[int, int],
 ) -> None:
-    """One block of dLoss/dlogits, multiplied both ways."""
+    """Add a block of dLoss/dlogits, multiplied both ways."""
     at = slice(*columns)
     if dhidden_CD is not None:
         dhidden_CD.addmm_(dlogits_CB, weight_BD)

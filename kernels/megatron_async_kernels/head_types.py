@@ -1,4 +1,4 @@
-"""What the language-model head is, as plain data shared by every backend.
+"""The language-model head as plain data shared by every backend.
 
 Invariants
 - `weight_VD` holds only rows that exist in the vocabulary: padding rows are cut off before a
@@ -28,7 +28,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True, eq=False)
 class HeadProblem:
-    """One shard of `softmax((hidden · weightᵀ + bias) / temperature)` at R targets."""
+    """A shard of `softmax((hidden · weightᵀ + bias) / temperature)` at R targets."""
 
     hidden_TD: Tensor
     rows_R: Tensor | None
@@ -85,7 +85,7 @@ class HeadStats:
 
 @dataclass(frozen=True, eq=False)
 class HeadCotangents:
-    """What backward knows of each row, each [R].
+    """Factors of backward for each row, each [R].
 
     dLoss/dlogit_j = (1/τ)·[a·1(j = y) − p_j·(a + b·(z_j − lse + H))] with a = dLoss/dlogp and
     b = dLoss/dH, from d log p_y / dz_j = 1(j = y) − p_j and dH/dz_j = −p_j·(log p_j + H).
@@ -99,7 +99,7 @@ class HeadCotangents:
 
 @dataclass(frozen=True, eq=False)
 class HeadGrads:
-    """Where backward adds its products; a `None` is not wanted.
+    """Targets to which backward adds its products; a `None` is not wanted.
 
     All are added to in place: `dhidden_TD` (hidden's dtype, zeroed by the caller),
     `dweight_VD` and `dbias_V` (the weight's dtype, or the float32 main gradient).

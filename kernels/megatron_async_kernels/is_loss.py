@@ -219,7 +219,7 @@ def _run_passes(
 
 
 def _scale(config: LossConfig, denominators: Denominators) -> float:
-    """What one kept token's loss counts, before a division by its sequence's length."""
+    """Return the factor of a kept token's loss, before a division by its sequence's length."""
     if config.aggregation == "token_mean":
         return 1.0 / max(denominators.tokens, 1.0)
     sequences = max(denominators.sequences, 1.0)

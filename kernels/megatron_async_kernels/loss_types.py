@@ -117,7 +117,7 @@ class LossConfig:
 
 @dataclass(frozen=True, eq=False)
 class LossInputs:
-    """One microbatch. Floating arrays [T]; `mask_T` 0/1; `cu_seqlens_S1` int32 or int64 [S + 1].
+    """A microbatch. Floating arrays [T]; `mask_T` 0/1; `cu_seqlens_S1` int32 or int64 [S + 1].
 
     `old_logprobs_T` is needed with `ratio_to: old`, `ref_logprobs_T` with a KL estimator,
     `entropy_T` with an entropy bonus (and is only reported otherwise). `is_weights_T` are the
@@ -248,7 +248,7 @@ class LossMetrics:
         )
 
     def merge(self, other: LossMetrics) -> LossMetrics:
-        """Of two microbatches together."""
+        """Add the metrics of another microbatch."""
         return LossMetrics(
             self.sums_M + other.sums_M,
             self.lag_sums_LB + other.lag_sums_LB,
@@ -256,7 +256,7 @@ class LossMetrics:
         )
 
     def all_reduce(self, group: torch.distributed.ProcessGroup) -> LossMetrics:
-        """Of all ranks of `group` together (two collectives)."""
+        """Add the metrics of all ranks of `group` (two collectives)."""
         flat = torch.cat([self.sums_M, self.lag_sums_LB.reshape(-1)])
         maxima_E = self.maxima_E.clone()
         torch.distributed.all_reduce(flat, group=group)

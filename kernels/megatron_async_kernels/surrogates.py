@@ -197,7 +197,7 @@ def sft(logprobs_T: torch.Tensor) -> Terms:
 
 
 def own(log_ratio_T: torch.Tensor) -> Terms:
-    """What is reported of a loss of the user's; its value and derivative are not known here."""
+    """Return the reported terms of a user's loss; value and derivative are unknown here."""
     never_T = torch.zeros_like(log_ratio_T, dtype=torch.bool)
     zero_T, one_T = torch.zeros_like(log_ratio_T), torch.ones_like(log_ratio_T)
     ratio_T, clamped_T, _ = bounded_exp(log_ratio_T)

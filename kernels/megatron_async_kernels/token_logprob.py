@@ -292,7 +292,7 @@ def head_backward(
 
 
 def mark_weight_grad_added(weight: Tensor) -> Tensor | None:
-    """What autograd gets for a weight whose gradient is already in its main gradient.
+    """Return autograd's gradient of a weight that has it in its main gradient already.
 
     Megatron's data-parallel hook reads `grad_added_to_main_grad` and, with overlapped reduction,
     insists on some `grad`: such a parameter gets an expanded zero. Any other gets None.

@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True)
 class TileConfig:
-    """One [tokens × vocab] tile of logits, made in steps of `depth` along the hidden size.
+    """A [tokens × vocab] tile of logits, made in steps of `depth` along the hidden size.
 
     `group` token tiles share a walk over the vocabulary, so that the tiles in flight on all
     multiprocessors are about square and their operands stay in L2. `descriptors` loads operands

@@ -37,7 +37,7 @@ def update_stats(
     HAS_BIAS: tl.constexpr,
     ENTROPY: tl.constexpr,
 ):
-    """One tile's logits merged into a row's running (max, sum, weighted sum, target logit).
+    """Merge a tile's logits into a row's running (max, sum, weighted sum, target logit).
 
     Running maxima start at -1e30 and columns outside the vocabulary have it as logit, which keeps
     0 * inf out of the sums. NaN and +inf logits make the sums NaN.

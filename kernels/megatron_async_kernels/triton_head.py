@@ -41,7 +41,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def interpreted() -> bool:
-    """Whether TRITON_INTERPRET was set when the kernels were defined."""
+    """Return whether TRITON_INTERPRET was set when the kernels were defined."""
     return isinstance(head_stats_kernel, InterpretedFunction)
 
 
@@ -274,7 +274,7 @@ def accumulate_product(
 
 @cache
 def library_accumulates_float32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this torch adds a half-precision product to a float32 matrix in place.
+    """Return whether this torch adds a half-precision product to a float32 matrix in place.
 
     `addmm` has `out_dtype` since torch 2.8, but its first versions refuse a float32 `self`.
     """

@@ -1,6 +1,6 @@
 # Kernel arguments are tensors and constants of the Triton compiler, which types them itself.
 # mypy: allow-untyped-defs
-"""How the loss kernels find their sequence and read their streams.
+"""Reads of the loss kernels: the sequence of a token, and its streams.
 
 Invariant
 - A token with mask 0 is replaced by zeros right after the load.

@@ -30,7 +30,7 @@ def start_rule(zeros, RULE: tl.constexpr, SPEC: tl.constexpr):
 
 @triton.jit
 def add_rule(total, trained, weight, clamped, RULE: tl.constexpr, SPEC: tl.constexpr):
-    """One more block of tokens in a sequence rule's sum or maximum."""
+    """Add a block of tokens to a sequence rule's sum or maximum."""
     if SPEC.num_rules > RULE:
         if SPEC.config.rejection[RULE].level != "token":
             value = divergence(weight, clamped, SPEC.config.rejection[RULE].divergence)

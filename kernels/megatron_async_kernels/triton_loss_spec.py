@@ -1,4 +1,4 @@
-"""What the loss kernels are specialised on: one frozen object per (config, present streams).
+"""Specialisation of the loss kernels: one frozen object per (config, present streams).
 
 Thresholds are compile-time constants: they do not change within a run, and a kernel without its
 unused branches reads and computes less. Sizes and denominators stay runtime arguments.
@@ -50,7 +50,7 @@ class LossSpec:
 
 
 def needs_sequences(config: LossConfig) -> bool:
-    """Whether a token's loss depends on its whole sequence, so that two passes are needed."""
+    """Return whether a token's loss depends on its whole sequence and needs two passes."""
     return (
         config.aggregation == "seq_mean_token_mean"
         or config.surrogate == "gspo"

@@ -60,7 +60,7 @@ FloatVector = npt.NDArray[np.floating]
 
 
 class BatchLike(Protocol):
-    """What is read of a `TokenBatch` (a frozen dataclass; `replace` makes changed copies)."""
+    """The part of a `TokenBatch` that is read here (frozen; `replace` makes changed copies)."""
 
     @property
     def loss_mask_T(self) -> Any: ...
@@ -133,17 +133,17 @@ class Algorithm:
 
     @property
     def needs_old_logprobs(self) -> bool:
-        """Whether pi_old is recomputed at the start of the update (decoupled mode)."""
+        """Return whether pi_old is recomputed at the start of the update (decoupled mode)."""
         return self.loss_config.ratio_to == "old"
 
     @property
     def needs_ref_logprobs(self) -> bool:
-        """Whether a frozen reference policy is evaluated."""
+        """Return whether a frozen reference policy is evaluated."""
         return self.config.kl.loss_coef > 0 or self.config.kl.reward_coef > 0
 
     @property
     def needs_minibatch_pass(self) -> bool:
-        """Whether each update starts with a no-gradient pass over its whole minibatch."""
+        """Return whether each update starts with a no-gradient pass over its whole minibatch."""
         return self.config.advantage.estimator == "rapid" or self._normalizes_in_loss
 
     @property
@@ -189,7 +189,7 @@ class Algorithm:
         logprobs_T: FloatVector | torch.Tensor | None = None,
         process_group: distributed.ProcessGroup | None = None,
     ) -> tuple[Batch, Denominators]:
-        """What one optimizer step shares: denominators, and what depends on the current policy.
+        """Return the batch and denominators that a step shares; some depend on the current policy.
 
         `logprobs_T` are those of the no-gradient pass, needed when `needs_minibatch_pass`.
         """
@@ -346,7 +346,7 @@ class Algorithm:
     def _rows(
         self, batch: BatchLike, rewards_S: torch.Tensor, log_weight_S: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """One row per sequence: reward, group id, trained tokens, log weight, float64 [S, 4]."""
+        """Return reward, group id, trained tokens and log weight by sequence; float64 [S, 4]."""
         groups_S = self._tensor(batch.group_ids_S)
         tokens_S = segment_sum(self._tensor(batch.loss_mask_T), self._cu_seqlens(batch))
         if log_weight_S is None:

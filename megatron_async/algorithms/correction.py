@@ -198,7 +198,7 @@ def weight_mean(
 
 @dataclass(frozen=True, eq=False)
 class _Decision:
-    """One option's statistic at every token, per sequence (None at token level), and verdict."""
+    """An option's result: statistic by token, by sequence (None at token level), tokens kept."""
 
     statistic_T: torch.Tensor
     statistic_S: torch.Tensor | None

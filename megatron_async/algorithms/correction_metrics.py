@@ -64,7 +64,7 @@ def weight_metrics(
     upper: float,
     reducer: Reducer,
 ) -> dict[str, float]:
-    """Of the importance weights, before batch normalisation (`compute_is_metrics`).
+    """Return the metrics of importance weights before normalisation (`compute_is_metrics`).
 
     w the weight in use (truncated or IcePop), r the raw one, C the upper and lo the lower
     threshold, lo = 1/C when only C is given.
@@ -128,7 +128,7 @@ def rejection_metrics(
     keep_T: torch.Tensor,
     reducer: Reducer,
 ) -> dict[str, float]:
-    """Of one rejection option (`compute_rs_metrics`), named rollout_rs_{option}_*.
+    """Return the metrics of a rejection option (`compute_rs_metrics`): rollout_rs_{option}_*.
 
     s the statistic at every token (a sequence statistic stands at each of its tokens), hi the
     upper bound and lo the lower one (logarithms for k1; only k1 has a lower bound), s_i the

@@ -129,7 +129,7 @@ def _by_lag(metrics: LossMetrics, tokens: float) -> dict[str, float]:
 def batch_staleness(
     lag_T: torch.Tensor, mask_T: torch.Tensor, resumed_S: torch.Tensor, reducer: Reducer
 ) -> dict[str, float]:
-    """Of a batch before training: lags of its trained tokens and resumed trajectories.
+    """Return the lags of a batch's trained tokens and resumed trajectories, before training.
 
     staleness/lag_mean, lag_max, off_policy_tokens (share with lag > 0), lag_share_{k} (the last
     k: or more), resumed_trajectories (share). Nothing trained gives only the last.

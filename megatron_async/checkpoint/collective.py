@@ -1,4 +1,4 @@
-"""What the ranks find out about a checkpoint together."""
+"""Collective operations by which the ranks agree about a checkpoint."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ _OPEN_FILES = 64
 
 
 class PieceFile:
-    """One file that grows piece by piece; its header is written last, into room left for it."""
+    """A file that grows piece by piece; its header is written last, into room left for it."""
 
     def __init__(self, path: Path, dtype: torch.dtype, room: int) -> None:
         self._dtype = _NAMES[dtype]
@@ -72,7 +72,7 @@ class PieceFile:
 
 
 class RankFiles:
-    """What one rank writes: a file for each precision, made when its first piece comes."""
+    """The files of one rank: one for each precision, made when its first piece comes."""
 
     def __init__(self, folder: Path, rank: int, room: int) -> None:
         """`room` is at least the sum of `header_room` over the pieces that will come."""
@@ -223,7 +223,7 @@ def _header(folder: Path, name: str) -> Iterator[tuple[str, _Stored]]:
 
 
 def _piece(path: Path, data: int, size: int, key: str, entry: Any) -> tuple[str, _Stored]:
-    """One entry of a header: the tensor, and its piece. Raises ValueError and others."""
+    """Read an entry of a header: the tensor, and its piece. Raises ValueError and others."""
     tensor, _, place = key.rpartition("@")
     dtype = _DTYPES[entry["dtype"]]
     shape = tuple(int(count) for count in entry["shape"])
@@ -240,7 +240,7 @@ _Slices = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class _Overlap:
-    """What a piece and a box share, as slices of either."""
+    """Intersection of a piece and a box, as slices of either."""
 
     theirs: _Slices
     ours: _Slices

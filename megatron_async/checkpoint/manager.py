@@ -105,7 +105,7 @@ class CheckpointManager:
             self.wait()
 
     def wait(self) -> None:
-        """Until the save under way is committed. Raises ComponentFailure when it failed."""
+        """Wait until the save under way is committed. Raises ComponentFailure when it failed."""
         job, self._job = self._job, None
         if job is None:
             return

@@ -145,7 +145,7 @@ class Checkpoint:
 
     @property
     def extra(self) -> Mapping[str, Any]:
-        """What the caller of the save gave."""
+        """Return the entries that the caller of the save gave."""
         return self.manifest.extra
 
 
@@ -223,7 +223,7 @@ def remove(path: Path) -> None:
 
 
 def faults(path: Path, files: Mapping[str, FileRecord]) -> list[str]:
-    """What is wrong with these files of the checkpoint at `path`, one sentence each."""
+    """Return a sentence for each fault of these files of the checkpoint at `path`."""
     found = []
     for name, record in sorted(files.items()):
         try:

@@ -1,4 +1,4 @@
-"""Where each parameter lies in a checkpoint: its name, its whole shape, and the boxes of a shard.
+"""Places of parameters in a checkpoint: name, whole shape, and the boxes of a shard.
 
 A checkpoint holds whole tensors, one for each layer (and expert), cut into boxes. Names and shapes
 do not depend on the layout: the vocabulary has no padding, experts have global numbers, a tied head
@@ -25,7 +25,7 @@ WEIGHTS = "weights"
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter of the whole model: a rule with its global layer and expert number."""
+    """A parameter of the whole model: a rule with its global layer and expert number."""
 
     rule: Rule
     layer: int = 0
@@ -38,7 +38,7 @@ class Slot:
 
     @property
     def name(self) -> str:
-        """Its name in a checkpoint: that of Megatron's local layers, with global numbers."""
+        """Name in a checkpoint: that of Megatron's local layers, with global numbers."""
         name = self.rule.parameters[0].format(layer=self.layer, expert=self.expert)
         return name.replace(".local_experts.", ".")
 

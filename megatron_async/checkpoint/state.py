@@ -1,4 +1,4 @@
-"""What of a trainer is saved, by name, and how it is put back at whatever layout there is.
+"""State of a trainer as named tensors: taken for a save, put back at any layout.
 
 For each parameter there are three tensors, each in the optimizer's precision: `weights/NAME` (the
 float32 copy where the model itself has half precision: the model's values are its roundings),
@@ -48,7 +48,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Checkpointable(Protocol):
-    """What a trainer offers to be saved. `progress` is a small JSON object."""
+    """The interface of a trainer that can be saved. `progress` is a small JSON object."""
 
     wrapped: DistributedDataParallel
     optimizer: ChainedOptimizer
@@ -127,12 +127,12 @@ class _Run:
 
     @property
     def aliases(self) -> bool:
-        """Whether the optimizer works on the model's own values."""
+        """Return whether the optimizer works on the model's own values."""
         return self.master.data_ptr() == self.model_N.data_ptr()
 
 
 def _runs(trainer: Checkpointable) -> Iterator[_Run]:
-    """What Megatron's optimizers hold on this rank, each part of which has one of two forms."""
+    """Walk the state of Megatron's optimizers on this rank; each part has one of two forms."""
     model_of = {id(getattr(p, "main_param", p)): p for p in trainer.wrapped.parameters()}
     for part in trainer.optimizer.chained_optimizers:
         if part.is_stub_optimizer:
@@ -167,7 +167,7 @@ def saved_shards(trainer: Checkpointable) -> Iterator[ParameterShard]:
 
 
 def tensor_names(trainer: Checkpointable) -> frozenset[str]:
-    """What all ranks together save."""
+    """Return the names of the tensors that all ranks together save."""
     slots = stage_slots(unwrap(trainer.wrapped).architecture, 0, 1)
     return frozenset(f"{state}/{slot.name}" for slot in slots for state in (WEIGHTS, *MOMENTS))
 
@@ -193,7 +193,7 @@ def _share(count: int, rank: int, size: int) -> tuple[int, int]:
 
 
 def slot_of(place: PlacedParameter, architecture: Architecture) -> Slot:
-    """What of the whole model a parameter is; of a tied head the embedding."""
+    """Return the slot of a parameter in the whole model; of a tied head the embedding's."""
     return Slot(exported(architecture, place.rule), place.layer, place.expert)
 
 

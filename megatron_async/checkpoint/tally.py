@@ -13,7 +13,7 @@ from megatron_async.checkpoint.manifest import CorruptCheckpoint, TensorRecord
 
 @dataclass
 class TensorTally:
-    """What is known of one tensor so far: the checksum of the pieces seen, and their elements."""
+    """Running checksum of one tensor: that of the pieces seen, and their elements."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""One save of one rank: an in-memory copy, then files, then (on rank 0) the commit.
+"""A save by one rank: an in-memory copy, then files, then (on rank 0) the commit.
 
 Invariants
 - `prepare` copies this rank's part of the state and nothing else; it needs no other rank. `SaveJob`
@@ -52,7 +52,7 @@ _POLL_SECONDS = 0.02
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What a rank reports when its part is done; `error` is None when it succeeded."""
+    """Report of a rank whose part is done; `error` is None when it succeeded."""
 
     files: Mapping[str, FileRecord] = field(default_factory=dict)
     tensors: Mapping[str, TensorTally] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class RankStatus:
 
     @classmethod
     def from_json(cls, text: str) -> RankStatus:
-        """What another rank wrote."""
+        """Read the report that another rank wrote."""
         content = json.loads(text)
         return cls(
             {name: FileRecord(**record) for name, record in content["files"].items()},
@@ -92,7 +92,7 @@ class CopiedPiece:
 
 @dataclass
 class Prepared:
-    """One rank's copy of its part; `error` is set when there is nothing to be saved.
+    """A rank's copy of its part; `error` is set when there is nothing to be saved.
 
     `names`: the tensors of all ranks.
     """
@@ -151,7 +151,7 @@ class SaveJob:
 
     @property
     def done(self) -> bool:
-        """Whether the thread has ended."""
+        """Return whether the thread has ended."""
         return not self._thread.is_alive()
 
     def start(self) -> None:

@@ -26,7 +26,7 @@ _PACKAGES = (
 
 
 def report_lines() -> list[str]:
-    """One line for each fact; never raises for a package that is missing."""
+    """Return a line for each fact; never raises for a package that is missing."""
     lines = [
         f"Python {platform.python_version()} ({sys.executable})",
         f"{platform.system()} {platform.machine()}",

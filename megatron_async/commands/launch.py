@@ -98,7 +98,7 @@ def launch_run(
     dry_run: bool,
     from_step: int | None = None,
 ) -> str:
-    """What a person should read: the job that was submitted, the script, or commands by node.
+    """Return the text to show: the job that was submitted, the script, or commands by node.
 
     `from_step`, with `resume`: go back to that step's checkpoint here and now, before any node
     starts; a job that is queued again goes on from what it has reached since.
@@ -151,7 +151,7 @@ def launch_run(
 
 
 def _submit(job_file: Path) -> str:
-    """What sbatch says. Raises ComponentFailure when it fails or says nothing in time."""
+    """Submit the job and return sbatch's output. Raises ComponentFailure when it fails or hangs."""
     command = ["sbatch", str(job_file)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SUBMIT_SECONDS)

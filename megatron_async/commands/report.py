@@ -71,7 +71,7 @@ def closing_table(
     before_sft: float | None = None,
     extra_phases: Sequence[tuple[str, float]] = (),
 ) -> Table:
-    """What the run did, for a person; `extra_phases` are (name, seconds) outside of RL."""
+    """Summarise the run in a table; `extra_phases` are (name, seconds) outside of RL."""
     table = Table(title=f"run {directory.path.name}", show_header=False, title_justify="left")
     table.add_column("what")
     table.add_column("value", justify="right")
@@ -108,7 +108,7 @@ def _phases(summary: RunSummary) -> list[tuple[str, float]]:
 
 
 def where_things_are(directory: RunDirectory, base: Path | None = None) -> str:
-    """Where TensorBoard logs, metrics and the exported checkpoint lie, as far as they exist."""
+    """List the paths of TensorBoard logs, metrics and exported checkpoint, as far as they exist."""
     base = base or Path.cwd()
     places = (
         ("TensorBoard  tensorboard --logdir {}", directory.tensorboard),

@@ -1,4 +1,4 @@
-"""What `megatron-async simulate`, `fit-lengths` and `plan` print."""
+"""Output of `megatron-async simulate`, `fit-lengths` and `plan`."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ CORRECTION_PRESETS: Final[MappingProxyType[str, dict[str, Any]]] = MappingProxyT
 
 
 class RolloutCorrectionConfig(Settings):
-    """How the gap between the rollout policy and the trained one is corrected.
+    """Correction of the gap between the rollout policy and the trained one.
 
     Decoupled mode (`bypass_mode: false`): pi_old is recomputed at the start of the update, weights
     and rejection come once per batch from pi_old / pi_rollout. Bypass mode: pi_old := pi_rollout,
@@ -139,7 +139,7 @@ class RolloutCorrectionConfig(Settings):
 
 
 class AdvantageConfig(Settings):
-    """How rewards become advantages."""
+    """Settings of the step from rewards to advantages."""
 
     estimator: EstimatorName = Field(
         "grpo",
@@ -255,7 +255,7 @@ class OverlongConfig(Settings):
 
 
 class AlgorithmConfig(Settings):
-    """What the gradient is: a recipe's defaults, each field of which may be set by hand."""
+    """Definition of the gradient: a recipe's defaults, each of which may be set by hand."""
 
     recipe: RecipeName = Field("copris", description="Named set of defaults.")
     epochs: int = Field(

@@ -1,4 +1,4 @@
-"""What keeps an engine's log-probs those of the distribution that it samples from.
+"""Conditions under which an engine's log-probs describe the distribution that it samples from.
 
 A loss trusts that a token was drawn with the log-prob that came with it, at `sampling.temperature`.
 SGLang has settings, arguments and environment variables that break this without an error (read in
@@ -66,7 +66,7 @@ _BREAKING_VARIABLES = re.compile(
 
 
 def temperature_fits(temperature: float) -> bool:
-    """Whether the log-probs of tokens at this temperature are those that they are drawn with."""
+    """Return whether log-probs at this temperature are those that tokens are drawn with."""
     return LEAST_TEMPERATURE <= temperature <= LARGEST_TEMPERATURE
 
 

@@ -16,7 +16,7 @@ PresetName = Literal["sync", "rapid", "copris", "pipeline", "async"]
 
 
 class ScheduleConfig(Settings):
-    """When requests start, what happens to them at a step boundary, and when weights change."""
+    """Settings of the scheduler: starts of requests, step boundaries, weight updates."""
 
     preset: PresetName = Field("copris", description="Named point whose defaults are used.")
     groups_per_batch: int = Field(16, ge=1, description="B: complete groups that make a batch.")
@@ -95,7 +95,7 @@ class ScheduleConfig(Settings):
 
     @property
     def in_place(self) -> bool:
-        """Whether weights change under running requests that keep their KV cache."""
+        """Return whether weights change under running requests that keep their KV cache."""
         return self.weight_update == "in_flight" and self.kv == "keep"
 
     @model_validator(mode="after")

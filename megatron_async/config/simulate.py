@@ -101,7 +101,7 @@ class RewardConfig(Settings):
 
 
 class SimulateConfig(Settings):
-    """What `megatron-async simulate` and `plan` know beside the run's own settings."""
+    """Settings of `megatron-async simulate` and `plan` beside the run's own."""
 
     model: str = Field(
         "", description="Name of a public shape (see docs/simulator.md); empty = model.path's."

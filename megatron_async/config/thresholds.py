@@ -22,7 +22,7 @@ REJECTION_ALIASES: Final[dict[str, str]] = {"sequence": "seq_sum_k1", "geometric
 
 @dataclass(frozen=True)
 class ParsedRejection:
-    """One rejection option; bounds are in the space of the statistic (logarithms for k1)."""
+    """A rejection option; bounds are in the space of the statistic (logarithms for k1)."""
 
     option: str
     level: str

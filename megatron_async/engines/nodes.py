@@ -1,4 +1,4 @@
-"""Which Ray nodes the rollout side may use, and under which address a node is reached.
+"""Ray nodes that the rollout side may use, and the address under which a node is reached.
 
 A trainer node of a cluster launch is a Ray node too, because a process can talk to a Ray cluster
 only through a node on its own machine. It carries a label, and nothing of the rollout side is
@@ -29,7 +29,7 @@ _EVERY_INTERFACE: Final = "0.0.0.0"
 
 
 def ray_directory() -> Path:
-    """Where Ray keeps its sockets and logs on this node: for this user alone.
+    """Return the directory of Ray's sockets and logs on this node, which is this user's alone.
 
     Its usual place is one for all users of a machine, where the second of them cannot start it and
     everyone can reach everyone's sockets. Not below TMPDIR: the name of a socket must stay short.

@@ -112,7 +112,7 @@ def new_run(config: RunConfig, what: str, *, resumable: bool = True) -> Iterator
 
 
 def _remove_unfinished(directory: RunDirectory) -> None:
-    """What was made of a run that has not become one; what else lies in its place stays."""
+    """Remove what a run has left that never began; other files in its place stay."""
     if directory.config_file.exists():
         return
     with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Which GPUs of one machine train and which generate.
+"""Split of one machine's GPUs into those that train and those that generate.
 
 Ray hands out the GPUs that it was started with, and torchrun's ranks count from the first that they
 see: without a split both would begin with the same one.
@@ -66,7 +66,7 @@ def check_ranks(gpus: int, config: RunConfig, source: str = "this machine has") 
 
 
 def check_sharing(config: RunConfig) -> None:
-    """Whether engines on GPUs can take weights as the settings say. Raises UserError."""
+    """Check that engines on GPUs can take weights as the settings say. Raises UserError."""
     if config.engines.placement == "colocated":
         needed = {
             "engines.count x engines.tensor": config.engines.count * config.engines.tensor,
@@ -95,7 +95,7 @@ def check_trainer_here(config: RunConfig) -> None:
 
 
 def split_of_this_machine(config: RunConfig) -> DeviceSplit:
-    """Of the GPUs that this process may use; none with a Ray cluster that runs already.
+    """Split the GPUs that this process may use; none with a Ray cluster that runs already.
 
     Such a cluster has GPUs of its own to hand out. Raises UserError.
     """

@@ -52,7 +52,7 @@ def trainer_environment(
     gpus: str | None = None,
     hands_memory_to_engines: bool = False,
 ) -> dict[str, str]:
-    """What torchrun and its trainer ranks get on top of `base`.
+    """Return the environment of torchrun and its trainer ranks: `base` and more.
 
     `ray_address`: where the rollout side is. `gpus`: as in CUDA_VISIBLE_DEVICES; None: as in
     `base`. `hands_memory_to_engines`: weights go over CUDA memory that an engine opens, which

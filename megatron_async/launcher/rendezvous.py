@@ -1,4 +1,4 @@
-"""Where the torchrun agents of several nodes meet: at node 0, on a port that it chooses."""
+"""Rendezvous of the torchrun agents of several nodes: at node 0, on a port that it chooses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NOTE = "trainers"
 
 @dataclass(frozen=True)
 class TrainerNode:
-    """One of `count` nodes with trainer ranks, numbered from 0; `address` is what others reach."""
+    """A node with trainer ranks, numbered from 0 of `count`; `address` is what others reach."""
 
     session: Session
     index: int

@@ -28,7 +28,7 @@ _POLL_SECONDS = 0.5
 
 
 class Supervisor:
-    """One run on one machine; `devices` are what its trainers and its engines may use."""
+    """A run on one machine; `devices` are what its trainers and its engines may use."""
 
     def __init__(self, config: RunConfig, directory: RunDirectory, devices: DeviceSplit) -> None:
         self._config = config
@@ -38,7 +38,7 @@ class Supervisor:
         self._rollout: RolloutSide | None = None
 
     def run(self) -> None:
-        """Until the run is complete. Raises UserError or ComponentFailure; KeyboardInterrupt."""
+        """Run until complete. Raises UserError or ComponentFailure; KeyboardInterrupt."""
         import ray
 
         from megatron_async.launcher.rollout_side import RolloutSide, connect_ray

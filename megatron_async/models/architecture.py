@@ -138,7 +138,7 @@ class ConfigReader:
             )
 
     def error(self, key: str, value: Any, wanted: str) -> UserError:
-        """What to raise for a value that does not fit."""
+        """Return the error to raise for a value that does not fit."""
         return UserError(f"{self.where}: {key} is {shown(value)}; it must be {wanted}")
 
     def _positive(self, key: str, value: Any) -> float:
@@ -152,7 +152,7 @@ class ConfigReader:
         raise self.error(key, value, "a positive number")
 
     def head_dim(self) -> int:
-        """Of its own, or the hidden size shared by the heads; even, because rope turns pairs."""
+        """Size of a head: given, or hidden size over heads; even, because rope turns pairs."""
         hidden, heads = self.integer("hidden_size"), self.integer("num_attention_heads")
         if self.raw.get("head_dim") is None and hidden % heads:
             raise self.error("hidden_size", hidden, f"divisible by num_attention_heads {heads}")

@@ -33,7 +33,7 @@ SENDER = 0
 
 @dataclass(frozen=True)
 class WalkStep:
-    """One parameter of a stage's walk; for experts, the same slot of every expert rank at once."""
+    """A parameter in a stage's walk; for experts, the same slot of every expert rank at once."""
 
     rule: Rule
     layer: int = 0
@@ -53,7 +53,7 @@ class WalkStep:
 
 
 def stage_walk(architecture: Architecture, stage: int) -> Iterator[WalkStep]:
-    """What `stage` exports, in order; the same on every rank."""
+    """Walk the parameters that `stage` exports, in order; the same on every rank."""
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     rules = [rule for rule in rules_of(architecture) if rule.exported]
     if stage == 0:

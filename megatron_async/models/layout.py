@@ -1,4 +1,4 @@
-"""Whether a model can be laid out over the ranks as the settings say, before anything starts.
+"""Check, before anything starts, that a model can be laid out over the ranks as set.
 
 Invariants
 - Pure and light: no torch, no Megatron, no process group, so the command line can call it first.

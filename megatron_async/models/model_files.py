@@ -128,7 +128,7 @@ class SafetensorsDirectory:
 
 
 def _cause(path: Path, error: Exception) -> str:
-    """What is wrong with a file of weights, and what to do, as far as its bytes show it."""
+    """Explain a fault of a file of weights, and the remedy, as far as its bytes show it."""
     with contextlib.suppress(OSError), path.open("rb") as file:
         start = file.read(len(_LFS_POINTER))
         if not start:

@@ -1,4 +1,4 @@
-"""Which rule each parameter of a model chunk belongs to, with its global layer and expert number.
+"""Map from each parameter of a model chunk to its rule, global layer and expert number.
 
 Invariants
 - Every parameter belongs to exactly one rule; one that does not is an error, never skipped.

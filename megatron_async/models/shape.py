@@ -1,4 +1,4 @@
-"""What the cost models know of a language model: its shape, as in a Hugging Face config.json.
+"""Shape of a language model as the cost models need it, from a Hugging Face config.json.
 
 Counts follow the Llama/Qwen decoder: grouped-query attention, gated MLP (or experts), two norms a
 layer; biases and norm weights are left out (below 0.01 % of the parameters).
@@ -43,7 +43,7 @@ class ModelShape:
 
     @property
     def mlp_parameters(self) -> int:
-        """One expert (or the dense MLP) in all layers."""
+        """Return the parameters of one expert (or the dense MLP) in all layers."""
         return self.layers * 3 * self.hidden * self.intermediate
 
     @property
@@ -61,7 +61,7 @@ class ModelShape:
 
     @cached_property
     def active_parameters(self) -> int:
-        """What one token is multiplied with (the input embedding is a look-up)."""
+        """Return the parameters that a token is multiplied with (not the input embedding)."""
         mlp = self.mlp_parameters * (self.experts_per_token if self.experts else 1)
         return self.attention_parameters + mlp + self.head_parameters
 

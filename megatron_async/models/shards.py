@@ -23,7 +23,7 @@ ReadSlice = Callable[[str, int, int, int], Tensor]
 
 
 class ShardLayout(Enum):
-    """What Megatron does with a parameter under tensor parallelism."""
+    """Sharding of a parameter by Megatron under tensor parallelism."""
 
     REPLICATED = "replicated"
     ROWS = "rows"
@@ -34,7 +34,7 @@ class ShardLayout(Enum):
 
 
 class Place(Enum):
-    """Which pipeline stage holds a parameter."""
+    """Pipeline stage that holds a parameter."""
 
     FIRST = "first"
     LAYER = "layer"
@@ -43,7 +43,7 @@ class Place(Enum):
 
 @dataclass(frozen=True)
 class Rule:
-    """One Megatron parameter, its names with local and with Transformer Engine layers.
+    """A Megatron parameter, its names with local and with Transformer Engine layers.
 
     `parameters` and `tensors` hold `{layer}` (and `{expert}`) where numbered. `shapes` are those
     of the Hugging Face tensors. `groups` is the number of key/value heads of a QKV layout.

@@ -1,4 +1,4 @@
-"""One engine in the hands of a driver: whether it serves, what it holds, and what it is held up by.
+"""State of an engine as its driver sees it: serving or not, version held, reasons to wait.
 
 Invariants
 - Whoever pauses or resumes an engine through its slot's client, the slot knows of it: silence of an
@@ -26,7 +26,7 @@ _CHECK = "check"
 
 
 class EngineSlot:
-    """One engine as the driver sees it; `up` once it holds the current weights.
+    """An engine as the driver sees it; `up` once it holds the current weights.
 
     `preemptions_seen` is None until its first report: what it counted for somebody else before (a
     trainer that was lost, an update that it missed) is no news. `failed_prompts` are the groups
@@ -62,18 +62,18 @@ class EngineSlot:
             self._released.set()
 
     def expect(self, version: PolicyVersion) -> None:
-        """It was sent this version: what it generates with it waits."""
+        """Hold back tokens of this version, which the engine was sent, until it is verified."""
         self.gate.expect(version)
         if self.gate.closed:
             self.hold(_CHECK)
 
     def accept(self) -> None:
-        """It is verified for what it was sent last."""
+        """Accept tokens of the version that the engine was sent last: it is verified."""
         self.gate.accept()
         self.release(_CHECK)
 
     def give_up(self) -> None:
-        """It serves no more; whoever waits for its release goes on."""
+        """Mark the engine as serving no more; whoever waits for its release goes on."""
         self.given_up = True
         self.gate.give_up()
         self._released.set()

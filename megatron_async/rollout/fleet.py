@@ -56,7 +56,7 @@ class Fleet:
         await asyncio.gather(*(self._start(member) for member in self._members))
 
     async def _start(self, member: _Member) -> None:
-        """One that is killed on the way is started again; any other failure would come again."""
+        """Start an engine, again if it is killed on the way; any other failure would come again."""
         while True:
             try:
                 member.client = await self._launcher.launch(member.index)

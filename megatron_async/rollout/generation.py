@@ -50,7 +50,7 @@ _ABORT_TRIES = 10
 
 @dataclass(eq=False)
 class RunningRequest:
-    """One running request; `abort_wanted` is seen by a request that has not been sent yet.
+    """A running request; `abort_wanted` is seen by a request that has not been sent yet.
 
     `group_id` is known once it is sent. `read_at` is the reading of its engine's request clock at
     its start or its newest tokens.
@@ -69,14 +69,14 @@ class RunningRequest:
         return self.key.trajectory_id
 
     def cancel(self) -> None:
-        """Its stream is read no further."""
+        """Read the stream no further."""
         if self.task is not None:
             self.task.cancel()
 
 
 @dataclass(frozen=True)
 class Reports:
-    """Where news goes.
+    """Receivers of news about requests and engines.
 
     `suspect` finds out whether an engine is alive, and returns when that is known; `give_up` takes
     it out of service. Both take the slot: a restarted engine may have the same id. `refused` and
@@ -195,7 +195,7 @@ class Generation:
                 self._cut_off(request, "request_silent", why)
 
     def _cut_off(self, request: RunningRequest, warning: str, why: str) -> None:
-        """Its stream is read no further; what it sends from now on is nobody's."""
+        """Read the stream no further and discard what it sends from now on."""
         message = f"request {request.key.name} is cut off: {why}"
         self._statistics.warned(warning, message)
         request.cancel()
@@ -296,7 +296,7 @@ class Generation:
         self._reports.feed(ev.Refused(trajectory_id) if refused else ev.Aborted(trajectory_id))
 
     def _take(self, request: RunningRequest, chunk: TokenChunk) -> None:
-        """Its tokens, and its end with them: whoever runs next finds both or neither."""
+        """Store a chunk's tokens and its end together: a successor finds both or neither."""
         end = None if chunk.end in (None, "abort") else FinishReason(chunk.end)
         engine_id = request.slot.engine_id
         self._store.append(
@@ -367,7 +367,7 @@ class Generation:
 def end_of(
     trajectory: Trajectory, limit: int, stop_token_ids: Sequence[int]
 ) -> FinishReason | None:
-    """Why a response is complete, by its tokens alone; None when it can go on.
+    """Return the reason for which a response is complete, by its tokens; None: it can go on.
 
     An engine reports it with the last token, but that report is lost when the request is cut off
     just then; and a request for what follows would be answered with tokens behind the end.

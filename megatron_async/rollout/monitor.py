@@ -1,4 +1,4 @@
-"""Which engines are alive: their load reports, their silence, and the question after a failure.
+"""Liveness of engines: load reports, silence, and the question after a failure.
 
 Invariants
 - An engine is given up on evidence about the engine: it does not answer (asked twice), it answers

@@ -1,4 +1,4 @@
-"""Whose turn it is on devices that engines share with the trainer (`engines.placement: colocated`).
+"""Turns on devices that engines share with the trainer (`engines.placement: colocated`).
 
 The trainer's calls tell: a batch that is handed out, or a checkpoint's position that is asked for,
 means that it is about to train; a weight update, that it holds nothing but weights; the end of the
@@ -32,7 +32,7 @@ class SharedDevices:
 
     @property
     def shared(self) -> bool:
-        """Whether engines and trainer alternate at all."""
+        """Return whether engines and trainer alternate at all."""
         return self._shared
 
     async def rest(self, engines: Iterable[EngineClient], *, keep_weights: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""When silence is evidence: a pure account of the time that an engine had work and made no token.
+"""Silence as evidence: a pure account of the time that an engine had work and made no token.
 
 Invariants
 - An engine's silence grows only while it has requests and is not held. It is held while it is
@@ -32,12 +32,12 @@ class Stopwatch:
         self._since = None if self._since is None else now
 
     def seconds(self, now: float) -> float:
-        """What it shows."""
+        """Return the reading of the clock, in seconds."""
         return self._seconds + (0.0 if self._since is None else now - self._since)
 
 
 class EngineWatch:
-    """One engine's silence, and a clock for the silence of each of its requests."""
+    """An engine's silence, and a clock for the silence of each of its requests."""
 
     def __init__(self) -> None:
         self.requests = 0
@@ -49,11 +49,11 @@ class EngineWatch:
 
     @property
     def held(self) -> bool:
-        """Whether it cannot be expected to make tokens or to answer."""
+        """Return whether it cannot be expected to make tokens or to answer."""
         return bool(self._holds)
 
     def held_since(self, since: float) -> bool:
-        """Whether it was held at any time from `since` on."""
+        """Return whether it was held at any time from `since` on."""
         return self.held or self._released_at >= since
 
     def silence(self, now: float) -> float:
@@ -65,12 +65,12 @@ class EngineWatch:
         return self._uncrowded.seconds(now)
 
     def hold(self, why: str, now: float) -> None:
-        """It is held from now on, until each `why` is released."""
+        """Hold the engine from now on, until each `why` is released."""
         self._holds.add(why)
         self._update(now)
 
     def release(self, why: str, now: float) -> None:
-        """One reason less; nothing when it is not held for `why`."""
+        """Release one reason to hold; nothing when it is not held for `why`."""
         if why not in self._holds:
             return
         self._holds.remove(why)
@@ -80,23 +80,23 @@ class EngineWatch:
         self._update(now)
 
     def request_began(self, now: float) -> None:
-        """One more request is on its way to it."""
+        """Count a request that is on its way to the engine."""
         self.requests += 1
         self._update(now)
 
     def request_ended(self, now: float) -> None:
-        """One request less; without any, the silence is over."""
+        """Count a request that has ended; without any, the silence is over."""
         self.requests -= 1
         self._update(now)
         if not self.requests:
             self._silence.zero(now)
 
     def token(self, now: float) -> None:
-        """It made tokens."""
+        """Note that the engine made tokens."""
         self._silence.zero(now)
 
     def queue(self, waiting: int, now: float) -> None:
-        """It reports so many requests in its queue."""
+        """Note how many requests the engine reports in its queue."""
         self._queue_empty = waiting == 0
         self._update(now)
 

@@ -1,4 +1,4 @@
-"""Which policy versions' tokens are accepted from one engine.
+"""Gate for the tokens of one engine, by policy version.
 
 An engine may generate as soon as it has been sent a version, so that it does not idle while the
 trainer verifies it. What it generates meanwhile waits here, in the order in which it came; if the
@@ -17,7 +17,7 @@ from megatron_async.trajectory.types import PolicyVersion
 
 
 class VersionGate:
-    """One for each engine, and a new one when it is sent weights again after a failed check."""
+    """A gate for one engine, made anew when it is sent weights again after a failed check."""
 
     def __init__(self) -> None:
         self._accepted: set[PolicyVersion] = set()
@@ -26,7 +26,7 @@ class VersionGate:
 
     @property
     def closed(self) -> bool:
-        """Whether tokens of the newest version wait for its verification."""
+        """Return whether tokens of the newest version wait for its verification."""
         return self._expected is not None and self._expected not in self._accepted
 
     def expect(self, version: PolicyVersion) -> None:
@@ -36,7 +36,7 @@ class VersionGate:
             self._open.clear()
 
     def accept(self) -> None:
-        """What was sent last is verified."""
+        """Open for the version that was sent last: it is verified."""
         if self._expected is not None:
             self._accepted.add(self._expected)
             self._open.set()

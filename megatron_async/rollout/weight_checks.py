@@ -44,7 +44,7 @@ class CheckedEngines:
 
 @dataclass(frozen=True, eq=False)
 class Ratios:
-    """What the comparison with the trainer found; errors over all engines, None without any."""
+    """Result of the comparison with the trainer; errors over all engines, None without any."""
 
     outcome: CheckedEngines
     mean_error: float | None = None
@@ -69,7 +69,7 @@ class WeightChecks:
         )
 
     async def held(self, engines: Sequence[EngineClient], version: PolicyVersion) -> CheckedEngines:
-        """Whether they hold `version` under one checksum.
+        """Return whether they hold `version` under one checksum.
 
         Engines that come to a version later must have the checksum of those that serve it.
         """

@@ -60,7 +60,7 @@ CEILING_GROWTH = 1.05
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What was seen under one N'.
+    """Measurements under one N'.
 
     `settling`: completions still to pass before anything is measured; `falling`: that is because
     N' was lowered, so that even the guards see what is past. `began_at` is None until the first
@@ -107,13 +107,13 @@ class AutoConcurrency:
 
 
 def start(groups_per_batch: int, group_size: int) -> AutoConcurrency:
-    """One batch's worth of requests to begin with; never below one group."""
+    """Return the state to start from: requests of one batch, never below one group."""
     limit = groups_per_batch * group_size
     return AutoConcurrency(limit, floor=group_size, first=limit, window=_unsettled(limit))
 
 
 def completed(state: AutoConcurrency) -> AutoConcurrency:
-    """One more request ran to its end."""
+    """Count a request that ran to its end."""
     window = state.window
     if window.settling:
         left = window.settling - 1

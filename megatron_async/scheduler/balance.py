@@ -1,4 +1,4 @@
-"""Which engine serves a trajectory: least loaded by KV tokens, with prefix affinity for groups.
+"""Choice of an engine for a trajectory: fewest KV tokens, with prefix affinity for groups.
 
 Invariants
 - Only engines that hold the current version and have room are chosen.
@@ -80,7 +80,7 @@ class ServingEngines:
         return total
 
     def placement(self, version: PolicyVersion, concurrency: int) -> Placement:
-        """Where the next submissions go; made anew whenever anything else has happened."""
+        """Return the order of engines for the next submissions; made anew after any other event."""
         return Placement(self._of_version(version), concurrency)
 
     def occupy(self, entry: TrajectoryEntry, engine: EngineEntry) -> None:
@@ -161,7 +161,7 @@ class Placement:
                 heapq.heappop(heap)
 
     def _least_loaded_of(self, engine_ids: Iterable[str]) -> EngineEntry | None:
-        """Of these engines, as far as they hold the version and have room."""
+        """Return the least loaded of these engines that holds the version and has room."""
         found: EngineEntry | None = None
         least = 0.0
         for engine_id in engine_ids:

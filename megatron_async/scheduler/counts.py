@@ -66,7 +66,7 @@ class Counts:
         self._leave(entry)
 
     def batch(self, groups: Sequence[GroupEntry], step: int) -> None:
-        """These complete groups are the batch of `step`."""
+        """Count these complete groups as the batch of `step`."""
         total = current = 0
         for group in groups:
             for entry in group.members:

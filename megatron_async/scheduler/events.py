@@ -47,7 +47,7 @@ class PromptsAvailable:
 
 @_message
 class RecoveredTrajectory:
-    """What the store knows of one unconsumed trajectory after a restart.
+    """A stored trajectory that is unconsumed after a restart.
 
     `oldest_version` and `newest_version` are those of its oldest and newest policy token, in
     numbers of the current line. `drop_reason` belongs to state `dropped`: a process that ended

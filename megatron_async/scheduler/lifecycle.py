@@ -54,7 +54,7 @@ class Lifecycle:
 
     @property
     def none_unfinished(self) -> bool:
-        """Whether every group there is is complete."""
+        """Return whether all groups are complete."""
         return not len(self.fresh) and self.open_groups == self.ready.count
 
     # ------------------------------------------------------------ arriving

@@ -1,4 +1,4 @@
-"""What limits the start of groups and the emission of batches: capacity, back-pressure, lag.
+"""Limits on the start of groups and the emission of batches: capacity, back-pressure, lag.
 
 Only the start of *groups* is limited (`new_groups_allowed`). Members of started groups and partial
 trajectories are always let in (as far as slots go): a batch may be waiting for them, so holding
@@ -35,7 +35,7 @@ from megatron_async.scheduler.state import GroupEntry
 
 
 class Occupancy(NamedTuple):
-    """Where the started groups are. `open_groups`: neither in a batch nor dropped.
+    """Counts of started groups by where they are. `open_groups`: neither in a batch nor dropped.
 
     `finished_groups` are those among them that wait for scores or for a batch, `ready_groups` the
     complete ones of these, `untaken_batches` were emitted and are not taken by the trainer,
@@ -56,14 +56,14 @@ def groups_started_per_batch(config: ScheduleConfig) -> int:
 
 
 class Cause(enum.Enum):
-    """What new groups wait for when `ring_batches` are full."""
+    """Reason for which no new group starts when `ring_batches` are full."""
 
     SCORES = "scores"
     TRAINER = "trainer"
 
 
 def held_back_by(config: ScheduleConfig, now: Occupancy) -> Cause | None:
-    """What no new group may start for, if so much waits between generation and training.
+    """Return the reason for which no new group may start, if too much waits for training.
 
     Under `overflow: drop_oldest` only what has no score yet counts: the rest makes room by leaving.
     """
@@ -149,7 +149,7 @@ class LagLedger:
         return [group for version in versions for group in list(self._groups[version].values())]
 
     def may_emit(self) -> bool:
-        """Whether the next batch, taken from complete groups oldest first, costs no other group."""
+        """Return whether a batch of the oldest complete groups may be emitted now."""
         if self._bound is None:
             return True
         total = complete = unavoidable = lost = 0

@@ -1,4 +1,4 @@
-"""What waits in the scheduler: trajectories for a slot, complete groups for a batch.
+"""Queues of the scheduler: trajectories for a slot, complete groups for a batch.
 
 Invariants
 - `WorkQueue`: partial trajectories come first, then members of started groups that have no token

@@ -41,7 +41,7 @@ _PREFETCHED_BATCHES = 1
 
 
 class Scheduler:
-    """One state machine for every schedule; drive it with `step`, read it with `view`."""
+    """The state machine of every schedule; drive it with `step`, read it with `view`."""
 
     def __init__(self, config: ScheduleConfig, *, first_step: int, version: PolicyVersion) -> None:
         """`first_step` is the first batch to emit, `version` what the engines shall hold for it."""
@@ -61,7 +61,7 @@ class Scheduler:
         self.bind()
 
     def bind(self) -> None:
-        """Which method takes which event; anew where the parts have been replaced."""
+        """Bind each event to the method that takes it; anew where the parts have been replaced."""
         self._handlers: dict[type, Callable[[Any, Actions], None]] = {
             ev.TokensArrived: self._life.tokens_arrived,
             ev.Finished: self._finished,
@@ -87,7 +87,7 @@ class Scheduler:
 
     @property
     def config(self) -> ScheduleConfig:
-        """What it was made with."""
+        """Return the settings of this scheduler."""
         return self._config
 
     @property

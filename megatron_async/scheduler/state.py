@@ -1,4 +1,4 @@
-"""What the scheduler remembers of a trajectory, a group and an engine.
+"""Entries of the scheduler for a trajectory, a group and an engine.
 
 Invariants
 - An entry exists exactly while its trajectory is neither batched nor dropped.
@@ -18,7 +18,7 @@ from megatron_async.trajectory.types import DropReason, PolicyVersion, Trajector
 
 
 class Fate(enum.Enum):
-    """What becomes of a trajectory when its request or judgement has ended."""
+    """Next state of a trajectory whose request or scoring has ended."""
 
     DROP = "drop"
     RESTART = "restart"
@@ -26,7 +26,7 @@ class Fate(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class EngineEntry:
-    """One engine that is up; `index` is its order of arrival, the last tie-break everywhere."""
+    """An engine that is up; `index` is its order of arrival, the last tie-break everywhere."""
 
     engine_id: str
     index: int
@@ -38,13 +38,13 @@ class EngineEntry:
 
     @property
     def has_room(self) -> bool:
-        """Whether one more request fits under its own limit."""
+        """Return whether one more request fits under its own limit."""
         return self.max_running is None or len(self.running) < self.max_running
 
 
 @dataclass(slots=True, eq=False)
 class TrajectoryEntry:
-    """One trajectory that is neither batched nor dropped.
+    """A trajectory that is neither batched nor dropped.
 
     `place` is the work queue's: where it waits there, 0 = it does not. `regenerations`: how often
     it was generated again because its scorer failed, in this process.
@@ -91,7 +91,7 @@ class TrajectoryEntry:
 
 @dataclass(slots=True, eq=False)
 class GroupEntry:
-    """One prompt's trajectories. `order` counts started groups; -1 = none was submitted yet.
+    """The trajectories of a prompt. `order` counts started groups; -1 = none was submitted yet.
 
     `unfinished` and `unscored` count members: those without a whole response, without a reward.
     """
@@ -123,7 +123,7 @@ class GroupEntry:
 
     @property
     def zero_variance(self) -> bool:
-        """Whether all rewards are equal, so that every group-relative advantage is zero."""
+        """Return whether all rewards are equal, so that every group-relative advantage is zero."""
         return len({member.reward for member in self.members}) == 1
 
 

@@ -24,7 +24,7 @@ class Phase(enum.Enum):
 
 
 class UpdateGate:
-    """Where the weight update stands."""
+    """State of the weight update."""
 
     def __init__(self, config: ScheduleConfig) -> None:
         self._pauses = config.weight_update == "in_flight"
@@ -35,7 +35,7 @@ class UpdateGate:
 
     @property
     def closed(self) -> bool:
-        """Whether an update is being prepared or carried out."""
+        """Return whether an update is being prepared or carried out."""
         return self._phase is not Phase.SERVING
 
     def request(self, number: int) -> None:
@@ -46,7 +46,7 @@ class UpdateGate:
         self._number = number
 
     def ready(self, in_flight: int) -> list[Action]:
-        """What lets the transfer begin, if it may begin now; nothing otherwise."""
+        """Return the actions that let the transfer begin, if it may begin now."""
         if self._phase is not Phase.PREPARING or (self._needs_idle and in_flight):
             return []
         self._phase = Phase.UPDATING

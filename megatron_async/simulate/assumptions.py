@@ -23,7 +23,7 @@ from megatron_async.simulate.hardware import gpu_of
 
 @dataclass(frozen=True)
 class Constant:
-    """One assumed number or choice."""
+    """An assumed number or choice."""
 
     name: str
     value: object
@@ -105,7 +105,7 @@ def assumptions(config: RunConfig) -> list[str]:
 
 
 def assumptions_of_all(points: Sequence[tuple[str, RunConfig]]) -> list[str]:
-    """What all (label, configuration) points rest on; then, labelled, what only some do."""
+    """Return the assumptions of all (label, configuration) points, then those of some."""
     lines = [(label, assumptions(config)) for label, config in points]
     shared = [line for line in lines[0][1] if all(line in others for _, others in lines)]
     own = [f"{label}: {line}" for label, its in lines for line in its if line not in shared]

@@ -1,4 +1,4 @@
-"""One engine of the simulation: a decode batch that is advanced from event to event.
+"""An engine of the simulation: a decode batch that is advanced from event to event.
 
 All running requests advance together. `steps` counts decode steps as a real number; a request that
 joined at step j has floor(steps - j) tokens of this stint. Between two changes of the batch the KV
@@ -73,7 +73,7 @@ class SimulatedRequest:
             written += tokens
 
     def end_stint(self) -> None:
-        """What was taken is what it will come back with."""
+        """Close a stint: the tokens taken so far are what the request comes back with."""
         self.before += self.reported
         self.remaining -= self.reported
         self.reported = 0
@@ -81,7 +81,7 @@ class SimulatedRequest:
 
 @dataclass(slots=True)
 class EngineCounters:
-    """What an engine has done; seconds and tokens."""
+    """Totals of an engine; seconds and tokens."""
 
     busy_seconds: float = 0.0
     slot_seconds: float = 0.0
@@ -163,7 +163,7 @@ class Engine:
         return 2 * seconds / (first + math.sqrt(first**2 + 2 * per_kv * batch * seconds))
 
     def forecast(self) -> float | None:
-        """When something happens here by itself: a completion, a full cache, a report."""
+        """Return the time of the next event here: a completion, a full cache, a report."""
         self.stamp += 1
         self._target = (math.inf, 0.0)
         batch = len(self.running)
@@ -193,7 +193,7 @@ class Engine:
         return done
 
     def report_due(self) -> bool:
-        """Whether running requests shall report their tokens; at most once for each chunk."""
+        """Return whether running requests report their tokens now; once a chunk at most."""
         if self.steps + _CLOSE < self._next_report:
             return False
         self._next_report = self.steps + self.limits.chunk_tokens

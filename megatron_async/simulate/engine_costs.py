@@ -1,4 +1,4 @@
-"""What an engine's work costs: decode steps, prefill, KV memory. A roofline, or a measured table.
+"""Cost of an engine's work: decode steps, prefill, KV memory. A roofline, or a measured table.
 
 Invariants
 - For a fixed batch a decode step's time is linear in the KV tokens that are read:
@@ -38,7 +38,7 @@ FORMAT_VERSION = 1
 
 
 class EngineCosts(Protocol):
-    """One engine."""
+    """Costs of a single engine."""
 
     @property
     def kv_capacity_tokens(self) -> int:

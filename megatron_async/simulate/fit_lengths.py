@@ -28,7 +28,7 @@ _SHAPES = (1e-3, 1e3)
 
 @dataclass(frozen=True)
 class Fit:
-    """One family; `settings` are those of `simulate.lengths` besides `distribution`.
+    """A fitted family; `settings` are those of `simulate.lengths` besides `distribution`.
 
     `log_likelihood` is comparable between the fits of one sample. `distance` is the largest
     difference between the fitted distribution function and the product-limit estimate

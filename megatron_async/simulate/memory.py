@@ -1,4 +1,4 @@
-"""What fits into GPU memory: KV cache of an engine, state and activations of a trainer rank.
+"""GPU memory: KV cache of an engine, state and activations of a trainer rank.
 
 Sources: mixed precision with fp32 main gradients and a distributed optimizer, 2 + 4 + 12 / DP bytes
 a parameter (Megatron-core; Rajbhandari et al., arXiv 1910.02054); activations of a layer, 34 bytes
@@ -54,7 +54,7 @@ def activation_bytes(
     logit_tokens: int,
     recompute: bool,
 ) -> float:
-    """Of the first pipeline stage, which holds the most microbatches (1F1B: as many as stages)."""
+    """Return the activations of the first stage, which holds the most microbatches (1F1B)."""
     tokens = microbatch_tokens / layout.context
     per_unit = tokens * shape.hidden / layout.tensor
     layers = shape.layers / layout.pipeline

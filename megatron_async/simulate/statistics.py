@@ -1,4 +1,4 @@
-"""What a simulated run is judged by: counters by step, and their summary after the warm-up.
+"""Results of a simulated run: counters by step, and their summary after the warm-up.
 
 Invariants
 - Shares are of virtual wall time between the publication that ends the warm-up and the last one.

@@ -24,7 +24,7 @@ Overrides = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Point:
-    """One simulated configuration: `labels` are what tells it from the others."""
+    """A simulated configuration: `labels` are what tells it from the others."""
 
     labels: Overrides
     config: RunConfig

@@ -1,4 +1,4 @@
-"""What the trainer's work and a weight update cost, in seconds.
+"""Cost of the trainer's work and of a weight update, in seconds.
 
 One batch of B sequences in H updates:
 
@@ -79,7 +79,7 @@ class TrainerCosts:
         return self.settings.training_flops_per_parameter / 2 + extra
 
     def _token_seconds(self, mean_context: float) -> float:
-        """One token on the ranks of one model replica."""
+        """Return the seconds of one token on the ranks of a model replica."""
         shape, layout, e = self.shape, self.layout, self.settings.efficiency
         flops = 2 * shape.active_parameters + shape.attention_flops_per_token_pair * mean_context
         ranks = layout.model_ranks * layout.context
@@ -95,7 +95,7 @@ class TrainerCosts:
 
     @property
     def fixed_seconds(self) -> float:
-        """One optimizer step, whatever the batch."""
+        """Return the seconds of an optimizer step that do not depend on the batch."""
         if self.settings.trainer_seconds_per_update is not None:
             return self.settings.trainer_seconds_per_update
         e, layout = self.settings.efficiency, self.layout

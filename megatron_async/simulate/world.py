@@ -67,7 +67,7 @@ class Response(SimulatedRequest):
 
 
 class World:
-    """One simulated run; `run` until so many batches are trained."""
+    """A simulated run; `run` until so many batches are trained."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class World:
 
     @property
     def scorers(self) -> ScorerCount:
-        """How many scorers work now, and why."""
+        """Return the number of scorers that work now, and the reason."""
         return self._scorers.state
 
     def _step(self) -> Callable[[ev.Event], list[ev.Action]]:
@@ -344,7 +344,7 @@ class World:
 
 
 def _told(trajectory_id: int, written: Tokens) -> tuple[int, ...]:
-    """What the scheduler is told: the trajectory, counts and versions of at most two runs.
+    """Return the scheduler's arguments: trajectory, counts and versions of at most two runs.
 
     The newest version's exactly, older ones under the oldest: that is all that it keeps of them.
     """

@@ -23,7 +23,7 @@ from megatron_async.trajectory.types import PolicyVersion
 
 @dataclass(frozen=True)
 class Line:
-    """One life of a run between a (re)start and the next; the first line has no parent."""
+    """A lineage: a run between a (re)start and the next; the first one has no parent."""
 
     lineage: int
     parent: int | None
@@ -99,7 +99,7 @@ class LineTree:
 
 @dataclass(frozen=True)
 class Consumption:
-    """Which batches are consumed at one place: policy number `number` on line `lineage`.
+    """Batches that are consumed at one place: policy number `number` on lineage `lineage`.
 
     `number=None` means all of that line so far.
     """
@@ -115,11 +115,11 @@ class Consumption:
 
     @classmethod
     def at_checkpoint(cls, tree: LineTree, checkpoint: PolicyVersion) -> Consumption:
-        """What the finalised checkpoint (line, number) commits."""
+        """Return the batches that the finalised checkpoint (lineage, number) commits."""
         return cls.at(tree, checkpoint.lineage, checkpoint.number)
 
     def holds(self, lineage: int, step: int) -> bool:
-        """Whether batch (lineage, step) is consumed here."""
+        """Return whether batch (lineage, step) is consumed here."""
         if lineage not in self.limits:
             return False
         limit = self.limits[lineage]

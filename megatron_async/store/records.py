@@ -1,4 +1,4 @@
-"""What the store keeps in memory of each trajectory: its state, and its tokens while it is live.
+"""In-memory record of each trajectory: its state, and its tokens while it is live.
 
 Invariants
 - State changes only along the arrows of `ALLOWED` (SEMANTICS section 2). `batched` is not among the
@@ -75,7 +75,7 @@ class GroupRecord:
 
 
 class TrajectoryRecord:
-    """One trajectory; mutable, owned by the store."""
+    """A trajectory in memory; mutable, owned by the store."""
 
     def __init__(self, row: TrajectoryRow, segments: tuple[Segment, ...] | None) -> None:
         """`segments=None`: the tokens are not in memory."""
@@ -124,7 +124,7 @@ class TrajectoryRecord:
 
     @property
     def in_memory(self) -> bool:
-        """Whether `trajectory` has the tokens."""
+        """Return whether `trajectory` has the tokens."""
         return self._segments is not None
 
     def move_to(self, state: TrajectoryState) -> None:
@@ -138,7 +138,7 @@ class TrajectoryRecord:
         self.request = None
 
     def row(self) -> TrajectoryRow:
-        """What is stored of it."""
+        """Return the row to store."""
         return TrajectoryRow(
             self.trajectory_id,
             self.group_id,
@@ -173,7 +173,7 @@ class TrajectoryRecord:
     # ------------------------------------------------------------ tokens
 
     def continues(self, version: PolicyVersion, engine_id: str, from_environment: bool) -> bool:
-        """Whether tokens of this author belong to the newest segment."""
+        """Return whether tokens of this author belong to the newest segment."""
         if not self._open or not self._segments:
             return False
         last = self._segments[-1]
@@ -195,7 +195,7 @@ class TrajectoryRecord:
         self._open = False
 
     def versions(self) -> set[PolicyVersion]:
-        """Of the policy segments in memory."""
+        """Return the versions of the policy segments in memory."""
         return {s.version for s in self._segments or () if not s.from_environment}
 
     def add(self, tokens: IntArray, logprobs: FloatArray) -> None:
@@ -236,7 +236,7 @@ class TrajectoryRecord:
         self.buffered = 0
 
     def interrupt(self) -> None:
-        """Its process died, or its last tokens were lost: it is partial, whatever it was."""
+        """Make it partial, whatever it was: its process died, or its last tokens were lost."""
         self.state = _S.PARTIAL
         self.revision += 1
         self.finish_reason, self.reward, self.reward_detail = None, None, {}

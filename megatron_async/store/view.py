@@ -1,4 +1,4 @@
-"""What `megatron-async trajectories RUN_DIR` shows: a listing, and one trajectory in full.
+"""Output of `megatron-async trajectories RUN_DIR`: a listing, and one trajectory in full.
 
 Pure functions from what a `StoreReader` found to rich renderables. Tokens become text through the
 `decode` that the caller gives (a tokenizer's); without one their numbers are shown.
@@ -57,7 +57,7 @@ def listing(
 
 
 def details(trajectory: Trajectory, decode: Decode | None = None) -> RenderableType:
-    """One trajectory: what it is, its prompt, each segment with its author, its judgement."""
+    """Render a trajectory: identity, prompt, each segment with its author, and score."""
     t = trajectory
     head = Table.grid(padding=(0, 2))
     facts = [
@@ -97,7 +97,7 @@ def state_text(state: TrajectoryState, batched_step: int | None, drop_reason: st
 
 
 def segment_title(index: int, segment: Segment) -> str:
-    """Who wrote a segment, and how sure it was: the mean log-prob of its tokens."""
+    """Return the author of a segment and the mean log-prob of its tokens."""
     if segment.from_environment:
         return f"segment {index}: environment, {len(segment)} tokens"
     mean = float(segment.logprobs.mean()) if len(segment) else 0.0

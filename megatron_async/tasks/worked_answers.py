@@ -77,7 +77,7 @@ def chain_sum_direct(expression: str) -> str:
 
 
 def chain_sum_answer(metadata: dict[str, Any], styles: Styles, seed: int) -> str:
-    """One of the three, drawn by `styles`."""
+    """Return a worked answer in one of three styles, drawn by `styles`."""
     chance = random.Random(seed).random()
     expression = str(metadata["expression"])
     if chance < styles.direct:

@@ -1,1 +1,1 @@
-"""What a person sees: progress, TensorBoard, metrics and the run report."""
+"""Telemetry: progress, TensorBoard, metrics and the run report."""

@@ -24,7 +24,7 @@ class StopAsked(Exception):
 
 
 class StopRequest:
-    """Whether somebody has asked this process to stop."""
+    """A request, by a signal or a file, that this process stop."""
 
     def __init__(self, flag_file: Path | None = None) -> None:
         self._flag_file = flag_file

@@ -1,4 +1,4 @@
-"""What is installed, what will be used, and why: one place for the trainer and for `doctor`.
+"""Installed libraries and the backends chosen from them, for the trainer and for `doctor`.
 
 Invariants
 - Detection imports nothing heavy that is not there; it never fails because of a broken optional
@@ -49,7 +49,7 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class Backends:
-    """What the trainer uses, each with the reason in one clause."""
+    """Backends of the trainer, each with the reason in one clause."""
 
     device: str
     layers: LayerBackend
@@ -99,7 +99,7 @@ def _probe(module: str, distribution: str) -> str | None:
 
 @cache
 def detect() -> Capabilities:
-    """What this machine has."""
+    """Return the libraries and devices of this machine."""
     cuda = has_cuda()
     return Capabilities(
         torch=torch.__version__,

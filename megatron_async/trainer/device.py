@@ -33,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 
 
 def has_cuda() -> bool:
-    """Whether the trainer runs on CUDA; everything else is CPU."""
+    """Return whether the trainer runs on CUDA; everything else is CPU."""
     return torch.cuda.is_available()
 
 
@@ -80,7 +80,7 @@ def device_adapter() -> Iterator[None]:
 
 
 class _ThreadState(threading.local):
-    """Whether this thread has entered the mode."""
+    """Flag of a thread that has entered the mode."""
 
     entered = False
 

@@ -39,7 +39,7 @@ _DUMMY_TOKENS = 2
 
 @dataclass(frozen=True, eq=False)
 class Microbatch:
-    """One microbatch of this rank: model inputs and where its rows belong.
+    """A microbatch of this rank: model inputs and where its rows belong.
 
     `rows_R` are positions in the batch's stream, `cu_rows_S1` the borders of the sequences among
     those rows. A dummy (`rows_R` empty) has two tokens and one row that count for nothing.
@@ -61,7 +61,7 @@ _Share = tuple[Tensor, Tensor, None]
 
 @dataclass(frozen=True, eq=False)
 class GradientResult:
-    """Of all ranks together. `loss_is_finite` is about this rank alone; `reason` explains it.
+    """Sums over all ranks. `loss_is_finite` is about this rank alone; `reason` explains it.
 
     `logprobs_T` are those that the loss saw, 0 where nothing is trained.
     """
@@ -221,7 +221,7 @@ def _rows_per_sequence(batch: TokenBatch) -> IndexArray:
 
 
 def build_microbatch(batch: TokenBatch, sequences: IndexArray, device: torch.device) -> Microbatch:
-    """These sequences of the batch, end to end; a dummy for none."""
+    """Pack these sequences of the batch end to end; a dummy for none."""
     if sequences.size == 0:
         return _dummy(device)
     part = batch.select(sequences)

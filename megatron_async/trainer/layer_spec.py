@@ -1,4 +1,4 @@
-"""Which modules a transformer layer is made of: local Megatron layers, or Transformer Engine's.
+"""Modules of a transformer layer: local Megatron layers, or Transformer Engine's.
 
 Local layers run everywhere: Megatron's tensor-parallel linear layers, our packed attention and
 our RMSNorm. Transformer Engine's are used where `capabilities.choose` finds it usable.
@@ -47,7 +47,7 @@ def block_spec(
 
 
 def local_layer_spec(architecture: Architecture) -> ModuleSpec:
-    """One layer of Megatron's own modules, with packed attention and RMSNorm."""
+    """Return the spec of a layer of Megatron's own modules, with packed attention and RMSNorm."""
     qk_norm = RMSNorm if architecture.qk_norm else IdentityOp
     row_linear = RowParallelLinearNorm if architecture.post_norms else RowParallelLinear
     attention = LocalGlobalSelfAttention if architecture.local_rope else SelfAttention

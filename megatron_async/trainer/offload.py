@@ -24,7 +24,7 @@ from megatron_async.config import RunConfig
 
 
 class Residence(enum.Enum):
-    """What of a trainer is on its device."""
+    """Part of a trainer that is on its device."""
 
     ALL = "all"
     WEIGHTS = "weights"
@@ -32,7 +32,7 @@ class Residence(enum.Enum):
 
 
 class TrainerMemory(Protocol):
-    """Who decides what of the trainer is on its device; see `DeviceMemory`."""
+    """The interface that moves parts of the trainer to and from its device; see `DeviceMemory`."""
 
     def hold(self, residence: Residence) -> None:
         """Move what must move so that exactly this is on the device."""
@@ -118,7 +118,7 @@ class DeviceMemory:
 
 
 def trainer_memory(config: RunConfig, trainer: Any) -> TrainerMemory:
-    """What `engines.placement` asks for."""
+    """Return the memory manager that `engines.placement` asks for."""
     return DeviceMemory(trainer) if config.engines.placement == "colocated" else AlwaysThere()
 
 

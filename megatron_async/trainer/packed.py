@@ -18,7 +18,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class PackedInputs:
-    """One microbatch on the device: `token_ids_T`, `position_ids_T` int64, `cu_seqlens_S1` int32.
+    """A packed microbatch: `token_ids_T`, `position_ids_T` int64, `cu_seqlens_S1` int32.
 
     `max_seqlen` is the longest sequence in tokens. `response_index_R` (int64) holds the positions
     of the tokens whose log-prob is asked for, `target_ids_R` (int64) those tokens.

@@ -35,7 +35,7 @@ _MARGIN_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Where this process stands."""
+    """Position of this process in the layout."""
 
     rank: int
     world_size: int

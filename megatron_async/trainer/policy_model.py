@@ -37,7 +37,7 @@ from megatron_async.trainer.rope import inverse_frequencies, rotary_angles
 
 
 class PolicyModel(GPTModel):
-    """One pipeline stage of the policy."""
+    """A pipeline stage of the policy."""
 
     def __init__(
         self,

@@ -40,7 +40,7 @@ SumMatrix = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class HeldCopy:
-    """What this rank holds of one copy of a tensor: elements from `begin` on, of `count`.
+    """This rank's part of one copy of a tensor: elements from `begin` on, of `count`.
 
     Copies with the same `name` must be equal. `owner`: the lowest of the ranks that hold this copy
     together, each a part of it; this rank, where it holds the whole.
@@ -58,7 +58,7 @@ class HeldCopy:
 
 @dataclass(frozen=True)
 class Difference:
-    """One tensor whose copies are not equal: the ranks that hold each version of it."""
+    """A tensor whose copies are not equal: the ranks that hold each version of it."""
 
     name: str
     sides: tuple[tuple[int, ...], ...]

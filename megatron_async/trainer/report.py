@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class StepReport:
-    """One batch, H optimizer updates.
+    """Results of a batch with H optimizer updates.
 
     `step` is the number of the batch (policy version before it); the trainer's own step is
     `step + 1` afterwards, skipped or not. `loss` is the mean over the updates that were applied,

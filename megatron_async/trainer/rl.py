@@ -1,4 +1,4 @@
-"""What a reinforcement-learning batch needs beside the optimizer: the loss of its microbatches,
+"""Needs of a reinforcement-learning batch beside the optimizer: the loss of its microbatches,
 and the log-probs of a frozen reference policy.
 
 Invariant: the loss sees only trained rows, in the order of the packed stream, so nothing of the

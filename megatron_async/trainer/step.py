@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class PolicyUpdate:
-    """One optimizer update; `applied` is false when it was skipped, for `reason`."""
+    """An optimizer update; `applied` is false when it was skipped, for `reason`."""
 
     applied: bool
     reason: str | None
@@ -229,7 +229,7 @@ class PolicyTrainer:
         return metrics
 
     def train_sft(self, batch: TokenBatch) -> StepReport:
-        """One optimizer update on the masked cross-entropy of the batch."""
+        """Make an optimizer update on the masked cross-entropy of the batch."""
         began = time.monotonic()
         update = self._update(batch, sft_loss(batch))
         return self._report(batch, [update], {}, began)

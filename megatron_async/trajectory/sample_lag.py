@@ -55,7 +55,7 @@ class SamplesTrained:
         return self._before[step] - self._before[version]
 
     def lag_S(self, batch: TokenBatch) -> npt.NDArray[np.int64]:
-        """Of each sequence that has a trained token; `batch` is the next one, or an earlier one."""
+        """Return the lag of each trained sequence; `batch` is the next or an earlier one."""
         trained_T = batch.loss_mask_T > 0
         if not batch.num_sequences:
             return np.zeros(0, np.int64)

@@ -1,4 +1,4 @@
-"""What a rollout is made of: policy versions, segments, trajectories.
+"""Data types of a rollout: policy versions, segments, trajectories.
 
 Invariants
 - A segment was written by exactly one author: one policy version on one engine, or the
@@ -42,7 +42,7 @@ class PolicyVersion(NamedTuple):
 
 
 class RequestKey(NamedTuple):
-    """One generation request of a trajectory: only its newest one may append to it."""
+    """A generation request of a trajectory: only its newest one may append to it."""
 
     lineage: int
     trajectory_id: int
@@ -50,7 +50,7 @@ class RequestKey(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its name for engines. The terminator keeps any name from being a prefix of another."""
+        """Name for engines. The terminator keeps any name from being a prefix of another."""
         return f"t{self.trajectory_id}-{self.serial};"
 
 
@@ -79,7 +79,7 @@ class DropReason(enum.StrEnum):
 
 
 class FinishReason(enum.StrEnum):
-    """Why generation of a trajectory ended."""
+    """Reason for which generation of a trajectory ended."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -108,7 +108,7 @@ class Segment:
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """One problem: the tokens the policy sees and what the verifier needs to judge an answer.
+    """A problem: the tokens that the policy sees and what the scorer needs beside the response.
 
     `payload` is JSON-serialisable and opaque to everything but the task that made it. Of what waits
     for a slot, the higher `priority` is submitted first.
@@ -122,7 +122,7 @@ class Prompt:
 
 @dataclass(frozen=True, eq=False)
 class Trajectory:
-    """One response to one prompt, in whatever state; `segments` in order of generation."""
+    """A response to one prompt, in whatever state; `segments` in order of generation."""
 
     trajectory_id: int
     group_id: int
@@ -142,7 +142,7 @@ class Trajectory:
 
     @property
     def resumed(self) -> bool:
-        """Whether more than one policy version or more than one request wrote the response.
+        """Return whether more than one policy version or more than one request wrote the response.
 
         Turns of a conversation (policy segments with an environment segment between them) made by
         one version do not count as resumed.

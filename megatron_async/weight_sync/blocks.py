@@ -39,7 +39,7 @@ class DeltaError(ValueError):
 
 
 def encode(base: Buffer, new: Buffer, block_bytes: int = BLOCK_BYTES) -> bytes:
-    """What turns `base` into `new`. Raises ValueError when their lengths differ."""
+    """Return the difference that turns `base` into `new`. Raises ValueError for other lengths."""
     old_N, new_N = _as_array(base), _as_array(new)
     if len(old_N) != len(new_N):
         raise ValueError(f"a difference between {len(old_N)} and {len(new_N)} bytes")

@@ -36,7 +36,7 @@ class OneAhead(Generic[Item]):
         self._running = self._pool.submit(self._timed, item)
 
     def wait(self) -> None:
-        """Until nothing is in work."""
+        """Wait until nothing is in work."""
         running, self._running = self._running, None
         if running is not None:
             running.result()  # bounded: every work has a limit of its own

@@ -24,7 +24,7 @@ _ANSWER_CHARACTERS = 500
 
 @dataclass(frozen=True)
 class EngineAddress:
-    """One engine as the trainer sees it."""
+    """An engine as the trainer sees it."""
 
     engine_id: str
     url: str
@@ -146,7 +146,7 @@ def gather(futures: Sequence[Future[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def raise_together(failures: Sequence[EngineCallError]) -> None:
-    """One EngineCallError for several; nothing if there is none."""
+    """Raise a single EngineCallError for several; nothing if there is none."""
     if failures:
         raise EngineCallError(
             "; ".join(str(failure) for failure in failures),

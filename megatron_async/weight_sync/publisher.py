@@ -45,7 +45,7 @@ _SLACK_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class _Outcome:
-    """How one leader's part went: a value, the engines to blame, or another error."""
+    """Result of one leader's part: a value, the engines that failed, or another error."""
 
     value: Any = None
     failed: frozenset[str] = frozenset()
@@ -106,7 +106,7 @@ class WeightPublisher:
             self._sender.close()
 
     def _attempt(self, engines: Sequence[EngineAddress], version: PolicyVersion) -> set[str]:
-        """One transfer to all; the engines that are to blame where it failed."""
+        """Transfer once to all; returns the engines at which it failed."""
         stream = stage_buckets(
             self._chunks,
             self._architecture,

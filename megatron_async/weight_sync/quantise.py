@@ -49,7 +49,7 @@ def quantise(weight_RC: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def is_quantised(rule: Rule) -> bool:
-    """Whether the tensors of this rule are matrices of linear layers."""
+    """Return whether the tensors of this rule are matrices of linear layers."""
     return rule.place is Place.LAYER and rule.layout in _LINEAR and len(rule.shapes[0]) == 2
 
 
@@ -85,7 +85,7 @@ def quantised_names(architecture: Architecture) -> frozenset[str]:
 
 
 def quantization_config(architecture: Architecture) -> dict[str, Any]:
-    """What an fp8 checkpoint of this model says in config.json."""
+    """Return the entry of an fp8 checkpoint of this model in config.json."""
     kept = [
         rule.tensors[0].removesuffix(".weight").format(layer=layer)
         for rule in rules_of(architecture)

@@ -30,7 +30,7 @@ _SEPARATOR = "+next_bytes="
 
 
 def load_format(next_bytes: int) -> str:
-    """What announces a flattened bucket that one of `next_bytes` follows; 0: it is the last."""
+    """Return the announcement of a bucket that one of `next_bytes` follows; 0: it is the last."""
     return f"{FLATTENED}{_SEPARATOR}{next_bytes}"
 
 
@@ -96,7 +96,7 @@ class ReceiveAhead:
 
 
 def _room(free: list[Tensor], size: int, device: str) -> Tensor:
-    """One of `free` (taken out of it) or a new one that holds `size` bytes."""
+    """Take a buffer out of `free`, or make one, that holds `size` bytes."""
     for place, buffer in enumerate(free):
         if buffer.nbytes >= size:
             return free.pop(place)

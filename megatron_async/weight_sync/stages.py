@@ -35,7 +35,7 @@ class StageTurns:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank is the leader of its stage."""
+        """Return whether this rank is the leader of its stage."""
         return dist.get_rank() == self._leaders[self.index]
 
     def take(self) -> TurnToken:

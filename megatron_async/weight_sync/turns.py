@@ -27,7 +27,7 @@ class EarlierStageFailed(ComponentFailure):
 
 @dataclass(frozen=True)
 class TurnToken:
-    """What the stages before have done: the names they have sent, and what they have written."""
+    """Work of the stages before: the names they have sent, and what they have written."""
 
     names: frozenset[str] = frozenset()
     written: Mapping[str, Any] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class TurnToken:
 
 
 class Turns(Protocol):
-    """One leader's place in the order of senders."""
+    """A leader's place in the order of senders."""
 
     @property
     def index(self) -> int: ...

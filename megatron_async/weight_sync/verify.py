@@ -82,7 +82,7 @@ class NameCheck:
         return frozenset(self._sent)
 
     def sent_before(self, names: Iterable[str]) -> None:
-        """What another sender of the same update had in `sent`."""
+        """Add the names that another sender of the same update had in `sent`."""
         self._sent.update(names)
 
     def finish(self) -> None:
@@ -99,7 +99,7 @@ class NameCheck:
 
 @dataclass(frozen=True)
 class HeldVersion:
-    """What one engine reports that it holds."""
+    """Report of an engine about the version that it holds."""
 
     engine_id: str
     version: PolicyVersion
@@ -116,7 +116,7 @@ def agreed_checksum(reports: Sequence[HeldVersion], version: PolicyVersion) -> s
 def disagreement(
     held: HeldVersion, reports: Sequence[HeldVersion], version: PolicyVersion, agreed: str | None
 ) -> str | None:
-    """Why this engine does not hold `version` as agreed; None when it does."""
+    """Return the reason if this engine does not hold `version` as agreed."""
     if held.version != version:
         return (
             f"engine {held.engine_id} reports version {held.version} after the update to {version}"
@@ -156,7 +156,7 @@ the baseline is learned. Weights of another model are 2 to 9 off, log-probs at a
 
 
 class RatioCheck:
-    """How far from 1 the ratios of on-policy tokens may be; it learns what is usual.
+    """Limit on the distance from 1 of ratios of on-policy tokens; it learns what is usual.
 
     With `tolerance` that is the limit of the mean error. Without: `EXACT_TOLERANCE` where all
     compute in float32 (`exact`); else gross errors alone do not pass. The baseline is the median of
@@ -187,11 +187,11 @@ class RatioCheck:
         return min(GROSS_MOST, max(GROSS_LEAST, GROSS_FACTOR * self.baseline))
 
     def passes(self, error: RatioError, *, exact: bool) -> bool:
-        """Whether an engine's error is within the limit (no error that is not a number is)."""
+        """Return whether an engine's error is within the limit (a NaN never is)."""
         return error.mean <= self.limit(exact=exact)
 
     def learn(self, errors: Iterable[RatioError]) -> None:
-        """One update's errors, of the engines that passed."""
+        """Add an update's errors, of the engines that passed."""
         means = [error.mean for error in errors]
         if means and self.baseline is None:
             self._learned.append(means)

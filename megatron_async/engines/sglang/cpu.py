@@ -1,4 +1,4 @@
-"""What SGLang needs to run on a CPU that no `sgl-kernel` wheel serves (no AMX).
+"""Stand-ins with which SGLang runs on a CPU that no `sgl-kernel` wheel serves (no AMX).
 
 SGLang imports GPU packages at module level that its CPU path never calls. Where such a package is
 missing, an import-only stand-in takes its place; one operation that the CPU path does call is
@@ -123,7 +123,7 @@ _REAL_OPERATIONS: dict[str, dict[str, Callable[..., Any]]] = {
 
 
 def missing_packages(names: Sequence[str] = REPLACEABLE) -> frozenset[str]:
-    """Which of these top-level packages are not installed."""
+    """Return which of these top-level packages are not installed."""
     return frozenset(name for name in names if importlib.util.find_spec(name) is None)
 
 

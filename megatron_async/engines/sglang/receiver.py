@@ -1,4 +1,4 @@
-"""One more endpoint in SGLang's server: make published weights whole on this machine.
+"""An additional endpoint in SGLang's server: make published weights whole on this machine.
 
     POST /receive_weights {"directory", "version", "full"}
         200 {"path", "bytes"}   the version is in `path`; nothing was loaded yet
@@ -30,7 +30,7 @@ PATH = "/receive_weights"
 
 
 def answer(receiver: WeightReceiver, body: dict[str, Any]) -> tuple[HTTPStatus, dict[str, Any]]:
-    """What the endpoint answers to `body`."""
+    """Return the endpoint's response to `body`."""
     try:
         received = receiver.receive(
             Path(str(body["directory"])), str(body["version"]), full=bool(body["full"])

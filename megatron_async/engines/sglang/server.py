@@ -117,7 +117,7 @@ def hold_lifeline(last_act: Callable[[], None] = lambda: None) -> None:
 
 
 def _remove_files() -> None:
-    """What this server keeps in files: weights that it received, SGLang's metrics."""
+    """Remove the files that this server keeps: weights that it received, SGLang's metrics."""
     from megatron_async.weight_sync.receiver import remove_roots
 
     remove_roots(os.getpid())

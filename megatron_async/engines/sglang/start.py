@@ -1,4 +1,4 @@
-"""What makes an SGLang server start sooner: hooks of SGLang's registry, for its HTTP process.
+"""Hooks of SGLang's registry, for its HTTP process, that make a server start sooner.
 
 - Without a tokenizer nothing is turned into text, yet SGLang starts a process for it.
 - A scheduler process is spawned, and imports all of SGLang once more. On CPU it is forked from the

@@ -1,4 +1,4 @@
-"""What SGLang says about a running request, turned into token chunks. Pure; no socket.
+"""Token chunks from SGLang's reports about a running request. Pure; no socket.
 
 Invariants
 - Tokens are counted, not trusted: a chunk's `completion_tokens` says how many tokens the request
@@ -37,7 +37,7 @@ class Refusal(BadReport):
 
 
 def refusal_of(status: int, message: str, retryable: bool = False) -> BadReport:
-    """What an answer with this HTTP status means: `Refusal` where the request is to blame."""
+    """Classify a response by its HTTP status: `Refusal` where the request is at fault."""
     if status in _REFUSAL_STATUSES and not retryable:
         return Refusal(f"it was refused with status {status}: {message}")
     return BadReport(f"status {status}: {message}")

@@ -40,7 +40,7 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True)
 class SimulatedEngineModel:
-    """What the engine does: its vocabulary, lengths and speed.
+    """Behaviour of the engine: its vocabulary, lengths and speed.
 
     A step takes `step_seconds` + `seconds_per_request` times the running requests. Without
     `ignore_eos`, each token after the first ends the response with probability 1 / `mean_length`.
@@ -71,7 +71,7 @@ class SimulatedEngineModel:
         return next((token for token in tokens if token not in stops), 1 + first)
 
     def stops(self, previous: int, position: int) -> bool:
-        """Whether generation ends with the token at `position`."""
+        """Return whether generation ends with the token at `position`."""
         return self._mix(previous + self.vocab_size, position) % self.mean_length == 0
 
     def logprob(self, token: int, position: int) -> float:
@@ -98,12 +98,12 @@ class _Running:
 
     @property
     def position(self) -> int:
-        """Of the next token."""
+        """Index of the next token in the sequence."""
         return len(self.request.input_ids) + self.length
 
 
 class SimulatedEngine:
-    """One simulated engine; all methods belong to one event loop."""
+    """A simulated engine; all methods belong to one event loop."""
 
     def __init__(
         self,
@@ -284,7 +284,7 @@ class SimulatedEngine:
     # ------------------------------------------------------------ the engine itself
 
     async def _decode(self) -> None:
-        """One step after the other while there is work."""
+        """Run decode steps while there is work."""
         while True:
             if not self._paused:
                 self._admit()
@@ -328,7 +328,7 @@ class SimulatedEngine:
                     return
 
     def _advance(self, running: _Running) -> StreamEnd | None:
-        """One more token; whether it was the last one."""
+        """Make a token; returns how the stream ends if it was the last one."""
         request, model = running.request, self._model
         position = running.position
         stops = not request.ignore_eos and model.stops(running.last_token, position)
@@ -361,7 +361,7 @@ class SimulatedEngine:
         running.token_ids, running.logprobs = [], []
 
     def _fits(self, more: int) -> bool:
-        """Whether a step with `more` tokens than run now is within the KV cache."""
+        """Return whether a step with `more` tokens than run now is within the KV cache."""
         return self._kv_tokens() + more < self._model.kv_capacity_tokens
 
     def _kv_tokens(self) -> int:

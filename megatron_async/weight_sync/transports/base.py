@@ -1,4 +1,4 @@
-"""How a new policy version reaches the engines: the interface, and what all transports share.
+"""Transports of a new policy version to the engines: the interface, and what all share.
 
     sender = make_sender(config.weights, config.engines, torch.device("cpu"), directory)
     sender.connect(addresses)                     # again whenever the set of engines changes
@@ -51,7 +51,7 @@ _ALONE = Alone()
 
 @dataclass(frozen=True)
 class TransferReport:
-    """What one update cost. `phases` are seconds; they overlap, so their sum is not `seconds`.
+    """Cost of an update. `phases` are seconds; they overlap, so their sum is not `seconds`.
 
     `bytes` are those of the tensors, `sent_bytes` what one engine was sent of them.
     """
@@ -84,7 +84,7 @@ class PhaseTimes:
 
 
 class Transfer:
-    """One sender's share of an update: its buckets, its turn, and what is counted on the way."""
+    """A sender's share of an update: its buckets, its turn, and what is counted on the way."""
 
     def __init__(
         self,
@@ -258,7 +258,7 @@ class WeightSender(abc.ABC):
 
     @abc.abstractmethod
     def _open_link(self) -> None:
-        """What the transport needs beside HTTP; engines answer."""
+        """Open what the transport needs beside HTTP; engines answer."""
 
     @abc.abstractmethod
     def _close_link(self) -> None:
@@ -318,7 +318,7 @@ def with_next(buckets: Iterator[Bucket]) -> Iterator[tuple[Bucket, Bucket | None
 
 
 def combined(reports: Sequence[TransferReport]) -> TransferReport:
-    """What all stages together have cost; they end together."""
+    """Add the costs of all stages; they end together."""
     phases: dict[str, float] = {}
     for report in reports:
         for phase, seconds in report.phases.items():

@@ -62,7 +62,7 @@ def rounded(bucket: Bucket) -> list[tuple[str, Tensor]]:
 
 
 class _StageWriter:
-    """One stage's shards of a version: whole, and their differences from the version before."""
+    """A stage's shards of a version: whole, and as differences from the version before."""
 
     def __init__(self, whole: VersionWriter, delta: VersionWriter, stage: int, base: Path | None):
         self._whole = whole

@@ -28,7 +28,7 @@ KEEP = 2
 
 
 class ShardWriter:
-    """One stage's shards of a version, one for each bucket."""
+    """The shards of a version from one stage, one for each bucket."""
 
     def __init__(self, target: VersionWriter, stage: int) -> None:
         self._target = target

@@ -169,7 +169,7 @@ class _Link:
 
     @property
     def done(self) -> bool:
-        """Whether the broadcast has ended, one way or the other."""
+        """Return whether the broadcast has ended, one way or the other."""
         return bool(self._work.is_completed())
 
     def finish(self) -> None:
@@ -303,7 +303,7 @@ class DistributedSender(WeightSender):
     def _announcement(
         self, flat: FlatBucket, following: Bucket | None, transfer: Transfer
     ) -> dict[str, Any]:
-        """What engines are told of a bucket; of the last one of all, also the version."""
+        """Return the message that announces a bucket; that of the last one has the version."""
         body: dict[str, Any] = {
             "names": flat.names,
             "dtypes": flat.dtypes,
@@ -389,14 +389,14 @@ def _settle(result: Callable[[], None], announced: Answers) -> None:
 
 
 def _wait_for_answers(announced: Answers, deadline: float) -> None:
-    """Until all engines have loaded what was announced. Raises as soon as one refuses."""
+    """Wait until all engines have loaded what was announced. Raises as soon as one refuses."""
     wait(announced, time_left(deadline), return_when=FIRST_EXCEPTION)
     _raise_first_failure(announced)
     gather(announced)  # bounded: each call has a limit
 
 
 def _failures(futures: Answers) -> list[EngineCallError]:
-    """Of the calls that have ended."""
+    """Return the failures among the calls that have ended."""
     return [
         error
         for future in futures

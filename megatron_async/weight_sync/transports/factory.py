@@ -1,4 +1,4 @@
-"""Which transport a run uses: the one place that knows them all."""
+"""Choice of the transport of a run: the only module that imports them all."""
 
 from __future__ import annotations
 
