@@ -93,6 +93,12 @@ class TrainerConfig(Settings):
     max_nonfinite_steps: int = Field(
         3, ge=1, description="Skipped non-finite steps in a row after which the run stops."
     )
+    max_filtered_rounds: int = Field(
+        20,
+        ge=1,
+        description="Batches' worth of responses that schedule.dynamic_sampling drops in a row, "
+        "with no group kept, after which the run stops.",
+    )
     compare_replicas_every_steps: int = Field(
         10,
         ge=0,

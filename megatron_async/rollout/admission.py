@@ -5,6 +5,7 @@ Invariants
   number of groups is how far the task has been read.
 - A refusal counts against its prompt alone. When many prompts in a row are refused and none is
   accepted, the settings are at fault, not the prompts: the run ends with a sentence that says so.
+- So it does when dynamic sampling drops group after group and keeps none: no batch would ever come.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.statistics import RolloutStatistics
 from megatron_async.scheduler import events as ev
 from megatron_async.store.store import TrajectoryStore
+from megatron_async.telemetry.learning import FilteredRounds
 from megatron_async.trajectory.types import DropReason, Group
 
 _REFUSED_IN_ROW = 64
@@ -40,6 +42,20 @@ class Admission:
         self._statistics = statistics
         self._fail = fail
         self._refused: set[int] = set()  # groups, since a request was accepted
+        batch = config.schedule.groups_per_batch * self._group_size
+        self._filtered = FilteredRounds(batch, config.trainer.max_filtered_rounds)
+
+    def filtered(self, complete_groups: int) -> None:
+        """One more response of a group without reward variance; others wait for a batch."""
+        self._filtered.kept(complete_groups)
+        if self._filtered.dropped():
+            self._statistics.warned("all_filtered", self._filtered.sentence())
+        if self._filtered.hopeless:
+            self._fail(ComponentFailure(self._filtered.sentence()))
+
+    def batch_emitted(self) -> None:
+        """Groups were kept."""
+        self._filtered.emitted()
 
     def take(self, count: int, longest: int | None) -> tuple[ev.GroupSpec, ...]:
         """The next `count` groups; fewer when the source is exhausted.

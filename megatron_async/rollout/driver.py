@@ -341,10 +341,13 @@ class RolloutDriver:
             case ev.RequestPrompts():
                 self._spawn(self._fetch_prompts(action.count))
             case ev.EmitBatch():
+                self._admission.batch_emitted()
                 self._spawn(self._emit(action))
             case ev.Drop():
                 self._store.drop(action.trajectory_id, action.reason)
                 self.statistics.dropped(action.reason)
+                if action.reason is DropReason.FILTERED:
+                    self._admission.filtered(self._scheduler.view().complete_groups)
             case ev.Restart():
                 self._store.restart(action.trajectory_id)
             case ev.Warn():

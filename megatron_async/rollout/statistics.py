@@ -43,6 +43,8 @@ class _Marks:
     regenerated: int = 0
     scores: int = 0
     score_seconds: float = 0.0
+    looked_for_answers: int = 0
+    answers: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
 
@@ -85,6 +87,8 @@ class RolloutStatistics:
         self._longest_queue = 0
         self._scores = 0
         self._score_seconds = 0.0
+        self._looked_for_answers = 0
+        self._answers = 0
 
     def running_changed(self, running: int) -> None:
         """`running` requests are in flight from now on."""
@@ -123,6 +127,9 @@ class RolloutStatistics:
         self._unscored -= 1
         self._scores += 1
         self._score_seconds += seconds
+        if "answered" in detail:
+            self._looked_for_answers += 1
+            self._answers += int(detail["answered"] > 0)
         for part, metric in SCORER_FAULTS.items():
             self.scorer_faults[metric] += int(detail.get(part, 0))
 
@@ -183,6 +190,7 @@ class RolloutStatistics:
             / (self._peak_running * generating),
             "rollout/seconds_since_last_batch": seconds,
             "rollout/update_pause_seconds": self._paused - self._marks.paused,
+            "rollout/trajectories": float(batch.num_sequences),
             "rollout/reward_mean": float(batch.rewards_S.mean()) if batch.num_sequences else 0.0,
             "rollout/response_length_mean": float(lengths_S.mean()) if len(lengths_S) else 0.0,
             "rollout/response_length_max": float(lengths_S.max(initial=0)),
@@ -207,6 +215,10 @@ class RolloutStatistics:
         if scores:
             waited = self._score_seconds - self._marks.score_seconds
             metrics["rollout/score_seconds"] = waited / scores
+        looked_for = self._looked_for_answers - self._marks.looked_for_answers
+        if looked_for:
+            found = self._answers - self._marks.answers
+            metrics["rollout/answered_share"] = found / looked_for
         self._longest_queue = self._unscored
         for reason in DropReason:
             news = self.dropped_by_reason[reason] - self._marks.dropped[reason]
@@ -234,6 +246,8 @@ class RolloutStatistics:
             regenerated=view.regenerated,
             scores=self._scores,
             score_seconds=self._score_seconds,
+            looked_for_answers=self._looked_for_answers,
+            answers=self._answers,
             dropped=Counter(self.dropped_by_reason),
             faults=Counter(self.scorer_faults),
         )

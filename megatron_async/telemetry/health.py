@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from megatron_async.algorithms.metrics import health_warnings, unjudged_rules
+from megatron_async.telemetry.learning import LearningWatch
 
 STREAK = 3
 """Steps in a row with a low effective sample size before the warning."""
@@ -27,22 +28,28 @@ ENTROPY_WINDOW = 10
 
 
 class HealthWatch:
-    """Takes every step's metrics; returns what goes wrong."""
+    """Takes every step's metrics; returns what goes wrong. `holding`: names that hold now.
 
-    def __init__(self) -> None:
+    `bound`: schedule.max_async_level; `before`: metrics of the last step before a resume.
+    """
+
+    def __init__(self, bound: int | None = None, before: Mapping[str, float] | None = None) -> None:
+        self._learning = LearningWatch(bound, before)
         self._ess: deque[float] = deque(maxlen=STREAK)
         self._entropy: deque[float] = deque(maxlen=ENTROPY_WINDOW)
-        self._holding: frozenset[str] = frozenset()
+        self.holding: frozenset[str] = frozenset()
 
     def step(self, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
         """(name, message) of each rule broken now that was not at the last step with its metric."""
         found = self._broken(metrics)
-        held = self._holding
-        self._holding = frozenset(name for name, _ in found) | (held & unjudged_rules(metrics))
+        held = self.holding
+        unjudged = unjudged_rules(metrics) | self._learning.unjudged(metrics)
+        self.holding = frozenset(name for name, _ in found) | (held & unjudged)
         return [(name, message) for name, message in found if name not in held]
 
     def _broken(self, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
         found = [(warning.rule, warning.message) for warning in health_warnings(metrics)]
+        found += self._learning.step(metrics)
         if "off_policy/ess" in metrics:
             self._ess.append(metrics["off_policy/ess"])
         if "actor/entropy" in metrics:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
 
 from megatron_async.config import RunConfig
@@ -27,7 +28,7 @@ def train(directory: RunDirectory, config: RunConfig, ray_address: str, stop: St
     from megatron_async.checkpoint.manager import CheckpointManager
     from megatron_async.models.save import save_hf
     from megatron_async.rollout.manager import ResumePoint
-    from megatron_async.telemetry.metrics import MetricsWriter
+    from megatron_async.telemetry.metrics import MetricsWriter, read_metrics
     from megatron_async.train_loop.loop import LoopParts, TrainLoop
     from megatron_async.train_loop.manager_client import RayLink, RolloutLink
     from megatron_async.train_loop.rank_zero import RankZero, patience_seconds
@@ -66,6 +67,7 @@ def train(directory: RunDirectory, config: RunConfig, ray_address: str, stop: St
         trainer = None if colocated else build()
         metrics: MetricsWriter | None = None
         link: RolloutLink | None = None
+        before: Mapping[str, float] = {}
         if first:
             ray_link = RayLink(config, ray_address, stop.asked)
             stack.callback(ray_link.close)
@@ -73,6 +75,8 @@ def train(directory: RunDirectory, config: RunConfig, ray_address: str, stop: St
             if config.experiment.ledger is not None:
                 ledger = load_object(config.experiment.ledger, "experiment.ledger")
                 link = ledger(directory.path).link(ray_link)
+            trained = read_metrics(directory.metrics_file)
+            before = next((m for m in reversed(trained) if m["step"] < resume.step), {})
             board = directory.tensorboard if config.telemetry.tensorboard else None
             metrics = MetricsWriter(directory.metrics_file, board, lineage=lineage)
             stack.callback(metrics.close)
@@ -91,6 +95,7 @@ def train(directory: RunDirectory, config: RunConfig, ray_address: str, stop: St
             resume=resume,
             memory=trainer_memory(config, trainer),
             rank_zero=rank_zero,
+            before=before,
         )
         complete = TrainLoop(parts).run()
         if complete and config.checkpoint.export_hf:

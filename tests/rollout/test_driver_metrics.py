@@ -15,6 +15,7 @@ from megatron_async.config import RunConfig, build_config
 from megatron_async.config.load import merge
 from megatron_async.engines.interface import EngineStatus
 from megatron_async.engines.simulated.engine import SimulatedEngine
+from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.manager import ResumePoint
 from megatron_async.store.reader import StoreReader
 from megatron_async.trajectory.batch import TokenBatch
@@ -125,6 +126,24 @@ def test_what_was_generated_for_groups_without_reward_variance_is_counted(tmp_pa
 
     assert total("filtered_tokens") == total("wasted_tokens") == sum(dropped) > 0
     assert total("dropped_filtered") == len(dropped)
+
+
+def test_a_run_in_which_every_group_is_filtered_stops_with_a_sentence(tmp_path: Path) -> None:
+    """`Fixed` gives every response the same reward."""
+    config = changed(
+        "sync", schedule={"dynamic_sampling": True}, trainer={"max_filtered_rounds": 3}
+    )
+
+    async def body() -> None:
+        trainer = Trainer(tmp_path, config)
+        await trainer.manager.start()
+        await trainer.begin(ResumePoint(0))
+        with pytest.raises(ComponentFailure, match=r"dropped the last 6 responses \(3 batches' w"):
+            await trainer.batch()
+        assert "all_filtered" in trainer.manager.status()["warnings"]
+        await trainer.manager.stop()
+
+    run(body())
 
 
 class Storming(SimulatedEngine):

@@ -1,0 +1,209 @@
+"""Ways in which a run goes on and learns nothing, or the wrong thing: named while it happens.
+
+Pure functions of batch statistics; `telemetry.health` emits each name once when it sets in.
+
+Invariants
+- A rule whose metrics are absent neither holds nor fails.
+- Every message ends with what to do.
+- The numbers of steps and shares are assumed (no source gives them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+ZERO_REWARD_STEPS: Final = 5
+"""Steps in a row without any reward above 0 before the warning."""
+AT_BOUND_STEPS: Final = 3
+"""Steps in a row at the staleness bound before the warning."""
+AT_BOUND_SHARE: Final = 0.8
+"""Mean lag over the bound that counts as being at it."""
+
+Metrics = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A name, when it holds at one step, in how many steps in a row, and the sentence for it."""
+
+    name: str
+    needs: tuple[str, ...]
+    holds: Callable[[Metrics], bool]
+    message: Callable[[Metrics], str]
+    streak: int = 1
+
+
+def _equal_rewards(m: Metrics) -> bool:
+    return m["reward/max"] == m["reward/min"]
+
+
+_LOOK = "`megatron-async trajectories RUN_DIR --show ID` prints a response with its reward"
+
+RULES: Final = (
+    Rule(
+        "equal_rewards",
+        ("reward/max", "reward/min"),
+        _equal_rewards,
+        lambda m: (
+            f"all rewards of the batch are {m['reward/max']:g}, so no response is better than "
+            f"another: check the scorer ({_LOOK}), or choose harder or easier problems"
+        ),
+    ),
+    Rule(
+        "no_informative_group",
+        ("reward/max", "reward/min", "reward/uninformative_groups"),
+        lambda m: m["reward/uninformative_groups"] == 1 and not _equal_rewards(m),
+        lambda m: (
+            "the rewards within every group of the batch are equal, so that advantages against the "
+            "group's mean are 0: raise schedule.group_size or sampling.temperature, or choose "
+            "problems that are solved sometimes"
+        ),
+    ),
+    Rule(
+        "zero_reward",
+        ("reward/max",),
+        lambda m: m["reward/max"] <= 0,
+        lambda m: (
+            f"no response of the last {ZERO_REWARD_STEPS} steps has a reward above 0: fine-tune "
+            "first (`megatron-async sft`), choose easier problems, or check task.answer_marker and "
+            f"the scorer ({_LOOK})"
+        ),
+        ZERO_REWARD_STEPS,
+    ),
+    Rule(
+        "all_truncated",
+        ("rollout/truncated_share", "rollout/response_length_max"),
+        lambda m: m["rollout/truncated_share"] == 1,
+        lambda m: (
+            "every response of the batch was cut off at sampling.max_new_tokens "
+            f"({m['rollout/response_length_max']:.0f} tokens): raise it, or find out why the model "
+            "does not end its responses (task.chat_template, the tokenizer's end-of-text token)"
+        ),
+    ),
+    Rule(
+        "no_answer_found",
+        ("rollout/answered_share",),
+        lambda m: m["rollout/answered_share"] == 0,
+        lambda m: (
+            "the scorer found an answer in none of the responses: check task.answer_marker and "
+            f"what task.prompt_template asks for ({_LOOK})"
+        ),
+    ),
+)
+
+
+def lag_at_bound(bound: int) -> Rule:
+    """Nearly all data are as stale as schedule.max_async_level lets them be, or are thrown away
+    for it."""
+
+    def holds(m: Metrics) -> bool:
+        lost = sum(m.get(f"rollout/{name}", 0) for name in ("dropped_stale", "stale_masked_tokens"))
+        mean_is_near = m["rollout/lag_mean"] >= AT_BOUND_SHARE * bound
+        return m["rollout/lag_max"] >= bound and (mean_is_near or lost > 0)
+
+    return Rule(
+        "lag_at_bound",
+        ("rollout/lag_mean", "rollout/lag_max"),
+        holds,
+        lambda m: (
+            f"for {AT_BOUND_STEPS} steps the mean lag was {m['rollout/lag_mean']:.2f} with "
+            f"schedule.max_async_level {bound}, or data were lost for it: generation runs too far "
+            "ahead; lower schedule.concurrency or schedule.ring_batches, or give the trainer more "
+            "of the machine"
+        ),
+        AT_BOUND_STEPS,
+    )
+
+
+def batch_size_changed(before: float) -> Rule:
+    """The run is restored with batches of another size than `before` trajectories."""
+    return Rule(
+        "batch_size_changed",
+        ("rollout/trajectories",),
+        lambda m: m["rollout/trajectories"] != before,
+        lambda m: (
+            f"the batch has {m['rollout/trajectories']:.0f} trajectories, those before the resume "
+            f"had {before:.0f}: the learning rate was chosen for that size; scale optimizer.lr, or "
+            "set schedule.groups_per_batch and schedule.group_size as they were"
+        ),
+    )
+
+
+class LearningWatch:
+    """Takes every step's metrics; returns the rules that hold now, as (name, message)."""
+
+    def __init__(self, bound: int | None = None, before: Metrics | None = None) -> None:
+        """`bound`: schedule.max_async_level; `before`: metrics of the step before a resume."""
+        rules = list(RULES)
+        if bound:
+            rules.append(lag_at_bound(bound))
+        if before and "rollout/trajectories" in before:
+            rules.append(batch_size_changed(before["rollout/trajectories"]))
+        self._rules = rules
+        self._streaks = dict.fromkeys((rule.name for rule in rules), 0)
+
+    def step(self, metrics: Metrics) -> list[tuple[str, str]]:
+        """Rules that hold, and have held for as many steps as they need."""
+        found = []
+        for rule in self._rules:
+            if not all(name in metrics for name in rule.needs):
+                continue
+            held = rule.holds(metrics)
+            self._streaks[rule.name] = self._streaks[rule.name] + 1 if held else 0
+            if held and self._streaks[rule.name] >= rule.streak:
+                found.append((rule.name, rule.message(metrics)))
+        return found
+
+    def unjudged(self, metrics: Metrics) -> frozenset[str]:
+        """Rules of which `metrics` say nothing."""
+        return frozenset(
+            rule.name for rule in self._rules if not all(name in metrics for name in rule.needs)
+        )
+
+
+class FilteredRounds:
+    """Counts what dynamic sampling drops while it keeps no group: the run waits for ever then.
+
+    A round is as many responses as a batch has.
+    """
+
+    def __init__(self, batch_trajectories: int, most: int) -> None:
+        self._batch, self._most = batch_trajectories, most
+        self._members = 0
+        self._kept = 0
+
+    @property
+    def rounds(self) -> float:
+        """Batches' worth of responses dropped since a group was kept."""
+        return self._members / self._batch
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether `most` rounds are dropped in a row."""
+        return self.rounds >= self._most
+
+    def kept(self, complete_groups: int) -> None:
+        """`complete_groups` are ready for a batch now; more than before: one was kept."""
+        if complete_groups > self._kept:
+            self._members = 0
+        self._kept = complete_groups
+
+    def emitted(self) -> None:
+        """A batch has taken what was kept."""
+        self._members = self._kept = 0
+
+    def dropped(self) -> bool:
+        """One more response of a group without reward variance; whether a whole round is full."""
+        self._members += 1
+        return self._members == self._batch
+
+    def sentence(self) -> str:
+        """For a person."""
+        return (
+            f"schedule.dynamic_sampling dropped the last {self._members} responses "
+            f"({self.rounds:.0f} batches' worth) and kept none: the rewards within every group are "
+            f"equal; check the scorer ({_LOOK}), choose problems that are solved sometimes, start "
+            "from a fine-tuned model, or set schedule.dynamic_sampling false"
+        )

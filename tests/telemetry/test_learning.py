@@ -1,0 +1,120 @@
+"""Silent wrong learning is named: each case once, with its remedy, and not where all is well."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from megatron_async.telemetry.health import HealthWatch
+from megatron_async.telemetry.learning import ZERO_REWARD_STEPS, FilteredRounds, LearningWatch
+
+WELL = {
+    "reward/max": 1.0,
+    "reward/min": 0.0,
+    "reward/uninformative_groups": 0.4,
+    "rollout/truncated_share": 0.1,
+    "rollout/response_length_max": 192.0,
+    "rollout/answered_share": 0.9,
+    "rollout/lag_mean": 0.5,
+    "rollout/lag_max": 2.0,
+    "rollout/dropped_stale": 0.0,
+    "rollout/trajectories": 64.0,
+}
+
+
+def names(watch: LearningWatch | HealthWatch, **changes: float) -> list[str]:
+    changed = {name.replace("__", "/"): value for name, value in changes.items()}
+    return [name for name, _ in watch.step(WELL | changed)]
+
+
+def test_a_run_that_learns_is_not_warned_of() -> None:
+    watch = LearningWatch(bound=2, before=WELL)
+    assert all(names(watch) == [] for _ in range(10))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("equal_rewards", {"reward__max": 1.0, "reward__min": 1.0}),
+        ("no_informative_group", {"reward__uninformative_groups": 1.0}),
+        ("all_truncated", {"rollout__truncated_share": 1.0}),
+        ("no_answer_found", {"rollout__answered_share": 0.0}),
+    ],
+)
+def test_it_is_named_at_the_first_batch(name: str, changes: dict[str, float]) -> None:
+    assert names(LearningWatch(), **changes) == [name]
+
+
+def test_zero_reward_is_named_after_several_steps() -> None:
+    watch = LearningWatch()
+    zero = {"reward__max": 0.0, "reward__min": 0.0}
+    seen = [names(watch, **zero) for _ in range(ZERO_REWARD_STEPS)]
+    assert seen[:-1] == [["equal_rewards"]] * (ZERO_REWARD_STEPS - 1)
+    assert seen[-1] == ["equal_rewards", "zero_reward"]
+    assert names(watch) == []
+    assert names(watch, **zero) == ["equal_rewards"], "the count begins anew"
+
+
+@pytest.mark.parametrize(
+    ("bound", "changes", "named"),
+    [
+        (2, {"rollout__lag_mean": 1.9}, True),
+        (2, {"rollout__dropped_stale": 3.0}, True),
+        (3, {"rollout__lag_mean": 1.9}, False),
+        (None, {"rollout__lag_mean": 1.9}, False),
+    ],
+    ids=["nearly all", "data lost", "a higher bound", "no bound"],
+)
+def test_lag_at_its_bound_is_named_after_three_steps(
+    bound: int | None, changes: dict[str, float], named: bool
+) -> None:
+    watch = LearningWatch(bound)
+    assert names(watch, **changes) + names(watch, **changes) == []
+    assert names(watch, **changes) == (["lag_at_bound"] if named else [])
+
+
+def test_a_resume_with_another_batch_size_is_named() -> None:
+    watch = LearningWatch(before=WELL)
+    assert names(watch, rollout__trajectories=32.0) == ["batch_size_changed"]
+
+
+def test_each_is_emitted_once_until_it_is_over() -> None:
+    watch = HealthWatch()
+    alike = {"reward__max": 1.0, "reward__min": 1.0}
+    assert names(watch, **alike) == ["equal_rewards"]
+    assert watch.holding == {"equal_rewards"}
+    assert names(watch, **alike) == []
+    assert watch.step({}) == [] and watch.holding == {"equal_rewards"}, "a step without metrics"
+    assert names(watch, **alike) == []
+    assert names(watch) == [] and not watch.holding
+    assert names(watch, **alike) == ["equal_rewards"]
+
+
+def test_every_message_names_a_setting_or_a_command_as_remedy() -> None:
+    broken = dict.fromkeys(WELL, 1.0) | {"rollout/answered_share": 0.0, "reward/max": 0.0}
+    broken |= {"reward/min": 0.0, "rollout/lag_max": 1.0}
+    watch = LearningWatch(bound=1, before=WELL)
+    for _ in range(ZERO_REWARD_STEPS):
+        found = watch.step(broken)
+    assert len(found) == 6
+    for _, message in found:
+        assert re.search(r"(megatron-async \w+|\b(schedule|sampling|task|optimizer)\.\w+)", message)
+
+
+def test_rounds_that_are_filtered_whole_are_counted_until_a_group_is_kept() -> None:
+    rounds = FilteredRounds(4, most=3)
+    assert [rounds.dropped() for _ in range(4)] == [False, False, False, True]
+    rounds.kept(0)
+    assert [rounds.dropped() for _ in range(4)] == [False] * 4, "named once"
+    assert not rounds.hopeless
+    rounds.kept(1)
+    assert rounds.rounds == 0
+    for _ in range(12):
+        rounds.dropped()
+    rounds.emitted()
+    assert not rounds.hopeless
+    for _ in range(12):
+        rounds.dropped()
+    assert rounds.hopeless
+    assert "dropped the last 12 responses (3 batches' worth)" in rounds.sentence()
