@@ -48,7 +48,7 @@ def run(*arguments: str) -> tuple[int, str]:
         ("model.trust_remote_code=true", "unknown setting model.trust_remote_code"),
         ("engines.health_interval_seconds=120", "engines.no_progress_seconds 120"),
         ("engines.request_timeout_seconds=60", "engines.request_timeout_seconds 60 is less than"),
-        ("engines.context_length=1026", "the 1020 that an engine takes"),
+        ("engines.context_length=1026", "an engine takes 1020 tokens of prompt and response"),
     ],
 )
 def test_a_bad_setting_is_refused(
