@@ -21,6 +21,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 if [ $# -eq 0 ]; then
   ruff check .
   ruff format --check .
+  typos
   mypy megatron_async kernels
   vulture
   pytest -q -m "not slow and not engine"

@@ -299,7 +299,7 @@ def lag_broken(evidence: Evidence, rules: Rules) -> list[str]:
 
 
 def lag_of(evidence: Evidence, batch: Batch, version: PolicyVersion) -> int:
-    """Versions between a token's policy and the update that trains it (SEMANTICS.md section 1)."""
+    """Versions between a token's policy and the update that trains it (semantics.md, 1)."""
     number = version.number
     if version.lineage != batch.lineage:
         parted = part_step(evidence.attaches, version.lineage, batch.lineage)

@@ -2,7 +2,7 @@
 
 Invariants
 - A directory is a checkpoint exactly when it holds `manifest.json`; the file appears by one atomic
-  rename after every other file is complete and on disk (SEMANTICS section 2).
+  rename after every other file is complete and on disk (docs/semantics.md section 2).
 - The manifest lists every file with its size and SHA-256, so that a torn, truncated or corrupted
   checkpoint is told from a good one before anything is loaded.
 - It lists every tensor with a checksum of what the trainer held (`checkpoint.checksum`), which does

@@ -11,7 +11,7 @@ from rich.table import Table
 from megatron_async.run_directory import RunDirectory
 from megatron_async.telemetry.metrics import read_metrics
 
-_ESS = "off_policy/ess"  # raw, per token (SEMANTICS: "ESS" alone)
+_ESS = "off_policy/ess"  # raw, per token (docs/semantics.md section 4: "ESS" alone)
 
 
 @dataclass(frozen=True)

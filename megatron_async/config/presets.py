@@ -1,6 +1,6 @@
 """The five schedules and their defaults: named points of `ScheduleConfig`'s space.
 
-Precedence (SEMANTICS.md section 3): recipe < schedule preset < YAML file < command line.
+Precedence (docs/semantics.md section 3): recipe < schedule preset < YAML file < command line.
 """
 
 from __future__ import annotations

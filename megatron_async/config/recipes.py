@@ -1,6 +1,6 @@
 """Named recipes: which schedule, advantage, loss, correction and hyper-parameters a source uses.
 
-Precedence (SEMANTICS.md section 3): recipe < schedule preset < YAML file < command line.
+Precedence (docs/semantics.md section 3): recipe < schedule preset < YAML file < command line.
 Sources: copris CoPRIS, arXiv 2511.05589, with the values of its authors' script
 (777pomingzi/CoPRIS, CoPRIS_scripts/run_CoPRIS.sh);
 pipeline_rl PipelineRL, arXiv 2509.19128; prime_rl PRIME-RL (delta and form assumed); rapid RAPID;

@@ -1,8 +1,8 @@
 """In-memory record of each trajectory: its state, and its tokens while it is live.
 
 Invariants
-- State changes only along the arrows of `ALLOWED` (SEMANTICS section 2). `batched` is not among the
-  stored states: it is derived from the batches of the line that is looked at.
+- State changes only along the arrows of `ALLOWED` (docs/semantics.md section 2). `batched` is not
+  among the stored states: it is derived from the batches of the lineage that is looked at.
 - Tokens wait in the buffer until they are handed to the writer as a chunk; a chunk never spans two
   segments. The segments of a live record hold all tokens, handed over or not.
 - A segment ends when its author changes and when its request ends (the trajectory becomes partial).

@@ -3,7 +3,7 @@
 Invariants
 - The policy number of a token is counted along the current line: a token of version (l, a) whose
   line l parted from the current one at n0 counts as number min(a, n0), so that its lag in update n
-  is n - min(a, n0) (SEMANTICS.md section 1). Every lag is >= 0.
+  is n - min(a, n0) (docs/semantics.md section 1). Every lag is >= 0.
 - Trained (mask 1) are exactly the policy's own tokens that no staleness rule masks. Everything else
   has mask 0, log-prob 0 and lag 0. A token masked for staleness keeps its number in `version_T`,
   prompt and environment tokens have -1.

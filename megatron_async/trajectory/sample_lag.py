@@ -3,8 +3,9 @@
 PipelineRL counts lag so: a bound in samples does not move when the batch size does.
 
 Invariants
-- The lag of a trajectory is that of its oldest trained token (SEMANTICS.md section 1). Version a in
-  batch n: the trajectories of batches a .. n - 1 on the current line, which is 0 on-policy.
+- The lag of a trajectory is that of its oldest trained token (docs/semantics.md section 1).
+  Version a in batch n: the trajectories of batches a .. n - 1 on the current lineage, which is 0
+  on-policy.
 - A batch that the trainer could not use has trained nothing, for the batches that are packed after
   it was dropped.
 

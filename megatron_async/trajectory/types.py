@@ -24,7 +24,7 @@ FloatArray = npt.NDArray[np.float32]
 
 
 class PolicyVersion(NamedTuple):
-    """Weights at the start of update `number` on line `lineage` (SEMANTICS.md section 1)."""
+    """Weights at the start of update `number` on line `lineage` (docs/semantics.md section 1)."""
 
     lineage: int
     number: int
@@ -67,7 +67,7 @@ class TrajectoryState(enum.StrEnum):
 
 
 class DropReason(enum.StrEnum):
-    """Every way out of a run other than a batch (SEMANTICS.md section 2)."""
+    """Every way out of a run other than a batch (docs/semantics.md section 2)."""
 
     OVERFLOW = "overflow"
     STALE = "stale"

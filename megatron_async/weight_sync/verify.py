@@ -3,7 +3,7 @@
 Pure checks of what engines report. SGLang accepts a tensor whose name it does not know and ignores
 it, its checksums are over its own fused layout, so that a trainer cannot compute them, and some of
 its settings change log-probs or sampling. Hence four checks, each of which catches what the others
-cannot (SEMANTICS.md section 5):
+cannot (docs/semantics.md section 5):
 
 - every name that is sent belongs to a parameter that the engine has (`NameCheck.add`);
 - every parameter that the engine has was sent (`NameCheck.finish`);

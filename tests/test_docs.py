@@ -1,0 +1,106 @@
+"""What the documentation shows is executed: configurations load, Python runs, commands exist.
+
+A block after `<!-- not run: REASON -->` is left out.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+
+from megatron_async.cli import app
+from megatron_async.config.load import build_config
+from megatron_async.import_path import anchored
+
+ROOT = Path(__file__).parents[1]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "examples").rglob("*.md")),
+    *(ROOT / name for name in ("CONTRIBUTING.md", "kernels/README.md")),
+]
+_BLOCK = re.compile(r"(<!-- not run: [^>]+ -->\n+)?^```(\w+)[^\n]*\n(.*?)^```", re.M | re.S)
+COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Block:
+    page: Path
+    line: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def blocks(language: str) -> list[Block]:
+    """Blocks of this language that are to be run."""
+    found = []
+    for page in PAGES:
+        text = page.read_text()
+        for match in _BLOCK.finditer(text):
+            if match[1] is None and match[2] == language:
+                found.append(Block(page, text.count("\n", 0, match.start()) + 1, match[3]))
+    return found
+
+
+def commands(language: str) -> Iterator[tuple[Block, list[str]]]:
+    """Words of each `megatron-async` line."""
+    for block in blocks(language):
+        for line in block.text.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            if "megatron-async" in words:
+                yield block, words[words.index("megatron-async") + 1 :]
+
+
+@pytest.mark.parametrize("block", blocks("yaml"), ids=str)
+def test_a_configuration_loads(block: Block) -> None:
+    build_config(anchored(yaml.safe_load(block.text), block.page.parent))
+
+
+@pytest.mark.parametrize(
+    "page", sorted({block.page for block in blocks("python")}), ids=lambda p: p.name
+)
+def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of a page run one after the other, as a reader would."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for block in blocks("python"):
+        if block.page == page:
+            code = "\n" * block.line + block.text
+            exec(compile(code, str(page), "exec"), names)
+
+
+@pytest.mark.parametrize(("block", "words"), commands("bash"), ids=lambda x: str(x)[:60])
+def test_a_command_and_its_options_exist(block: Block, words: list[str]) -> None:
+    command: Any = None
+    group = COMMANDS
+    while words and words[0].split("|")[0] in group:
+        command = group[words.pop(0).split("|")[0]]
+        group = getattr(command, "commands", {})
+    assert command is not None, f"{block}: {words[:1]} is no command"
+    known = {name for p in command.params for name in (*p.opts, *p.secondary_opts)} | {"--help"}
+    used = {w.strip("[]").partition("=")[0] for w in words if w.strip("[").startswith("--")}
+    assert used <= known, f"{block}: {sorted(used - known)}"
+
+
+@pytest.mark.slow
+def test_the_site_builds_strictly_and_its_links_hold(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
