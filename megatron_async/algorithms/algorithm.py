@@ -16,15 +16,15 @@ How a trainer uses it, once per batch:
 
 Invariants
 - Batches are never modified: each step returns a new one.
-- With a process group, `batch` holds this rank's sequences and every number is global; without
-  one it holds all of them. Either way the result is the same for any split of sequences.
+- A batch holds all its sequences on every rank, so every number is global and needs no collective.
+  A loss is the same for any split of them into microbatches.
 - Minibatches hold whole groups (RAPID's baseline and denominators need them).
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +40,6 @@ from megatron_async_kernels.loss_types import (
 )
 from megatron_async_kernels.packed import segment_sum, spread
 from megatron_async_kernels.surrogates import bounded_exp, truncate
-from torch import distributed
 
 from megatron_async.algorithms import advantages
 from megatron_async.algorithms.correction import (
@@ -51,55 +50,13 @@ from megatron_async.algorithms.correction import (
 from megatron_async.algorithms.loss_settings import loss_config
 from megatron_async.algorithms.metrics import batch_staleness
 from megatron_async.algorithms.own_loss import own_loss
-from megatron_async.algorithms.reduce import Reducer
 from megatron_async.config import RunConfig
 from megatron_async.config.algorithm import AlgorithmConfig
 from megatron_async.config.recipes import recipe_defaults
+from megatron_async.trajectory.batch import TokenBatch
 
 FloatVector = npt.NDArray[np.floating]
-
-
-class BatchLike(Protocol):
-    """The part of a `TokenBatch` that is read here (frozen; `replace` makes changed copies)."""
-
-    @property
-    def loss_mask_T(self) -> Any: ...
-
-    @property
-    def rollout_logprobs_T(self) -> Any: ...
-
-    @property
-    def lag_T(self) -> Any: ...
-
-    @property
-    def cu_seqlens_S1(self) -> Any: ...
-
-    @property
-    def rewards_S(self) -> Any: ...
-
-    @property
-    def group_ids_S(self) -> Any: ...
-
-    @property
-    def prompt_lengths_S(self) -> Any: ...
-
-    @property
-    def resumed_S(self) -> Any: ...
-
-    @property
-    def advantages_T(self) -> Any: ...
-
-    @property
-    def old_logprobs_T(self) -> Any: ...
-
-    @property
-    def ref_logprobs_T(self) -> Any: ...
-
-    @property
-    def is_weights_T(self) -> Any: ...
-
-
-Batch = TypeVar("Batch", bound=BatchLike)
+IndexVector = npt.NDArray[np.integer]
 
 
 def build_algorithm(config: RunConfig, device: torch.device | str = "cpu") -> Algorithm:
@@ -116,7 +73,7 @@ def build_sft_algorithm(device: torch.device | str = "cpu") -> Algorithm:
 
 
 class Algorithm:
-    """Settings and nothing else; all methods are pure (collectives apart)."""
+    """Settings and nothing else; all methods are pure."""
 
     def __init__(
         self,
@@ -155,48 +112,41 @@ class Algorithm:
             and correction.rollout_is_batch_normalize
         )
 
-    def prepare(
-        self, batch: Batch, process_group: distributed.ProcessGroup | None = None
-    ) -> tuple[Batch, dict[str, float]]:
+    def prepare(self, batch: TokenBatch) -> tuple[TokenBatch, dict[str, float]]:
         """Advantages (RAPID's excepted), weights and mask of decoupled correction, metrics.
 
         Raises NonFiniteError naming the array, ValueError when log-probs are missing.
         """
-        reducer = Reducer(process_group)
         metrics = batch_staleness(
             self._tensor(batch.lag_T),
             self._tensor(batch.loss_mask_T),
             self._tensor(batch.resumed_S),
-            reducer,
         )
         corrected = batch
         if self.needs_old_logprobs:
-            corrected, found = self._decoupled(batch, process_group)
+            corrected, found = self._decoupled(batch)
             metrics |= found
-        rewards_S = self._rewards(batch)
-        rows_SK = self._rows(corrected, rewards_S)
-        all_SK, mine = reducer.gather(rows_SK)
-        if all_SK.shape[0]:
-            metrics |= _reward_metrics(all_SK)
+        rewards_S, groups_S = self._rewards(batch), self._groups(batch)
+        if batch.num_sequences:
+            metrics |= _reward_metrics(rewards_S, groups_S)
         if self.config.advantage.estimator == "rapid":
             return corrected, metrics
-        advantages_S = self._advantages(all_SK)[mine]
+        tokens_S = segment_sum(self._tensor(corrected.loss_mask_T), self._cu_seqlens(batch))
+        advantages_S = self._advantages(rewards_S, groups_S, tokens_S)
         return self._with_advantages(corrected, advantages_S), metrics
 
     def prepare_minibatch(
         self,
-        batch: Batch,
+        batch: TokenBatch,
         logprobs_T: FloatVector | torch.Tensor | None = None,
-        process_group: distributed.ProcessGroup | None = None,
-    ) -> tuple[Batch, Denominators]:
+    ) -> tuple[TokenBatch, Denominators]:
         """Return the batch and denominators that a step shares; some depend on the current policy.
 
         `logprobs_T` are those of the no-gradient pass, needed when `needs_minibatch_pass`.
         """
-        reducer = Reducer(process_group)
         mask_T, cu_S1 = self._tensor(batch.loss_mask_T), self._cu_seqlens(batch)
-        tokens, sequences = reducer.sum(mask_T != 0, segment_sum(mask_T, cu_S1) > 0)
-        denominators = Denominators(tokens, sequences)
+        sequences = (segment_sum(mask_T, cu_S1) > 0).sum()
+        denominators = Denominators(float((mask_T != 0).sum()), float(sequences))
         if not self.needs_minibatch_pass:
             return batch, denominators
         if logprobs_T is None:
@@ -206,31 +156,43 @@ class Algorithm:
         check_finite({"logprobs": current_T, "anchor_logprobs": anchor_T}, mask_T)
         log_ratio_T = current_T - anchor_T
         if self._normalizes_in_loss:
-            mean = self._weight_mean(log_ratio_T, mask_T, cu_S1, reducer)
+            mean = self._weight_mean(log_ratio_T, mask_T, cu_S1)
             denominators = replace(denominators, weight_mean=mean)
         if self.config.advantage.estimator == "rapid":
             log_weight_S = generation_log_weight(log_ratio_T, mask_T, cu_S1)
-            rows_SK = self._rows(batch, self._rewards(batch), log_weight_S)
-            all_SK, mine = reducer.gather(rows_SK)
-            batch = self._with_advantages(batch, self._rapid_advantages(all_SK)[mine])
+            rapid = self.config.rapid
+            advantages_S = advantages.rapid_advantages(
+                self._rewards(batch),
+                log_weight_S,
+                self._groups(batch),
+                eta=rapid.eta,
+                leave_one_out=rapid.leave_one_out,
+            )
+            batch = self._with_advantages(batch, advantages_S)
         return batch, denominators
 
     def inputs(
         self,
-        batch: BatchLike,
+        batch: TokenBatch,
         logprobs_T: torch.Tensor,
         entropy_T: torch.Tensor | None = None,
+        *,
+        rows_R: IndexVector | None = None,
+        cu_seqlens: torch.Tensor | None = None,
     ) -> LossInputs:
         """A prepared (micro)batch and the current log-probs as the loss reads them.
 
-        Arrays go to the device of `logprobs_T`. For SFT the rollout policy is the current one.
+        With `rows_R` only these tokens of the batch, which `logprobs_T` and `entropy_T` are of;
+        `cu_seqlens` are the borders of sequences among them. Arrays go to the device of
+        `logprobs_T`. For SFT the rollout policy is the current one.
         """
         device, dtype = logprobs_T.device, logprobs_T.dtype
 
+        def taken(array_T: npt.NDArray[Any]) -> torch.Tensor:
+            return _copy(array_T if rows_R is None else array_T[rows_R]).to(device)
+
         def read(array_T: FloatVector | None) -> torch.Tensor | None:
-            if array_T is None:
-                return None
-            return _copy(array_T).to(device, dtype)
+            return None if array_T is None else taken(array_T).to(dtype)
 
         if batch.advantages_T is None:
             raise ValueError("the batch has no advantages; call prepare (and prepare_minibatch)")
@@ -241,12 +203,14 @@ class Algorithm:
             rollout_logprobs_T=current_T if is_sft else read(batch.rollout_logprobs_T),  # type: ignore[arg-type]
             advantages_T=read(batch.advantages_T),  # type: ignore[arg-type]
             mask_T=read(batch.loss_mask_T),  # type: ignore[arg-type]
-            cu_seqlens_S1=_copy(batch.cu_seqlens_S1).to(device),
+            cu_seqlens_S1=_copy(batch.cu_seqlens_S1 if cu_seqlens is None else cu_seqlens).to(
+                device
+            ),
             old_logprobs_T=read(batch.old_logprobs_T),
             ref_logprobs_T=read(batch.ref_logprobs_T),
             entropy_T=None if entropy_T is None else entropy_T.detach(),
             is_weights_T=read(batch.is_weights_T),
-            lag_T=_copy(batch.lag_T).to(device),
+            lag_T=taken(batch.lag_T),
         )
 
     def loss(
@@ -259,9 +223,8 @@ class Algorithm:
 
     def correction_metrics(
         self,
-        batch: BatchLike,
+        batch: TokenBatch,
         logprobs_T: FloatVector | torch.Tensor,
-        process_group: distributed.ProcessGroup | None = None,
     ) -> dict[str, float]:
         """`rollout_corr/` of a minibatch in bypass mode, from the log-probs its loss saw.
 
@@ -271,7 +234,7 @@ class Algorithm:
         mask_T = self._tensor(batch.loss_mask_T)
         if not self.config.correction.bypass_mode or self.loss_config.surrogate == "sft":
             return {}
-        if Reducer(process_group).sum(mask_T != 0)[0] == 0:
+        if not mask_T.any():
             return {}
         level, threshold = self._reported_weights()
         correction = self.config.correction
@@ -285,7 +248,6 @@ class Algorithm:
             rollout_is_batch_normalize=self._normalizes_in_loss,
             rollout_rs=correction.rollout_rs,
             rollout_rs_threshold=correction.rollout_rs_threshold,
-            process_group=process_group,
         )[2]
 
     def _reported_weights(self) -> tuple[str | None, float | str]:
@@ -299,13 +261,11 @@ class Algorithm:
             return "token", config.aipo_delta
         return None, correction.rollout_is_threshold
 
-    def _decoupled(
-        self, batch: Batch, group: distributed.ProcessGroup | None
-    ) -> tuple[Batch, dict[str, float]]:
+    def _decoupled(self, batch: TokenBatch) -> tuple[TokenBatch, dict[str, float]]:
         if batch.old_logprobs_T is None:
             raise ValueError("decoupled correction needs old_logprobs_T, got None")
         mask_T = self._tensor(batch.loss_mask_T)
-        if Reducer(group).sum(mask_T != 0)[0] == 0:
+        if not mask_T.any():
             return batch, {}
         weights_T, kept_T, metrics = correct(
             self.config.correction,
@@ -313,14 +273,12 @@ class Algorithm:
             self._tensor(batch.rollout_logprobs_T),
             mask_T,
             self._cu_seqlens(batch),
-            group,
         )
         mask_array = kept_T.cpu().numpy().astype(batch.loss_mask_T.dtype)
         weights_array = None if weights_T is None else weights_T.cpu().numpy()
-        changed = replace(batch, loss_mask_T=mask_array, is_weights_T=weights_array)  # type: ignore[type-var]
-        return changed, metrics
+        return replace(batch, loss_mask_T=mask_array, is_weights_T=weights_array), metrics
 
-    def _rewards(self, batch: BatchLike) -> torch.Tensor:
+    def _rewards(self, batch: TokenBatch) -> torch.Tensor:
         """Rewards with length shaping and the reference KL taken off, float64 [S]."""
         rewards_S = self._tensor(batch.rewards_S)
         check_finite({"rewards": rewards_S}, torch.ones_like(rewards_S))
@@ -343,49 +301,34 @@ class Algorithm:
             rewards_S = rewards_S - self.config.kl.reward_coef * distance_S
         return rewards_S
 
-    def _rows(
-        self, batch: BatchLike, rewards_S: torch.Tensor, log_weight_S: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return reward, group id, trained tokens and log weight by sequence; float64 [S, 4]."""
-        groups_S = self._tensor(batch.group_ids_S)
-        tokens_S = segment_sum(self._tensor(batch.loss_mask_T), self._cu_seqlens(batch))
-        if log_weight_S is None:
-            log_weight_S = torch.zeros_like(rewards_S)
-        return torch.stack([rewards_S, groups_S, tokens_S, log_weight_S], dim=1)
+    def _groups(self, batch: TokenBatch) -> torch.Tensor:
+        """Return the index of each sequence's group, [S]."""
+        return torch.unique(self._tensor(batch.group_ids_S), return_inverse=True)[1]
 
-    def _advantages(self, all_SK: torch.Tensor) -> torch.Tensor:
-        rewards_S, groups_S, tokens_S, _ = all_SK.unbind(dim=1)
-        index_S = torch.unique(groups_S, return_inverse=True)[1]
+    def _advantages(
+        self, rewards_S: torch.Tensor, groups_S: torch.Tensor, tokens_S: torch.Tensor
+    ) -> torch.Tensor:
         settings = self.config.advantage
         if settings.estimator in ("grpo", "dr_grpo"):
             return advantages.group_advantages(
                 rewards_S,
-                index_S,
+                groups_S,
                 normalize_std=settings.estimator == "grpo",
                 epsilon=settings.std_epsilon,
             )
         if settings.estimator == "rloo":
-            return advantages.leave_one_out_advantages(rewards_S, index_S)
+            return advantages.leave_one_out_advantages(rewards_S, groups_S)
         if settings.estimator == "reinforce_pp":
             return advantages.whitened_advantages(rewards_S, tokens_S)
         if settings.estimator == "pg":
             return advantages.batch_baseline_advantages(rewards_S)
         return torch.ones_like(rewards_S)
 
-    def _rapid_advantages(self, all_SK: torch.Tensor) -> torch.Tensor:
-        rewards_S, groups_S, _, log_weight_S = all_SK.unbind(dim=1)
-        index_S = torch.unique(groups_S, return_inverse=True)[1]
-        rapid = self.config.rapid
-        return advantages.rapid_advantages(
-            rewards_S, log_weight_S, index_S, eta=rapid.eta, leave_one_out=rapid.leave_one_out
-        )
-
     def _weight_mean(
         self,
         log_ratio_T: torch.Tensor,
         mask_T: torch.Tensor,
         cu_S1: torch.Tensor,
-        reducer: Reducer,
     ) -> float:
         config = self.loss_config
         if config.weight_level == "token":
@@ -394,13 +337,13 @@ class Algorithm:
             total_S = generation_log_weight(log_ratio_T, mask_T, cu_S1)
             raw_T = spread(bounded_exp(total_S)[0], cu_S1)
         weights_T, _, _ = truncate(raw_T, config.weight_lower, config.weight_upper)
-        return weight_mean(weights_T, mask_T, cu_S1, config.weight_level, reducer)
+        return weight_mean(weights_T, mask_T, cu_S1, config.weight_level)
 
-    def _with_advantages(self, batch: Batch, advantages_S: torch.Tensor) -> Batch:
+    def _with_advantages(self, batch: TokenBatch, advantages_S: torch.Tensor) -> TokenBatch:
         advantages_T = spread(advantages_S, self._cu_seqlens(batch)).cpu().numpy()
-        return replace(batch, advantages_T=advantages_T)  # type: ignore[type-var]
+        return replace(batch, advantages_T=advantages_T)
 
-    def _anchor(self, batch: BatchLike) -> torch.Tensor:
+    def _anchor(self, batch: TokenBatch) -> torch.Tensor:
         if not self.needs_old_logprobs:
             return self._tensor(batch.rollout_logprobs_T)
         if batch.old_logprobs_T is None:
@@ -410,7 +353,7 @@ class Algorithm:
     def _tensor(self, array: FloatVector | torch.Tensor) -> torch.Tensor:
         return _copy(array).to(self.device, torch.float64)
 
-    def _cu_seqlens(self, batch: BatchLike) -> torch.Tensor:
+    def _cu_seqlens(self, batch: TokenBatch) -> torch.Tensor:
         return _copy(batch.cu_seqlens_S1).to(self.device, torch.int64)
 
 
@@ -419,10 +362,8 @@ def _copy(array: npt.NDArray[Any] | torch.Tensor) -> torch.Tensor:
     return array.detach() if isinstance(array, torch.Tensor) else torch.tensor(array)
 
 
-def _reward_metrics(all_SK: torch.Tensor) -> dict[str, float]:
-    rewards_S, groups_S, _, _ = all_SK.unbind(dim=1)
-    index_S = torch.unique(groups_S, return_inverse=True)[1]
-    informative_G = advantages.informative_groups(rewards_S, index_S)
+def _reward_metrics(rewards_S: torch.Tensor, groups_S: torch.Tensor) -> dict[str, float]:
+    informative_G = advantages.informative_groups(rewards_S, groups_S)
     return {
         "reward/mean": float(rewards_S.mean()),
         "reward/std": float(rewards_S.std(correction=0)),

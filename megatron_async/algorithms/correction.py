@@ -7,7 +7,7 @@ the code holds; docs/algorithms.md lists each such place.
 Invariants
 - A padded [B, L] input and the packed [T] input of the same rows give the same numbers.
 - Weights never depend on rejection, and rejection changes nothing but the mask.
-- Weights carry no gradient. Numbers do not depend on how rows are spread over the process group.
+- Weights carry no gradient.
 
 l = log pi_old - log pi_rollout, m the mask, c(x) = clamp(x, -20, 20).
 """
@@ -21,7 +21,6 @@ from megatron_async_kernels.loss_torch import generation_log_weight, rejection_s
 from megatron_async_kernels.loss_types import RejectionRule, check_finite
 from megatron_async_kernels.packed import segment_sum, spread
 from megatron_async_kernels.surrogates import bounded_exp, truncate
-from torch import distributed
 
 from megatron_async.algorithms.correction_metrics import (
     Rows,
@@ -29,7 +28,7 @@ from megatron_async.algorithms.correction_metrics import (
     rejection_metrics,
     weight_metrics,
 )
-from megatron_async.algorithms.reduce import Reducer
+from megatron_async.algorithms.reduce import mean, total
 from megatron_async.config.algorithm import RolloutCorrectionConfig
 from megatron_async.config.thresholds import (
     ParsedRejection,
@@ -52,14 +51,13 @@ def compute_rollout_correction(
     rollout_is_batch_normalize: bool = False,
     rollout_rs: str | None = None,
     rollout_rs_threshold: float | str | None = None,
-    process_group: distributed.ProcessGroup | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor, dict[str, float]]:
     """Weights (None without `rollout_is`), the mask after rejection, and all metrics.
 
     Inputs are padded [B, L], or packed [T] with `cu_seqlens` [S + 1]; outputs have their shape.
     Weights: token exp(c(l)) m; sequence exp(c(sum_t l m)) m. A number truncates above, `lo_hi`
     zeroes outside (both bounds inclusive). `rollout_is_batch_normalize` then divides by the mean
-    over tokens, or over non-empty sequences, of all ranks (unless it is <= 1e-8). Rejection: see
+    over tokens, or over non-empty sequences (unless it is <= 1e-8). Rejection: see
     `RejectionRule`; all options must pass.
 
     Raises NonFiniteError naming the tensor; ValueError for a malformed threshold, shapes that do
@@ -78,15 +76,14 @@ def compute_rollout_correction(
     check_finite(
         {"old_logprobs": old_logprobs, "rollout_logprobs": rollout_logprobs}, response_mask
     )
-    reducer = Reducer(process_group)
     rows = _rows(old_logprobs, rollout_logprobs, response_mask, cu_seqlens)
-    if reducer.sum(rows.mask_T)[0] == 0:
+    if not rows.trained_T.any():
         raise ValueError("response_mask has no trained token")
     metrics: dict[str, float] = {}
     weights = None
     if rollout_is is not None:
         weights_T, found = _weights(
-            rows, rollout_is, rollout_is_threshold, rollout_is_batch_normalize, reducer
+            rows, rollout_is, rollout_is_threshold, rollout_is_batch_normalize
         )
         dtype = torch.promote_types(old_logprobs.dtype, torch.float32)
         weights = weights_T.to(dtype).reshape(old_logprobs.shape)
@@ -95,10 +92,10 @@ def compute_rollout_correction(
     if rollout_rs is not None:
         if rollout_rs_threshold is None:
             raise ValueError(f"rollout_rs {rollout_rs!r} needs rollout_rs_threshold")
-        keep_T, found = _reject(rows, parse_rejection(rollout_rs, rollout_rs_threshold), reducer)
+        keep_T, found = _reject(rows, parse_rejection(rollout_rs, rollout_rs_threshold))
         mask = mask * keep_T.to(mask.dtype).reshape(mask.shape)
         metrics |= found
-    metrics |= off_policy_metrics(rows, reducer)
+    metrics |= off_policy_metrics(rows)
     return weights, mask, {PREFIX + name: value for name, value in metrics.items()}
 
 
@@ -108,7 +105,6 @@ def correct(
     rollout_logprobs_T: torch.Tensor,
     mask_T: torch.Tensor,
     cu_seqlens_S1: torch.Tensor,
-    process_group: distributed.ProcessGroup | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor, dict[str, float]]:
     """`compute_rollout_correction` with the settings of `config`, on a packed stream."""
     return compute_rollout_correction(
@@ -121,7 +117,6 @@ def correct(
         rollout_is_batch_normalize=config.rollout_is_batch_normalize,
         rollout_rs=config.rollout_rs,
         rollout_rs_threshold=config.rollout_rs_threshold,
-        process_group=process_group,
     )
 
 
@@ -158,7 +153,7 @@ def _rows(
 
 
 def _weights(
-    rows: Rows, level: str, threshold: float | str, normalize: bool, reducer: Reducer
+    rows: Rows, level: str, threshold: float | str, normalize: bool
 ) -> tuple[torch.Tensor, dict[str, float]]:
     lower, upper = parse_weight_threshold(threshold, "rollout_is_threshold")
     log_T, mask_T, cu_S1 = rows.log_ratio_T, rows.mask_T, rows.cu_seqlens_S1
@@ -170,11 +165,11 @@ def _weights(
     else:
         raise ValueError(f"rollout_is must be 'token' or 'sequence', got {level!r}")
     weights_T, _, _ = truncate(raw_T, lower, upper)
-    metrics = weight_metrics(rows, level, raw_T, weights_T, lower, upper, reducer)
+    metrics = weight_metrics(rows, level, raw_T, weights_T, lower, upper)
     if normalize:
-        mean = weight_mean(weights_T, mask_T, cu_S1, level, reducer)
-        weights_T = weights_T / mean
-        metrics["rollout_is_batch_norm_factor"] = mean
+        factor = weight_mean(weights_T, mask_T, cu_S1, level)
+        weights_T = weights_T / factor
+        metrics["rollout_is_batch_norm_factor"] = factor
     return weights_T, metrics
 
 
@@ -183,17 +178,15 @@ def weight_mean(
     mask_T: torch.Tensor,
     cu_seqlens_S1: torch.Tensor,
     level: str,
-    reducer: Reducer,
 ) -> float:
-    """Mean weight over tokens, or over non-empty sequences, of all ranks; 1 if it is <= 1e-8."""
+    """Mean weight over tokens, or over non-empty sequences; 1 if it is <= 1e-8."""
     if level == "token":
-        total, count = reducer.sum(weights_T * mask_T, mask_T)
+        found = total(weights_T * mask_T) / max(total(mask_T), 1.0)
     else:
         length_S = segment_sum(mask_T, cu_seqlens_S1)
-        mean_S = segment_sum(weights_T * mask_T, cu_seqlens_S1) / length_S.clamp(min=1.0)
-        total, count = reducer.sum(mean_S, (length_S > 0).double())
-    mean = total / max(count, 1.0)
-    return mean if mean > _SMALLEST_MEAN else 1.0
+        sums_S = segment_sum(weights_T * mask_T, cu_seqlens_S1)[length_S > 0]
+        found = mean(sums_S / length_S[length_S > 0])
+    return found if found > _SMALLEST_MEAN else 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,19 +210,18 @@ def _decide(rows: Rows, option: ParsedRejection) -> _Decision:
 
 
 def _reject(
-    rows: Rows, options: tuple[ParsedRejection, ...], reducer: Reducer
+    rows: Rows, options: tuple[ParsedRejection, ...]
 ) -> tuple[torch.Tensor, dict[str, float]]:
     metrics: dict[str, float] = {}
     keep_T = torch.ones_like(rows.mask_T)
     for option in options:
-        verdict = _decide(rows, option)
-        keep_T = keep_T * verdict.keep_T
+        found = _decide(rows, option)
+        keep_T = keep_T * found.keep_T
         metrics |= rejection_metrics(
-            rows, option, verdict.statistic_T, verdict.statistic_S, verdict.keep_T, reducer
+            rows, option, found.statistic_T, found.statistic_S, found.keep_T
         )
     lost_T = (1.0 - keep_T) * rows.mask_T
     touched_S = (segment_sum(lost_T, rows.cu_seqlens_S1) > 0).double()
-    lost, trained = reducer.sum(lost_T, rows.mask_T)
-    metrics["rollout_rs_masked_fraction"] = lost / trained
-    metrics["rollout_rs_seq_masked_fraction"] = reducer.mean(touched_S)
+    metrics["rollout_rs_masked_fraction"] = total(lost_T) / total(rows.mask_T)
+    metrics["rollout_rs_seq_masked_fraction"] = mean(touched_S)
     return keep_T, metrics

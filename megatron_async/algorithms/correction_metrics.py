@@ -5,7 +5,7 @@ that holds it is named in each docstring. "Rows" are sequences; "all rows" inclu
 trained token), which enter means with the value that an empty mean has there.
 
 Invariants
-- Arithmetic is float64. Every number is global over the reducer's ranks.
+- Arithmetic is float64.
 - n = sum m (tokens), B = rows, n_i = tokens of row i, l = log pi_old - log pi_rollout.
 """
 
@@ -19,7 +19,7 @@ import torch
 from megatron_async_kernels.loss_types import SAFETY_BOUND
 from megatron_async_kernels.packed import segment_sum
 
-from megatron_async.algorithms.reduce import Reducer
+from megatron_async.algorithms.reduce import largest, mean, smallest, std
 from megatron_async.config.thresholds import ParsedRejection
 
 _EPSILON = 1e-8
@@ -62,7 +62,6 @@ def weight_metrics(
     weights_T: torch.Tensor,
     lower: float | None,
     upper: float,
-    reducer: Reducer,
 ) -> dict[str, float]:
     """Return the metrics of importance weights before normalisation (`compute_is_metrics`).
 
@@ -90,33 +89,33 @@ def weight_metrics(
     """
     floor = 1.0 / upper if lower is None else lower
     used, raw = rows.trained(weights_T), rows.trained(raw_T)
-    metrics = {"rollout_is_mean": reducer.mean(used)}
+    metrics = {"rollout_is_mean": mean(used)}
     if level == "sequence":
         total_S = segment_sum(rows.log_ratio_T, rows.cu_seqlens_S1)
-        metrics["rollout_is_max"] = math.exp(min(reducer.max(total_S), SAFETY_BOUND))
-        metrics["rollout_is_min"] = float(total_S.new_tensor(reducer.min(total_S)).exp())
-        metrics["rollout_is_ratio_fraction_high"] = reducer.mean(total_S > math.log(upper))
-        metrics["rollout_is_ratio_fraction_low"] = reducer.mean(total_S < math.log(floor))
+        metrics["rollout_is_max"] = math.exp(min(largest(total_S), SAFETY_BOUND))
+        metrics["rollout_is_min"] = float(total_S.new_tensor(smallest(total_S)).exp())
+        metrics["rollout_is_ratio_fraction_high"] = mean(total_S > math.log(upper))
+        metrics["rollout_is_ratio_fraction_low"] = mean(total_S < math.log(floor))
     else:
-        metrics["rollout_is_max"] = reducer.max(used)
-        metrics["rollout_is_min"] = reducer.min(used)
-        metrics["rollout_is_ratio_fraction_high"] = reducer.mean(raw > upper)
-        metrics["rollout_is_ratio_fraction_low"] = reducer.mean(raw < floor)
+        metrics["rollout_is_max"] = largest(used)
+        metrics["rollout_is_min"] = smallest(used)
+        metrics["rollout_is_ratio_fraction_high"] = mean(raw > upper)
+        metrics["rollout_is_ratio_fraction_low"] = mean(raw < floor)
     bounded = used.clamp(0.0, upper)
-    metrics["rollout_is_std"] = reducer.std(bounded, unbiased=False)
-    normalised = bounded / (reducer.mean(bounded) + _EPSILON)
-    second = reducer.mean(normalised.square())
+    metrics["rollout_is_std"] = std(bounded, unbiased=False)
+    normalised = bounded / (mean(bounded) + _EPSILON)
+    second = mean(normalised.square())
     metrics["rollout_is_eff_sample_size"] = 1.0 / second if second > 0 else 0.0
     used_S, raw_S = rows.row_mean(weights_T), rows.row_mean(raw_T)
-    metrics["rollout_is_seq_mean"] = reducer.mean(used_S)
-    metrics["rollout_is_seq_std"] = reducer.std(used_S, unbiased=True)
-    metrics["rollout_is_seq_max"] = reducer.max(used_S)
-    metrics["rollout_is_seq_min"] = reducer.min(used_S)
-    metrics["rollout_is_seq_max_deviation"] = reducer.max((used_S - 1.0).abs())
-    metrics["rollout_is_seq_fraction_high"] = reducer.mean(raw_S > upper)
-    metrics["rollout_is_seq_fraction_low"] = reducer.mean(raw_S < floor)
+    metrics["rollout_is_seq_mean"] = mean(used_S)
+    metrics["rollout_is_seq_std"] = std(used_S, unbiased=True)
+    metrics["rollout_is_seq_max"] = largest(used_S)
+    metrics["rollout_is_seq_min"] = smallest(used_S)
+    metrics["rollout_is_seq_max_deviation"] = largest((used_S - 1.0).abs())
+    metrics["rollout_is_seq_fraction_high"] = mean(raw_S > upper)
+    metrics["rollout_is_seq_fraction_low"] = mean(raw_S < floor)
     if lower is not None:
-        metrics["rollout_is_oob_ratio"] = reducer.mean((raw < lower) | (raw > upper))
+        metrics["rollout_is_oob_ratio"] = mean((raw < lower) | (raw > upper))
     return metrics
 
 
@@ -126,7 +125,6 @@ def rejection_metrics(
     statistic_T: torch.Tensor,
     statistic_S: torch.Tensor | None,
     keep_T: torch.Tensor,
-    reducer: Reducer,
 ) -> dict[str, float]:
     """Return the metrics of a rejection option (`compute_rs_metrics`): rollout_rs_{option}_*.
 
@@ -158,27 +156,27 @@ def rejection_metrics(
     lost_T = (1.0 - keep_T) * rows.mask_T
     lost_S = (segment_sum(lost_T, rows.cu_seqlens_S1) > 0)[nonempty_S]
     metrics = {
-        "mean": reducer.mean(tokens),
-        "max": reducer.max(population),
-        "min": reducer.min(population),
-        "fraction_high": reducer.mean(population > option.upper),
-        "fraction_low": reducer.mean(population < low) if two_sided else 0.0,
-        "std": reducer.std(tokens.clamp(low, option.upper), unbiased=False),
-        "seq_mean": reducer.mean(per_row),
-        "seq_std": reducer.std(per_row, unbiased=True),
-        "seq_max": reducer.max(per_row),
-        "seq_min": reducer.min(per_row),
-        "seq_max_deviation": reducer.max(per_row.abs()),
-        "seq_fraction_high": reducer.mean(per_row > option.upper),
-        "masked_fraction": reducer.mean(rows.trained(lost_T)),
-        "seq_masked_fraction": reducer.mean(lost_S),
+        "mean": mean(tokens),
+        "max": largest(population),
+        "min": smallest(population),
+        "fraction_high": mean(population > option.upper),
+        "fraction_low": mean(population < low) if two_sided else 0.0,
+        "std": std(tokens.clamp(low, option.upper), unbiased=False),
+        "seq_mean": mean(per_row),
+        "seq_std": std(per_row, unbiased=True),
+        "seq_max": largest(per_row),
+        "seq_min": smallest(per_row),
+        "seq_max_deviation": largest(per_row.abs()),
+        "seq_fraction_high": mean(per_row > option.upper),
+        "masked_fraction": mean(rows.trained(lost_T)),
+        "seq_masked_fraction": mean(lost_S),
     }
     if two_sided:
-        metrics["seq_fraction_low"] = reducer.mean(per_row < low)
+        metrics["seq_fraction_low"] = mean(per_row < low)
     return {f"{prefix}_{name}": value for name, value in metrics.items()}
 
 
-def off_policy_metrics(rows: Rows, reducer: Reducer) -> dict[str, float]:
+def off_policy_metrics(rows: Rows) -> dict[str, float]:
     """The gap between the two policies (`compute_offpolicy_metrics`), whatever is corrected.
 
     a_i, b_i the rows' mean log-probs under pi_old and pi_rollout (0 for an empty row); per-row
@@ -199,17 +197,17 @@ def off_policy_metrics(rows: Rows, reducer: Reducer) -> dict[str, float]:
     log = rows.trained(rows.log_ratio_T)
     total_S = segment_sum(rows.log_ratio_T, rows.cu_seqlens_S1)
     return {
-        "training_ppl": reducer.mean((-old_S).exp()),
-        "training_log_ppl": reducer.mean(-old_S),
-        "rollout_ppl": reducer.mean((-rollout_S).exp()),
-        "rollout_log_ppl": reducer.mean(-rollout_S),
-        "log_ppl_diff": reducer.mean(diff_S),
-        "log_ppl_abs_diff": reducer.mean(diff_S.abs()),
-        "log_ppl_diff_max": reducer.max(diff_S),
-        "log_ppl_diff_min": reducer.min(diff_S),
-        "ppl_ratio": reducer.mean(diff_S.exp()),
-        "kl": reducer.mean(-log),
-        "k3_kl": reducer.mean(log.exp() - log - 1.0),
-        "chi2_token": reducer.mean((2.0 * log.clamp(-SAFETY_BOUND, SAFETY_BOUND)).exp()) - 1.0,
-        "chi2_seq": reducer.mean((2.0 * total_S.clamp(-SAFETY_BOUND, SAFETY_BOUND)).exp()) - 1.0,
+        "training_ppl": mean((-old_S).exp()),
+        "training_log_ppl": mean(-old_S),
+        "rollout_ppl": mean((-rollout_S).exp()),
+        "rollout_log_ppl": mean(-rollout_S),
+        "log_ppl_diff": mean(diff_S),
+        "log_ppl_abs_diff": mean(diff_S.abs()),
+        "log_ppl_diff_max": largest(diff_S),
+        "log_ppl_diff_min": smallest(diff_S),
+        "ppl_ratio": mean(diff_S.exp()),
+        "kl": mean(-log),
+        "k3_kl": mean(log.exp() - log - 1.0),
+        "chi2_token": mean((2.0 * log.clamp(-SAFETY_BOUND, SAFETY_BOUND)).exp()) - 1.0,
+        "chi2_seq": mean((2.0 * total_S.clamp(-SAFETY_BOUND, SAFETY_BOUND)).exp()) - 1.0,
     }

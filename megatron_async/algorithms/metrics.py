@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from megatron_async_kernels.loss_types import LAG_SUM_NAMES, NUM_LAG_BINS, LossMetrics
 
-from megatron_async.algorithms.reduce import Reducer
+from megatron_async.algorithms.reduce import largest, mean
 
 
 def effective_sample_size(weight_sum: float, weight_square_sum: float, count: float) -> float:
@@ -127,7 +127,7 @@ def _by_lag(metrics: LossMetrics, tokens: float) -> dict[str, float]:
 
 
 def batch_staleness(
-    lag_T: torch.Tensor, mask_T: torch.Tensor, resumed_S: torch.Tensor, reducer: Reducer
+    lag_T: torch.Tensor, mask_T: torch.Tensor, resumed_S: torch.Tensor
 ) -> dict[str, float]:
     """Return the lags of a batch's trained tokens and resumed trajectories, before training.
 
@@ -137,24 +137,15 @@ def batch_staleness(
     result: dict[str, float] = {}
     lags = lag_T[mask_T != 0].double()
     bins = lags.clamp(max=NUM_LAG_BINS - 1)
-    resumed, sequences, tokens, total, off_policy, *counts = reducer.sum(
-        resumed_S,
-        torch.ones_like(resumed_S),
-        torch.ones_like(lags),
-        lags,
-        lags > 0,
-        *(bins == lag for lag in range(NUM_LAG_BINS)),
-    )
-    largest = reducer.max(lags)
-    if sequences:
-        result["staleness/resumed_trajectories"] = resumed / sequences
-    if tokens:
+    if resumed_S.numel():
+        result["staleness/resumed_trajectories"] = mean(resumed_S)
+    if lags.numel():
         result |= {
-            "staleness/lag_mean": total / tokens,
-            "staleness/lag_max": largest,
-            "staleness/off_policy_tokens": off_policy / tokens,
+            "staleness/lag_mean": mean(lags),
+            "staleness/lag_max": largest(lags),
+            "staleness/off_policy_tokens": mean(lags > 0),
         }
-        result |= {f"staleness/lag_share_{lag}": n / tokens for lag, n in enumerate(counts)}
+        result |= {f"staleness/lag_share_{k}": mean(bins == k) for k in range(NUM_LAG_BINS)}
     return result
 
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,47 +18,6 @@ from megatron_async.algorithms.algorithm import Algorithm
 from megatron_async.trainer.forward import LossFunction, Microbatch
 from megatron_async.trainer.packed import TokenLogprobs
 from megatron_async.trajectory.batch import TokenBatch
-from megatron_async.trajectory.types import FloatArray
-
-
-@dataclass(frozen=True, eq=False)
-class TrainedRows:
-    """The trained rows of a microbatch, with the field names that the algorithm reads.
-
-    Per-token arrays have R entries; `cu_seqlens_S1` are the borders of the sequences among them.
-    The per-sequence arrays of a batch are not read by a loss and are left out.
-    """
-
-    loss_mask_T: FloatArray
-    rollout_logprobs_T: FloatArray
-    lag_T: Any
-    cu_seqlens_S1: torch.Tensor
-    advantages_T: FloatArray | None
-    old_logprobs_T: FloatArray | None
-    ref_logprobs_T: FloatArray | None
-    is_weights_T: FloatArray | None
-    rewards_S: None = None
-    group_ids_S: None = None
-    prompt_lengths_S: None = None
-    resumed_S: None = None
-
-
-def trained_rows(batch: TokenBatch, micro: Microbatch) -> TrainedRows:
-    """The rows of `micro` out of the batch that it was made from."""
-
-    def take(array_T: FloatArray | None) -> FloatArray | None:
-        return None if array_T is None else array_T[micro.rows_R]
-
-    return TrainedRows(
-        loss_mask_T=batch.loss_mask_T[micro.rows_R],
-        rollout_logprobs_T=batch.rollout_logprobs_T[micro.rows_R],
-        lag_T=batch.lag_T[micro.rows_R],
-        cu_seqlens_S1=micro.cu_rows_S1,
-        advantages_T=take(batch.advantages_T),
-        old_logprobs_T=take(batch.old_logprobs_T),
-        ref_logprobs_T=take(batch.ref_logprobs_T),
-        is_weights_T=take(batch.is_weights_T),
-    )
 
 
 def policy_gradient_loss(
@@ -69,10 +26,14 @@ def policy_gradient_loss(
     """The algorithm's loss of a prepared minibatch."""
 
     def loss(micro: Microbatch, output: TokenLogprobs) -> LossOutput:
-        rows = trained_rows(batch, micro)
-        return algorithm.loss(
-            algorithm.inputs(rows, output.logprobs_R, output.entropy_R), denominators
+        inputs = algorithm.inputs(
+            batch,
+            output.logprobs_R,
+            output.entropy_R,
+            rows_R=micro.rows_R,
+            cu_seqlens=micro.cu_rows_S1,
         )
+        return algorithm.loss(inputs, denominators)
 
     return loss
 

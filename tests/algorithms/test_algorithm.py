@@ -21,7 +21,6 @@ from megatron_async.trajectory.batch import TokenBatch
 from tests.algorithms import oracle
 from tests.algorithms.batches import current_logprobs, oracle_rows, token_batch
 from tests.algorithms.cases import assert_close
-from tests.distributed import run_ranks
 
 
 def algorithm_of(recipe: str, **algorithm: Any) -> Algorithm:
@@ -89,11 +88,10 @@ def train_step(
     batch: TokenBatch,
     logprobs_T: np.ndarray,
     parts: list[list[int]],
-    group: torch.distributed.ProcessGroup | None = None,
 ) -> tuple[np.ndarray, dict[str, float], TokenBatch]:
     """One update: the gradient of every token [T], all metrics, the prepared batch."""
-    batch, metrics = algorithm.prepare(batch, group)
-    batch, denominators = algorithm.prepare_minibatch(batch, logprobs_T, group)
+    batch, metrics = algorithm.prepare(batch)
+    batch, denominators = algorithm.prepare_minibatch(batch, logprobs_T)
     gradient_T, total = np.zeros(batch.num_tokens), LossMetrics.empty()
     for part in parts:
         index_T = np.concatenate(
@@ -103,9 +101,7 @@ def train_step(
         output = algorithm.loss(inputs, denominators)
         gradient_T[index_T] = output.dlogp_T.numpy()
         total = total.merge(output.metrics)
-    if group is not None:
-        total = total.all_reduce(group)
-    metrics = metrics | finalize(total) | algorithm.correction_metrics(batch, logprobs_T, group)
+    metrics = metrics | finalize(total) | algorithm.correction_metrics(batch, logprobs_T)
     return gradient_T, metrics, batch
 
 
@@ -126,55 +122,6 @@ def test_the_gradient_does_not_depend_on_microbatches(variant: str) -> None:
         assert metrics.keys() == expected.keys()
         for name, value in metrics.items():
             assert_close(value, expected[name], name)
-
-
-def _two_ranks() -> dict[str, tuple[list[int], np.ndarray, dict[str, float]]]:
-    torch.distributed.init_process_group("gloo")
-    group = torch.distributed.group.WORLD
-    rank, results = torch.distributed.get_rank(), {}
-    for variant, (recipe, settings) in VARIANTS.items():
-        batch = token_batch()
-        # Groups are torn apart: sequences 0, 2, 4, 8 here, the others there.
-        mine = [0, 2, 4, 8] if rank == 0 else [1, 3, 5, 6, 7]
-        logprobs_T = current_logprobs(batch)
-        index_T = np.concatenate(
-            [np.arange(batch.cu_seqlens_S1[i], batch.cu_seqlens_S1[i + 1]) for i in mine]
-        )
-        shard = batch.select(mine)
-        gradient_T, metrics, _ = train_step(
-            algorithm_of(recipe, **settings),
-            shard,
-            logprobs_T[index_T],
-            [[0, 1], [3, 2]] if rank == 0 else [[0], [4, 3, 2, 1]],
-            group,
-        )
-        results[variant] = (index_T.tolist(), gradient_T, metrics)
-    # A rank without any sequence takes part in every collective.
-    batch = token_batch()
-    shard = batch if rank == 0 else batch.select([])
-    algorithm = algorithm_of("rapid")
-    gradient_T, metrics, _ = train_step(
-        algorithm, shard, current_logprobs(shard), whole(shard) if rank == 0 else [], group
-    )
-    results["empty_rank"] = (list(range(len(gradient_T))), gradient_T, metrics)
-    return results
-
-
-@pytest.mark.slow
-def test_two_ranks_give_the_gradient_and_the_metrics_of_one() -> None:
-    ranks = run_ranks(_two_ranks, 2, timeout_seconds=90)
-    batch = token_batch()
-    logprobs_T = current_logprobs(batch)
-    for variant in (*VARIANTS, "empty_rank"):
-        recipe, settings = VARIANTS.get(variant, ("rapid", {}))
-        algorithm = algorithm_of(recipe, **settings)
-        expected_T, expected, _ = train_step(algorithm, batch, logprobs_T, whole(batch))
-        gradient_T = np.full(batch.num_tokens, np.nan)
-        for index_T, part_T, metrics in (rank[variant] for rank in ranks):
-            gradient_T[index_T] = part_T
-            for name, value in metrics.items():
-                assert_close(value, expected[name], f"{variant} {name}")
-        np.testing.assert_allclose(gradient_T, expected_T, rtol=1e-6, atol=1e-9, err_msg=variant)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

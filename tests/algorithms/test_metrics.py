@@ -20,7 +20,6 @@ from megatron_async.algorithms.metrics import (
     finalize,
     health_warnings,
 )
-from megatron_async.algorithms.reduce import Reducer
 
 
 def report(config: LossConfig | None = None, **more: list[float]) -> dict[str, float]:
@@ -144,14 +143,13 @@ def test_staleness_of_a_batch_ignores_untrained_tokens() -> None:
         torch.tensor([9, 0, 0, 2, 10]),
         torch.tensor([0.0, 1, 1, 1, 1]),
         torch.tensor([True, False]),
-        Reducer(),
     )
     assert got["staleness/lag_mean"] == 3.0 and got["staleness/lag_max"] == 10.0
     assert got["staleness/off_policy_tokens"] == 0.5
     assert got["staleness/lag_share_0"] == 0.5 and got["staleness/lag_share_8"] == 0.25
     assert got["staleness/resumed_trajectories"] == 0.5
     nothing = torch.zeros(0, dtype=torch.bool)
-    assert batch_staleness(torch.tensor([1]), torch.tensor([0.0]), nothing, Reducer()) == {}
+    assert batch_staleness(torch.tensor([1]), torch.tensor([0.0]), nothing) == {}
 
 
 HEALTHY = {
