@@ -1,4 +1,4 @@
-"""Mutation check of `megatron_async.algorithms`: does the suite notice each one-line mistake?
+"""Mutation check of `algorithms/` and the torch loss: does the suite notice each one-line mistake?
 
     python -m benchmarks.mutations [--only MODULE] [--list]
 
@@ -39,7 +39,11 @@ class Mutation:
     before: str
     after: str
     tests: tuple[str, ...]
-    slow: bool = False
+
+    def file(self, root: Path) -> Path:
+        """The module's file, in `algorithms/` or the kernels package."""
+        ours = root / "megatron_async" / "algorithms" / f"{self.module}.py"
+        return ours if ours.exists() else root / "kernels/megatron_async_kernels" / ours.name
 
     @property
     def name(self) -> str:
@@ -48,9 +52,9 @@ class Mutation:
         return f"{self.module}: {shown[0]}  ->  {shown[1] or '(nothing)'}"
 
 
-def _of(module: str, tests: str, *changes: tuple[str, str], slow: bool = False) -> list[Mutation]:
+def _of(module: str, tests: str, *changes: tuple[str, str]) -> list[Mutation]:
     names = tuple(f"test_{name}.py" for name in tests.split())
-    return [Mutation(module, before, after, names, slow) for before, after in changes]
+    return [Mutation(module, before, after, names) for before, after in changes]
 
 
 MUTATIONS: Final[tuple[Mutation, ...]] = (
@@ -104,7 +108,7 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
         ("inverse_T - 1.0 - negative_T", "inverse_T - 1.0 + negative_T"),
     ),
     *_of(
-        "losses",
+        "loss_torch",
         "losses",
         ("kept_T = stream.mask_T * rejection_keep(", "kept_T = rejection_keep("),
         ("kl_T = config.kl_coef * value_T * scale_T", "kl_T = value_T * scale_T"),
@@ -112,7 +116,7 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
             "dlogp_T + config.kl_coef * slope_T * scale_T",
             "dlogp_T - config.kl_coef * slope_T * scale_T",
         ),
-        ("dentropy_T = -config.entropy_coef", "dentropy_T = config.entropy_coef"),
+        ("bonus_T = -config.entropy_coef", "bonus_T = config.entropy_coef"),
         (
             "self.logprobs_T - read(inputs.old_logprobs_T)",
             "read(inputs.old_logprobs_T) - self.logprobs_T",
@@ -149,7 +153,7 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
         ("lag_T.clamp(0, NUM_LAG_BINS - 1)", "lag_T.clamp(0, NUM_LAG_BINS - 2)"),
     ),
     *_of(
-        "interface",
+        "loss_types",
         "losses",
         ("torch.maximum(self.maxima_E, other.maxima_E)", "other.maxima_E"),
         ("self.lag_sums_LB + other.lag_sums_LB", "self.lag_sums_LB"),
@@ -170,38 +174,35 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
             "spread(bounded_exp(total_S)[0], cu_S1)",
         ),
         ("weights_T, _, _ = truncate(raw_T, lower, upper)", "weights_T = raw_T"),
-        ("weights_T / mean\n", "weights_T * mean\n"),
-        ("mean = weight_mean(weights_T, mask_T", "mean = weight_mean(raw_T, mask_T"),
-        (
-            "reducer.sum(mean_S, (length_S > 0).double())",
-            "reducer.sum(mean_S, torch.ones_like(mean_S))",
-        ),
-        ("if mean > _SMALLEST_MEAN else 1.0", "if mean > 0.5 else 1.0"),
-        ("keep_T = keep_T * verdict.keep_T", "keep_T = verdict.keep_T"),
+        ("weights_T / factor\n", "weights_T * factor\n"),
+        ("factor = weight_mean(weights_T, mask_T", "factor = weight_mean(raw_T, mask_T"),
+        ("mean(sums_S / length_S[length_S > 0])", "total(sums_S) / len(length_S)"),
+        ("if found > _SMALLEST_MEAN else 1.0", "if found > 0.5 else 1.0"),
+        ("keep_T = keep_T * found.keep_T", "keep_T = found.keep_T"),
         (
             "(statistic >= option.lower) & (statistic <= option.upper)",
             "(statistic <= option.upper)",
         ),
         ("mask * keep_T.to", "mask * 0 + keep_T.to"),
-        ("reducer.mean(touched_S)", "reducer.mean(touched_S[rows.length_S > 0])"),
+        ("mean(touched_S)", "mean(touched_S[rows.length_S > 0])"),
     ),
     *_of(
         "correction_metrics",
         "correction",
         ("return self.old_T - self.rollout_T", "return self.rollout_T - self.old_T"),
         ("1.0 / upper if lower is None", "upper if lower is None"),
-        ("math.exp(min(reducer.max(total_S), SAFETY_BOUND))", "math.exp(reducer.max(total_S))"),
+        ("math.exp(min(largest(total_S), SAFETY_BOUND))", "math.exp(largest(total_S))"),
         (
-            'reducer.max(used)\n        metrics["rollout_is_min"]',
-            'reducer.max(raw)\n        metrics["rollout_is_min"]',
+            'largest(used)\n        metrics["rollout_is_min"]',
+            'largest(raw)\n        metrics["rollout_is_min"]',
         ),
-        ("reducer.mean(raw > upper)", "reducer.mean(used > upper)"),
-        ("reducer.mean(total_S < math.log(floor))", "reducer.mean(total_S <= math.log(floor))"),
-        ("reducer.std(bounded, unbiased=False)", "reducer.std(bounded, unbiased=True)"),
-        ("(reducer.mean(bounded) + _EPSILON)", "(reducer.mean(bounded))"),
-        ("reducer.mean(normalised.square())", "reducer.mean(normalised) ** 2"),
-        ("reducer.std(used_S, unbiased=True)", "reducer.std(used_S, unbiased=False)"),
-        ("reducer.mean(raw_S > upper)", "reducer.mean(used_S > upper)"),
+        ("mean(raw > upper)", "mean(used > upper)"),
+        ("mean(total_S < math.log(floor))", "mean(total_S <= math.log(floor))"),
+        ("std(bounded, unbiased=False)", "std(bounded, unbiased=True)"),
+        ("(mean(bounded) + _EPSILON)", "(mean(bounded))"),
+        ("mean(normalised.square())", "mean(normalised) ** 2"),
+        ("std(used_S, unbiased=True)", "std(used_S, unbiased=False)"),
+        ("mean(raw_S > upper)", "mean(used_S > upper)"),
         ("(raw < lower) | (raw > upper)", "(raw > upper)"),
         ("option.lower if two_sided else 0.0", "0.0"),
         (
@@ -211,7 +212,7 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
         ("tokens.clamp(low, option.upper)", "tokens"),
         ("per_row_S[nonempty_S]", "per_row_S"),
         ("diff_S = rollout_S - old_S", "diff_S = old_S - rollout_S"),
-        ("reducer.mean(-log)", "reducer.mean(log)"),
+        ("mean(-log)", "mean(log)"),
         ("log.exp() - log - 1.0", "log.exp() - 1.0"),
         ("(2.0 * log.clamp(-SAFETY_BOUND, SAFETY_BOUND)).exp()", "(2.0 * log).exp()"),
         (
@@ -252,7 +253,7 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
         ('-s["log_ratio_neg_min"]', 's["log_ratio_neg_min"]'),
         ('s["seq_staleness"] / sequences', 's["seq_staleness"] / tokens'),
         ('(s["clip_high"] + s["clip_low"]) / kept', '(s["clip_high"] - s["clip_low"]) / tokens'),
-        ("lags > 0,", "lags >= 0,"),
+        ("mean(lags > 0)", "mean(lags >= 0)"),
         ("not low <= value <= high", "not low < value < high"),
         ('"rollout_corr/kl", -0.1, 0.1', '"rollout_corr/kl", -math.inf, 0.1'),
     ),
@@ -270,10 +271,7 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
     *_of(
         "algorithm",
         "config algorithm",
-        (
-            "reducer.sum(mask_T != 0, segment_sum(mask_T, cu_S1) > 0)",
-            "reducer.sum(mask_T != 0, segment_sum(mask_T, cu_S1) >= 0)",
-        ),
+        ("(segment_sum(mask_T, cu_S1) > 0).sum()", "(segment_sum(mask_T, cu_S1) >= 0).sum()"),
         ("log_ratio_T = current_T - anchor_T", "log_ratio_T = anchor_T - current_T"),
         ("denominators = replace(denominators, weight_mean=mean)", "pass"),
         ("loss_mask_T=mask_array, is_weights_T=weights_array", "is_weights_T=weights_array"),
@@ -287,8 +285,8 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
             "generation_log_weight(reference_T - anchor_T",
         ),
         ("cu_S1.diff() - self._tensor(batch.prompt_lengths_S)", "cu_S1.diff()"),
-        ("self._rows(corrected, rewards_S)", "self._rows(batch, rewards_S)"),
-        ("eta=rapid.eta, leave_one_out=rapid.leave_one_out", "eta=rapid.eta"),
+        ("self._tensor(corrected.loss_mask_T)", "self._tensor(batch.loss_mask_T)"),
+        ("leave_one_out=rapid.leave_one_out", "leave_one_out=False"),
         ('normalize_std=settings.estimator == "grpo"', "normalize_std=True"),
         ("current_T if is_sft else read", "read"),
         (
@@ -304,34 +302,22 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
     ),
     *_of(
         "reduce",
-        "algorithm",
-        ("            distributed.all_reduce(totals, group=self.group)", "            pass"),
-        ("distributed.ReduceOp.MAX, group=self.group", "group=self.group"),
-        ("start = sum(rows[:rank])", "start = 0"),
-        ("part[:n] for part, n", "part for part, n"),
-        slow=True,
-    ),
-    *_of(
-        "interface",
-        "algorithm",
-        ("torch.distributed.all_reduce(flat, group=group)", "pass"),
-        (
-            "all_reduce(maxima_E, torch.distributed.ReduceOp.MAX, group=group)",
-            "all_reduce(maxima_E, group=group)",
-        ),
-        slow=True,
+        "correction",
+        ("total(values) / values.numel()", "total(values)"),
+        ("return -largest(-values.double())", "return largest(values)"),
+        ("correction=int(unbiased)", "correction=1"),
     ),
 )
 
 
-def _run_tests(folder: Path, tests: Sequence[str], slow: bool) -> bool:
+def _run_tests(folder: Path, tests: Sequence[str]) -> bool:
     """In a child process: whether the tests pass in `folder`. Never returns in the parent's state.
 
     The parent has imported torch and hypothesis already, but nothing of the package.
     """
     os.chdir(folder)
-    os.environ["PYTHONPATH"] = str(folder)
-    sys.path.insert(0, str(folder))
+    sys.path[:0] = [str(folder), str(folder / "kernels")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
     import hypothesis
     import pytest
 
@@ -342,20 +328,26 @@ def _run_tests(folder: Path, tests: Sequence[str], slow: bool) -> bool:
         phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
     )
     hypothesis.settings.load_profile("mutations")
-    paths = [f"tests/algorithms/{name}" for name in tests]
-    select = [] if slow else ["-m", "not slow"]
-    code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--durations=0", *select, *paths])
+    rooms = ("algorithms", "kernels")
+    paths = [f"tests/{room}/{name}" for room in rooms for name in tests]
+    found = [path for path in paths if Path(path).exists()]
+    code = pytest.main(
+        ["-x", "-q", "-p", "no:cacheprovider", "--durations=0", "-m", "not slow", *found]
+    )
+    import megatron_async_kernels
+
     import megatron_async
 
-    if not str(megatron_async.__file__).startswith(str(folder)):
-        raise RuntimeError(f"the tests ran against {megatron_async.__file__}")
+    for package in (megatron_async, megatron_async_kernels):
+        if not str(package.__file__).startswith(str(folder)):
+            raise RuntimeError(f"the tests ran against {package.__file__}")
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         # A mutant that cannot be imported would prove nothing about the tests.
         raise RuntimeError(f"pytest ended with {code!r}")
     return code == pytest.ExitCode.OK
 
 
-def _verdict(folder: Path, tests: Sequence[str], slow: bool) -> tuple[str, str]:
+def _result(folder: Path, tests: Sequence[str]) -> tuple[str, str]:
     """(`survived`, `killed`, `hung` or `broken`, output) of one run in a forked child."""
     log = folder / "output.txt"
     pid = os.fork()
@@ -365,7 +357,7 @@ def _verdict(folder: Path, tests: Sequence[str], slow: bool) -> tuple[str, str]:
             with log.open("w") as stream:
                 os.dup2(stream.fileno(), 1)
                 os.dup2(stream.fileno(), 2)
-                status = 0 if _run_tests(folder, tests, slow) else 1
+                status = 0 if _run_tests(folder, tests) else 1
         except BaseException as error:  # noqa: BLE001 - the child reports every failure as broken
             log.write_text(f"{log.read_text()}\n{error!r}")
         finally:
@@ -383,7 +375,7 @@ def _verdict(folder: Path, tests: Sequence[str], slow: bool) -> tuple[str, str]:
 
 
 def _copy(folder: Path) -> None:
-    for name in ("megatron_async", "tests"):
+    for name in ("megatron_async", "kernels", "tests"):
         shutil.copytree(
             _ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.pyc")
         )
@@ -391,14 +383,14 @@ def _copy(folder: Path) -> None:
 
 
 def _check(mutation: Mutation, folder: Path) -> tuple[str, str]:
-    path = folder / "megatron_async" / "algorithms" / f"{mutation.module}.py"
+    path = mutation.file(folder)
     original = path.read_text()
     if original.count(mutation.before) != 1:
         count = original.count(mutation.before)
         return "broken", f"the text to change occurs {count} times in {mutation.module}.py"
     try:
         path.write_text(original.replace(mutation.before, mutation.after))
-        return _verdict(folder, mutation.tests, mutation.slow)
+        return _result(folder, mutation.tests)
     finally:
         path.write_text(original)
 
@@ -422,19 +414,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder = Path(name).resolve()
         _copy(folder)
         every = sorted({test for mutation in chosen for test in mutation.tests})
-        verdict, output = _verdict(folder, every, any(mutation.slow for mutation in chosen))
-        if verdict != "survived":
-            print(f"the unmutated tests do not pass ({verdict}):\n{output[-3000:]}")
+        result, output = _result(folder, every)
+        if result != "survived":
+            print(f"the unmutated tests do not pass ({result}):\n{output[-3000:]}")
             return 1
         counts = dict.fromkeys(("killed", "survived", "hung", "broken"), 0)
         for mutation in chosen:
-            verdict, output = _check(mutation, folder)
-            counts[verdict] += 1
-            print(f"{verdict:9s} {mutation.name}", flush=True)
-            if verdict in ("broken", "hung"):
+            result, output = _check(mutation, folder)
+            counts[result] += 1
+            print(f"{result:9s} {mutation.name}", flush=True)
+            if result in ("broken", "hung"):
                 print(output[-1500:], flush=True)
     seconds = time.monotonic() - started
-    found = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+    found = ", ".join(f"{count} {result}" for result, count in counts.items())
     print(f"{len(chosen)} mutations: {found} ({seconds:.0f} s)")
     return 0 if counts["killed"] == len(chosen) else 1
 
