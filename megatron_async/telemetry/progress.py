@@ -10,7 +10,6 @@ import json
 import sys
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 from rich.console import Console
@@ -40,14 +39,9 @@ class Progress:
             self._live.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._live is not None:
-            self._live.__exit__(kind, error, trace)
+            self._live.stop()
 
     def update(self, status: dict[str, Any]) -> None:
         """Show new steps and the present state of the queues."""

@@ -15,7 +15,6 @@ import threading
 from collections.abc import Coroutine, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from megatron_async.checkpoint.manager import CheckpointManager
@@ -73,12 +72,7 @@ class LocalLink:
         self._call(self._manager.start())
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         try:
             self._call(self._manager.stop())
         finally:

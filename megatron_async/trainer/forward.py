@@ -128,22 +128,14 @@ class PolicyRunner:
     def logprobs(self, batch: TokenBatch) -> FloatArray:
         """log pi(token) at the batch's temperature where the loss mask is set, else 0, [T]."""
         microbatches, plan = self.plan(batch)
-        total_T = torch.zeros(batch.num_tokens, dtype=torch.float32, device=self._layout.device)
+        rows = _RowCollector(batch.num_tokens, self._layout.device, self._counts)
 
         def keep(output: TokenLogprobs, micro: Microbatch) -> _Share:
-            if self._counts and not micro.is_dummy:
-                rows_R = torch.from_numpy(micro.rows_R).to(self._layout.device)
-                total_T[rows_R] = output.logprobs_R.float()
-            return (
-                torch.zeros((), device=self._layout.device),
-                torch.zeros((), dtype=torch.int),
-                None,
-            )
+            rows.add(micro, output)
+            return self._zero(), torch.zeros((), dtype=torch.int), None
 
         self._run(microbatches, plan, batch.temperature, keep, forward_only=True, entropy=False)
-        dist.all_reduce(total_T)
-        result: FloatArray = total_T.cpu().numpy()
-        return result
+        return rows.all_reduce()
 
     def gradients(self, batch: TokenBatch, loss: LossFunction, *, entropy: bool) -> GradientResult:
         """Add the gradient of the summed `loss` to the (zeroed) gradient buffers, reduced.

@@ -15,7 +15,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 from typing import Generic, Self, TypeVar
 
 Item = TypeVar("Item")
@@ -24,7 +23,7 @@ Item = TypeVar("Item")
 class OneAhead(Generic[Item]):
     """Runs `work(item)` on a thread of its own; `busy_seconds` is how long that thread worked."""
 
-    def __init__(self, work: Callable[[Item], None]) -> None:
+    def __init__(self, work: Callable[[Item], object]) -> None:
         self._work = work
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="one-ahead")
         self._running: Future[None] | None = None
@@ -51,14 +50,9 @@ class OneAhead(Generic[Item]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         try:
-            if error is None:
+            if kind is None:
                 self.wait()
         finally:
             self._pool.shutdown(wait=True)

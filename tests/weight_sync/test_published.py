@@ -16,7 +16,6 @@ from megatron_async.config.rollout import EngineConfig
 from megatron_async.errors import ComponentFailure
 from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.transports.base import sending_device, with_next
-from megatron_async.weight_sync.transports.disk import publish
 from megatron_async.weight_sync.transports.distributed import Buffers, flatten
 from megatron_async.weight_sync.transports.tensor import serialise
 from megatron_async.weight_sync.verify import (
@@ -24,6 +23,7 @@ from megatron_async.weight_sync.verify import (
     engine_parameter,
 )
 from megatron_async.weight_sync.version_directory import read_manifest, read_shard
+from tests.weight_sync.published import publish
 
 VERSION = PolicyVersion(2, 9)
 

@@ -21,7 +21,6 @@ from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.http import EngineCallError, EngineCalls
 from megatron_async.weight_sync.transports.base import WeightSender
 from megatron_async.weight_sync.transports.delta import rounded
-from megatron_async.weight_sync.transports.disk import publish
 from megatron_async.weight_sync.transports.distributed import DistributedSender
 from megatron_async.weight_sync.transports.factory import make_sender
 from tests.engine import (
@@ -32,6 +31,7 @@ from tests.engine import (
     reference_logprobs,
     until_streaming,
 )
+from tests.weight_sync.published import publish
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

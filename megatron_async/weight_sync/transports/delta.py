@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import mmap
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -30,18 +30,16 @@ from torch import Tensor
 from megatron_async.config.rollout import EngineConfig, WeightsConfig
 from megatron_async.errors import ComponentFailure
 from megatron_async.weight_sync.blocks import encode
-from megatron_async.weight_sync.double_buffer import OneAhead
 from megatron_async.weight_sync.http import EngineCallError, gather, raise_together
 from megatron_async.weight_sync.receiver import DELTA_SUFFIX
 from megatron_async.weight_sync.transports.base import Bucket, Transfer, WeightSender, time_left
-from megatron_async.weight_sync.transports.disk import KEEP, keep
+from megatron_async.weight_sync.transports.disk import KEEP, ShardWriter, keep
 from megatron_async.weight_sync.version_directory import (
     MANIFEST,
     ShardRecord,
     VersionManifest,
     VersionWriter,
     read_manifest,
-    serialise,
 )
 
 NEEDS_FULL_STATUS = 409
@@ -61,31 +59,32 @@ def rounded(bucket: Bucket) -> list[tuple[str, Tensor]]:
     return [(name, convert(name, tensor.detach())) for name, tensor in bucket]
 
 
-class _StageWriter:
+class _StageWriter(ShardWriter):
     """A stage's shards of a version: whole, and as differences from the version before."""
 
     def __init__(self, whole: VersionWriter, delta: VersionWriter, stage: int, base: Path | None):
-        self._whole = whole
+        super().__init__(whole, stage)
         self._delta = delta
-        self._stage = stage
         self._base = base
-        self.shards: dict[str, ShardRecord] = {}
-        self.owners: dict[str, str] = {}
         # None: this stage has no differences, because a shard has no counterpart in the base.
         self.files: dict[str, ShardRecord] | None = None if base is None else {}
 
-    def write(self, bucket: Bucket) -> None:
-        """The next shard."""
-        name = f"model-{self._stage:02d}-{len(self.shards) + 1:05d}.safetensors"
-        data = serialise(rounded(bucket))
-        self.shards[name] = self._whole.add(name, data)
-        self.owners.update((tensor, name) for tensor, _ in bucket)
+    def write(self, bucket: Bucket) -> tuple[str, bytes]:
+        """The next shard, and its differences; its name and content."""
+        name, data = super().write(rounded(bucket))
         if self.files is not None and self._base is not None:
             difference = _difference(self._base / name, data)
             if difference is None:
                 self.files = None
             else:
                 self.files[name] = self._delta.add(name, difference)
+        return name, data
+
+    def with_stages_before(self, before: Mapping[str, Any]) -> dict[str, Any]:
+        """None for `files` where any stage has no differences."""
+        files, earlier = self.files, before.get("files", {})
+        both = None if files is None or earlier is None else {**earlier, **files}
+        return {**super().with_stages_before(before), "files": both}
 
 
 def _difference(base: Path, data: bytes) -> bytes | None:
@@ -109,12 +108,6 @@ class DeltaSender(WeightSender):
         self._deltas: list[Path] = []
         self._in_a_row = 0
 
-    def _open_link(self) -> None:
-        """HTTP is all that is needed."""
-
-    def _close_link(self) -> None:
-        """Nothing beside HTTP was opened."""
-
     def _transfer(self, transfer: Transfer) -> None:
         name = str(transfer.version)
         whole = VersionWriter(self._directory, name)
@@ -122,15 +115,9 @@ class DeltaSender(WeightSender):
         base = self._find_base(name)
         try:
             writer = _StageWriter(whole, delta, transfer.stage, base)
-            with OneAhead[Bucket](writer.write) as writes:
-                for bucket in transfer.buckets():
-                    transfer.watch.lap("gather")
-                    writes.put(bucket)
-                    transfer.watch.lap("wait for write")
-            transfer.watch.lap("wait for write")
-            transfer.watch.add("write", writes.busy_seconds)
+            writer.write_all(transfer)
             self._note_sent(name, with_delta=writer.files is not None)
-            _combine(transfer, writer)
+            transfer.written = writer.with_stages_before(transfer.turn())
             if transfer.is_last:
                 manifest = self._publish(whole, delta, base, transfer)
                 self._deliver(manifest, transfer)
@@ -224,16 +211,3 @@ class DeltaSender(WeightSender):
                     failures.append(error)
         raise_together(failures)
         return answers
-
-
-def _combine(transfer: Transfer, writer: _StageWriter) -> None:
-    """This stage's entries beside those of the stages before."""
-    before = transfer.turn()
-    files: dict[str, ShardRecord] | None = None
-    if writer.files is not None and before.get("files", {}) is not None:
-        files = {**before.get("files", {}), **writer.files}
-    transfer.written = {
-        "shards": {**before.get("shards", {}), **writer.shards},
-        "owners": {**before.get("owners", {}), **writer.owners},
-        "files": files,
-    }

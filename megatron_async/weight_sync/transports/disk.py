@@ -9,12 +9,11 @@ Invariants
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_async.config.rollout import EngineConfig, WeightsConfig
-from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.double_buffer import OneAhead
 from megatron_async.weight_sync.transports.base import Bucket, Transfer, WeightSender, time_left
 from megatron_async.weight_sync.version_directory import (
@@ -36,23 +35,30 @@ class ShardWriter:
         self.shards: dict[str, ShardRecord] = {}
         self.owners: dict[str, str] = {}
 
-    def write(self, bucket: Bucket) -> None:
-        """The next shard."""
+    def write(self, bucket: Bucket) -> tuple[str, bytes]:
+        """The next shard; its name and content."""
         name = f"model-{self._stage:02d}-{len(self.shards) + 1:05d}.safetensors"
-        self.shards[name] = self._target.add(name, serialise(bucket))
+        data = serialise(bucket)
+        self.shards[name] = self._target.add(name, data)
         self.owners.update((tensor, name) for tensor, _ in bucket)
+        return name, data
 
+    def write_all(self, transfer: Transfer) -> None:
+        """Every bucket, each written while the next one is gathered."""
+        with OneAhead[Bucket](self.write) as writes:
+            for bucket in transfer.buckets():
+                transfer.watch.lap("gather")
+                writes.put(bucket)
+                transfer.watch.lap("wait for write")
+        transfer.watch.lap("wait for write")
+        transfer.watch.add("write", writes.busy_seconds)
 
-def publish(buckets: Iterable[Bucket], version: PolicyVersion, directory: Path) -> Path:
-    """Write a version atomically; returns its directory."""
-    target = VersionWriter(directory, str(version))
-    writer = ShardWriter(target, 0)
-    try:
-        for bucket in buckets:
-            writer.write(bucket)
-        return target.finish(VersionManifest(str(version), writer.shards, writer.owners))
-    finally:
-        target.discard()
+    def with_stages_before(self, before: Mapping[str, Any]) -> dict[str, Any]:
+        """This stage's entries beside those of the stages before."""
+        return {
+            "shards": {**before.get("shards", {}), **self.shards},
+            "owners": {**before.get("owners", {}), **self.owners},
+        }
 
 
 class DiskSender(WeightSender):
@@ -63,31 +69,16 @@ class DiskSender(WeightSender):
         self._directory = directory
         self._published: list[Path] = []
 
-    def _open_link(self) -> None:
-        """HTTP is all that is needed."""
-
-    def _close_link(self) -> None:
-        """Nothing beside HTTP was opened."""
-
     def _transfer(self, transfer: Transfer) -> None:
         target = VersionWriter(self._directory, str(transfer.version))
         try:
             writer = ShardWriter(target, transfer.stage)
-            with OneAhead[Bucket](writer.write) as writes:
-                for bucket in transfer.buckets():
-                    transfer.watch.lap("gather")
-                    writes.put(bucket)
-                    transfer.watch.lap("wait for write")
-            transfer.watch.lap("wait for write")
-            transfer.watch.add("write", writes.busy_seconds)
+            writer.write_all(transfer)
             transfer.sent_bytes = sum(shard.bytes for shard in writer.shards.values())
-            before = transfer.turn()
-            shards = {**before.get("shards", {}), **writer.shards}
-            owners = {**before.get("owners", {}), **writer.owners}
-            transfer.written = {"shards": shards, "owners": owners}
+            transfer.written = writer.with_stages_before(transfer.turn())
             if transfer.is_last:
-                path = target.finish(VersionManifest(str(transfer.version), shards, owners))
-                self._load(path, transfer)
+                manifest = VersionManifest(str(transfer.version), **transfer.written)
+                self._load(target.finish(manifest), transfer)
         except BaseException:
             target.discard()
             raise

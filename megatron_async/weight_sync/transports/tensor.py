@@ -85,12 +85,6 @@ class TensorSender(WeightSender):
         super().__init__(settings, engines)
         self._by_value = device.type == "cpu"
 
-    def _open_link(self) -> None:
-        """HTTP is all that is needed."""
-
-    def _close_link(self) -> None:
-        """Nothing beside HTTP was opened."""
-
     def _transfer(self, transfer: Transfer) -> None:
         opened = False
         with OneAhead[_Load](lambda load: self._load(load, transfer)) as loads:
