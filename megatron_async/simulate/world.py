@@ -142,6 +142,11 @@ class World:
                     self._move_clock()
 
     @property
+    def now(self) -> float:
+        """Return the virtual time in seconds."""
+        return self._now
+
+    @property
     def scorers(self) -> ScorerCount:
         """Return the number of scorers that work now, and the reason."""
         return self._scorers.state

@@ -1,0 +1,162 @@
+"""Draws the pictures of README and documentation: `python -m benchmarks.pictures`.
+
+The five schedules as timelines come from the simulator: the run's own scheduler on a virtual clock,
+two engines with four slots each, the same response lengths for all.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+
+from megatron_async.config.load import build_config
+from megatron_async.scheduler import Scheduler
+from megatron_async.scheduler import events as ev
+from megatron_async.simulate.build import build_world
+from megatron_async.simulate.world import World
+
+FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
+PRESETS = {
+    "sync": "sync: all wait for the longest response",
+    "rapid": "rapid: one large batch, four updates",
+    "copris": "copris: unfinished responses are kept and resumed",
+    "pipeline": "pipeline: weights change under running requests",
+    "async": "async: overlap with a bound on lag",
+}
+SECONDS = 60.0
+SETTINGS: dict[str, Any] = {
+    "seed": 3,
+    "parallel": {"ranks": 2},
+    "engines": {"count": 2, "max_running_requests": 4},
+    "sampling": {"max_new_tokens": 3000},
+    "task": {"verifier_workers": 64},
+    "simulate": {
+        "model": "qwen2.5-7b",
+        "gpu": {"name": "H100"},
+        "gpus": 4,
+        "placement": "disaggregated",
+        "lengths": {"median": 450, "sigma": 0.9},
+        "steps": 40,
+    },
+}
+
+
+@dataclass
+class Timeline:
+    """Bars of a simulated run, in virtual seconds: (slot, begin, end, version) and (begin, end)."""
+
+    generated: list[tuple[int, float, float, int]] = field(default_factory=list)
+    trained: list[tuple[float, float]] = field(default_factory=list)
+
+
+class Watch:
+    """Stands where a recorder does, and notes when each request ran under which version."""
+
+    def __init__(self) -> None:
+        self.world: World | None = None
+        self.timeline = Timeline()
+        self._running: dict[int, tuple[int, float]] = {}
+        self._free: dict[str, set[int]] = defaultdict(lambda: set(range(4)))
+        self._engine: dict[int, str] = {}
+        self._engines: dict[str, int] = {}
+        self._version, self._training = 0, 0.0
+
+    def step(self, scheduler: Scheduler, event: ev.Event) -> list[ev.Action]:
+        now = self.world.now if self.world is not None else 0.0
+        match event:
+            case ev.Finished(trajectory_id=i):
+                self._end(i, now)
+            case ev.ManyAborted(requests=requests):
+                for request in requests:
+                    self._end(request[0], now)
+            case ev.BatchTaken():
+                self._training = now
+            case ev.UpdateRequested():
+                self.timeline.trained.append((self._training, now))
+            case ev.WeightsPublished(version=version):
+                for i, (slot, began) in list(self._running.items()):
+                    self.timeline.generated.append((slot, began, now, self._version))
+                    self._running[i] = (slot, now)
+                self._version = version.number
+        actions = scheduler.step(event)
+        for action in actions:
+            if isinstance(action, ev.Submit):
+                slot = min(self._free[action.engine_id], default=0)
+                self._free[action.engine_id].discard(slot)
+                self._engine[action.trajectory_id] = action.engine_id
+                row = slot + 4 * self._engines.setdefault(action.engine_id, len(self._engines))
+                self._running[action.trajectory_id] = (row, now)
+        return actions
+
+    def _end(self, trajectory_id: int, now: float) -> None:
+        row, began = self._running.pop(trajectory_id)
+        self._free[self._engine[trajectory_id]].add(row % 4)
+        self.timeline.generated.append((row, began, now, self._version))
+
+
+def timeline(preset: str) -> Timeline:
+    """A schedule's first minute and more, B = 4 groups of 2."""
+    schedule: dict[str, Any] = {"preset": preset, "groups_per_batch": 4, "group_size": 2}
+    if preset != "sync" and preset != "rapid":
+        schedule["concurrency"] = 8
+    if preset == "rapid":
+        schedule |= {"groups_per_batch": 8, "updates_per_batch": 4}
+    watch = Watch()
+    watch.world = build_world(build_config({**SETTINGS, "schedule": schedule}), watch)  # type: ignore[arg-type]
+    watch.world.run(SETTINGS["simulate"]["steps"])
+    return watch.timeline
+
+
+def draw(timelines: dict[str, Timeline], dark: bool) -> None:
+    ink, paper = ("#d7dae0", "#0d1117") if dark else ("#24292f", "#ffffff")
+    mpl.rcParams.update({"svg.hashsalt": "megatron_async", "svg.fonttype": "none"})
+    mpl.rcParams.update({"font.family": "sans-serif", "font.size": 9})
+    figure, axes = plt.subplots(len(timelines), 1, figsize=(9, 8.2), sharex=True)
+    colours = plt.get_cmap("viridis")
+    for (preset, line), ax in zip(timelines.items(), axes, strict=True):
+        ax.set_facecolor(paper)
+        for row, begin, end, version in line.generated:
+            if begin < SECONDS and end > begin:
+                colour = colours(0.15 + 0.8 * (version % 6) / 5)
+                ax.barh(row, end - begin, left=begin, height=0.8, color=colour, lw=0.4, ec=paper)
+        for begin, end in line.trained:
+            if begin < SECONDS:
+                ax.barh(9.2, end - begin, left=begin, height=1.3, color="#d9822b", lw=0.4, ec=paper)
+        _frame(ax, PRESETS[preset], ink)
+    axes[-1].set_xlabel("virtual seconds", color=ink)
+    axes[0].annotate(
+        "rows 1–8: slots of two engines, coloured by policy version; below, orange: the trainer",
+        (0, 1.22), xycoords="axes fraction", color=ink, fontsize=8,
+    )  # fmt: skip
+    figure.patch.set_facecolor(paper)
+    figure.tight_layout()
+    FOLDER.mkdir(exist_ok=True)
+    target = FOLDER / f"schedules-{'dark' if dark else 'light'}.svg"
+    figure.savefig(target, metadata={"Date": None})
+    plt.close(figure)
+
+
+def _frame(ax: Axes, title: str, ink: str) -> None:
+    ax.set_title(title, loc="left", color=ink, fontsize=9.5, fontweight="bold")
+    ax.set_xlim(0, SECONDS)
+    ax.set_ylim(10.2, -0.8)
+    ax.set_yticks([3.5, 9.2], ["generate", "train"], color=ink)
+    ax.tick_params(colors=ink, length=0)
+    for side in ax.spines.values():
+        side.set_visible(False)
+
+
+def main() -> None:
+    timelines = {preset: timeline(preset) for preset in PRESETS}
+    for dark in (False, True):
+        draw(timelines, dark)
+
+
+if __name__ == "__main__":
+    main()
