@@ -21,6 +21,7 @@ import yaml
 from megatron_async.cli import app
 from megatron_async.config.load import build_config
 from megatron_async.import_path import anchored
+from tests.documented_metrics import undocumented
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -92,6 +93,18 @@ def test_a_command_and_its_options_exist(block: Block, words: list[str]) -> None
     known = {name for p in command.params for name in (*p.opts, *p.secondary_opts)} | {"--help"}
     used = {w.strip("[]").partition("=")[0] for w in words if w.strip("[").startswith("--")}
     assert used <= known, f"{block}: {sorted(used - known)}"
+
+
+def test_every_metric_of_the_code_is_documented() -> None:
+    groups = "rollout|train|time|weights|eval|reward|actor|loss|ref|off_policy|staleness"
+    name = re.compile(rf'f?"((?:{groups})/[\w{{}}/]+)"')
+    found = {
+        metric.replace("{lag}", "{k}")
+        for file in (ROOT / "megatron_async").rglob("*.py")
+        for metric in name.findall(file.read_text())
+    }
+    names = {metric for metric in found if not re.search(r"/$|{name}$|^weights/llama", metric)}
+    assert undocumented(names) == []
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import pytest
 
 from megatron_async.run_directory import RunDirectory
 from megatron_async.telemetry.metrics import read_metrics
+from tests.documented_metrics import undocumented_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -43,6 +44,7 @@ def test_the_shortened_quickstart_ends_and_learns(tmp_path: Path) -> None:
 
     sft = read_metrics(directory.metrics_file, kind="sft")
     assert sft[-1]["train/loss"] < 0.5 * sft[0]["train/loss"]
+    assert undocumented_in(directory.metrics_file) == []
     lines = read_metrics(directory.metrics_file)
     assert [line["step"] for line in lines] == list(range(steps))
     assert all(line["weights/probe_mean_error"] < 1e-4 for line in lines)

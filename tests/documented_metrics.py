@@ -1,0 +1,26 @@
+"""The names that docs/metrics.md documents; `{k}` stands for a number, other braces for a word."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
+_EVERY_LINE = {"kind", "step", "lineage", "time", "name", "message"}
+
+
+def undocumented(names: Iterable[str]) -> list[str]:
+    """Those of `names` that the page does not have, sorted."""
+    keys = re.findall(r"`([a-z_]+/[\w{}/]+)`", PAGE.read_text())
+    patterns = [
+        re.compile(re.sub(r"\\{\w+\\}", r"[\\w{}.]+", re.escape(key)) + r"\Z") for key in keys
+    ]
+    return sorted(name for name in names if not any(p.match(name) for p in patterns))
+
+
+def undocumented_in(metrics_file: Path) -> list[str]:
+    """Those that a run has written."""
+    lines = map(json.loads, metrics_file.read_text().splitlines())
+    return undocumented({name for line in lines for name in line} - _EVERY_LINE)
