@@ -126,13 +126,16 @@ def evaluate(
         list[Path] | None,
         typer.Option(help="Hugging Face checkpoint; may be given several times."),
     ] = None,
+    samples: Annotated[
+        Path | None, typer.Option(help="New JSONL file for the responses (eval.save_samples).")
+    ] = None,
     overrides: Overrides = None,
     config: ConfigOption = None,
 ) -> None:
-    """Held-out accuracy of one or several checkpoints, measured on an SGLang engine."""
+    """Accuracy of one or several checkpoints on the evaluation sets, measured on an engine."""
     from megatron_async.commands.evaluation import eval_command
 
-    eval_command(_need(config, "eval"), overrides or [], model or [])
+    eval_command(_need(config, "eval"), overrides or [], model or [], samples)
 
 
 @app.command()

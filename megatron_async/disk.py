@@ -14,7 +14,7 @@ import errno
 import json
 import os
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -150,6 +150,17 @@ class LineFile:
         finally:
             file, self._file = self._file, -1
             os.close(file)
+
+
+def append_json_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
+    """Append `rows` to a JSONL file, made where it is missing. Raises CannotWrite."""
+    file = LineFile(path)
+    try:
+        for row in rows:
+            file.write(json.dumps(row) + "\n")
+        file.flush()
+    finally:
+        file.close()
 
 
 def json_lines(data: bytes) -> Iterator[dict[str, object]]:

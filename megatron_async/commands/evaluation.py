@@ -10,12 +10,13 @@ from pathlib import Path
 import typer
 
 from megatron_async.config import RunConfig, load_config
+from megatron_async.disk import append_json_lines
 from megatron_async.engines.interface import EngineError
 from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.engines.sglang.process import SGLangProcess
-from megatron_async.errors import ComponentFailure
+from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.launcher.preflight import check_evaluation
-from megatron_async.rollout.evaluate import EvalResult, evaluate
+from megatron_async.rollout.evaluate import Evaluation, Evaluator
 from megatron_async.tasks import build_task
 from megatron_async.tasks.verifier import LocalVerifierPool
 from megatron_async.trajectory.types import PolicyVersion
@@ -23,8 +24,15 @@ from megatron_async.trajectory.types import PolicyVersion
 _LOOPBACK = "127.0.0.1"
 
 
-def eval_command(config_file: Path, overrides: Sequence[str], models: Sequence[Path]) -> None:
-    """Measure each checkpoint and print it. Raises UserError or ComponentFailure."""
+def eval_command(
+    config_file: Path, overrides: Sequence[str], models: Sequence[Path], samples: Path | None
+) -> None:
+    """Measure each checkpoint and print it; `samples`: a new file for the responses.
+
+    Raises UserError or ComponentFailure.
+    """
+    if samples is not None and samples.exists():
+        raise UserError(f"--samples {samples} exists already; choose another file")
     config = load_config(config_file, overrides)
     paths = list(models) or [Path(config.model.path)]
     checked = [check_evaluation(config, path) for path in paths]
@@ -32,11 +40,11 @@ def eval_command(config_file: Path, overrides: Sequence[str], models: Sequence[P
     for notice in checked[0].notices:
         typer.echo(f"note: {notice}")
 
-    def show(path: Path, result: EvalResult) -> None:
-        typer.echo(
-            f"{path}: accuracy {100 * result.accuracy:.1f} % of {result.answers} answers, "
-            f"{result.length_mean:.1f} tokens each, {result.seconds:.1f} s"
-        )
+    def show(path: Path, found: Evaluation) -> None:
+        for result in found.results:
+            typer.echo(f"{path}: {result.sentence()}, {result.seconds:.1f} s")
+        if samples is not None:
+            append_json_lines(samples, [{"model": str(path), **one} for one in found.samples()])
 
     with tempfile.TemporaryDirectory(prefix="megatron-async-eval-") as logs:
         evaluate_checkpoints(config, paths, Path(logs), show)
@@ -46,8 +54,8 @@ def evaluate_checkpoints(
     config: RunConfig,
     checkpoints: Sequence[Path],
     log_directory: Path,
-    on_result: Callable[[Path, EvalResult], None],
-) -> list[EvalResult]:
+    on_result: Callable[[Path, Evaluation], None],
+) -> list[Evaluation]:
     """Accuracy of each checkpoint (same architecture) on the held-out problems of the task.
 
     The engine is used from this machine only, whatever hosts the run's own engines bind to. Raises
@@ -66,26 +74,18 @@ async def _evaluate(
     config: RunConfig,
     checkpoints: Sequence[Path],
     process: SGLangProcess,
-    on_result: Callable[[Path, EvalResult], None],
-) -> list[EvalResult]:
-    task = build_task(config.task, str(checkpoints[0]))
-    prompts = task.eval_prompts(config.eval.prompts)
+    on_result: Callable[[Path, Evaluation], None],
+) -> list[Evaluation]:
+    task = build_task(config.task, str(checkpoints[0]), config.eval)
     client = await SGLangClient.connect("eval", process.url, config.engines)
     verifier = LocalVerifierPool(config.task, str(checkpoints[0]))
+    evaluator = Evaluator(config, task, verifier)
     results = []
     try:
         for number, path in enumerate(checkpoints):
             try:
                 await client.load_from_disk(path, PolicyVersion(0, number))
-                result = await evaluate(
-                    [client],
-                    prompts,
-                    verifier,
-                    config.eval,
-                    config.sampling,
-                    task.stop_token_ids,
-                    f"eval-{number}",
-                )
+                result = await evaluator.evaluate([client], f"eval-{number}")
             except EngineError as error:
                 raise ComponentFailure(f"the evaluation of {path} failed: {error}") from error
             on_result(path, result)

@@ -21,7 +21,7 @@ from megatron_async.launcher.claim import new_run
 from megatron_async.launcher.devices import DeviceSplit, split_of_this_machine
 from megatron_async.launcher.preflight import check_one_machine, check_probe_tolerance, check_run
 from megatron_async.launcher.supervisor import Supervisor
-from megatron_async.rollout.evaluate import EvalResult
+from megatron_async.rollout.evaluate import Evaluation
 from megatron_async.run_directory import RunDirectory
 from megatron_async.tasks.tiny_model import build_tiny_model
 
@@ -66,7 +66,7 @@ def _run_in(directory: RunDirectory, config: RunConfig, devices: DeviceSplit) ->
     console.print("3/4 held-out accuracy before RL")
     with phases.time("evaluation before RL, engine start included"):
 
-        def show(path: Path, result: EvalResult) -> None:
+        def show(path: Path, result: Evaluation) -> None:
             console.print(f"  {path.name}: {100 * result.accuracy:.1f} %", highlight=False)
 
         before, _ = evaluate_checkpoints(config, [initial, tuned], directory.logs, show)

@@ -47,7 +47,9 @@ def sft_command(
         if index:
             raise UserError(f"--index is {index}, and there is no --session for it to be part of")
         check_one_machine(config)
-    config = own_name(check_run(config, generates=False).config)
+    checked = check_run(config, generates=False)
+    typer.echo(checked.summary)
+    config = own_name(checked.config)
     check_trainer_here(config)
     if out.exists() and any(out.iterdir()):
         raise UserError(f"--out {out} exists and is not empty")
@@ -130,7 +132,12 @@ def example_batch(examples: Sequence[WorkedExample], step: int) -> TokenBatch:
     lengths = [len(e.prompt_ids) + len(e.response_ids) for e in examples]
     cu_S1 = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     mask = [
-        np.concatenate([np.zeros(len(e.prompt_ids)), np.ones(len(e.response_ids))])
+        np.concatenate(
+            [
+                np.zeros(len(e.prompt_ids)),
+                np.ones(len(e.response_ids)) if e.trained is None else e.trained,
+            ]
+        )
         for e in examples
     ]
     count, total = len(examples), int(cu_S1[-1])
@@ -162,9 +169,9 @@ def train(config: RunConfig, directory: RunDirectory, destination: Path) -> None
 
     with ExitStack() as stack:
         layout = stack.enter_context(parallel_session(config.parallel, config.trainer, config.seed))
-        task = build_task(config.task, config.model.path)
+        task = build_task(config.task, config.model.path, config.eval)
         trainer = PolicyTrainer(config, purpose="sft")
-        examples = task.worked_examples(config.sft.examples, config.sft.data)
+        examples = task.worked_examples(config.sft.examples, config.sft.file())
         order = np.random.default_rng(config.seed)
         metrics = None
         if layout.rank == 0:

@@ -72,7 +72,8 @@ def _run(directory: RunDirectory, config: RunConfig, devices: DeviceSplit) -> No
 
 
 def show_notices(checked: Checked) -> None:
-    """What was changed in the settings, before anything starts."""
+    """Print the training data and the changed settings, before anything starts."""
+    typer.echo(checked.summary)
     for notice in checked.notices:
         typer.echo(f"note: {notice}")
 

@@ -2,24 +2,108 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
 
 from megatron_async.config.base import Settings
 
+LAYOUTS = Literal[
+    "rows", "gsm8k", "math", "aime", "deepscaler", "dapo_math", "mbpp_plus", "minif2f"
+]
 
-class DataConfig(Settings):
-    """Where prompts come from; the part of `task` that ends where a response begins."""
 
-    kind: Literal["reasoning_gym", "jsonl"] = Field(
-        "reasoning_gym", description="Procedural tasks, or prompts and answers from a JSONL file."
+class ColumnsConfig(Settings):
+    """Columns of a file by their names; a dot leads into a mapping (`reward_model.ground_truth`).
+
+    What is not set here is the layout's.
+    """
+
+    prompt: str | None = Field(None, description="A text, or a list of chat messages.")
+    answer: str | None = Field(
+        None, description='The reference answer; "": rows have none, and the reward needs none.'
     )
-    name: str = Field("chain_sum", description="reasoning-gym task; for jsonl the answer checker.")
+    response: str | None = Field(None, description="sft: the text to learn.")
+    priority: str | None = Field(
+        None, description="Whole numbers, higher first (docs/schedules.md); 0 where it is missing."
+    )
+
+
+class FileConfig(Settings):
+    """Rows on disk and what their columns are."""
+
     path: str = Field(
         "",
-        description="jsonl: file with `prompt` and `answer` in each line, and where wanted "
-        "`priority`, a whole number (default 0; higher first, see docs/schedules.md).",
+        description="A JSONL or Parquet file, a directory of them, or a directory that Hugging "
+        "Face `datasets` saved.",
+    )
+    split: str = Field(
+        "", description="Of a directory: the split to read; needed where it has several."
+    )
+    layout: LAYOUTS = Field(
+        "rows",
+        description="Columns of a published data set; `rows`: `prompt`, `answer`, `response` and "
+        "`priority` (docs/data.md).",
+    )
+    columns: ColumnsConfig = Field(
+        default_factory=ColumnsConfig, description="Columns that are called otherwise."
+    )
+    where: dict[str, str | int | bool] = Field(
+        default_factory=dict, description="Only rows whose columns have these values."
+    )
+
+
+File = TypeVar("File", bound=FileConfig)
+
+
+class SourceConfig(FileConfig):
+    """A training file among several."""
+
+    weight: float = Field(1.0, gt=0, description="Its share of the prompts is weight / their sum.")
+
+
+class PoolConfig(Settings):
+    """Prompts that are answered right about as often."""
+
+    up_to: float = Field(..., ge=0, le=1, description="Highest pass rate; the next pool is above.")
+    share: float = Field(
+        ..., ge=0, le=1, description="Share of their turns in which these prompts are asked."
+    )
+
+
+class DifficultyConfig(Settings):
+    """Prompts asked less often, or no more, by how often they were answered right."""
+
+    pools: list[PoolConfig] = Field(
+        default_factory=list,
+        description="By ascending pass rate; empty: every prompt in each of its turns. `share: 0` "
+        "up to 0 drops what was never solved, at 1 what always is.",
+    )
+    min_attempts: int = Field(
+        16, ge=1, description="Scored responses before a prompt belongs to a pool."
+    )
+
+    @model_validator(mode="after")
+    def _ascending(self) -> Self:
+        ends = [pool.up_to for pool in self.pools]
+        if ends and (ends != sorted(set(ends)) or ends[-1] != 1):
+            raise ValueError(f"task.difficulty.pools must ascend and end up_to 1, got {ends}")
+        if ends and not any(pool.share for pool in self.pools):
+            raise ValueError("task.difficulty.pools drop every prompt: give one a share above 0")
+        return self
+
+
+class DataConfig(FileConfig):
+    """Sources of prompts: the part of `task` that ends where a response begins."""
+
+    kind: Literal["reasoning_gym", "files"] = Field(
+        "reasoning_gym",
+        description="Procedural tasks, or rows of files (the default where `path` or `sources` is "
+        "set; formerly `jsonl`).",
+    )
+    name: str = Field("chain_sum", description="reasoning-gym task; of files the answer checker.")
+    sources: list[SourceConfig] = Field(
+        default_factory=list, description="Several files with weights, in place of `path`."
     )
     params: dict[str, Any] = Field(
         default_factory=dict,
@@ -27,19 +111,37 @@ class DataConfig(Settings):
         "`weight`, from which every problem draws one.",
     )
     prompt_template: str = Field(
-        "{question}", description="Prompt; a procedural task's metadata may be named too."
+        "",
+        description="Prompt; it may name `question` and every column or metadata that is a text "
+        "or a number. Empty: the layout's, else {question}.",
+    )
+    system_prompt: str = Field(
+        "", description="System message of a chat prompt that brings none of its own."
     )
     long_prompts: Literal["refuse", "drop"] = Field(
         "refuse",
         description="A prompt of a file that no engine can take: the run does not start, or the "
         "prompt is dropped when its turn comes, as `refused` (in an evaluation: counted as wrong).",
     )
+    filter_overlong: bool = Field(
+        False, description="Leave such prompts out before the run starts; their number is shown."
+    )
     remove_spaces: bool = Field(False, description="Prompts without blanks, for character models.")
     chat_template: Literal["auto", "never"] = Field(
         "auto", description="`auto`: the tokenizer's chat template, when it has one."
     )
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="Arguments of the chat template, as `enable_thinking`."
+    )
     heldout_share: float = Field(
-        0.1, gt=0, lt=1, description="Share of problems (by hash of their text) kept for eval."
+        0.1,
+        ge=0,
+        lt=1,
+        description="Share of problems (by hash of their text) kept for eval; 0 where eval.path or "
+        "eval.sets bring their own. What those hold is never trained on.",
+    )
+    difficulty: DifficultyConfig = Field(
+        default_factory=DifficultyConfig, description="Sampling by pass rate."
     )
     direct_share: float = Field(
         0.0, ge=0, le=1, description="Worked answers that state only the result, as a share."
@@ -50,6 +152,18 @@ class DataConfig(Settings):
     train_seed: int = Field(1, description="Seed of the training problems.")
     eval_seed: int = Field(1_000_003, description="Seed of the held-out problems.")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _kind(cls, values: Any) -> Any:
+        """Accept `files` by its former name, and as the default of a path."""
+        if not isinstance(values, dict):
+            return values
+        if values.get("kind") == "jsonl":
+            return {**values, "kind": "files"}
+        if "kind" not in values and (values.get("path") or values.get("sources")):
+            return {**values, "kind": "files"}
+        return values
+
     @model_validator(mode="after")
     def _shares(self) -> Self:
         if self.direct_share + self.terse_share > 1:
@@ -58,3 +172,26 @@ class DataConfig(Settings):
                 "add up to more than 1"
             )
         return self
+
+    @model_validator(mode="after")
+    def _where_from(self) -> Self:
+        if self.path and self.sources:
+            raise ValueError("task.path and task.sources are both set: put the path among them")
+        if self.kind != "files" and (self.path or self.sources):
+            raise ValueError(f"task.kind {self.kind} reads no files: leave task.path/sources out")
+        if self.kind != "files" and self.heldout_share == 0:
+            raise ValueError("task.heldout_share 0 needs task.kind files")
+        return self
+
+    def files(self) -> list[SourceConfig]:
+        """The files to train on; a source without columns of its own has the task's."""
+        if not self.sources:
+            own = {name: getattr(self, name) for name in FileConfig.model_fields}
+            return [SourceConfig.model_validate(own)]
+        return [self.completed(source) for source in self.sources]
+
+    def completed(self, file: File) -> File:
+        """`file` with the task's layout and columns, unless it sets one of them itself."""
+        if file.layout != "rows" or file.columns != ColumnsConfig():
+            return file
+        return file.model_copy(update={"layout": self.layout, "columns": self.columns})

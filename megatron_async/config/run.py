@@ -8,6 +8,8 @@ from pydantic import Field, field_validator, model_validator
 
 from megatron_async.config.algorithm import AlgorithmConfig
 from megatron_async.config.base import Settings
+from megatron_async.config.data import LAYOUTS, ColumnsConfig, FileConfig
+from megatron_async.config.evaluation import EvalConfig, EvalSet
 from megatron_async.config.model import (
     ModelConfig,
     OptimizerConfig,
@@ -20,11 +22,6 @@ from megatron_async.config.rollout import (
     StoreConfig,
     TaskConfig,
     WeightsConfig,
-)
-from megatron_async.config.sampling_contract import (
-    LARGEST_TEMPERATURE,
-    LEAST_TEMPERATURE,
-    temperature_fits,
 )
 from megatron_async.config.schedule import ScheduleConfig
 from megatron_async.config.simulate import SimulateConfig
@@ -46,30 +43,26 @@ class SFTConfig(Settings):
     steps: int = Field(200, ge=1, description="Optimizer steps.")
     batch_sequences: int = Field(64, ge=1, description="Examples per step.")
     examples: int = Field(20000, ge=1, description="Different worked answers.")
-    data: str = Field("", description="JSONL with `prompt` and `response`; empty = the task's own.")
+    data: str = Field(
+        "",
+        description="File or directory with `prompt` and `response`, or chat `messages` of which "
+        "the assistant's are learned; empty = the task's own.",
+    )
+    split: str = Field("", description="Of a directory: the split to read.")
+    layout: LAYOUTS = Field("rows", description="Columns of a published data set (docs/data.md).")
+    columns: ColumnsConfig = Field(
+        default_factory=ColumnsConfig, description="Columns that are called otherwise."
+    )
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="Its own Adam.")
     log_every: int = Field(10, ge=1, description="Steps between two progress lines.")
 
-
-class EvalConfig(Settings):
-    """Evaluation on problems that training never sees."""
-
-    prompts: int = Field(256, ge=1, description="Held-out problems.")
-    temperature: float = Field(0.0, description="0 = greedy; else 0.01 to 100.")
-    samples: int = Field(1, ge=1, description="Answers per problem; accuracy is their mean.")
-    every_steps: int = Field(0, ge=0, description="Also during training; 0 = only at its ends.")
-    timeout_seconds: float = Field(
-        3600.0, gt=0, description="Limit of one evaluation; the trainer waits for it."
-    )
-
-    @model_validator(mode="after")
-    def _temperature(self) -> Self:
-        if self.temperature != 0 and not temperature_fits(self.temperature):
-            raise ValueError(
-                f"eval.temperature must be 0 (greedy) or lie between {LEAST_TEMPERATURE:g} and "
-                f"{LARGEST_TEMPERATURE:g}, got {self.temperature:g}"
-            )
-        return self
+    def file(self) -> FileConfig | None:
+        """The file of `data`; None: the task's own answers."""
+        if not self.data:
+            return None
+        return FileConfig(
+            path=self.data, split=self.split, layout=self.layout, columns=self.columns
+        )
 
 
 class TelemetryConfig(Settings):
@@ -136,6 +129,10 @@ class RunConfig(Settings):
     simulate: SimulateConfig = Field(
         default_factory=SimulateConfig, description="`megatron-async simulate` and `plan` only."
     )
+
+    def eval_sets(self) -> list[EvalSet]:
+        """The evaluation sets, each with its settings."""
+        return self.eval.settled(self.sampling, heldout=self.task.heldout_share > 0)
 
     @model_validator(mode="after")
     def _cross_checks(self) -> Self:

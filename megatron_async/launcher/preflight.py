@@ -9,8 +9,7 @@ Invariants
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +24,6 @@ from megatron_async.config.rollout import EngineConfig
 from megatron_async.errors import UserError
 from megatron_async.run_directory import RunDirectory
 
-# In the order in which SGLang looks for the context of a model.
-_CONTEXT_KEYS = (
-    "max_sequence_length",
-    "seq_length",
-    "max_seq_len",
-    "model_max_length",
-    "max_position_embeddings",
-)
 # bfloat16 keeps eight bits: a log-prob of -5 is rounded by up to 0.016.
 _LEAST_TOLERANCE_OF_BFLOAT16 = 1e-3
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -40,10 +31,14 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 @dataclass(frozen=True)
 class Checked:
-    """Settings that can start, and one sentence for each default that had to give way."""
+    """Settings that can start, and one sentence for each default that had to give way.
+
+    `summary`: what there is to train on, and what the templates made of the first prompt.
+    """
 
     config: RunConfig
     notices: tuple[str, ...] = ()
+    summary: str = ""
 
 
 def check_model(path: Path | str) -> dict[str, Any]:
@@ -113,24 +108,6 @@ def check_probe_tolerance(config: RunConfig, device: str | None = None) -> None:
         )
 
 
-def served_context(model: Mapping[str, Any]) -> int | None:
-    """The context that SGLang reads from a parsed config.json; None when nothing is said there."""
-    from megatron_async.models.architecture import ConfigReader
-
-    outer = ConfigReader(model, "SGLang")
-    text = ConfigReader(outer.mapping("text_config", model.get("text_config", model)), "SGLang")
-    key = "rope_scaling" if text.raw.get("rope_scaling") else "rope_parameters"
-    scaling = ConfigReader(text.mapping(key, text.raw.get(key) or {}), "SGLang")
-    stretched = scaling.number("factor", 1.0)
-    if (
-        "original_max_position_embeddings" in scaling.raw
-        or scaling.raw.get("rope_type") == "llama3"
-    ):
-        stretched = 1.0  # what the file says is the length after scaling
-    found = (text.integer(key) for key in _CONTEXT_KEYS if text.raw.get(key) is not None)
-    return next((int(stretched * length) for length in found), None)
-
-
 def _check_checkpoint(path: Path) -> None:
     """Its manifest; the files are verified when they are read."""
     if not (path / MANIFEST_NAME).is_file():
@@ -159,7 +136,7 @@ def check_run(config: RunConfig, *, generates: bool = True) -> Checked:
 
     check_engines(config.engines)
     check_own_loss(config.algorithm)
-    model = check_model(config.model.path)
+    check_model(config.model.path)
     if config.model.checkpoint:
         _check_checkpoint(Path(config.model.checkpoint))
     architecture = read_architecture(config.model.path, config.model.family)
@@ -175,26 +152,26 @@ def check_run(config: RunConfig, *, generates: bool = True) -> Checked:
         from megatron_async.weight_sync.quantise import check_fp8
 
         check_fp8(architecture, config.engines, resolve_device(config.engines))
-    return _check_task(config, model) if generates else _check_worked_answers(config)
+    return _check_task(config) if generates else _check_worked_answers(config)
 
 
 def check_evaluation(config: RunConfig, model_path: Path) -> Checked:
     """The checkpoint, and the task with its tokenizer, without starting anything."""
-    model = check_model(model_path)
+    check_model(model_path)
     path = config.model.model_copy(update={"path": str(model_path)})
-    return _check_task(config.model_copy(update={"model": path}), model, trains=False)
+    return _check_task(config.model_copy(update={"model": path}), trains=False)
 
 
-def _check_task(config: RunConfig, model: Mapping[str, Any], *, trains: bool = True) -> Checked:
-    """Prompts against the engines' limits, and their number against what batches ask for."""
+def _check_task(config: RunConfig, *, trains: bool = True) -> Checked:
+    """Prompts against the engines' limits, and their number against what is asked for."""
+    from megatron_async.rollout.prompt_lengths import longest_tokens
     from megatron_async.tasks import build_task
 
-    task = build_task(config.task, config.model.path)
-    context = None if config.engines.kind == "simulated" else served_context(model)
-    longest = config.engines.longest_tokens(context)
+    task = build_task(config.task, config.model.path, config.eval)
+    longest, left_out = longest_tokens(config), 0
     if longest is not None:
         _check_room(config, longest)
-        task.check_lengths(longest, config.sampling.max_new_tokens)
+        left_out = task.check_lengths(longest, config.sampling.max_new_tokens)
     training, heldout = task.counts(config.eval.prompts)
     groups = config.schedule.groups_per_batch
     if trains and training is not None and groups > training:
@@ -204,7 +181,13 @@ def _check_task(config: RunConfig, model: Mapping[str, Any], *, trains: bool = T
             f"{config.task.heldout_share:g}): a batch would hold a problem twice; lower "
             "schedule.groups_per_batch or add problems"
         )
-    return _with_heldout(config, heldout)
+    checked = Checked(config)
+    if config.task.heldout_share and not config.eval.path:
+        checked = _with_heldout(config, heldout)
+    for one in checked.config.eval_sets():
+        task.eval_prompts(one.prompts, one.name)
+    more = f"\nleft out as too long (task.filter_overlong): {left_out:,}" * bool(left_out)
+    return replace(checked, summary=task.summary() + more)
 
 
 def _check_room(config: RunConfig, longest: int) -> None:
@@ -238,12 +221,15 @@ def _with_heldout(config: RunConfig, heldout: int) -> Checked:
 def _check_worked_answers(config: RunConfig) -> Checked:
     from megatron_async.tasks import build_task
 
-    task, size = build_task(config.task, config.model.path), config.sft.batch_sequences
-    found = len(task.worked_examples(min(size, config.sft.examples), config.sft.data))
+    task = build_task(config.task, config.model.path, config.eval)
+    size, wanted = config.sft.batch_sequences, config.sft.examples
+    if not config.sft.data:  # those are made, and of a file every row is looked at
+        wanted = min(size, wanted)
+    found = len(task.worked_examples(wanted, config.sft.file()))
     if found < size:
         source = f"sft.data {config.sft.data} has" if config.sft.data else "sft.examples is"
         raise UserError(
             f"sft.batch_sequences is {size}, and {source} {found}: a batch would be larger than "
             "the data; lower sft.batch_sequences"
         )
-    return Checked(config)
+    return Checked(config, summary=f"{found:,} examples of {config.sft.data or 'the task'}")

@@ -55,6 +55,7 @@ class ManagerActor:
         from megatron_async.import_path import load_object
         from megatron_async.rollout.fleet import EngineLauncher
         from megatron_async.rollout.manager import RolloutManager
+        from megatron_async.rollout.prompt_lengths import longest_tokens
         from megatron_async.run_directory import RunDirectory
         from megatron_async.tasks import build_task
         from megatron_async.tasks.verifier import RayVerifierPool
@@ -62,7 +63,10 @@ class ManagerActor:
         config_yaml, run_directory = self._arguments
         config = RunConfig.model_validate(yaml.safe_load(config_yaml))
         directory = RunDirectory(Path(run_directory))
-        task = build_task(config.task, config.model.path)
+        task = build_task(config.task, config.model.path, config.eval)
+        longest = longest_tokens(config)
+        if config.task.filter_overlong and longest is not None:  # as the start has counted
+            task.check_lengths(longest, config.sampling.max_new_tokens)
         launcher: EngineLauncher = RayEngineLauncher(config, directory.logs)
         if config.experiment.ledger is not None:
             ledger = load_object(config.experiment.ledger, "experiment.ledger")

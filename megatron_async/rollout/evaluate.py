@@ -1,22 +1,26 @@
-"""Accuracy on held-out problems, measured on an engine.
+"""Accuracy on problems that training never sees, measured on engines.
 
 Invariants
-- Problems come from the task's held-out set, in a fixed order; the same call asks the same ones.
+- Each set's problems come in a fixed order; the same call asks the same ones.
 - What has no score (it failed, or engines refuse the prompt) counts as wrong; how many is reported.
+- The sets are asked together, so that one's longest responses do not hold up another.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from megatron_async.config.rollout import SamplingConfig
-from megatron_async.config.run import EvalConfig
+from megatron_async.config import RunConfig
+from megatron_async.config.evaluation import HELDOUT, EvalSet
 from megatron_async.engines.interface import (
     EngineClient,
     EngineError,
@@ -24,97 +28,259 @@ from megatron_async.engines.interface import (
     RequestRefused,
     Verifier,
 )
+from megatron_async.tasks.answers import final_answer
+from megatron_async.tasks.base import Task
 from megatron_async.trajectory.types import Prompt
 
 _IN_FLIGHT_PER_ENGINE = 128
+_Z = 1.959964  # 95 % of a normal distribution
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A response to an evaluation problem; `reward` None: it could not be scored."""
+
+    text: str
+    reward: float | None
+    detail: Mapping[str, float]
+    length: int
+    truncated: bool
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A share, and the ends of its 95 % confidence interval over problems."""
+
+    value: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Estimate:
+        """The mean of one number in [0, 1] for each problem; Wilson's interval.
+
+        The interval is that of as many independent yes-or-no trials as have the same variance.
+        """
+        count, mean = len(values), float(np.mean(values))
+        variance = float(np.var(values, ddof=1)) / count if count > 1 else 0.0
+        trials = mean * (1 - mean) / variance if variance else float(count)
+        middle = (mean + _Z**2 / (2 * trials)) / (1 + _Z**2 / trials)
+        half = math.sqrt(mean * (1 - mean) / trials + (_Z / (2 * trials)) ** 2)
+        half *= _Z / (1 + _Z**2 / trials)
+        return cls(mean, max(0.0, middle - half), min(1.0, middle + half))
 
 
 @dataclass(frozen=True)
 class EvalResult:
-    """Held-out accuracy; lengths are response tokens."""
+    """The result of a set: accuracy is the mean over all responses (avg@k), lengths in tokens."""
 
+    name: str
     accuracy: float
     answers: int
     failed_judgements: int
+    reward_mean: float
     length_mean: float
     length_median: float
     length_max: int
     truncated_share: float
     seconds: float
+    estimates: Mapping[str, Estimate]
+    samples: tuple[dict[str, Any], ...] = ()
 
     def metrics(self) -> dict[str, float]:
-        """The same as `eval/*` scalars."""
-        return {f"eval/{name}": float(value) for name, value in asdict(self).items()}
+        """Scalars: `eval/...` of the held-out problems, `eval/NAME/...` of other sets."""
+        prefix = "eval/" if self.name == HELDOUT else f"eval/{self.name}/"
+        numbers = ("answers", "failed_judgements", "reward_mean", "length_mean", "length_median")
+        more = ("length_max", "truncated_share", "seconds")
+        metrics = {f"{prefix}{name}": float(getattr(self, name)) for name in (*numbers, *more)}
+        for name, estimate in self.estimates.items():
+            metrics[f"{prefix}{name}"] = estimate.value
+            metrics[f"{prefix}{name}_low"] = estimate.low
+            metrics[f"{prefix}{name}_high"] = estimate.high
+        return metrics
+
+    def sentence(self) -> str:
+        """The result as a line."""
+        shares = ", ".join(
+            f"{name.replace('_at_', '@')} {100 * e.value:.1f} % "
+            f"({100 * e.low:.1f} to {100 * e.high:.1f})"
+            for name, e in self.estimates.items()
+        )
+        return f"{self.name}: {shares}; {self.answers} answers, {self.length_mean:.1f} tokens each"
 
 
 @dataclass(frozen=True)
-class _Answer:
-    reward: float | None
-    length: int
-    truncated: bool
+class Evaluation:
+    """All sets, in the order of the settings."""
+
+    results: tuple[EvalResult, ...]
+
+    @property
+    def accuracy(self) -> float:
+        """The accuracy of the first set."""
+        return self.results[0].accuracy
+
+    def metrics(self) -> dict[str, float]:
+        """The scalars of all sets."""
+        return {name: v for result in self.results for name, v in result.metrics().items()}
+
+    def samples(self) -> list[dict[str, Any]]:
+        """The saved responses of all sets."""
+        return [sample for result in self.results for sample in result.samples]
 
 
-async def evaluate(
-    engines: Sequence[EngineClient],
-    prompts: Sequence[Prompt],
-    verifier: Verifier,
-    settings: EvalConfig,
-    sampling: SamplingConfig,
-    stop_token_ids: Sequence[int],
-    tag: str = "eval",
-) -> EvalResult:
-    """Ask every prompt `settings.samples` times, spread over `engines`.
+def pass_at_k(samples: int, solved: int, k: int) -> float:
+    """The chance that one of `k` responses drawn from `samples`, of which `solved` are right, is
+    right: unbiased (Chen et al. 2021, arXiv 2107.03374)."""
+    if samples - solved < k:
+        return 1.0
+    return 1.0 - math.comb(samples - solved, k) / math.comb(samples, k)
 
-    Raises EngineError when an engine fails on the way.
-    """
-    greedy = SamplingConfig(
-        temperature=settings.temperature or 1.0,
-        top_k=1 if settings.temperature == 0 else -1,
-        max_new_tokens=sampling.max_new_tokens,
-        allow_biased_behaviour=True,
-    )
-    gates = {engine.engine_id: asyncio.Semaphore(_IN_FLIGHT_PER_ENGINE) for engine in engines}
 
-    async def ask(number: int, prompt: Prompt, engine: EngineClient) -> _Answer:
-        async with gates[engine.engine_id]:
-            request = GenerationRequest(
-                f"{tag}-{number};",  # no name is a prefix of another
-                prompt.token_ids,
-                sampling.max_new_tokens,
-                greedy,
-                tuple(stop_token_ids),
-            )
-            pieces, end = [], None
-            try:
-                async for chunk in engine.generate(request):
-                    pieces.append(chunk.token_ids)
-                    end = chunk.end or end
-            except RequestRefused:
-                return _Answer(None, 0, False)
-        if end == "abort":
-            raise EngineError(f"engine {engine.engine_id} aborted evaluation request {number}")
-        response = np.concatenate(pieces) if pieces else np.zeros(0, np.int32)
-        reward, _ = await verifier.score(prompt, response.tolist())
-        return _Answer(reward, len(response), end == "length")
+def majority_is_right(answers: Sequence[str | None], solved: Sequence[bool]) -> bool:
+    """True when the most frequent answer is right; of equally frequent ones the first counts."""
+    counts = Counter(answer for answer in answers if answer is not None)
+    if not counts:
+        return False
+    winner = counts.most_common(1)[0][0]
+    return solved[list(answers).index(winner)]
 
-    began = time.monotonic()
-    wanted = [prompt for prompt in prompts for _ in range(settings.samples)]
-    answers = await asyncio.gather(
-        *(
-            ask(number, prompt, engine)
-            for number, (prompt, engine) in enumerate(
-                zip(wanted, itertools.cycle(engines), strict=False)
+
+def estimates(
+    answered: Sequence[Sequence[Answered]], solved_at: float, marker: str
+) -> dict[str, Estimate]:
+    """`accuracy` and, of several responses a problem, pass@k for powers of two and maj@k."""
+    solved = [[a.reward is not None and a.reward >= solved_at for a in one] for one in answered]
+    count = len(answered[0])
+    found = {"accuracy": Estimate.of([sum(one) / count for one in solved])}
+    if count == 1:
+        return found
+    for k in sorted({*(2**i for i in range(1, count.bit_length()) if 2**i < count), count}):
+        found[f"pass_at_{k}"] = Estimate.of([pass_at_k(count, sum(one), k) for one in solved])
+    votes = [
+        majority_is_right([_vote(a.text, marker) for a in one], right)
+        for one, right in zip(answered, solved, strict=True)
+    ]
+    found[f"maj_at_{count}"] = Estimate.of([float(vote) for vote in votes])
+    return found
+
+
+def _vote(text: str, marker: str) -> str | None:
+    answer = final_answer(text, marker)
+    return None if answer is None else " ".join(answer.split())
+
+
+class Evaluator:
+    """Asks and scores the evaluation sets of a run's settings."""
+
+    def __init__(self, config: RunConfig, task: Task, verifier: Verifier) -> None:
+        self._task = task
+        self._sets = config.eval_sets()
+        self._verifier = verifier
+        self._solved_at = config.eval.solved_at
+        self._marker = config.task.answer_marker
+        self._save_samples = config.eval.save_samples
+        self._prompts: dict[str, list[Prompt]] = {}
+
+    async def evaluate(self, engines: Sequence[EngineClient], tag: str = "eval") -> Evaluation:
+        """Every prompt of every set as often as its settings ask for, spread over `engines`.
+
+        Raises EngineError when an engine fails on the way.
+        """
+        gates = {engine.engine_id: asyncio.Semaphore(_IN_FLIGHT_PER_ENGINE) for engine in engines}
+        turns = itertools.cycle(engines)
+        return Evaluation(
+            tuple(
+                await asyncio.gather(
+                    *(self._evaluate_set(one, turns, gates, tag) for one in self._sets)
+                )
             )
         )
-    )
-    lengths = np.array([answer.length for answer in answers])
-    return EvalResult(
-        accuracy=float(np.mean([answer.reward or 0.0 for answer in answers])),
-        answers=len(answers),
-        failed_judgements=sum(answer.reward is None for answer in answers),
-        length_mean=float(lengths.mean()),
-        length_median=float(np.median(lengths)),
-        length_max=int(lengths.max()),
-        truncated_share=float(np.mean([answer.truncated for answer in answers])),
-        seconds=time.monotonic() - began,
-    )
+
+    def _prompts_of(self, one: EvalSet) -> list[Prompt]:
+        if one.name not in self._prompts:
+            self._prompts[one.name] = self._task.eval_prompts(one.prompts, one.name)
+        return self._prompts[one.name]
+
+    async def _evaluate_set(
+        self,
+        one: EvalSet,
+        engines: Iterator[EngineClient],
+        gates: Mapping[str, asyncio.Semaphore],
+        tag: str,
+    ) -> EvalResult:
+        async def ask(number: int, prompt: Prompt, engine: EngineClient) -> Answered:
+            async with gates[engine.engine_id]:
+                # The terminator keeps any name from being a prefix of another.
+                name = f"{tag}-{one.name}-{number};"
+                return await self._ask(engine, prompt, name, one)
+
+        began = time.monotonic()
+        prompts = self._prompts_of(one)
+        wanted = [prompt for prompt in prompts for _ in range(one.samples)]
+        asked = [
+            ask(n, prompt, engine)
+            for n, (prompt, engine) in enumerate(zip(wanted, engines, strict=False))
+        ]
+        answers = await asyncio.gather(*asked)
+        grouped = [answers[i : i + one.samples] for i in range(0, len(answers), one.samples)]
+        return self._result(one.name, prompts, grouped, time.monotonic() - began)
+
+    async def _ask(self, engine: EngineClient, prompt: Prompt, name: str, one: EvalSet) -> Answered:
+        longest, stops = one.sampling.max_new_tokens, tuple(self._task.stop_token_ids)
+        request = GenerationRequest(name, prompt.token_ids, longest, one.sampling, stops)
+        ids: list[int] = []
+        end = None
+        try:
+            async for chunk in engine.generate(request):
+                ids += chunk.token_ids.tolist()
+                end = chunk.end or end
+        except RequestRefused:
+            return Answered("", None, {}, 0, False)
+        if end == "abort":
+            raise EngineError(f"engine {engine.engine_id} aborted evaluation request {name}")
+        reward, detail = await self._verifier.score(prompt, ids)
+        return Answered(self._task.text(ids), reward, detail, len(ids), end == "length")
+
+    def _result(
+        self,
+        name: str,
+        prompts: Sequence[Prompt],
+        grouped: Sequence[Sequence[Answered]],
+        seconds: float,
+    ) -> EvalResult:
+        answers = [answered for one in grouped for answered in one]
+        lengths = np.array([answered.length for answered in answers])
+        found = estimates(grouped, self._solved_at, self._marker)
+        return EvalResult(
+            name=name,
+            accuracy=found["accuracy"].value,
+            answers=len(answers),
+            failed_judgements=sum(answered.reward is None for answered in answers),
+            reward_mean=float(np.mean([answered.reward or 0.0 for answered in answers])),
+            length_mean=float(lengths.mean()),
+            length_median=float(np.median(lengths)),
+            length_max=int(lengths.max()),
+            truncated_share=float(np.mean([answered.truncated for answered in answers])),
+            seconds=seconds,
+            estimates=found,
+            samples=tuple(
+                sample
+                for prompt, one in zip(prompts[: self._save_samples], grouped, strict=False)
+                for sample in _samples(name, prompt, one)
+            ),
+        )
+
+
+def _samples(name: str, prompt: Prompt, answered: Sequence[Answered]) -> Iterator[dict[str, Any]]:
+    for one in answered:
+        yield {
+            "set": name,
+            "question": prompt.payload.get("question", ""),
+            "answer": prompt.payload.get("answer", ""),
+            "response": one.text,
+            "reward": one.reward,
+            "parts": dict(one.detail),
+            "tokens": one.length,
+            "truncated": one.truncated,
+        }

@@ -29,7 +29,7 @@ from megatron_async.config import RunConfig
 from megatron_async.engines.interface import EngineClient, EngineError, Verifier
 from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.driver import RolloutDriver
-from megatron_async.rollout.evaluate import EvalResult, evaluate
+from megatron_async.rollout.evaluate import Evaluation, Evaluator
 from megatron_async.rollout.fleet import EngineLauncher, Fleet
 from megatron_async.rollout.probe import PROMPTS, Sample, packed
 from megatron_async.rollout.shared_devices import SharedDevices
@@ -134,6 +134,7 @@ class RolloutManager:
         self._config = config
         self._task = task
         self._verifier = verifier
+        self._evaluator = Evaluator(config, task, verifier)
         self._store_file = store_file
         self._events_directory = events_directory
         self._fleet = Fleet(config.engines, launcher)
@@ -411,10 +412,12 @@ class RolloutManager:
 
     def _evaluation_due(self, number: int) -> bool:
         every = self._config.eval.every_steps
+        if not self._config.eval_sets():
+            return False
         at_an_end = number in (0, self._config.steps)
         return at_an_end or (every > 0 and number % every == 0)
 
-    async def evaluate(self, lineage: int, number: int) -> EvalResult:
+    async def evaluate(self, lineage: int, number: int) -> Evaluation:
         """Held-out accuracy of version `number`, after the `end_update` that says that it is due.
 
         Raises ComponentFailure when no engine that holds it is left, or past the limit.
@@ -433,14 +436,14 @@ class RolloutManager:
             await self._devices.rest(self._driver.engines())
         return result
 
-    async def _evaluate_on_living(self, session: _Session, version: PolicyVersion) -> EvalResult:
+    async def _evaluate_on_living(self, session: _Session, version: PolicyVersion) -> Evaluation:
         """Begun anew on those that are left when one dies."""
         left = [engine for engine in session.driver.engines() if engine in self._holders]
         if not left:
             raise ComponentFailure(f"no engine that holds {version} is left to evaluate it")
         while True:
             try:
-                return await self._evaluate(left, tag=f"eval-{version}-on{len(left)}")
+                return await self._evaluator.evaluate(left, f"eval-{version}-on{len(left)}")
             except EngineError as error:
                 dead = [engine for engine in left if not await engine.healthy()]
                 self._still(session)
@@ -451,18 +454,6 @@ class RolloutManager:
                     raise ComponentFailure(
                         f"the evaluation of {version} failed: {error}"
                     ) from error
-
-    async def _evaluate(self, engines: Sequence[EngineClient], tag: str) -> EvalResult:
-        prompts = self._task.eval_prompts(self._config.eval.prompts)
-        return await evaluate(
-            engines,
-            prompts,
-            self._verifier,
-            self._config.eval,
-            self._config.sampling,
-            self._task.stop_token_ids,
-            tag,
-        )
 
     def _passed(self, session: _Session, outcome: CheckedEngines) -> list[EngineClient]:
         """Those that passed a check. Others are sent the weights once more, then replaced."""

@@ -1,4 +1,4 @@
-"""What a task is: prompts in a fixed order, held-out prompts, worked answers, a scorer.
+"""Tasks: prompts in a fixed order, held-out prompts, worked answers, a scorer.
 
 Invariants
 - Prompts are a pure function of (settings, position): a run that is resumed at a position asks
@@ -12,12 +12,19 @@ Invariants
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
+from megatron_async.config.data import FileConfig
+from megatron_async.config.evaluation import HELDOUT
 from megatron_async.trajectory.types import IntArray, Prompt
+
+BoolArray = npt.NDArray[np.bool_]
 
 SCORER_FAULTS: Final = MappingProxyType(
     {
@@ -32,22 +39,51 @@ SCORER_FAULTS: Final = MappingProxyType(
 _HASH_RANGE = 1 << 64
 
 
+Message = dict[str, str]
+"""A chat message: `role` and `content`."""
+
+
 @dataclass(frozen=True)
 class Problem:
-    """A question as text. `fields`: what a prompt template may name besides `question`."""
+    """A question as text. `fields`: what a prompt template may name besides `question`.
+
+    `messages`: a conversation that ends with the question; empty where the question is all.
+    `template`: how the question is put, where task.prompt_template does not say; empty: as it is.
+    """
 
     question: str
     payload: dict[str, Any]
     fields: dict[str, str] = field(default_factory=dict)
     priority: int = 0
+    messages: tuple[Message, ...] = ()
+    template: str = ""
+
+    @property
+    def key(self) -> int:
+        """A 64-bit hash of what is asked, the same for the same text in any file."""
+        earlier = [m["content"] for m in self.messages[:-1] if m["role"] != "system"]
+        return question_key("\x1e".join([*earlier, self.question]))
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A problem of a file: its place there, and what a refusal calls it."""
+
+    place: tuple[int, int]
+    where: str
+    problem: Problem
 
 
 @dataclass(frozen=True, eq=False)
 class WorkedExample:
-    """One supervised example; `response_ids` ends with the end-of-text token."""
+    """A supervised example; `response_ids` ends with the end-of-text token.
+
+    `trained`: which tokens of the response are learned; None: all, the end included.
+    """
 
     prompt_ids: IntArray
     response_ids: IntArray
+    trained: BoolArray | None = None
 
 
 @dataclass(frozen=True)
@@ -76,27 +112,35 @@ class Task(Protocol):
         """Training prompts `position` to `position + count - 1` of the task's fixed order."""
         ...
 
-    def eval_prompts(self, count: int) -> list[Prompt]:
-        """The first `count` held-out prompts, all different."""
+    def eval_prompts(self, count: int, name: str = HELDOUT) -> list[Prompt]:
+        """The first `count` prompts of the evaluation set `name`, all different; 0: all it has."""
         ...
 
     def counts(self, heldout: int) -> tuple[int | None, int]:
-        """How many problems there are for training (None: no end), and held out, at most so many
+        """The numbers of training problems (None: no end) and of held-out ones, at most so many
         of the latter."""
         ...
 
-    def check_lengths(self, longest: int, max_new_tokens: int) -> None:
-        """Raises UserError for a prompt, as far as they are known beforehand, that with
-        `max_new_tokens` is longer than the `longest` tokens that an engine takes."""
+    def text(self, token_ids: Sequence[int]) -> str:
+        """The text of a response, special tokens removed."""
         ...
 
-    def worked_examples(self, count: int, data: str = "") -> Sequence[WorkedExample]:
-        """Supervised examples of training problems, or those of the JSONL file `data`."""
+    def summary(self) -> str:
+        """The training data, and the first prompt as the templates made it."""
+        ...
+
+    def check_lengths(self, longest: int, max_new_tokens: int) -> int:
+        """Leave out, and count, prompts that with `max_new_tokens` are longer than the
+        `longest` tokens that an engine takes. Raises UserError where they may not be left out."""
+        ...
+
+    def worked_examples(self, count: int, data: FileConfig | None = None) -> list[WorkedExample]:
+        """Supervised examples of training problems, or those of the file `data`."""
         ...
 
 
 class ProblemSource(Protocol):
-    """Where problems come from, before there is any tokenizer."""
+    """A source of problems, before there is any tokenizer."""
 
     name: str
 
@@ -104,8 +148,16 @@ class ProblemSource(Protocol):
         """Training problem `index` >= 0."""
         ...
 
-    def listed(self) -> Sequence[tuple[str, Problem]]:
-        """All problems, each with what a refusal calls it; none where they have no end."""
+    def longer(self, size: int) -> Iterator[Listed]:
+        """Problems whose texts have more bytes than `size`; the first where they have no end."""
+        ...
+
+    def leave_out(self, places: Collection[tuple[int, int]]) -> None:
+        """Ask no problem that `longer` gave one of these places. UserError where none can be."""
+        ...
+
+    def summary(self) -> str:
+        """The data, in a sentence for the start of a run."""
         ...
 
     def heldout(self, count: int) -> list[Problem]:
@@ -130,8 +182,8 @@ class Scorer(Protocol):
 
 
 def row_payload(question: str, answer: str, metadata: dict[str, Any]) -> dict[str, Any]:
-    """What a scorer reads of a row: `answer` is empty where there is none, `metadata` holds the
-    row's other columns (JSON)."""
+    """The part of a row that a scorer reads: `answer` is empty where there is none, `metadata`
+    holds the row's other columns (JSON)."""
     return {"question": question, "answer": answer, "metadata": metadata}
 
 
@@ -142,6 +194,15 @@ def stable_hash(*parts: object) -> int:
 
 
 def is_heldout(question: str, share: float) -> bool:
-    """Whether a problem belongs to evaluation: decided by its text alone, spaces and case aside."""
-    normalised = " ".join(question.split()).casefold()
-    return stable_hash("held-out", normalised) < share * _HASH_RANGE
+    """True when a problem belongs to evaluation, by its text alone, spaces and case aside."""
+    return is_heldout_key(question_key(question), share)
+
+
+def question_key(question: str) -> int:
+    """A 64-bit hash of a question's text, spaces and case aside."""
+    return stable_hash("held-out", " ".join(question.split()).casefold())
+
+
+def is_heldout_key(key: int, share: float) -> bool:
+    """`is_heldout` of the question with that key."""
+    return key < share * _HASH_RANGE

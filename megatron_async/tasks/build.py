@@ -5,39 +5,52 @@ Imports are local: a verifier process needs a scorer, but neither a tokenizer no
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from megatron_async.config.rollout import TaskConfig
 
 if TYPE_CHECKING:
+    from megatron_async.config.evaluation import EvalConfig
     from megatron_async.tasks.base import ProblemSource, Scorer, Task
 
 
-def build_task(config: TaskConfig, model_path: str) -> Task:
+def build_task(config: TaskConfig, model_path: str, evaluation: EvalConfig | None = None) -> Task:
     """The task, tokenized for the model in `model_path`. Raises UserError."""
+    from megatron_async.tasks.files import ProblemFile
     from megatron_async.tasks.text_task import TextTask, load_tokenizer, stop_tokens
 
-    source = build_source(config)
     tokenizer = load_tokenizer(model_path)
-    task = TextTask(config, source, tokenizer, stop_tokens(model_path, tokenizer))
+    files = {} if evaluation is None else evaluation.files()
+    evaluated = {
+        name: ProblemFile(config.completed(file), setting, config.prompt_template)
+        for name, (setting, file) in files.items()
+    }
+    source = build_source(config, {key for file in evaluated.values() for key in file.keys})
+    task = TextTask(config, source, tokenizer, stop_tokens(model_path, tokenizer), evaluated)
     task.train_prompts(0, 1)  # a template that does not fit is reported now, not mid-run
     return task
 
 
-def build_source(config: TaskConfig) -> ProblemSource:
-    """The task's problems as text. Raises UserError."""
-    if config.kind == "jsonl":
-        from megatron_async.tasks.jsonl import JsonlProblems
+def build_source(config: TaskConfig, elsewhere: Collection[int] = ()) -> ProblemSource:
+    """The task's problems as text; `elsewhere`: keys of those that others evaluate on.
 
-        return JsonlProblems(config)
+    Raises UserError.
+    """
+    if config.kind == "files":
+        from megatron_async.tasks.files import FileProblems
+        from megatron_async.tasks.jsonl import check_checker
+
+        check_checker(config)
+        return FileProblems(config, elsewhere)
     from megatron_async.tasks.reasoning_gym import ReasoningGymProblems
 
     return ReasoningGymProblems(config)
 
 
 def build_scorer(config: TaskConfig) -> Scorer:
-    """The task's judge. Raises UserError."""
-    if config.kind == "jsonl":
+    """The task's scorer. Raises UserError."""
+    if config.kind == "files":
         from megatron_async.tasks.jsonl import JsonlScorer
 
         return JsonlScorer(config)

@@ -11,7 +11,7 @@ Invariants
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from functools import lru_cache
 from typing import Any, Final
 
@@ -21,7 +21,14 @@ from reasoning_gym.factory import DATASETS
 from megatron_async.config.rollout import TaskConfig
 from megatron_async.errors import UserError
 from megatron_async.tasks.answers import final_answer
-from megatron_async.tasks.base import Judgement, Problem, is_heldout, row_payload, stable_hash
+from megatron_async.tasks.base import (
+    Judgement,
+    Listed,
+    Problem,
+    is_heldout,
+    row_payload,
+    stable_hash,
+)
 from megatron_async.tasks.worked_answers import WORKED_ANSWERS, Styles
 
 _CHUNK: Final = 1000
@@ -49,12 +56,25 @@ class ReasoningGymProblems:
         """Training problem `index`; one whose text is held out is drawn again."""
         return self._training_problem("train", index)
 
-    def listed(self) -> tuple[()]:
-        """Problems are made as they are asked for."""
-        return ()
+    def longer(self, size: int) -> Iterator[Listed]:
+        """The first: problems are made as they are asked for."""
+        yield Listed((0, 0), f"{self.name}, problem 0", self.train(0))
+
+    def leave_out(self, places: Collection[tuple[int, int]]) -> None:
+        """Impossible, for the same reason."""
+        raise UserError(
+            f"task.filter_overlong leaves rows of files out; task {self.name} has none: make its "
+            "prompts shorter or the context longer"
+        )
+
+    def summary(self) -> str:
+        """The name of the task."""
+        return f"procedural problems of {self.name}"
 
     def heldout(self, count: int) -> list[Problem]:
         """The first `count` different held-out problems of `eval_seed`'s order."""
+        if not count:
+            raise UserError("eval.prompts 0 means all, and a procedural task has no end of them")
         found = self._different_heldout(count)
         if len(found) < count:
             raise UserError(

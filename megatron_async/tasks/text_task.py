@@ -2,42 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
+from megatron_async.config.data import DataConfig, FileConfig
+from megatron_async.config.evaluation import HELDOUT
 from megatron_async.config.files import read_json_object
-from megatron_async.config.rollout import TaskConfig
 from megatron_async.errors import UserError, shown
-from megatron_async.tasks.base import Problem, ProblemSource, WorkedExample
-from megatron_async.tasks.jsonl import worked_lines
+from megatron_async.tasks.base import (
+    Message,
+    Problem,
+    ProblemSource,
+    WorkedExample,
+    is_heldout_key,
+    question_key,
+)
+from megatron_async.tasks.chat import chat_template
+from megatron_async.tasks.files import ProblemFile
+from megatron_async.tasks.layouts import Columns, chat_messages
+from megatron_async.tasks.rows import open_rows
 from megatron_async.trajectory.types import IntArray, Prompt
 
 # That a tokenizer puts around a text.
 _SPECIAL_TOKENS = 8
 _MOST_TOKENIZED = 2000
+_MOST_SHOWN = 2000
 # What `tokenizer.json` says and nothing more, by its names in transformers 4 and 5.
 _GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
 class TextTask:
-    """Implements `base.Task`. `tokenizer` is a transformers tokenizer."""
+    """Implements `base.Task`. `tokenizer` is a transformers tokenizer.
+
+    `evaluated`: the evaluation sets that are files of their own, by name.
+    """
 
     def __init__(
         self,
-        config: TaskConfig,
+        config: DataConfig,
         source: ProblemSource,
         tokenizer: Any,
         stop_token_ids: tuple[int, ...],
+        evaluated: Mapping[str, ProblemFile] = MappingProxyType({}),
     ) -> None:
         self._config = config
         self._source = source
         self._tokenizer = tokenizer
         self._stop_token_ids = stop_token_ids
-        self._chat = config.chat_template == "auto" and bool(tokenizer.chat_template)
+        self._evaluated = evaluated
+        self._chat = chat_template(config, tokenizer)
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -48,70 +67,120 @@ class TextTask:
         """Training prompts from `position` on."""
         return [self._prompt(self._source.train(position + i)) for i in range(count)]
 
-    def eval_prompts(self, count: int) -> list[Prompt]:
-        """The first `count` held-out prompts. Raises UserError if there are fewer."""
-        return [self._prompt(problem) for problem in self._source.heldout(count)]
+    def eval_prompts(self, count: int, name: str = HELDOUT) -> list[Prompt]:
+        """The first `count` of an evaluation set; 0: all. Raises UserError if there are fewer."""
+        if name in self._evaluated:
+            problems = self._evaluated[name].first(count, self._config.eval_seed)
+        else:
+            problems = self._source.heldout(count)
+        return [self._prompt(problem) for problem in problems]
 
     def counts(self, heldout: int) -> tuple[int | None, int]:
         """Training problems (None: no end), and up to `heldout` held-out ones."""
         return self._source.counts(heldout)
 
-    def check_lengths(self, longest: int, max_new_tokens: int) -> None:
-        """Raises UserError for a prompt that is too long: of a file any, else the first.
+    def text(self, token_ids: Sequence[int]) -> str:
+        """The text of a response."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
-        Only what has more bytes than it may have tokens is tokenized, and of that so much that it
-        takes seconds; the rest is looked at when it is admitted.
+    def summary(self) -> str:
+        """The training data, and the first prompt as the template made it."""
+        problem = self._source.train(0)
+        text = shown_text(self._text(problem))
+        kind = "chat template" if self._chat else "no chat template"
+        return (
+            f"{self._source.summary()}\nfirst prompt, {len(self.prompt_ids(problem))} tokens "
+            f"({kind}):\n{text}"
+        )
+
+    def check_lengths(self, longest: int, max_new_tokens: int) -> int:
+        """Refuses or leaves out prompts that are too long: of a file any, else the first.
+
+        Only what has more bytes than it may have tokens is tokenized, and where one refuses, of
+        that so much that it takes seconds; the rest is looked at when it is admitted.
         """
-        if self._config.long_prompts == "drop":
-            return
+        if self._config.long_prompts == "drop" and not self._config.filter_overlong:
+            return 0
         most = longest - max_new_tokens
-        listed = self._source.listed() or [
-            (f"{self._source.name}, problem 0", self._source.train(0))
-        ]
-        around = len(self._text(replace(listed[0][1], question="")).encode()) + _SPECIAL_TOKENS
-        doubtful = [pair for pair in listed if len(pair[1].question.encode()) + around > most]
-        for where, problem in doubtful[:_MOST_TOKENIZED]:
-            tokens = len(self.prompt_ids(problem))
+        first = self._source.train(0)
+        blank = replace(first, question="", messages=(), fields=dict.fromkeys(first.fields, ""))
+        around = len(self._text(blank).encode()) + _SPECIAL_TOKENS
+        doubtful = self._source.longer(most - around)
+        if self._config.filter_overlong:
+            gone = [d.place for d in doubtful if len(self.prompt_ids(d.problem)) > most]
+            if gone:
+                self._source.leave_out(gone)
+            return len(gone)
+        for listed in itertools.islice(doubtful, _MOST_TOKENIZED):
+            tokens = len(self.prompt_ids(listed.problem))
             if tokens > most:
                 raise UserError(
-                    f"{where}: the prompt has {tokens} tokens, which with sampling.max_new_tokens "
-                    f"{max_new_tokens} is more than the {longest} that an engine takes "
-                    "(engines.context_length, else the model's; engines.max_total_tokens): "
-                    "shorten the prompt, lower the one or raise the other, or set "
-                    "task.long_prompts: drop"
+                    f"{listed.where}: the prompt has {tokens} tokens, which with "
+                    f"sampling.max_new_tokens {max_new_tokens} is more than the {longest} that an "
+                    "engine takes (engines.context_length, else the model's; "
+                    "engines.max_total_tokens): shorten the prompt, lower the one or raise the "
+                    "other, or set task.filter_overlong: true"
                 )
+        return 0
 
-    def worked_examples(self, count: int, data: str = "") -> Sequence[WorkedExample]:
+    def worked_examples(self, count: int, data: FileConfig | None = None) -> list[WorkedExample]:
         """`count` of the task's own, or all of `data` that are not held out (at most `count`)."""
-        pairs = list(worked_lines(data, self._config.heldout_share))[:count] if data else None
-        if pairs is None:
-            pairs = self._source.worked(count)
-        if not pairs:
-            raise UserError(f"sft.data {data} holds only held-out problems")
-        return [self._example(problem, response) for problem, response in pairs]
+        if data is None:
+            return [self._example(*pair) for pair in self._source.worked(count)]
+        examples = list(itertools.islice(self._examples(data), count))
+        if not examples:
+            raise UserError(f"sft.data {data.path} holds only held-out problems")
+        return examples
+
+    def _examples(self, data: FileConfig) -> Iterator[WorkedExample]:
+        rows = open_rows(data.path, data.split, "sft.data")
+        columns = Columns.of(data.layout, data.columns, self._config.prompt_template)
+        elsewhere = frozenset(key for file in self._evaluated.values() for key in file.keys)
+        share = self._config.heldout_share
+        for index, row in enumerate(rows):
+            where = rows.where(index)
+            if "messages" in row and columns.response not in row:
+                messages = chat_messages(row["messages"], f"{where}, column 'messages'")
+                asked = (m["content"] for m in messages if m["role"] == "user")
+                keys = {question_key(text) for text in asked}
+            else:
+                messages = ()
+                problem, response = columns.example(row, where)
+                keys = {problem.key}
+            if keys & elsewhere or any(is_heldout_key(key, share) for key in keys):
+                continue
+            yield (
+                self._conversation(messages, where)
+                if messages
+                else self._example(problem, response)
+            )
 
     def prompt_ids(self, problem: Problem) -> IntArray:
         """The prompt's tokens: template, then the chat template when there is one."""
-        return self._encode(self._text(problem), add_special_tokens=not self._chat)
+        return self._encode(self._text(problem), add_special_tokens=self._chat is None)
 
     def _text(self, problem: Problem) -> str:
-        try:
-            text = self._config.prompt_template.format(
-                question=problem.question,
-                **{k: v for k, v in problem.fields.items() if k != "question"},
+        messages: Sequence[Message] = problem.messages
+        if not messages:
+            messages = [{"role": "user", "content": self._question(problem)}]
+        elif self._chat is None:
+            raise UserError(
+                "model.path has no chat template (or task.chat_template is never), and the "
+                "prompts are chat messages: use a model with one, or prompts of text"
             )
+        return messages[0]["content"] if self._chat is None else self._chat.prompt(messages)
+
+    def _question(self, problem: Problem) -> str:
+        template = problem.template or self._config.prompt_template or "{question}"
+        fields = {k: v for k, v in problem.fields.items() if k != "question"}
+        try:
+            text = template.format(question=problem.question, **fields)
         except (KeyError, IndexError, ValueError) as error:
             raise UserError(
-                f"task.prompt_template {self._config.prompt_template!r} does not fit the task: "
+                f"task.prompt_template {template!r} does not fit the task: "
                 f"it may name question{''.join(', ' + k for k in sorted(problem.fields))}"
             ) from error
-        if self._config.remove_spaces:
-            text = "".join(text.split())
-        if self._chat:
-            text = self._tokenizer.apply_chat_template(
-                [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-            )
-        return str(text)
+        return "".join(text.split()) if self._config.remove_spaces else text
 
     def _prompt(self, problem: Problem) -> Prompt:
         ids = self.prompt_ids(problem)
@@ -122,9 +191,21 @@ class TextTask:
         end = np.array([self._tokenizer.eos_token_id], dtype=np.int32)
         return WorkedExample(self.prompt_ids(problem), np.concatenate([response_ids, end]))
 
+    def _conversation(self, messages: Sequence[Message], where: str) -> WorkedExample:
+        if self._chat is None:
+            raise UserError(f"{where}: chat messages need a model with a chat template")
+        return self._chat.conversation(messages, self._stop_token_ids, where)
+
     def _encode(self, text: str, add_special_tokens: bool) -> IntArray:
         ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return np.asarray(ids, dtype=np.int32)
+
+
+def shown_text(text: str) -> str:
+    """`text` for a terminal: what cannot be printed escaped, and not too much of it."""
+    most = _MOST_SHOWN
+    kept = text if len(text) <= most else f"{text[:most]} … {len(text) - most:,} characters more"
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in kept)
 
 
 def load_tokenizer(model_path: str) -> Any:

@@ -23,7 +23,7 @@ from megatron_async.engines.interface import EngineClient
 from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.driver import Verifier
-from megatron_async.rollout.evaluate import EvalResult
+from megatron_async.rollout.evaluate import Evaluation
 from megatron_async.rollout.manager import ResumePoint, RolloutManager, UpdateReport
 from megatron_async.run_directory import RunDirectory
 from megatron_async.tasks import build_task
@@ -107,7 +107,7 @@ class LocalLink:
         work = self._manager.verify_update(self._lineage, number, logprobs_T, float32)
         return self._call(work)  # type: ignore[no-any-return]
 
-    def evaluate(self, number: int) -> EvalResult:
+    def evaluate(self, number: int) -> Evaluation:
         limit = self._config.eval.timeout_seconds + _CALL_SECONDS
         work = self._manager.evaluate(self._lineage, number)
         return self._call(work, limit)  # type: ignore[no-any-return]
@@ -134,7 +134,7 @@ def train_locally(
     """
     manager = RolloutManager(
         config,
-        task=build_task(config.task, config.model.path),
+        task=build_task(config.task, config.model.path, config.eval),
         verifier=verifier,
         launcher=BorrowedEngines(config, urls),
         store_file=directory.store_file,

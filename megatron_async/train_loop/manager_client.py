@@ -19,7 +19,7 @@ from megatron_async.config import RunConfig
 from megatron_async.engines.interface import EngineError
 from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.actors import MANAGER_NAME, NAMESPACE
-from megatron_async.rollout.evaluate import EvalResult
+from megatron_async.rollout.evaluate import Evaluation
 from megatron_async.rollout.manager import NotAttached, ResumePoint, UpdateReport
 from megatron_async.train_loop.stop import StopAsked
 from megatron_async.trajectory.batch import TokenBatch
@@ -70,7 +70,7 @@ class RolloutLink(Protocol):
         """The trainer's log-probs of what `end_update` returned, computed in `float32` or less."""
         ...
 
-    def evaluate(self, number: int) -> EvalResult:
+    def evaluate(self, number: int) -> Evaluation:
         """Held-out accuracy of the version that has just been published.
 
         Raises StopAsked when the run was asked to stop meanwhile.
@@ -148,12 +148,12 @@ class RayLink:
         answer = self._call("verify_update", limit, number, logprobs_T, float32)
         return cast("UpdateReport", answer)
 
-    def evaluate(self, number: int) -> EvalResult:
+    def evaluate(self, number: int) -> Evaluation:
         limit = self._config.eval.timeout_seconds + _SLACK_SECONDS
         # Colocated engines must have come to rest before the trainer has their memory.
         colocated = self._config.engines.placement == "colocated"
         call = self._call if colocated else self._call_unless_stopped
-        return cast("EvalResult", call("evaluate", limit, number))
+        return cast("Evaluation", call("evaluate", limit, number))
 
     def position(self) -> dict[str, Any]:
         return cast("dict[str, Any]", self._call("position", _CALL_SECONDS))

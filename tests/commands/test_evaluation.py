@@ -15,7 +15,7 @@ from megatron_async.commands.launch import Cluster, launch_run
 from megatron_async.config import RunConfig, load_config
 from megatron_async.engines.nodes import NODE_HOST
 from megatron_async.errors import ComponentFailure
-from megatron_async.rollout.evaluate import EvalResult
+from megatron_async.rollout.evaluate import Evaluation
 from megatron_async.tasks.tiny_model import build_tiny_model
 from megatron_async.weight_sync.http import EngineAddress, EngineCallError, call
 
@@ -64,7 +64,7 @@ def test_its_engine_is_on_the_loopback_behind_the_runs_key(
     config, model = launched
     reached: list[str] = []
 
-    def look(path: Path, result: EvalResult) -> None:
+    def look(path: Path, result: Evaluation) -> None:
         ((host, port),) = next(iter(engines_of_this_process().values()))
         reached.append(host)
         engine = EngineAddress("eval", f"http://{host}:{port}")
@@ -73,7 +73,7 @@ def test_its_engine_is_on_the_loopback_behind_the_runs_key(
             call(engine, "GET", "model_info", None, 10)
 
     results = evaluate_checkpoints(config, [model, model], tmp_path, look)
-    assert [result.answers for result in results] == [3, 3]
+    assert [result.results[0].answers for result in results] == [3, 3]
     assert reached == ["127.0.0.1"] * 2
     assert not engines_of_this_process(), "nothing is left running"
 
@@ -83,7 +83,7 @@ def test_an_engine_that_dies_on_the_way_is_one_sentence(
 ) -> None:
     config, model = launched
 
-    def kill(path: Path, result: EvalResult) -> None:
+    def kill(path: Path, result: Evaluation) -> None:
         for engine in engines_of_this_process():
             engine.kill()
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from megatron_async.config.rollout import TaskConfig
 from megatron_async.errors import UserError
-from megatron_async.tasks.jsonl import JsonlProblems, read_jsonl
+from megatron_async.tasks.files import FileProblems
+from megatron_async.tasks.rows import open_rows
 from tests.fuzz import accepted, damaged, fuzzed, json_texts
 
 _texts = st.text(max_size=8) | st.sampled_from(["a\u2028b", "a\u2029b", "a\x85b", "\x0b", "\x1c"])
@@ -44,10 +45,8 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("jsonl") / "problems.jsonl"
 
 
-def _problems(file: Path) -> JsonlProblems:
-    return JsonlProblems(
-        TaskConfig(kind="jsonl", name="exact", path=str(file), heldout_share=1e-12)
-    )
+def _problems(file: Path) -> FileProblems:
+    return FileProblems(TaskConfig(kind="jsonl", name="exact", path=str(file), heldout_share=1e-12))
 
 
 def _expected(content: bytes) -> list[tuple[str, str]]:
@@ -91,7 +90,7 @@ def test_only_a_newline_ends_a_line(file: Path, inside: str) -> None:
     problems = _problems(file)
     found = {p.question: p.payload["answer"] for p in (problems.train(i) for i in range(2))}
     assert found == {f"a{inside}b": f"c{inside}d", "last": "1"}
-    assert len(read_jsonl(str(file), ("prompt",), "sft.data")) == 2
+    assert len(open_rows(str(file), "", "sft.data")) == 2
 
 
 @pytest.mark.parametrize(
@@ -114,7 +113,7 @@ def test_a_line_that_cannot_be_read_is_named(file: Path, line: bytes, sentence: 
 
 
 def test_a_name_that_is_no_file_is_refused() -> None:
-    settings: dict[str, Any] = {"kind": "jsonl", "name": "exact"}
+    settings: dict[str, Any] = {"kind": "files", "name": "exact"}
     for path in ("", "/", "a\0b"):
         with pytest.raises(UserError, match="cannot be read"):
-            JsonlProblems(TaskConfig(**settings, path=path))
+            FileProblems(TaskConfig(**settings, path=path))

@@ -30,8 +30,11 @@ class Fixed:
     def train_prompts(self, position: int, count: int) -> list[Prompt]:
         return [Prompt(np.array([5, position + i], np.int32), "fixed") for i in range(count)]
 
-    def eval_prompts(self, count: int) -> list[Prompt]:
+    def eval_prompts(self, count: int, name: str = "heldout") -> list[Prompt]:
         return self.train_prompts(100, count)
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        return " ".join(map(str, token_ids))
 
     async def score(
         self, prompt: Prompt, response_ids: Sequence[int]

@@ -41,7 +41,7 @@ class Noting(Fixed):
         self._asked.append(range(position, position + count))
         return super().train_prompts(position, count)
 
-    def eval_prompts(self, count: int) -> list[Prompt]:
+    def eval_prompts(self, count: int, name: str = "heldout") -> list[Prompt]:
         return super().train_prompts(100, count)
 
 
@@ -366,7 +366,7 @@ def test_an_engine_that_dies_in_an_evaluation_is_left_out_of_it(tmp_path: Path) 
         await trainer.manager.attach(ResumePoint(0))
         trainer.engines.all[1].crash_after(3)
         assert (await trainer.publish(0, 0)).evaluation_due
-        assert (await trainer.manager.evaluate(0, 0)).answers == 2
+        assert (await trainer.manager.evaluate(0, 0)).results[0].answers == 2
         assert (await trainer.batch()).step == 0
         await trainer.manager.stop()
 

@@ -9,10 +9,9 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given
 
-from megatron_async.config.rollout import SamplingConfig
-from megatron_async.config.run import EvalConfig
+from megatron_async.config import RunConfig
 from megatron_async.engines.interface import GenerationRequest, RequestRefused, TokenChunk
-from megatron_async.rollout.evaluate import evaluate
+from megatron_async.rollout.evaluate import Evaluator
 from megatron_async.trajectory.types import PolicyVersion, RequestKey
 from tests.rollout.stand_ins import Fixed
 
@@ -47,16 +46,9 @@ class Asked:
 
 def test_evaluation_names_are_no_prefixes_and_a_refusal_is_a_wrong_answer() -> None:
     engine, task = Asked(), Fixed()
-    result = asyncio.run(
-        evaluate(
-            [engine],  # type: ignore[list-item]
-            task.eval_prompts(12),
-            task,
-            EvalConfig(prompts=12),
-            SamplingConfig(),
-            (2,),
-            "eval-0.0-on1",
-        )
-    )
+    config = RunConfig.model_validate({"eval": {"prompts": 12}})
+    evaluator = Evaluator(config, task, task)  # type: ignore[arg-type]
+    work = evaluator.evaluate([engine], "eval-0.0-on1")  # type: ignore[list-item]
+    (result,) = asyncio.run(work).results
     assert len(set(engine.names)) == 12 and not ambiguous(engine.names)
     assert (result.accuracy, result.failed_judgements, result.answers) == (0.5, 6, 12)

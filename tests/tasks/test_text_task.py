@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from megatron_async.config.data import FileConfig
 from megatron_async.config.rollout import TaskConfig
 from megatron_async.errors import UserError
 from megatron_async.tasks import build_task
@@ -68,7 +69,7 @@ def test_worked_examples_can_come_from_a_file(model: str, tmp_path: Path) -> Non
     path = tmp_path / "sft.jsonl"
     path.write_text(json.dumps({"prompt": "1+1", "response": "2"}) + "\n")
     task = build_task(_config(prompt_template="{question}"), model)
-    (example,) = task.worked_examples(10, str(path))
+    (example,) = task.worked_examples(10, FileConfig(path=str(path)))
     assert TOKENIZER.decode(example.prompt_ids.tolist()) == "1+1"
     assert example.response_ids.tolist() == [*TOKENIZER.encode("2"), EOS_ID]
 

@@ -1,0 +1,129 @@
+"""Settings of evaluation: sets of prompts by name, each with sampling of its own."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from megatron_async.config.data import FileConfig
+from megatron_async.config.rollout import SamplingConfig
+from megatron_async.config.sampling_contract import (
+    LARGEST_TEMPERATURE,
+    LEAST_TEMPERATURE,
+    temperature_fits,
+)
+
+HELDOUT = "heldout"
+"""The set of the training problems that are kept for evaluation, or of `eval.path`."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+
+
+@dataclass(frozen=True)
+class EvalSet:
+    """A set with everything settled. `prompts` 0: all that its file holds."""
+
+    name: str
+    prompts: int
+    samples: int
+    sampling: SamplingConfig
+
+
+class EvalSetConfig(FileConfig):
+    """An evaluation set: a file and, where they differ from `eval`'s, its settings."""
+
+    prompts: int = Field(0, ge=0, description="Problems, drawn by task.eval_seed; 0 = all.")
+    samples: int | None = Field(None, ge=1, description="Answers per problem.")
+    temperature: float | None = Field(None, description="0 = greedy; else 0.01 to 100.")
+    top_p: float | None = Field(None, gt=0, le=1, description="Nucleus.")
+    top_k: int | None = Field(None, description="Top-k; -1 = off.")
+    max_new_tokens: int | None = Field(None, ge=1, description="Longest response.")
+
+    @model_validator(mode="after")
+    def _file(self) -> Self:
+        if not self.path:
+            raise ValueError("an evaluation set needs a path")
+        return self
+
+
+class EvalConfig(FileConfig):
+    """Evaluation on problems that training never sees; `path`: a file of one's own for it."""
+
+    prompts: int = Field(256, ge=0, description="Held-out problems; 0 = all that a file holds.")
+    temperature: float = Field(0.0, description="0 = greedy; else 0.01 to 100.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus.")
+    top_k: int = Field(-1, description="Top-k; -1 = off.")
+    max_new_tokens: int = Field(
+        0, ge=0, description="Longest response; 0 = sampling.max_new_tokens."
+    )
+    samples: int = Field(
+        1, ge=1, description="Answers per problem: accuracy is their mean; pass@k and maj@k."
+    )
+    solved_at: float = Field(1.0, description="Reward from which on a response counts as right.")
+    sets: dict[str, EvalSetConfig] = Field(
+        default_factory=dict, description="More sets, by the names that their metrics get."
+    )
+    every_steps: int = Field(0, ge=0, description="Also during training; 0 = only at its ends.")
+    save_samples: int = Field(
+        32, ge=0, description="Problems of each set whose responses are kept in `evaluations/`."
+    )
+    timeout_seconds: float = Field(
+        3600.0, gt=0, description="Limit of one evaluation; the trainer waits for it."
+    )
+
+    @model_validator(mode="after")
+    def _sampling(self) -> Self:
+        named: dict[str, EvalConfig | EvalSetConfig] = {"eval": self}
+        named |= {f"eval.sets.{name}": one for name, one in self.sets.items()}
+        for where, one in named.items():
+            if one.temperature and not temperature_fits(one.temperature):
+                raise ValueError(
+                    f"{where}.temperature must be 0 (greedy) or lie between "
+                    f"{LEAST_TEMPERATURE:g} and {LARGEST_TEMPERATURE:g}, got {one.temperature:g}"
+                )
+            if one.top_k is not None and one.top_k != -1 and one.top_k < 2:
+                raise ValueError(
+                    f"{where}.top_k must be -1 (off) or at least 2 (greedy: temperature 0), "
+                    f"got {one.top_k}"
+                )
+        for name in self.sets:
+            if name == HELDOUT or not _NAME.fullmatch(name):
+                raise ValueError(
+                    f"eval.sets has the name {name!r}; a name is of letters, digits, '_', '-' and "
+                    f"'.', and not {HELDOUT!r}"
+                )
+        return self
+
+    def files(self) -> dict[str, tuple[str, FileConfig]]:
+        """(setting, file) of each set that has a file of its own."""
+        files: dict[str, tuple[str, FileConfig]] = {}
+        if self.path:
+            own = {name: getattr(self, name) for name in FileConfig.model_fields}
+            files[HELDOUT] = ("eval.path", FileConfig.model_validate(own))
+        files |= {name: (f"eval.sets.{name}.path", one) for name, one in self.sets.items()}
+        return files
+
+    def settled(self, sampling: SamplingConfig, *, heldout: bool) -> list[EvalSet]:
+        """All sets; `heldout`: training keeps problems for evaluation."""
+        own = [EvalSet(HELDOUT, self.prompts, self.samples, self._sampled(None, sampling))]
+        return own * (heldout or bool(self.path)) + [
+            EvalSet(name, one.prompts, one.samples or self.samples, self._sampled(one, sampling))
+            for name, one in self.sets.items()
+        ]
+
+    def _sampled(self, one: EvalSetConfig | None, training: SamplingConfig) -> SamplingConfig:
+        def of(name: str) -> float:
+            value = getattr(one, name, None)
+            return float(getattr(self, name) if value is None else value)
+
+        temperature = of("temperature")
+        return SamplingConfig(
+            temperature=temperature or 1.0,
+            top_k=int(of("top_k")) if temperature else 1,
+            top_p=of("top_p") if temperature else 1.0,
+            max_new_tokens=int(of("max_new_tokens")) or training.max_new_tokens,
+            allow_biased_behaviour=True,
+        )

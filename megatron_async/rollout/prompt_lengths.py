@@ -1,0 +1,15 @@
+"""The room for a prompt and its response on the engines of a run."""
+
+from __future__ import annotations
+
+from megatron_async.config import RunConfig
+from megatron_async.models.architecture import read_config_json
+from megatron_async.models.served_context import served_context
+
+
+def longest_tokens(config: RunConfig) -> int | None:
+    """Tokens of both together; None where nothing limits them."""
+    context = None
+    if config.engines.kind != "simulated":
+        context = served_context(read_config_json(config.model.path))
+    return config.engines.longest_tokens(context)

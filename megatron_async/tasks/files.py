@@ -1,0 +1,211 @@
+"""Problems from files: what is trained on, in which order, and what is kept for evaluation.
+
+Invariants
+- Every row is read once before anything starts; a refusal names file, line and column.
+- Which row stands at a position follows from the settings and the files alone: a run that is
+  restored at a position asks what an uninterrupted one would have asked.
+- Training runs through each file epoch by epoch: every training row once, in an order that depends
+  on `train_seed` and the epoch only. Files take turns by their weights; each keeps its own place.
+- A problem that occurs twice is on one side only, and none that an evaluation set holds is trained
+  on: the side follows from its text.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Collection, Iterator, Sequence
+from fractions import Fraction
+from functools import lru_cache
+
+from megatron_async.config.data import DataConfig, FileConfig
+from megatron_async.errors import UserError
+from megatron_async.tasks.base import Listed, Problem, is_heldout_key, stable_hash
+from megatron_async.tasks.layouts import Columns
+from megatron_async.tasks.rows import open_rows
+
+_MESSAGE_BYTES = 64  # more than a chat template writes around one
+
+
+class ProblemFile:
+    """The problems of one file, read when they are asked for; an index of some 50 bytes a row."""
+
+    def __init__(self, file: FileConfig, setting: str, template: str = "") -> None:
+        self._rows = open_rows(file.path, file.split, setting)
+        self._columns = Columns.of(file.layout, file.columns, template)
+        self.what = f"{setting} {file.path}"
+        self.places, self.keys, self.sizes = array("Q"), array("Q"), array("Q")
+        for place, row in enumerate(self._rows):
+            if all(row.get(name) == value for name, value in file.where.items()):
+                problem = self._columns.problem(row, self._rows.where(place))
+                self.places.append(place)
+                self.keys.append(problem.key)
+                self.sizes.append(_size(problem, self._columns.named))
+        if not self.places:
+            raise UserError(f"{self.what} has no row with {file.where}")
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, index: int) -> Problem:
+        where = self.where(index)
+        problem = self._columns.problem(self._rows[self.places[index]], where)
+        if problem.key != self.keys[index]:
+            raise UserError(f"{where} has changed since the start")
+        return problem
+
+    def where(self, index: int) -> str:
+        """The place of problem `index`, for a refusal."""
+        return self._rows.where(self.places[index])
+
+    def first(self, count: int, seed: int) -> list[Problem]:
+        """`count` problems of an order that `seed` gives, all different; 0: all there are."""
+        indices = list(dict(zip(self.keys, range(len(self)), strict=True)).values())
+        if count > len(indices):
+            raise UserError(
+                f"{self.what} holds {len(indices)} different problems; {count} are asked for"
+            )
+        random.Random(stable_hash("evaluation order", seed)).shuffle(indices)
+        return [self[index] for index in indices[: count or None]]
+
+
+def _size(problem: Problem, named: Collection[str]) -> int:
+    """Bytes of the parts that a prompt is made of."""
+    texts = [m["content"] for m in problem.messages] or [problem.question]
+    texts += [problem.fields.get(name, "") for name in named]
+    return sum(len(text.encode()) for text in texts) + _MESSAGE_BYTES * len(problem.messages)
+
+
+class _Epochs:
+    """The training rows of one file, shuffled anew for each epoch."""
+
+    def __init__(self, file: ProblemFile, kept: Sequence[int], seed: tuple[int, ...]) -> None:
+        self.file = file
+        self.kept = array("Q", kept)
+        self._seed = seed
+        self._order = lru_cache(maxsize=2)(self._make_order)
+
+    def at(self, index: int) -> Problem:
+        epoch, place = divmod(index, len(self.kept))
+        return self.file[self.kept[self._order(epoch)[place]]]
+
+    def _make_order(self, epoch: int) -> array[int]:
+        order = array("Q", range(len(self.kept)))
+        seed, *more = self._seed
+        random.Random(stable_hash("epoch", seed, epoch, *more)).shuffle(order)  # type: ignore[arg-type]
+        return order
+
+
+def turn(position: int, weights: Sequence[Fraction]) -> tuple[int, int]:
+    """(which of several files has turn `position`, how many turns it had before).
+
+    The first file has had floor(position x its share) turns, the others share what is left in the
+    same way: at every position each is within one turn of its share, or of its share of the rest.
+    """
+    left = position
+    total = sum(weights, Fraction(0))
+    for number, weight in enumerate(weights[:-1]):
+        before, after = int(left * weight / total), int((left + 1) * weight / total)
+        if after > before:
+            return number, before
+        left -= before
+        total -= weight
+    return len(weights) - 1, left
+
+
+class FileProblems:
+    """Implements `ProblemSource`. `elsewhere`: keys of problems that are evaluated on."""
+
+    def __init__(self, config: DataConfig, elsewhere: Collection[int] = ()) -> None:
+        self.name = "files"
+        self._config = config
+        sources = config.files()
+        setting = "task.sources" if config.sources else "task.path"
+        self._files = [ProblemFile(s, setting, config.prompt_template) for s in sources]
+        self._weights = [Fraction(str(source.weight)) for source in sources]
+        share = config.heldout_share
+        excluded = frozenset(elsewhere)
+        self._epochs = [self._training(number, share, excluded) for number in range(len(sources))]
+        self._heldout = self._held_out(share, excluded)
+
+    def summary(self) -> str:
+        """The rows to train on and those held out."""
+        parts = [
+            f"{len(epochs.kept):,} of {len(epochs.file):,} rows of {epochs.file.what}"
+            for epochs in self._epochs
+        ]
+        return f"{', '.join(parts)} to train on, {len(self._heldout):,} held out"
+
+    def _training(self, number: int, share: float, excluded: Collection[int]) -> _Epochs:
+        file = self._files[number]
+        kept = [
+            index
+            for index, key in enumerate(file.keys)
+            if not is_heldout_key(key, share) and key not in excluded
+        ]
+        return self._epochs_of(number, kept)
+
+    def _epochs_of(self, number: int, kept: Sequence[int]) -> _Epochs:
+        file = self._files[number]
+        if not kept:
+            raise UserError(
+                f"{file.what} has no training problem left of {len(file)} at "
+                f"task.heldout_share {self._config.heldout_share}"
+            )
+        seed = self._config.train_seed
+        return _Epochs(file, kept, (seed, number) if number else (seed,))
+
+    def _held_out(self, share: float, excluded: Collection[int]) -> list[tuple[int, int]]:
+        found = {
+            key: (number, index)
+            for number, file in enumerate(self._files)
+            for index, key in enumerate(file.keys)
+            if is_heldout_key(key, share) and key not in excluded
+        }
+        order = list(found.values())
+        random.Random(stable_hash("held-out order", self._config.eval_seed)).shuffle(order)
+        return order
+
+    def train(self, index: int) -> Problem:
+        """Problem `index` of an endless run of shuffled epochs."""
+        number, place = turn(index, self._weights)
+        return self._epochs[number].at(place)
+
+    def counts(self, heldout: int) -> tuple[int, int]:
+        """Training problems, and those held out, at most so many."""
+        return sum(len(epochs.kept) for epochs in self._epochs), min(len(self._heldout), heldout)
+
+    def heldout(self, count: int) -> list[Problem]:
+        """The first `count` held-out problems; 0: all. Raises UserError if there are fewer."""
+        if not count:
+            return [self._files[number][index] for number, index in self._heldout]
+        if len(self._heldout) < count:
+            raise UserError(
+                f"{self._files[0].what} has only {len(self._heldout)} held-out problems at "
+                f"task.heldout_share {self._config.heldout_share}, eval.prompts asks for {count}: "
+                "lower eval.prompts, raise the share, or set eval.path"
+            )
+        return [self._files[number][index] for number, index in self._heldout[:count]]
+
+    def longer(self, size: int) -> Iterator[Listed]:
+        """Problems of both sides whose texts have more bytes than `size`."""
+        for number, file in enumerate(self._files):
+            for index, bytes_ in enumerate(file.sizes):
+                if bytes_ > size:
+                    yield Listed((number, index), file.where(index), file[index])
+
+    def leave_out(self, places: Collection[tuple[int, int]]) -> None:
+        """Neither train nor evaluate on those that `longer` gave these places."""
+        gone = set(places)
+        self._epochs = [
+            self._epochs_of(n, [i for i in epochs.kept if (n, i) not in gone])
+            for n, epochs in enumerate(self._epochs)
+        ]
+        self._heldout = [place for place in self._heldout if place not in gone]
+
+    def worked(self, count: int) -> list[tuple[Problem, str]]:
+        """Rows of prompts and answers have none."""
+        raise UserError(
+            f"{self._files[0].what} holds no worked answers; set sft.data to a file with `prompt` "
+            "and `response`, or `messages`"
+        )

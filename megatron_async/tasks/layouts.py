@@ -1,0 +1,253 @@
+"""Columns of a row: the published layouts, and any other by setting.
+
+A layout gives names to columns and, where a data set hides the answer in a solution, the way to
+find it. `Columns.problem` turns a row into a problem or refuses it, naming place and column.
+"""
+
+from __future__ import annotations
+
+import math
+import string
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final
+
+from megatron_async.config.data import ColumnsConfig
+from megatron_async.errors import UserError, shown
+from megatron_async.tasks.answers import final_answer
+from megatron_async.tasks.base import Message, Problem, row_payload
+
+_LARGEST_PRIORITY: Final = 1_000_000
+_ROLES: Final = ("system", "user", "assistant", "tool")
+_MISSING: Final = object()
+
+
+def _after_hashes(text: str) -> str | None:
+    """GSM8K: what follows the last `####`, without commas between thousands."""
+    answer = final_answer(text, "####")
+    return None if answer is None else answer.replace(",", "")
+
+
+def _boxed(text: str) -> str | None:
+    """MATH: the contents of the last `\\boxed{}`."""
+    return final_answer(text) if "\\boxed{" in text else None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Columns, the first that a row has; `find_answer` reads the answer out of its column.
+
+    `answer` empty: rows have none. `template`: how a prompt is put, unless task.prompt_template
+    does.
+    """
+
+    prompt: tuple[str, ...]
+    answer: tuple[str, ...] = ()
+    solution: tuple[str, ...] = ()
+    find_answer: Callable[[str], str | None] = _boxed
+    response: str = "response"
+    template: str = "{question}"
+
+
+# The answers of Hendrycks' MATH stand in its solutions, those of MATH-500 in a column.
+LAYOUTS: Final[Mapping[str, Layout]] = MappingProxyType(
+    {
+        "rows": Layout(("prompt",), ("answer",)),
+        "gsm8k": Layout(("question",), (), ("answer",), _after_hashes, response="answer"),
+        "math": Layout(("problem",), ("answer",), ("solution",), response="solution"),
+        "aime": Layout(("problem", "Problem", "question", "Question"), ("answer", "Answer")),
+        "deepscaler": Layout(("problem",), ("answer",), ("solution",), response="solution"),
+        "dapo_math": Layout(("prompt",), ("reward_model.ground_truth",), response="solution"),
+        "mbpp_plus": Layout(
+            ("prompt",),
+            response="code",
+            template="{question}\n\nYour code must pass these tests:\n\n{test_list}",
+        ),
+        "minif2f": Layout(
+            ("formal_statement",),
+            template="Complete the following Lean 4 code:\n\n```lean4\n{header}{question}\n```",
+        ),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The columns of one file: those of its layout, and what the settings call otherwise.
+
+    `template`: how its prompts are put.
+    """
+
+    layout: Layout
+    prompt: tuple[str, ...]
+    answer: tuple[str, ...]
+    solution: tuple[str, ...]
+    response: str
+    priority: str
+    template: str
+
+    @classmethod
+    def of(cls, layout: str, settings: ColumnsConfig, template: str = "") -> Columns:
+        """`template`: the settings' own."""
+        known = LAYOUTS[layout]
+        own_answer = settings.answer is not None
+        return cls(
+            known,
+            known.prompt if settings.prompt is None else (settings.prompt,),
+            ((settings.answer,) if settings.answer else ()) if own_answer else known.answer,
+            () if own_answer else known.solution,
+            known.response if settings.response is None else settings.response,
+            "priority" if settings.priority is None else settings.priority,
+            template or known.template,
+        )
+
+    @property
+    def named(self) -> frozenset[str]:
+        """The columns that the template names."""
+        try:
+            names = {name for _, name, _, _ in string.Formatter().parse(self.template) if name}
+        except ValueError as error:
+            raise UserError(f"task.prompt_template {self.template!r}: {error}") from error
+        return frozenset(names - {"question"})
+
+    def problem(self, row: Mapping[str, Any], where: str, *, answered: bool = True) -> Problem:
+        """The problem of a row; without `answered` it needs no answer. Raises UserError."""
+        name, prompt = self._first(row, self.prompt, where)
+        messages = _messages(prompt, f"{where}, column {name!r}") if _is_list(prompt) else ()
+        question = messages[-1]["content"] if messages else _text(prompt, name, where)
+        used = {name.partition(".")[0], self.priority}
+        answer = ""
+        if answered and (self.answer or self.solution):
+            name, answer = self._answer(row, where)
+            used.add(name.partition(".")[0])
+        metadata = {key: value for key, value in row.items() if key not in used}
+        payload = row_payload(question, answer, metadata)
+        priority = self._priority(row, where)
+        return Problem(question, payload, _fields(metadata), priority, messages, self.template)
+
+    def example(self, row: Mapping[str, Any], where: str) -> tuple[Problem, str]:
+        """The problem and the response of a row to learn from. Raises UserError."""
+        name, response = self._first(row, (self.response,), where)
+        return self.problem(row, where, answered=False), _text(response, name, where)
+
+    def _answer(self, row: Mapping[str, Any], where: str) -> tuple[str, str]:
+        for name in self.answer:
+            if _at(row, name) is not _MISSING:
+                return name, _text(_at(row, name), name, where)
+        if not self.solution:
+            self._first(row, self.answer, where)
+        name, solution = self._first(row, self.solution, where)
+        answer = self.layout.find_answer(_text(solution, name, where))
+        if answer is None:
+            raise UserError(f"{where}: no answer in column {name!r}, got {shown(solution)}")
+        return name, answer
+
+    def _priority(self, row: Mapping[str, Any], where: str) -> int:
+        priority = row.get(self.priority, 0)
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise UserError(
+                f"{where}: `{self.priority}` must be a whole number, got {shown(priority)}"
+            )
+        if abs(priority) > _LARGEST_PRIORITY:
+            raise UserError(
+                f"{where}: `{self.priority}` must be between -{_LARGEST_PRIORITY} and "
+                f"{_LARGEST_PRIORITY}, got {shown(priority)}"
+            )
+        return priority
+
+    @staticmethod
+    def _first(row: Mapping[str, Any], names: Sequence[str], where: str) -> tuple[str, Any]:
+        for name in names:
+            value = _at(row, name)
+            if value is not _MISSING:
+                return name, value
+        wanted = " or ".join(f"`{name}`" for name in names)
+        raise UserError(
+            f"{where}: there is no column {wanted} among {shown(sorted(row))}; "
+            "set task.columns or task.layout"
+        )
+
+
+def _fields(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """Columns that a prompt template may name: texts, numbers and lists of texts, a line each."""
+    fields = {}
+    for key, value in metadata.items():
+        if isinstance(value, (str, int, float)):
+            fields[key] = str(value)
+        elif isinstance(value, list) and value and all(isinstance(part, str) for part in value):
+            fields[key] = "\n".join(value)
+    return fields
+
+
+def _at(row: Mapping[str, Any], name: str) -> Any:
+    """The value at a name, or at a path with dots."""
+    if name in row:
+        return row[name]
+    value: Any = row
+    for part in name.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return _MISSING
+        value = value[part]
+    return value
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
+
+
+def _text(value: Any, name: str, where: str) -> str:
+    infinite = isinstance(value, float) and not math.isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)) or infinite:
+        raise UserError(f"{where}: `{name}` must be a text or a number, got {shown(value)}")
+    text = str(value)
+    if not text or text.isspace():
+        raise UserError(f"{where}: `{name}` is empty")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{where}: `{name}` holds half of a surrogate pair, got {shown(value)}"
+        ) from error
+    return text
+
+
+def _messages(value: Any, where: str) -> tuple[Message, ...]:
+    """Chat messages of a prompt: they end with the user's."""
+    messages = chat_messages(value, where)
+    if messages[-1]["role"] != "user":
+        raise UserError(
+            f"{where} ends with a message of {messages[-1]['role']!r}; a prompt ends with the "
+            "user's"
+        )
+    return messages
+
+
+def chat_messages(value: Any, where: str) -> tuple[Message, ...]:
+    """A list of `role` and `content`, contents as text. Raises UserError."""
+    if not _is_list(value):
+        raise UserError(f"{where} must be a list of chat messages, got {shown(value)}")
+    messages = []
+    for number, message in enumerate(value, start=1):
+        role = message.get("role") if isinstance(message, dict) else None
+        if role not in _ROLES:
+            raise UserError(
+                f"{where}, message {number}: `role` must be one of {', '.join(_ROLES)}, "
+                f"got {shown(role)}"
+            )
+        content = _content(message.get("content"), f"{where}, message {number}")
+        messages.append({"role": role, "content": content})
+    return tuple(messages)
+
+
+def _content(content: Any, where: str) -> str:
+    if isinstance(content, list):
+        for part in content:
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind != "text":
+                raise UserError(
+                    f"{where} holds a part of type {shown(kind)}: only text can be trained on, "
+                    "images and sounds cannot"
+                )
+        content = "".join(str(part["text"]) for part in content)
+    return _text(content, "content", where)

@@ -1,0 +1,323 @@
+"""Rows of files, read one at a time: JSONL, Parquet, directories of them, saved `datasets`.
+
+Invariants
+- Memory holds an index of a few bytes a row, never the rows: JSONL is read at recorded offsets,
+  Arrow is memory-mapped. A large Parquet file becomes an Arrow file without a name that ends with
+  the process, since its pages can only be read from their beginning.
+- Every refusal names the setting, the file and the line or row.
+- A row is JSON: nothing but texts, finite numbers, booleans, null, lists and mappings.
+"""
+
+from __future__ import annotations
+
+import codecs
+import datetime
+import decimal
+import itertools
+import os
+import re
+import tempfile
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import numpy as np
+import orjson
+
+from megatron_async.config.files import parse_json, read_json_object
+from megatron_async.errors import UserError, shown
+
+Row = dict[str, Any]
+
+_BLOCK_BYTES: Final = 1 << 24
+_BATCH_ROWS: Final = 1000
+_IN_MEMORY_BYTES: Final = 64 << 20
+_SHORT_LINE: Final = 64
+_SUFFIXES: Final = (".parquet", ".jsonl", ".json", ".ndjson", ".arrow")
+_LARGE_NUMBER = re.compile(rb"\d{19}")
+
+
+class Rows(Protocol):
+    """Rows in a fixed order."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Row:
+        """Row `index`. Raises UserError when it is no row."""
+        ...
+
+    def __iter__(self) -> Iterator[Row]:
+        """All of them, faster than one by one."""
+        ...
+
+    def where(self, index: int) -> str:
+        """The place of row `index`, for a refusal."""
+        ...
+
+
+def open_rows(path: str, split: str, setting: str) -> Rows:
+    """The rows at `path`; at least one. Raises UserError that begins with `setting`."""
+    what = f"{setting} {path}"
+    place = Path(path)
+    try:
+        if not path or not place.exists():
+            raise UserError(f"{setting} {path!r} cannot be read: there is no such file")
+        parts = _directory(place, split, setting) if place.is_dir() else [_file(place, setting)]
+    except (OSError, ValueError) as error:
+        raise UserError(f"{setting} {path!r} cannot be read: {error}") from error
+    rows = parts[0] if len(parts) == 1 else _Chain(parts)
+    if not len(rows):
+        raise UserError(f"{what} holds no {'rows' if place.is_dir() else 'lines'}")
+    return rows
+
+
+def _file(file: Path, setting: str) -> Rows:
+    what = f"{setting} {file}"
+    with file.open("rb") as stream:
+        magic = stream.read(6)
+    if magic.startswith(b"PAR1"):
+        return _parquet(file, what)
+    if magic == b"ARROW1" or file.suffix == ".arrow":
+        return _ArrowRows(file, what)
+    if file.suffix == ".parquet":
+        raise UserError(f"{what} is not a Parquet file")
+    return _JsonlRows(file, what)
+
+
+def _directory(folder: Path, split: str, setting: str) -> list[Rows]:
+    what = f"{setting} {folder}"
+    if (folder / "dataset_dict.json").is_file():
+        names = read_json_object(folder / "dataset_dict.json", f"{what}/dataset_dict.json")
+        known = [str(name) for name in names.get("splits", [])]
+        return _directory(folder / _chosen(split, known, what), "", setting)
+    if (folder / "state.json").is_file():
+        state = read_json_object(folder / "state.json", f"{what}/state.json")
+        if state.get("_indices_data_files"):
+            raise UserError(f"{what} holds a selection of rows: save it after flatten_indices()")
+        files = [folder / str(entry["filename"]) for entry in state["_data_files"]]
+        return [_ArrowRows(file, f"{setting} {file}") for file in files]
+    found = sorted(f for f in folder.rglob("*") if f.suffix in _SUFFIXES and f.is_file())
+    by_split: dict[str, list[Path]] = {}
+    for file in found:  # train-00000-of-00002.parquet, test.jsonl, main/train/0.parquet
+        stem = re.sub(r"-\d+-of-\d+$", "", file.stem)
+        name = stem if re.search(r"\D", stem) else file.parent.name
+        by_split.setdefault(name, []).append(file)
+    if not found:
+        raise UserError(f"{what} holds no {', '.join(_SUFFIXES)} file and no saved dataset")
+    name = _chosen(split, list(by_split), what)
+    return [_file(file, setting) for file in by_split[name]]
+
+
+def _chosen(split: str, known: Sequence[str], what: str) -> str:
+    if split in known:
+        return split
+    if not split and len(known) == 1:
+        return known[0]
+    asked = f"no split {split!r}" if split else "several splits"
+    raise UserError(f"{what} has {asked}: set split to one of {', '.join(known)}")
+
+
+class _Chain:
+    """Several files as one."""
+
+    def __init__(self, parts: Sequence[Rows]) -> None:
+        self._parts = parts
+        self._ends = list(itertools.accumulate(len(part) for part in parts))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __iter__(self) -> Iterator[Row]:
+        return itertools.chain.from_iterable(self._parts)
+
+    def __getitem__(self, index: int) -> Row:
+        part, place = self._at(index)
+        return part[place]
+
+    def where(self, index: int) -> str:
+        part, place = self._at(index)
+        return part.where(place)
+
+    def _at(self, index: int) -> tuple[Rows, int]:
+        number = bisect_right(self._ends, index)
+        return self._parts[number], index - (self._ends[number - 1] if number else 0)
+
+
+# ------------------------------------------------------------ JSONL
+
+
+class _JsonlRows:
+    """Objects, one a line; only a newline ends a line, as JSON may hold U+2028 and U+0085."""
+
+    def __init__(self, file: Path, what: str) -> None:
+        self._what = what
+        self._descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        self._begins, self._ends, self._numbers = self._index()
+
+    def __del__(self) -> None:
+        if (descriptor := getattr(self, "_descriptor", None)) is not None:
+            os.close(descriptor)
+
+    def _index(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Begin, end and number (from 1) of each line that is not blank."""
+        size = os.fstat(self._descriptor).st_size
+        newlines = []
+        for begin in range(0, size, _BLOCK_BYTES):
+            block = np.frombuffer(os.pread(self._descriptor, _BLOCK_BYTES, begin), np.uint8)
+            newlines.append(np.flatnonzero(block == ord("\n")) + begin)
+        ends = np.concatenate([*newlines, [size]]).astype(np.int64)
+        begins = np.concatenate([[0], ends[:-1] + 1]).astype(np.int64)
+        if os.pread(self._descriptor, 3, 0) == codecs.BOM_UTF8:
+            begins[0] = 3
+        kept = ends > begins
+        for line in np.flatnonzero(kept & (ends - begins < _SHORT_LINE)):
+            kept[line] = bool(self._read(int(begins[line]), int(ends[line])).strip())
+        return begins[kept], ends[kept], (np.flatnonzero(kept) + 1).astype(np.int64)
+
+    def _read(self, begin: int, end: int) -> bytes:
+        return os.pread(self._descriptor, end - begin, begin)
+
+    def __len__(self) -> int:
+        return len(self._begins)
+
+    def __iter__(self) -> Iterator[Row]:
+        block, held, taken = b"", 0, 0
+        for index in range(len(self)):
+            begin, end = int(self._begins[index]), int(self._ends[index])
+            if end > held + len(block):
+                held, block = begin, self._read(begin, max(end, begin + _BLOCK_BYTES))
+            taken = begin - held
+            yield self._row(block[taken : taken + end - begin], index)
+
+    def __getitem__(self, index: int) -> Row:
+        return self._row(self._read(int(self._begins[index]), int(self._ends[index])), index)
+
+    def _row(self, line: bytes, index: int) -> Row:
+        try:
+            # orjson rounds whole numbers of more than 64 bits; `_parsed` names what it refuses
+            row = None if _LARGE_NUMBER.search(line) else orjson.loads(line)
+        except orjson.JSONDecodeError:
+            row = None
+        if row is None:
+            row = self._parsed(line, index)
+        if not isinstance(row, dict):
+            raise UserError(f"{self.where(index)} must be an object, got {type(row).__name__}")
+        return row
+
+    def _parsed(self, line: bytes, index: int) -> Any:
+        where = self.where(index)
+        try:
+            return parse_json(line.decode(), where)
+        except UnicodeDecodeError as error:
+            raise UserError(f"{where} is not UTF-8 text (byte {error.start})") from error
+
+    def where(self, index: int) -> str:
+        return f"{self._what}, line {self._numbers[index]}"
+
+
+# ------------------------------------------------------------ Parquet and Arrow
+
+
+def _arrow() -> Any:
+    """pyarrow; only who has such files needs it."""
+    try:
+        import pyarrow.ipc
+        import pyarrow.parquet
+    except ImportError as error:
+        raise UserError(f"Parquet and Arrow files need pyarrow: {error}") from error
+    return pyarrow
+
+
+def _parquet(file: Path, what: str) -> Rows:
+    arrow = _arrow()
+    try:
+        source = arrow.parquet.ParquetFile(file)
+        _check_schema(source.schema_arrow, what)
+        groups = (source.metadata.row_group(i) for i in range(source.metadata.num_row_groups))
+        if sum(group.total_byte_size for group in groups) <= _IN_MEMORY_BYTES:
+            return _Batches(source.read().to_batches(_BATCH_ROWS), what)
+        with tempfile.NamedTemporaryFile(prefix="megatron-async-rows-", suffix=".arrow") as spilled:
+            with arrow.ipc.new_file(spilled.name, source.schema_arrow) as writer:
+                for batch in source.iter_batches(_BATCH_ROWS):
+                    writer.write_batch(batch)
+            return _ArrowRows(Path(spilled.name), what)
+    except (arrow.ArrowException, OSError) as error:
+        raise UserError(f"{what} cannot be read: {error}") from error
+
+
+class _Batches:
+    """Rows of Arrow batches."""
+
+    def __init__(self, batches: Sequence[Any], what: str) -> None:
+        self._what = what
+        self._batches = [batch for batch in batches if batch.num_rows]
+        self._ends = list(itertools.accumulate(batch.num_rows for batch in self._batches))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __iter__(self) -> Iterator[Row]:
+        index = 0
+        for batch in self._batches:
+            for begin in range(0, batch.num_rows, _BATCH_ROWS):
+                for row in batch.slice(begin, _BATCH_ROWS).to_pylist():
+                    yield _plain(row, self, index)
+                    index += 1
+
+    def __getitem__(self, index: int) -> Row:
+        number = bisect_right(self._ends, index)
+        place = index - (self._ends[number - 1] if number else 0)
+        return _plain(self._batches[number].slice(place, 1).to_pylist()[0], self, index)
+
+    def where(self, index: int) -> str:
+        return f"{self._what}, row {index + 1}"
+
+
+class _ArrowRows(_Batches):
+    """An Arrow file or stream, memory-mapped."""
+
+    def __init__(self, file: Path, what: str) -> None:
+        arrow = _arrow()
+        try:
+            mapped = arrow.memory_map(str(file))
+            is_file = mapped.read(6) == b"ARROW1"
+            mapped.seek(0)
+            opened = arrow.ipc.open_file(mapped) if is_file else arrow.ipc.open_stream(mapped)
+            _check_schema(opened.schema, what)
+            batches = opened.read_all().to_batches()
+        except (arrow.ArrowException, OSError) as error:
+            raise UserError(f"{what} cannot be read: {error}") from error
+        super().__init__(batches, what)
+
+
+def _check_schema(schema: Any, what: str) -> None:
+    """Raises UserError for columns of bytes: images and sounds as `datasets` stores them."""
+    for field in schema:
+        if "binary" in str(field.type):
+            raise UserError(
+                f"{what}: column {field.name!r} holds {field.type}, such as images: only text can "
+                "be trained on; remove the column"
+            )
+
+
+def _plain(row: Row, rows: Rows, index: int) -> Row:
+    try:
+        return {name: _json(value) for name, value in row.items()}
+    except ValueError as error:
+        raise UserError(f"{rows.where(index)}: {error}") from error
+
+
+def _json(value: Any) -> Any:
+    """A value of Arrow as JSON has it."""
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    if isinstance(value, dict):
+        return {str(key): _json(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_json(inner) for inner in value]
+    if isinstance(value, (datetime.date, datetime.time)):
+        return value.isoformat()
+    if isinstance(value, (decimal.Decimal, datetime.timedelta)):
+        return str(value)
+    raise ValueError(f"{shown(value)} is neither text nor number")

@@ -1,0 +1,157 @@
+"""Evaluation: sets by name, estimates of several responses, samples."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_async.config import RunConfig
+from megatron_async.engines.interface import GenerationRequest, TokenChunk
+from megatron_async.rollout.evaluate import (
+    Answered,
+    Estimate,
+    Evaluation,
+    Evaluator,
+    estimates,
+    majority_is_right,
+    pass_at_k,
+)
+from megatron_async.trajectory.types import PolicyVersion, Prompt
+from tests.rollout.stand_ins import Fixed
+
+
+@settings(deadline=None)  # a loaded machine is no defect
+@given(st.integers(1, 8), st.data())
+def test_pass_at_k_is_the_share_of_all_draws_with_a_right_answer(
+    samples: int, data: st.DataObject
+) -> None:
+    solved, k = data.draw(st.integers(0, samples)), data.draw(st.integers(1, samples))
+    draws = list(itertools.combinations([True] * solved + [False] * (samples - solved), k))
+    assert pass_at_k(samples, solved, k) == pytest.approx(sum(map(any, draws)) / len(draws))
+
+
+def test_the_majority_decides_and_no_answer_has_no_vote() -> None:
+    assert majority_is_right(["4", None, None, None, "4"], [True, False, False, False, True])
+    assert not majority_is_right(["4", "5", "5"], [True, False, False])
+    assert majority_is_right(["4", "5"], [True, False])
+    assert not majority_is_right([None], [False])
+
+
+def test_intervals_are_wilsons_and_never_empty() -> None:
+    # Agresti and Coull 1998: 0 of 20 gives an upper end of 0.161
+    none = Estimate.of([0.0] * 20)
+    assert (none.value, none.low) == (0, 0) and none.high == pytest.approx(0.161, abs=5e-4)
+    half = Estimate.of([0.0, 1.0] * 200)
+    assert half.value == 0.5 and half.high - half.low == pytest.approx(2 * 0.049, abs=1e-3)
+    # The same mean from problems that are each half solved is known much better.
+    assert Estimate.of([0.4, 0.6] * 200).high - 0.5 < 0.02
+
+
+@settings(deadline=None)  # a loaded machine is no defect
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=30))
+def test_an_estimate_lies_in_its_interval(values: list[float]) -> None:
+    found = Estimate.of(values)
+    assert 0 <= found.low <= found.value + 1e-9 and found.value - 1e-9 <= found.high <= 1
+
+
+def answered(*texts: str, right: str) -> list[Answered]:
+    return [Answered(text, float(text == right), {}, len(text), False) for text in texts]
+
+
+def test_several_responses_give_pass_and_majority() -> None:
+    found = estimates(
+        [
+            answered("4", "4", "5", "4", right="4"),
+            answered("7", "7", "8", "9", right="9"),
+        ],
+        1.0,
+        "",
+    )
+    assert list(found) == ["accuracy", "pass_at_2", "pass_at_4", "maj_at_4"]
+    assert found["accuracy"].value == 0.5
+    assert found["pass_at_2"].value == pytest.approx((1 + 0.5) / 2)
+    assert (found["pass_at_4"].value, found["maj_at_4"].value) == (1.0, 0.5)
+
+
+class Echo:
+    """An engine that repeats the prompt's last token, as often as the request may be long."""
+
+    engine_id = "echo"
+
+    def __init__(self) -> None:
+        self.requests: list[GenerationRequest] = []
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
+        self.requests.append(request)
+        ids = np.repeat(request.input_ids[-1:], request.max_new_tokens)
+        yield TokenChunk(ids, np.zeros(len(ids), np.float32), PolicyVersion(0, 0), "length")
+
+
+class Sets(Fixed):
+    """Prompts that name their set; odd ones are answered right."""
+
+    def eval_prompts(self, count: int, name: str = "heldout") -> list[Prompt]:
+        return [
+            Prompt(np.array([len(name), i], np.int32), name, {"question": f"{name} {i}"})
+            for i in range(count or 5)
+        ]
+
+    async def score(
+        self, prompt: Prompt, response_ids: Sequence[int]
+    ) -> tuple[float | None, dict[str, float]]:
+        return float(response_ids[0] % 2), {"part": 0.5}
+
+
+def evaluated(**settings: Any) -> tuple[Evaluation, Echo]:
+    config = RunConfig.model_validate({"eval": settings, "sampling": {"max_new_tokens": 3}})
+    engine, task = Echo(), Sets()
+    evaluator = Evaluator(config, task, task)  # type: ignore[arg-type]
+    return asyncio.run(evaluator.evaluate([engine])), engine  # type: ignore[list-item]
+
+
+def test_sets_have_settings_and_metrics_of_their_own() -> None:
+    aime = {"path": "unused", "samples": 4, "temperature": 0.6, "top_p": 0.95, "max_new_tokens": 7}
+    found, engine = evaluated(prompts=4, save_samples=1, sets={"aime": aime})
+    metrics = found.metrics()
+    assert (metrics["eval/accuracy"], metrics["eval/answers"]) == (0.5, 4)
+    assert (metrics["eval/aime/accuracy"], metrics["eval/aime/answers"]) == (0.4, 20)
+    assert metrics["eval/aime/pass_at_4"] == 0.4 and metrics["eval/aime/length_max"] == 7
+    assert metrics["eval/aime/accuracy_low"] < 0.4 < metrics["eval/aime/accuracy_high"]
+    by_length = {r.max_new_tokens: r.sampling for r in engine.requests}
+    assert (by_length[3].top_k, by_length[3].top_p) == (1, 1.0)
+    assert (by_length[7].temperature, by_length[7].top_p) == (0.6, 0.95)
+    assert [sample["question"] for sample in found.samples()] == ["heldout 0"] + ["aime 0"] * 4
+    assert found.samples()[0]["parts"] == {"part": 0.5}
+    assert "aime: accuracy 40.0 % (" in found.results[1].sentence()
+
+
+def test_without_held_out_problems_there_are_the_named_sets_only() -> None:
+    config = RunConfig.model_validate(
+        {
+            "task": {"path": "a", "heldout_share": 0, "name": "exact"},
+            "eval": {"sets": {"aime": {"path": "b"}}},
+        }
+    )
+    assert [one.name for one in config.eval_sets()] == ["aime"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"sets": {"heldout": {"path": "a"}}}, "eval.sets has the name 'heldout'"),
+        ({"sets": {"a b": {"path": "a"}}}, "eval.sets has the name 'a b'"),
+        ({"sets": {"a": {}}}, "an evaluation set needs a path"),
+        ({"sets": {"a": {"path": "a", "temperature": 1e-9}}}, "eval.sets.a.temperature must be 0"),
+        ({"top_k": 1}, r"eval.top_k must be -1 \(off\) or at least 2"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        RunConfig.model_validate({"eval": settings})

@@ -1,0 +1,165 @@
+"""Chat prompts and conversations: what the template makes of them, and what is learned."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from megatron_async.config.data import FileConfig
+from megatron_async.config.rollout import TaskConfig
+from megatron_async.errors import UserError
+from megatron_async.tasks import build_task
+from megatron_async.tasks.text_task import TextTask
+from megatron_async.tasks.tokenizer import EOS_ID, character_tokenizer, write_character_tokenizer
+
+TOKENIZER = character_tokenizer()
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% if thinking is defined and not thinking %}"
+    "[]{% endif %}{% endif %}"
+)
+FORGETFUL = (  # as the templates of thinking models: earlier turns lose their thoughts
+    "{% for m in messages %}<{{ m.role }}>"
+    "{{ m.content if loop.last else m.content.split(')')[-1] }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def model(folder: Path, template: str | None = TEMPLATE) -> str:
+    write_character_tokenizer(folder)
+    if template is not None:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(str(folder))
+    return str(folder)
+
+
+def task_of(
+    folder: Path, template: str | None = TEMPLATE, heldout: float = 0, **changes: Any
+) -> TextTask:
+    path = folder / "rows.jsonl"
+    lines = [{"prompt": f"{i}+1", "answer": 2} for i in ([1] if not heldout else range(20))]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    settings = {"name": "exact", "path": str(path), "heldout_share": heldout, **changes}
+    task = build_task(TaskConfig.model_validate(settings), model(folder, template))
+    assert isinstance(task, TextTask)
+    return task
+
+
+def prompt_of(task: TextTask) -> str:
+    return str(TOKENIZER.decode(task.train_prompts(0, 1)[0].token_ids.tolist()))
+
+
+def test_settings_of_the_template_reach_it(tmp_path: Path) -> None:
+    task = task_of(tmp_path, system_prompt="Be brief.", chat_template_kwargs={"thinking": False})
+    assert prompt_of(task) == "<system>Be brief.<eos>\n<user>1+1<eos>\n<assistant>[]"
+
+
+def test_messages_are_put_as_they_are_and_a_system_message_of_theirs_stays(tmp_path: Path) -> None:
+    messages = [
+        {"role": "system", "content": "Own."},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "1"}, {"type": "text", "text": "+1"}],
+        },
+    ]
+    path = tmp_path / "chat.jsonl"
+    path.write_text(json.dumps({"prompt": messages, "answer": 2}) + "\n")
+    task = task_of(tmp_path, path=str(path), system_prompt="Be brief.")
+    assert prompt_of(task) == "<system>Own.<eos>\n<user>1+1<eos>\n<assistant>"
+    assert task.train_prompts(0, 1)[0].payload["question"] == "1+1"
+
+
+def test_what_the_template_made_of_the_first_prompt_is_shown(tmp_path: Path) -> None:
+    summary = task_of(tmp_path).summary()
+    assert "1 of 1 rows of task.path" in summary and "0 held out" in summary
+    assert "first prompt, 22 tokens (chat template):\n<user>1+1<eos>\n<assistant>" in summary
+
+
+@pytest.mark.parametrize(
+    ("changes", "template", "sentence"),
+    [
+        ({"system_prompt": "Be brief."}, None, "task.system_prompt is 'Be brief.', and model.path"),
+        ({"chat_template_kwargs": {"a": 1}}, None, "task.chat_template_kwargs"),
+        ({}, "{{ raise_exception('no') }}", "the chat template of model.path fails"),
+        ({"prompt_template": "{level}: {question}"}, None, "does not fit the task: it may name"),
+    ],
+)
+def test_what_does_not_fit_is_refused_at_the_start(
+    tmp_path: Path, changes: dict[str, Any], template: str | None, sentence: str
+) -> None:
+    with pytest.raises(UserError, match=sentence):
+        task_of(tmp_path, template, **changes)
+
+
+def test_messages_need_a_chat_template(tmp_path: Path) -> None:
+    path = tmp_path / "chat.jsonl"
+    path.write_text(json.dumps({"prompt": [{"role": "user", "content": "a"}], "answer": 2}))
+    with pytest.raises(UserError, match=r"no chat template .* the prompts are chat messages"):
+        task_of(tmp_path, None, path=str(path))
+
+
+TALK = [
+    {"role": "user", "content": "2+2"},
+    {"role": "assistant", "content": "(hm)4"},
+    {"role": "user", "content": "and 1"},
+    {"role": "assistant", "content": "5"},
+]
+
+
+def learned(task: TextTask, file: FileConfig) -> list[tuple[str, str]]:
+    """(all text, learned text) of each example."""
+    found = []
+    for example in task.worked_examples(10, file):
+        ids = np.concatenate([example.prompt_ids, example.response_ids])
+        trained = example.trained
+        if trained is None:
+            trained = np.ones(len(example.response_ids), np.bool_)
+        kept = example.response_ids[trained]
+        found.append((TOKENIZER.decode(ids.tolist()), TOKENIZER.decode(kept.tolist())))
+    return found
+
+
+def test_of_a_conversation_the_assistants_turns_are_learned(tmp_path: Path) -> None:
+    task = task_of(tmp_path)
+    (tmp_path / "sft.jsonl").write_text(json.dumps({"messages": TALK}) + "\n")
+    ((text, kept),) = learned(task, FileConfig(path=str(tmp_path / "sft.jsonl")))
+    assert kept == "(hm)4<eos>5<eos>"
+    assert text == ("<user>2+2<eos>\n<assistant>(hm)4<eos>\n<user>and 1<eos>\n<assistant>5<eos>")
+    (example,) = task.worked_examples(10, FileConfig(path=str(tmp_path / "sft.jsonl")))
+    assert example.response_ids[-1] == EOS_ID
+
+
+def test_a_template_that_forgets_thoughts_is_refused_and_one_turn_is_not(tmp_path: Path) -> None:
+    task = task_of(tmp_path, FORGETFUL)
+    (tmp_path / "sft.jsonl").write_text(json.dumps({"messages": TALK}) + "\n")
+    with pytest.raises(UserError, match=r"sft.jsonl, line 1: .* does not show message 2 as it"):
+        task.worked_examples(10, FileConfig(path=str(tmp_path / "sft.jsonl")))
+    (tmp_path / "one.jsonl").write_text(json.dumps({"messages": TALK[:2]}) + "\n")
+    assert learned(task, FileConfig(path=str(tmp_path / "one.jsonl")))[0][1] == "(hm)4<eos>"
+
+
+def test_responses_have_the_columns_of_their_layout(tmp_path: Path) -> None:
+    row = {"question": "2+2", "answer": "2+2=4\n#### 4"}
+    (tmp_path / "sft.jsonl").write_text(json.dumps(row) + "\n")
+    task = task_of(tmp_path, None)
+    file = FileConfig(path=str(tmp_path / "sft.jsonl"), layout="gsm8k")
+    assert learned(task, file) == [("2+22+2=4\n#### 4<eos>", "2+2=4\n#### 4<eos>")]
+    with pytest.raises(UserError, match=r"sft\.data .*line 1: there is no column `response`"):
+        task.worked_examples(10, FileConfig(path=file.path))
+
+
+def test_held_out_questions_are_not_learned(tmp_path: Path) -> None:
+    lines = [{"prompt": f"question {i}", "response": f"answer {i}"} for i in range(200)]
+    lines += [{"messages": [{"role": "user", "content": one["prompt"]}, TALK[1]]} for one in lines]
+    (tmp_path / "sft.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    task = task_of(tmp_path, heldout=0.25)
+    examples = task.worked_examples(400, FileConfig(path=str(tmp_path / "sft.jsonl")))
+    assert 240 < len(examples) < 360
+    prompts = {TOKENIZER.decode(e.prompt_ids.tolist()) for e in examples}
+    assert len(prompts) == len(examples) / 2  # both forms of a question are on the same side

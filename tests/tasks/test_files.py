@@ -1,0 +1,361 @@
+"""Files as sources of problems: formats, columns, weights, order, what is left out."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_async.config.data import DataConfig, FileConfig
+from megatron_async.config.rollout import TaskConfig
+from megatron_async.errors import UserError
+from megatron_async.tasks import build_task
+from megatron_async.tasks.files import FileProblems, ProblemFile, turn
+from megatron_async.tasks.tokenizer import write_character_tokenizer
+
+Rows = list[dict[str, Any]]
+SUMS: Rows = [
+    {"prompt": f"What is {i} + 1?", "answer": str(i + 1), "level": i % 3} for i in range(90)
+]
+
+
+def write_jsonl(place: Path, rows: Rows) -> Path:
+    place.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return place
+
+
+def write_parquet(place: Path, rows: Rows) -> Path:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(arrow.Table.from_pylist(rows), place, row_group_size=40)
+    return place
+
+
+def write_saved_dataset(place: Path, rows: Rows) -> Path:
+    """What `datasets.DatasetDict.save_to_disk` leaves (5.2.0): two shards of the split `train`."""
+    arrow = pytest.importorskip("pyarrow")
+    train = place / "train"
+    train.mkdir(parents=True)
+    (place / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    table = arrow.Table.from_pylist(rows)
+    names = [f"data-{i:05d}-of-00002.arrow" for i in range(2)]
+    for name, part in zip(names, (table.slice(0, 50), table.slice(50)), strict=True):
+        with arrow.ipc.new_stream(str(train / name), table.schema) as writer:
+            writer.write_table(part, max_chunksize=20)
+    state = {"_data_files": [{"filename": name} for name in names], "_indices_data_files": None}
+    (train / "state.json").write_text(json.dumps(state))
+    return place
+
+
+def write_folder(place: Path, rows: Rows) -> Path:
+    place.mkdir()
+    write_jsonl(place / "train-00000-of-00002.jsonl", rows[:50])
+    write_jsonl(place / "train-00001-of-00002.jsonl", rows[50:])
+    return place
+
+
+def config(path: Path | str = "", **changes: Any) -> TaskConfig:
+    return TaskConfig.model_validate({"name": "exact", "path": str(path), **changes})
+
+
+def questions(problems: FileProblems, begin: int, count: int) -> list[str]:
+    return [problems.train(i).question for i in range(begin, begin + count)]
+
+
+@pytest.mark.parametrize(
+    "write",
+    [write_jsonl, write_parquet, write_saved_dataset, write_folder],
+    ids=lambda f: f.__name__,
+)
+def test_every_format_holds_the_same_rows(
+    tmp_path: Path, write: Callable[[Path, Rows], Path]
+) -> None:
+    plain = FileProblems(config(write_jsonl(tmp_path / "plain.jsonl", SUMS)))
+    problems = FileProblems(config(write(tmp_path / "written", SUMS)))
+    assert [problems.train(i) for i in range(200)] == [plain.train(i) for i in range(200)]
+    assert problems.heldout(5) == plain.heldout(5)
+    assert problems.train(0).payload["metadata"] == {
+        "level": plain.train(0).payload["metadata"]["level"]
+    }
+
+
+def test_what_the_datasets_library_saved_is_read_without_it() -> None:
+    """`tests/data/saved_dataset`: by datasets 5.2.0, train shuffled into two shards."""
+    pytest.importorskip("pyarrow")
+    folder = Path(__file__).parents[1] / "data" / "saved_dataset"
+    train = ProblemFile(FileConfig(path=str(folder), split="train"), "task.path")
+    test = ProblemFile(FileConfig(path=str(folder), split="test"), "eval.path")
+    found = [file[i].payload["answer"] for file in (train, test) for i in range(len(file))]
+    assert sorted(map(int, found)) == list(range(1, 91)) and found[:80] != sorted(found[:80])
+    assert train.where(45).endswith("train/data-00001-of-00002.arrow, row 6")
+
+
+def test_a_large_parquet_file_is_mapped_and_not_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_parquet(tmp_path / "large.parquet", SUMS)
+    whole = FileProblems(config(path))
+    monkeypatch.setattr("megatron_async.tasks.rows._IN_MEMORY_BYTES", 0)
+    mapped = FileProblems(config(path))
+    assert questions(mapped, 0, 100) == questions(whole, 0, 100)
+
+
+def test_a_split_is_chosen_by_name(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "train.jsonl", SUMS[:40])
+    write_jsonl(tmp_path / "test.jsonl", SUMS[40:])
+    assert len(ProblemFile(FileConfig(path=str(tmp_path), split="test"), "eval.path")) == 50
+    for split, sentence in [("", "has several splits"), ("dev", "has no split 'dev'")]:
+        with pytest.raises(UserError, match=f"{sentence}: set split to one of test, train"):
+            ProblemFile(FileConfig(path=str(tmp_path), split=split), "eval.path")
+
+
+def test_rows_are_chosen_by_the_values_of_columns(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "sums.jsonl", SUMS)
+    file = ProblemFile(FileConfig(path=str(path), where={"level": 2}), "task.path")
+    assert {file[i].payload["metadata"]["level"] for i in range(len(file))} == {2}
+    with pytest.raises(UserError, match=r"no row with \{'level': 7\}"):
+        ProblemFile(FileConfig(path=str(path), where={"level": 7}), "task.path")
+
+
+GSM8K = {
+    "question": "Tom has 3.",
+    "answer": "He gets 1,197.\n3+1197=<<3+1197=1200>>1200\n#### 1,200",
+}
+MATH = {
+    "problem": "Half?",
+    "level": "Level 1",
+    "type": "Algebra",
+    "solution": r"So $\boxed{\frac{1}{2}}$.",
+}
+AIME = {"ID": "2024-I-1", "Problem": "Walk?", "Solution": "long", "Answer": 204}
+DEEPSCALER = {"problem": "Root?", "answer": "-\\frac{2}{3}", "solution": "because"}
+DAPO = {
+    "data_source": "math_dapo",
+    "prompt": [{"role": "user", "content": "Solve it."}],
+    "ability": "MATH",
+    "reward_model": {"ground_truth": "34", "style": "rule-lighteval/MATH_v2"},
+    "extra_info": {"index": "9a9b6eb4"},
+}
+MBPP = {
+    "task_id": 2,
+    "code": "def f(a): return a",
+    "prompt": "Write f.",
+    "source_file": "x.ipynb",
+    "test_imports": [],
+    "test_list": ["assert f(1) == 1", "assert f(2) == 2"],
+    "test": "assert f(3) == 3",
+}
+MINIF2F = {
+    "name": "mathd_algebra_1",
+    "split": "valid",
+    "informal_prefix": "/-- One. -/",
+    "formal_statement": "theorem a : 1 = 1 := by",
+    "goal": "⊢ 1 = 1",
+    "header": "import Mathlib\n\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "row", "question", "answer"),
+    [
+        ("gsm8k", GSM8K, "Tom has 3.", "1200"),
+        ("math", MATH, "Half?", r"\frac{1}{2}"),
+        ("math", {**DEEPSCALER, "unique_id": "MATH-500"}, "Root?", "-\\frac{2}{3}"),
+        ("aime", AIME, "Walk?", "204"),
+        ("aime", {"problem": "Walk?", "answer": "070", "id": 1}, "Walk?", "070"),
+        ("deepscaler", DEEPSCALER, "Root?", "-\\frac{2}{3}"),
+        ("dapo_math", DAPO, "Solve it.", "34"),
+        ("mbpp_plus", MBPP, "Write f.", ""),
+        ("minif2f", MINIF2F, "theorem a : 1 = 1 := by", ""),
+    ],
+)
+@pytest.mark.parametrize("write", [write_jsonl, write_parquet], ids=lambda f: f.__name__)
+def test_published_layouts_are_known_by_name(
+    tmp_path: Path,
+    layout: str,
+    row: dict[str, Any],
+    question: str,
+    answer: str,
+    write: Callable[[Path, Rows], Path],
+) -> None:
+    if write is write_parquet and row is MBPP:
+        row = {**row, "test_imports": ["import math"]}  # an empty list has no type in Arrow
+    path = write(tmp_path / "file", [row])
+    problem = FileProblems(config(path, layout=layout, heldout_share=0)).train(0)
+    assert (problem.question, problem.payload["answer"]) == (question, answer)
+
+
+def test_what_a_reward_of_code_or_proofs_needs_is_metadata(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "mbpp.jsonl", [MBPP])
+    problem = FileProblems(config(path, layout="mbpp_plus", heldout_share=0)).train(0)
+    assert problem.payload["metadata"]["test"] == "assert f(3) == 3"
+    path = write_jsonl(tmp_path / "minif2f.jsonl", [MINIF2F])
+    problem = FileProblems(config(path, layout="minif2f", heldout_share=0)).train(0)
+    assert problem.payload["metadata"]["header"] == "import Mathlib\n\n"
+
+
+def test_columns_may_be_called_otherwise(tmp_path: Path) -> None:
+    row = {"q": "1+1", "gold": {"value": 2}, "p": 5}
+    path = write_jsonl(tmp_path / "own.jsonl", [row])
+    columns = {"prompt": "q", "answer": "gold.value", "priority": "p"}
+    problem = FileProblems(config(path, columns=columns, heldout_share=0)).train(0)
+    assert (problem.question, problem.payload["answer"], problem.priority) == ("1+1", "2", 5)
+    free = FileProblems(config(path, columns={**columns, "answer": ""}, heldout_share=0)).train(0)
+    assert free.payload == {"question": "1+1", "answer": "", "metadata": {"gold": {"value": 2}}}
+
+
+def asked(role: str, content: Any) -> dict[str, Any]:
+    return {"prompt": [{"role": role, "content": content}], "answer": 1}
+
+
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        ({"question": "x", "answer": "1"}, r"there is no column `prompt` among \['answer', 'quest"),
+        ({"prompt": "x", "answer": True}, "`answer` must be a text or a number, got True"),
+        (
+            {
+                "prompt": [{"role": "user", "content": [{"type": "image", "image": "a"}]}],
+                "answer": 1,
+            },
+            "column 'prompt', message 1 holds a part of type 'image': only text can be trained on",
+        ),
+        (
+            {"prompt": [{"role": "ai", "content": "a"}], "answer": 1},
+            "message 1: `role` must be one",
+        ),
+        ({"prompt": [{"role": "assistant", "content": "a"}], "answer": 1}, "ends with the user's"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("write", "place"),
+    [(write_jsonl, "line 1"), (write_parquet, "row 1")],
+    ids=["jsonl", "parquet"],
+)
+def test_a_row_that_does_not_fit_is_named_with_its_column(
+    tmp_path: Path,
+    write: Callable[[Path, Rows], Path],
+    place: str,
+    row: dict[str, Any],
+    sentence: str,
+) -> None:
+    path = write(tmp_path / "bad", [row])
+    with pytest.raises(UserError, match=sentence) as caught:
+        FileProblems(config(path))
+    assert f"task.path {path}, {place}" in str(caught.value)
+
+
+def test_columns_of_images_are_refused(tmp_path: Path) -> None:
+    row = {"prompt": "what is this", "answer": "a cat", "image": {"bytes": b"\x89PNG", "path": "a"}}
+    path = write_parquet(tmp_path / "images.parquet", [row])
+    with pytest.raises(UserError, match=r"column 'image' holds .*binary.*such as images"):
+        FileProblems(config(path))
+
+
+def test_a_damaged_parquet_file_is_one_sentence(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "whole.parquet", SUMS)
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(UserError, match=r"task.path .*whole.parquet cannot be read"):
+        FileProblems(config(path))
+
+
+# ------------------------------------------------------------ several files
+
+
+@settings(deadline=None)  # a loaded machine is no defect
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=5), st.integers(0, 400))
+def test_files_take_turns_by_their_weights(weights: list[int], position: int) -> None:
+    shares = [Fraction(weight) for weight in weights]
+    counts = Counter[int]()
+    for at in range(position):
+        number, before = turn(at, shares)
+        assert before == counts[number]  # no row is passed over and none comes twice
+        counts[number] += 1
+    for number, weight in enumerate(weights):
+        assert abs(counts[number] - position * weight / sum(weights)) < len(weights)
+
+
+def test_each_row_of_an_epoch_is_asked_once_wherever_a_run_is_restored(tmp_path: Path) -> None:
+    small = write_jsonl(tmp_path / "small.jsonl", SUMS[:20])
+    large = write_jsonl(tmp_path / "large.jsonl", SUMS[20:])
+    sources = [{"path": str(small), "weight": 0.3}, {"path": str(large), "weight": 0.7}]
+    settings = config(sources=sources, heldout_share=0)
+    whole = questions(FileProblems(settings), 0, 300)
+    restored = [FileProblems(settings).train(i).question for i in range(137, 300)]
+    assert restored == whole[137:]
+    of_small = [q for q in whole if q in {row["prompt"] for row in SUMS[:20]}]
+    assert len(of_small) == 90
+    for epoch in range(4):
+        assert len(set(of_small[20 * epoch : 20 * epoch + 20])) == 20
+    assert of_small[:20] != of_small[20:40]
+
+
+def test_what_is_evaluated_on_is_not_trained_on(tmp_path: Path) -> None:
+    train = write_jsonl(tmp_path / "train.jsonl", SUMS)
+    copies = [{"prompt": f" {row['prompt'].upper()}", "answer": 0} for row in SUMS[:30]]
+    file = ProblemFile(FileConfig(path=str(write_jsonl(tmp_path / "t.jsonl", copies))), "eval.path")
+    problems = FileProblems(config(train, heldout_share=0), file.keys)
+    assert set(questions(problems, 0, 60)) == {row["prompt"] for row in SUMS[30:]}
+
+
+def test_a_file_that_changes_under_a_run_is_noticed(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "sums.jsonl", SUMS)
+    problems = FileProblems(config(path, heldout_share=0))
+    path.write_text(path.read_text().replace("What", "Whut"))
+    with pytest.raises(UserError, match=r"line .* has changed since the start"):
+        problems.train(0)
+
+
+# ------------------------------------------------------------ lengths
+
+
+def test_overlong_prompts_are_left_out_by_number(tmp_path: Path) -> None:
+    write_character_tokenizer(tmp_path)
+    rows = [{"prompt": "1" * length, "answer": 1} for length in (5, 60, 30, 70)]
+    path = write_jsonl(tmp_path / "lengths.jsonl", rows)
+    settings = config(path, heldout_share=0, filter_overlong=True)
+    task = build_task(settings, str(tmp_path))
+    assert task.check_lengths(150, 100) == 2
+    asked = task.train_prompts(0, 8)
+    assert sorted(len(prompt.token_ids) for prompt in asked) == [5] * 4 + [30] * 4
+    again = build_task(settings, str(tmp_path))
+    again.check_lengths(150, 100)
+    pairs = zip(again.train_prompts(0, 8), asked, strict=True)
+    assert all(one.payload == two.payload for one, two in pairs)
+    with pytest.raises(UserError, match="no training problem left"):
+        build_task(settings, str(tmp_path)).check_lengths(102, 100)
+
+
+# ------------------------------------------------------------ old settings
+
+
+def test_the_former_kind_of_files_still_works(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "sums.jsonl", SUMS)
+    old = TaskConfig.model_validate({"kind": "jsonl", "name": "math", "path": str(path)})
+    assert old.kind == "files"
+    assert questions(FileProblems(old), 0, 90) == questions(FileProblems(config(path)), 0, 90)
+
+
+def test_settings_that_exclude_each_other_are_refused() -> None:
+    for given_, sentence in [
+        ({"path": "a", "sources": [{"path": "b"}]}, "task.path and task.sources are both set"),
+        ({"kind": "reasoning_gym", "path": "a"}, "task.kind reasoning_gym reads no files"),
+        ({"heldout_share": 0}, "task.heldout_share 0 needs task.kind files"),
+    ]:
+        with pytest.raises(ValueError, match=sentence):
+            DataConfig.model_validate(given_)
+
+
+def test_an_order_does_not_depend_on_how_far_it_was_read(tmp_path: Path) -> None:
+    problems = FileProblems(config(write_jsonl(tmp_path / "s.jsonl", SUMS), heldout_share=0.2))
+    forwards = questions(problems, 0, 160)
+    backwards = [problems.train(i).question for i in reversed(range(160))]
+    assert forwards == list(reversed(backwards))
+    assert all(a != b for a, b in itertools.pairwise(forwards[:70]))
