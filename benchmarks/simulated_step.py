@@ -83,7 +83,7 @@ def measure_engine(config: RunConfig, url: str) -> dict[str, Any]:
 def measure_run(config: RunConfig, url: str) -> tuple[list[dict[str, Any]], list[int]]:
     """Metrics by step, and the lengths of finished responses."""
     directory = RunDirectory.create(config)
-    verifier = LocalVerifierPool(config.task, config.model.path)
+    verifier = LocalVerifierPool(config.scorers, config.model.path)
     try:
         train_locally(config, directory, [url], verifier)
     finally:

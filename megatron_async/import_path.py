@@ -60,10 +60,14 @@ def load_object(path: str, setting: str) -> Any:
         raise UserError(f"{setting} is {path!r}: {where} has no {name!r}") from error
 
 
-def described(error: BaseException) -> str:
-    """An exception of the user's code in one line: what it is, and the file and line it is from."""
+def described(error: BaseException, file: str = "") -> str:
+    """An exception of the user's code in one line: what it is, and the file and line it is from.
+
+    `file`: the user's own, which is named rather than a library that it calls.
+    """
     frames = traceback.extract_tb(error.__traceback__)
-    place = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    last = ([frame for frame in frames if frame.filename == file] or list(frames))[-1:]
+    place = "".join(f" at {frame.filename}:{frame.lineno}" for frame in last)
     return f"{type(error).__name__}: {error}{place}"
 
 

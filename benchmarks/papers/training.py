@@ -87,7 +87,7 @@ class Bench:
 def train(config: RunConfig, url: str) -> Training:
     """Train to the end on the engine at `url`. Raises what a large run would raise."""
     directory = RunDirectory.create(config)
-    verifier = LocalVerifierPool(config.task, config.model.path)
+    verifier = LocalVerifierPool(config.scorers, config.model.path)
     began = time.monotonic()
     try:
         train_locally(config, directory, [url], verifier)

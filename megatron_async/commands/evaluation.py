@@ -78,7 +78,7 @@ async def _evaluate(
 ) -> list[Evaluation]:
     task = build_task(config.task, str(checkpoints[0]), config.eval)
     client = await SGLangClient.connect("eval", process.url, config.engines)
-    verifier = LocalVerifierPool(config.task, str(checkpoints[0]))
+    verifier = LocalVerifierPool(config.scorers, str(checkpoints[0]))
     evaluator = Evaluator(config, task, verifier)
     results = []
     try:

@@ -16,6 +16,13 @@ from megatron_async.config.model import (
     ParallelConfig,
     TrainerConfig,
 )
+from megatron_async.config.reward import (
+    RewardConfig,
+    ScorerSettings,
+    ScoringConfig,
+    check_labels,
+    listed,
+)
 from megatron_async.config.rollout import (
     EngineConfig,
     SamplingConfig,
@@ -112,6 +119,10 @@ class RunConfig(Settings):
     trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="Trainer.")
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="Optimizer.")
     task: TaskConfig = Field(default_factory=TaskConfig, description="Prompts and rewards.")
+    reward: list[RewardConfig] = Field(
+        default_factory=list, description="What scores a response; empty: the task's own scorer."
+    )
+    scoring: ScoringConfig = Field(default_factory=ScoringConfig, description="Limits of scorers.")
     sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="Sampling.")
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig, description="Scheduler.")
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="Loss.")
@@ -130,12 +141,23 @@ class RunConfig(Settings):
         default_factory=SimulateConfig, description="`megatron-async simulate` and `plan` only."
     )
 
+    @field_validator("reward", mode="before")
+    @classmethod
+    def _listed(cls, value: Any) -> Any:
+        return listed(value)
+
+    @property
+    def scorers(self) -> ScorerSettings:
+        """What scorer processes need to know."""
+        return ScorerSettings(task=self.task, rewards=self.reward, scoring=self.scoring)
+
     def eval_sets(self) -> list[EvalSet]:
         """The evaluation sets, each with its settings."""
         return self.eval.settled(self.sampling, heldout=self.task.heldout_share > 0)
 
     @model_validator(mode="after")
     def _cross_checks(self) -> Self:
+        check_labels(self.reward)
         limit = self.engines.max_total_tokens
         if limit is not None and self.sampling.max_new_tokens >= limit:
             raise ValueError(

@@ -156,3 +156,9 @@ class Verifier(Protocol):
     ) -> tuple[float | None, dict[str, float]]:
         """Reward and details; `None` when it failed and that is not a 0."""
         ...
+
+    async def score_group(
+        self, prompt: Prompt, responses: Sequence[Sequence[int]]
+    ) -> list[tuple[float | None, dict[str, float]]]:
+        """The same for several responses to one prompt at once."""
+        ...

@@ -18,8 +18,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from megatron_async.config import RunConfig
 from megatron_async.engines.interface import EngineClient, EngineError, PromptSource, Verifier
 from megatron_async.errors import ComponentFailure
@@ -27,6 +25,7 @@ from megatron_async.rollout.admission import Admission
 from megatron_async.rollout.engine_slot import EngineSlot
 from megatron_async.rollout.generation import Generation, Reports
 from megatron_async.rollout.monitor import EngineMonitor
+from megatron_async.rollout.scoring import Scoring, part_means
 from megatron_async.rollout.statistics import RolloutStatistics
 from megatron_async.scheduler import events as ev
 from megatron_async.scheduler.record import Recorder
@@ -106,6 +105,9 @@ class RolloutDriver:
             self._watch,
         )
         self._generation = Generation(config, store, self.statistics, stop_token_ids, reports)
+        self._scoring = Scoring(
+            store, verifier, self.statistics, config.scorers.of_groups, self._reward_ready
+        )
 
     # ------------------------------------------------------------ life
 
@@ -337,7 +339,7 @@ class RolloutDriver:
                 slot = self._slots[action.engine_id]
                 self._generation.submit(action.trajectory_id, slot)
             case ev.Score():
-                self._spawn(self._score(action.trajectory_id))
+                self._spawn(self._scoring.score(action.trajectory_id))
             case ev.RequestPrompts():
                 self._spawn(self._fetch_prompts(action.count))
             case ev.EmitBatch():
@@ -348,6 +350,8 @@ class RolloutDriver:
                 self.statistics.dropped(action.reason)
                 if action.reason is DropReason.FILTERED:
                     self._admission.filtered(self._scheduler.view().complete_groups)
+                for waiting in self._scoring.dropped(action.trajectory_id):
+                    asyncio.get_running_loop().call_soon(self._reward_ready, waiting, None)
             case ev.Restart():
                 self._store.restart(action.trajectory_id)
             case ev.Warn():
@@ -378,17 +382,7 @@ class RolloutDriver:
 
     # ------------------------------------------------------------ prompts, rewards, batches
 
-    async def _score(self, trajectory_id: int) -> None:
-        trajectory = self._store.load_trajectory(trajectory_id)
-        response = np.concatenate(
-            [s.token_ids for s in trajectory.segments] or [np.zeros(0, np.int32)]
-        )
-        self.statistics.score_wanted()
-        asked = time.monotonic()
-        reward, detail = await self._verifier.score(trajectory.prompt, response.tolist())
-        self.statistics.scored(detail, time.monotonic() - asked)
-        if reward is not None:
-            await self._store.set_reward(trajectory_id, reward, detail)
+    def _reward_ready(self, trajectory_id: int, reward: float | None) -> None:
         regenerate = self._config.task.on_verifier_timeout == "regenerate"
         self._feed(ev.RewardReady(trajectory_id, reward, regenerate))
 
@@ -412,6 +406,7 @@ class RolloutDriver:
         metrics = self.statistics.batch_metrics(
             batch, self._scheduler.view(), self._verifier.scorers
         )
+        metrics |= part_means(groups)
         masked = {f"rollout/{name}": value for name, value in batch.extra_metrics.items()}
         self._batches.put_nowait(
             replace(batch, extra_metrics={**metrics, **masked}, store_position=position)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_async.scheduler.counts import SchedulerView
-from megatron_async.tasks.base import SCORER_FAULTS
+from megatron_async.tasks.base import COST, SCORER_FAULTS
 from megatron_async.tasks.scorer_count import ScorerCount
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.sample_lag import SamplesTrained
@@ -45,6 +45,7 @@ class _Marks:
     score_seconds: float = 0.0
     looked_for_answers: int = 0
     answers: int = 0
+    cost: float = 0.0
     dropped: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
 
@@ -89,6 +90,7 @@ class RolloutStatistics:
         self._score_seconds = 0.0
         self._looked_for_answers = 0
         self._answers = 0
+        self._cost = 0.0
 
     def running_changed(self, running: int) -> None:
         """`running` requests are in flight from now on."""
@@ -132,6 +134,7 @@ class RolloutStatistics:
             self._answers += int(detail["answered"] > 0)
         for part, metric in SCORER_FAULTS.items():
             self.scorer_faults[metric] += int(detail.get(part, 0))
+        self._cost += sum(v for name, v in detail.items() if name.rpartition(".")[2] == COST)
 
     def dropped(self, reason: str) -> None:
         """A trajectory left the run."""
@@ -219,6 +222,8 @@ class RolloutStatistics:
         if looked_for:
             found = self._answers - self._marks.answers
             metrics["rollout/answered_share"] = found / looked_for
+        if self._cost > self._marks.cost:
+            metrics["rollout/score_cost"] = self._cost - self._marks.cost
         self._longest_queue = self._unscored
         for reason in DropReason:
             news = self.dropped_by_reason[reason] - self._marks.dropped[reason]
@@ -248,6 +253,7 @@ class RolloutStatistics:
             score_seconds=self._score_seconds,
             looked_for_answers=self._looked_for_answers,
             answers=self._answers,
+            cost=self._cost,
             dropped=Counter(self.dropped_by_reason),
             faults=Counter(self.scorer_faults),
         )

@@ -31,10 +31,14 @@ SCORER_FAULTS: Final = MappingProxyType(
         "verifier_timeout": "scorer_timeouts",
         "verifier_crash": "scorer_crashes",
         "verifier_error": "scorer_errors",
+        "verifier_unavailable": "scorer_unavailable",
         "stray_output": "scorer_stray_output",
     }
 )
 """How a scorer can fail: the part of a score that counts it, the metric that adds it up."""
+
+COST: Final = "cost"
+"""The part of a score that is money: added up in the metrics."""
 
 _HASH_RANGE = 1 << 64
 

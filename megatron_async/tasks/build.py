@@ -39,9 +39,7 @@ def build_source(config: TaskConfig, elsewhere: Collection[int] = ()) -> Problem
     """
     if config.kind == "files":
         from megatron_async.tasks.files import FileProblems
-        from megatron_async.tasks.jsonl import check_checker
 
-        check_checker(config)
         return FileProblems(config, elsewhere)
     from megatron_async.tasks.reasoning_gym import ReasoningGymProblems
 
@@ -49,11 +47,7 @@ def build_source(config: TaskConfig, elsewhere: Collection[int] = ()) -> Problem
 
 
 def build_scorer(config: TaskConfig) -> Scorer:
-    """The task's scorer. Raises UserError."""
-    if config.kind == "files":
-        from megatron_async.tasks.jsonl import JsonlScorer
-
-        return JsonlScorer(config)
+    """The scorer of a procedural task. Raises UserError."""
     from megatron_async.tasks.reasoning_gym import ReasoningGymScorer
 
     return ReasoningGymScorer(config)

@@ -4,11 +4,13 @@ Invariants
 - A request is JSON behind its length, on a pipe that only the worker writes to.
 - A reply is one JSON packet on a `SOCK_SEQPACKET` socket. The kernel keeps packets apart, so that
   what else is written to the socket is a packet of its own and never shifts or breaks a reply.
-- Every frame has an `id`. A reply repeats that of its request.
+- Every frame has an `id`. A reply repeats that of its request; a request for several scores has as
+  many replies, in its order.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import struct
 from typing import Any, BinaryIO, Final
@@ -18,6 +20,9 @@ START_ID: Final = "start"
 """Of the scorer's first packet: it is ready, or refuses its settings."""
 END_ID: Final = "end"
 """Of the keeper's only packet: the scorer has ended, and nothing that it started is left."""
+BLOCKING: Final = "blocking"
+WAITING: Final = "waiting"
+"""The two kinds of scorer processes: one response at a time, or many that wait for others."""
 _LENGTH = struct.Struct(">Q")
 
 
@@ -37,6 +42,16 @@ def read_request(stream: BinaryIO) -> dict[str, Any] | None:
     if len(body) < length:
         return None
     content: dict[str, Any] = json.loads(body)
+    return content
+
+
+async def read_request_async(stream: asyncio.StreamReader) -> dict[str, Any] | None:
+    """The same for an event loop."""
+    try:
+        (length,) = _LENGTH.unpack(await stream.readexactly(_LENGTH.size))
+        content: dict[str, Any] = json.loads(await stream.readexactly(length))
+    except asyncio.IncompleteReadError:
+        return None
     return content
 
 

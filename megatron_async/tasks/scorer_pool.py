@@ -1,29 +1,43 @@
 """A pool of scorers whose number follows the queue: what the local and the Ray pool share.
 
 Invariants
-- A worker has one response at a time; responses are scored in the order in which they came.
+- A worker has as many pieces of work at a time as it does in `_HELD_SECONDS`, one where a piece
+  takes longer: messages are few, and no response waits for another's slow score in a worker while
+  a second worker has none. Work is done in the order in which it came.
 - As many workers exist as `scorer_count` asks for, at least one. One that is busy is never taken
   away.
+- Asynchronous rewards go to one process for all of them, which starts when the first is due.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
+from megatron_async.config.reward import ASYNCHRONOUS, ScorerSettings
 from megatron_async.tasks import scorer_count
 from megatron_async.tasks.base import Judgement
 from megatron_async.tasks.scorer_count import ScorerCount
+from megatron_async.tasks.scorer_work import Work, added_up, split
+from megatron_async.tasks.waiting_scorer import WaitingScorer
 from megatron_async.trajectory.types import Prompt
+
+_HELD_SECONDS: Final = 0.02
+_MOST_HELD: Final = 64
 
 
 class Worker(Protocol):
-    """One scorer, wherever it runs."""
+    """A scorer, wherever it runs."""
 
-    async def judge(self, payload: dict[str, Any], text: str) -> Judgement:
-        """The score, within a limit."""
+    async def start(self) -> list[bool]:
+        """Have it ready; which rewards are asynchronous."""
+        ...
+
+    async def score(self, work: Sequence[Work]) -> list[list[Judgement]]:
+        """Score each piece within its limit."""
         ...
 
     def retire(self) -> None:
@@ -35,23 +49,31 @@ W = TypeVar("W", bound=Worker)
 
 
 class ScorerPool(Generic[W]):
-    """Workers made by `start`, at most `most`. For one event loop."""
+    """Workers made by `start`, at most `task.verifier_workers`. For one event loop."""
 
     def __init__(
         self,
-        most: int,
+        settings: ScorerSettings,
         model_path: str,
         start: Callable[[], W],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._settings = settings
         self._start = start
         self._clock = clock
         self._decoder = _ResponseDecoder(model_path)
-        self._idle: asyncio.Queue[W] = asyncio.Queue()
+        self._queue: deque[tuple[Work, asyncio.Future[list[Judgement]]]] = deque()
+        self._idle: list[W] = []
+        self._tasks: set[asyncio.Task[None]] = set()
         self._waiting = 0
-        self.scorers = ScorerCount(most)
+        self._waits: list[bool] | None = None
+        if not any(part.own for part in settings.parts):
+            self._waits = [part.name in ASYNCHRONOUS for part in settings.parts]
+        self._for_waiting: WaitingScorer | None = None
+        self.scorers = ScorerCount(settings.task.verifier_workers)
         self.workers: list[W] = []
-        self._add()
+        if self._waits is None or not all(self._waits):
+            self._add()
 
     async def score(
         self, prompt: Prompt, response_ids: Sequence[int]
@@ -60,35 +82,93 @@ class ScorerPool(Generic[W]):
 
         Raises ComponentFailure when a worker gives no answer at all.
         """
-        text = self._decoder.text(response_ids)
+        (score,) = await self.score_group(prompt, [response_ids])
+        return score
+
+    async def score_group(
+        self, prompt: Prompt, responses: Sequence[Sequence[int]]
+    ) -> list[tuple[float | None, dict[str, float]]]:
+        """The same for several responses to one prompt, as rewards with `group: true` need it."""
+        texts = [self._decoder.text(ids) for ids in responses]
+        work = split(self._settings, prompt.payload, texts)
+        waits = await self._asynchronous()
+        found = await asyncio.gather(
+            *(
+                self._score_waiting(piece) if waits[piece.part] else self._score_blocking(piece)
+                for piece in work
+            )
+        )
+        sums = added_up(self._settings, work, found)
+        return [(score.reward, score.detail) for score in sums]
+
+    def close(self) -> None:
+        """End the process of asynchronous rewards."""
+        if self._for_waiting is not None:
+            self._for_waiting.close()
+
+    async def _asynchronous(self) -> list[bool]:
+        """List which rewards are; for the user's a scorer process looks."""
+        if self._waits is None:
+            self._waits = await self.workers[0].start()
+        return self._waits
+
+    async def _score_waiting(self, work: Work) -> list[Judgement]:
+        if self._for_waiting is None:
+            self._for_waiting = WaitingScorer(self._settings)
+        return await self._for_waiting.score(work)
+
+    async def _score_blocking(self, work: Work) -> list[Judgement]:
+        done: asyncio.Future[list[Judgement]] = asyncio.get_running_loop().create_future()
+        self._queue.append((work, done))
         self._waiting += 1
         try:
             self._follow_queue()
-            worker = await self._idle.get()  # bounded: every holder gives its worker back
-            try:
-                score = await worker.judge(prompt.payload, text)
-            finally:
-                self._idle.put_nowait(worker)
+            return await done  # bounded: every worker's call is
         finally:
             self._waiting -= 1
-        if score.seconds:
-            self.scorers = scorer_count.scored(self.scorers, score.seconds)
-        self._follow_queue()
-        return score.reward, score.detail
 
     def _follow_queue(self) -> None:
         self.scorers = scorer_count.queued(self.scorers, self._waiting, self._clock())
         while len(self.workers) < self.scorers.count:
             self._add()
-        while len(self.workers) > self.scorers.count and not self._idle.empty():
-            worker = self._idle.get_nowait()
+        while len(self.workers) > self.scorers.count and self._idle and not self._queue:
+            worker = self._idle.pop()
             self.workers.remove(worker)
             worker.retire()
+        while self._queue and self._idle:
+            pieces = [self._queue.popleft() for _ in range(self._share())]
+            task = asyncio.get_running_loop().create_task(self._run(self._idle.pop(0), pieces))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def _share(self) -> int:
+        """So many pieces the next idle worker takes."""
+        seconds = self.scorers.seconds
+        most = int(min(_HELD_SECONDS / seconds, _MOST_HELD)) if seconds else 1
+        return max(1, min(most, len(self._queue) // len(self.workers)))
+
+    async def _run(
+        self, worker: W, pieces: Sequence[tuple[Work, asyncio.Future[list[Judgement]]]]
+    ) -> None:
+        try:
+            found = await worker.score([work for work, _ in pieces])
+        except Exception as error:  # noqa: BLE001 - it reaches everyone who waits for it
+            for _, done in pieces:
+                if not done.done():
+                    done.set_exception(error)
+        else:
+            for (_, done), scores in zip(pieces, found, strict=True):
+                self.scorers = scorer_count.scored(self.scorers, scores[0].seconds)
+                if not done.done():
+                    done.set_result(scores)
+        finally:
+            self._idle.append(worker)
+        self._follow_queue()
 
     def _add(self) -> None:
         worker = self._start()
         self.workers.append(worker)
-        self._idle.put_nowait(worker)
+        self._idle.append(worker)
 
 
 class _ResponseDecoder:

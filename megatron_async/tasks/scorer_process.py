@@ -19,12 +19,14 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
-from megatron_async.config.rollout import TaskConfig
+from megatron_async.config.reward import ScorerSettings
 from megatron_async.errors import ComponentFailure, ProcessKilled, UserError
 from megatron_async.tasks.scorer_frames import (
+    BLOCKING,
     END_ID,
     LARGEST_REPLY_BYTES,
     START_ID,
@@ -50,11 +52,11 @@ class ScorerCrash(RuntimeError):
 class ScorerProcess:
     """A running scorer, one request at a time."""
 
-    def __init__(self, config: TaskConfig) -> None:
+    def __init__(self, settings: ScorerSettings, kind: str = BLOCKING) -> None:
         """Starts it; `ready` waits for it."""
         self.stray = 0
         self.pid = 0
-        self._task = config.name
+        self._name = ", ".join(part.name for part in settings.parts)
         self._exit_code: int | None = None
         self._output = ""
         self._replies, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -62,7 +64,7 @@ class ScorerProcess:
             self._replies.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
             # In a session of its own: Ctrl-C at a terminal is its worker's business.
             self._keeper = subprocess.Popen(
-                [sys.executable, "-m", _MODULE, config.model_dump_json()],
+                [sys.executable, "-m", _MODULE, settings.model_dump_json(), kind],
                 stdin=subprocess.PIPE,
                 stdout=theirs.fileno(),
                 start_new_session=True,
@@ -73,8 +75,8 @@ class ScorerProcess:
         os.set_blocking(self._requests.fileno(), False)
         self._ended = os.pidfd_open(self._keeper.pid)
 
-    def ready(self) -> None:
-        """Wait until it can be asked; ends it where it cannot.
+    def ready(self) -> list[bool]:
+        """Wait until it can be asked; ends it where it cannot. Which rewards are asynchronous.
 
         Raises UserError for settings it refuses, ProcessKilled when a signal ended it, and
         ComponentFailure for every other failure.
@@ -84,7 +86,7 @@ class ScorerProcess:
         except (ScorerTimeout, ScorerCrash) as error:
             self.end()
             raise (ProcessKilled if self._was_killed() else ComponentFailure)(
-                f"a scorer process of task {self._task} did not start ({error}): {self._output}"
+                f"a scorer process of reward {self._name} did not start ({error}): {self._output}"
             ) from error
         except BaseException:
             self.end()
@@ -92,17 +94,45 @@ class ScorerProcess:
         if "user_error" in first:
             self.end()
             raise UserError(first["user_error"])
+        return [bool(waits) for waits in first["asynchronous"]]
 
     def alive(self) -> bool:
-        """Whether it has not ended."""
+        """True until it has ended."""
         return not _ready(self._ended, 0.0)
 
-    def ask(self, content: dict[str, Any], limit_seconds: float) -> dict[str, Any]:
-        """Send one request, wait for its reply. Raises ScorerTimeout or ScorerCrash."""
-        deadline = time.monotonic() + limit_seconds
+    def ask(
+        self, wanted: Sequence[dict[str, Any]], limits: Sequence[float]
+    ) -> Iterator[dict[str, Any]]:
+        """Send a request for several scores; a reply for each in turn, each within its limit.
+
+        Raises ScorerTimeout or ScorerCrash.
+        """
         number = secrets.token_hex(8)
-        self._send(request_frame({"id": number, **content}), deadline)
-        return self._reply(number, deadline)
+        deadline = time.monotonic() + limits[0]
+        self._send(request_frame({"id": number, "wanted": wanted}), deadline)
+        for limit in limits:
+            yield self._reply(number, deadline or time.monotonic() + limit)
+            deadline = 0.0
+
+    def fileno(self) -> int:
+        """Descriptor of the reply channel."""
+        return self._replies.fileno()
+
+    def write(self, data: memoryview) -> int:
+        """Send as much of a frame as goes without waiting. Raises BlockingIOError, OSError."""
+        return os.write(self._requests.fileno(), data)
+
+    def requests_fileno(self) -> int:
+        """Descriptor of the pipe of requests."""
+        return self._requests.fileno()
+
+    def take(self) -> dict[str, Any] | None:
+        """A reply that has come, None when there is none. Raises ScorerCrash."""
+        while _ready(self._replies.fileno(), 0.0):
+            reply = self._packet()
+            if reply is not None:
+                return reply
+        return None
 
     def take_stray(self) -> int:
         """Packets discarded since the last call."""
@@ -142,20 +172,30 @@ class ScorerProcess:
         """The reply with this id. Raises ScorerTimeout or ScorerCrash."""
         while True:
             self._wait(self._replies.fileno(), select.POLLIN, deadline)
-            packet, credentials, _, _ = self._replies.recvmsg(
-                LARGEST_REPLY_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size)
-            )
-            if not credentials:  # not even an empty packet: all ends are closed
-                raise ScorerCrash("it ended without a reply")
-            sender = _CREDENTIALS.unpack(credentials[0][2])[0]
-            reply = parse_reply(packet) or {}
-            if sender == self._keeper.pid and reply.get("id") == END_ID:
-                self._exit_code, self._output = reply["exit_code"], reply["output"]
-                raise ScorerCrash(f"it ended with exit code {self._exit_code}")
-            if reply.get("id") == number and sender == (self.pid or sender):
-                self.pid = sender
-                return reply
-            self.stray += 1
+            reply = self._packet()
+            if reply is not None:
+                if reply["id"] == number:
+                    return reply
+                self.stray += 1
+
+    def _packet(self) -> dict[str, Any] | None:
+        """The next packet if it is a reply of the scorer's. Raises ScorerCrash."""
+        packet, credentials, _, _ = self._replies.recvmsg(
+            LARGEST_REPLY_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size)
+        )
+        if not credentials:  # not even an empty packet: all ends are closed
+            raise ScorerCrash("it ended without a reply")
+        sender = _CREDENTIALS.unpack(credentials[0][2])[0]
+        reply = parse_reply(packet) or {}
+        if sender == self._keeper.pid and reply.get("id") == END_ID:
+            self._exit_code, self._output = reply["exit_code"], reply["output"]
+            raise ScorerCrash(f"it ended with exit code {self._exit_code}")
+        if reply.get("id") == START_ID and not self.pid:
+            self.pid = sender
+        if "id" in reply and sender == self.pid:
+            return reply
+        self.stray += 1
+        return None
 
     def _wait(self, descriptor: int, event: int, deadline: float) -> None:
         """Until the descriptor is ready. Raises ScorerTimeout or ScorerCrash."""

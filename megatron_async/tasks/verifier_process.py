@@ -15,13 +15,15 @@ Invariants
   `_LOG_BYTES` of them.
 - A copy of the scorer process that scorer code forks off neither reads requests nor replies.
 - Rewards and their parts are finite numbers; anything else is an error of the scorer.
+- Blocking rewards are scored one response after the other, asynchronous ones all at once; a process
+  does the one or the other.
 """
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import fcntl
-import math
 import os
 import resource
 import select
@@ -29,19 +31,24 @@ import signal
 import socket
 import sys
 import time
-import traceback
 from contextlib import suppress
-from typing import Any, BinaryIO, Final
+from functools import partial
+from typing import Any, BinaryIO
 
 import psutil
 
-from megatron_async.config.rollout import TaskConfig
+from megatron_async.config.reward import ScorerSettings
 from megatron_async.errors import UserError
-from megatron_async.tasks.base import Judgement
-from megatron_async.tasks.build import build_scorer
-from megatron_async.tasks.scorer_frames import END_ID, START_ID, read_request, reply_packet
-
-MEMORY_LIMIT_BYTES: Final = 4 << 30
+from megatron_async.tasks.rewards.reward import Reward, asynchronous, build_reward
+from megatron_async.tasks.rewards.sample import Sample, Score, Unavailable, sample_of
+from megatron_async.tasks.scorer_frames import (
+    END_ID,
+    START_ID,
+    WAITING,
+    read_request,
+    read_request_async,
+    reply_packet,
+)
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -67,39 +74,96 @@ class _Replies:
         self._channel.send(reply_packet({"id": number, **content}))
 
 
-def serve(config: TaskConfig, requests: BinaryIO, channel: socket.socket) -> int:
+def serve(settings: ScorerSettings, requests: BinaryIO, channel: socket.socket) -> int:
     """Score until `requests` ends. Exit code 2 when the settings are refused."""
     replies = _Replies(channel)
     try:
-        scorer = build_scorer(config)
+        waiting = [asynchronous(part) for part in settings.parts]
+        rewards = {
+            number: build_reward(settings, part)
+            for number, part in enumerate(settings.parts)
+            if not waiting[number]
+        }
     except UserError as error:
         replies.send(START_ID, {"user_error": str(error)})
         return 2
-    replies.send(START_ID, {"ready": True})
+    replies.send(START_ID, {"asynchronous": waiting})
     while (request := read_request(requests)) is not None:
-        try:
-            scored = scorer.score(request["payload"], request["text"])
-            replies.send(request["id"], _numbers(scored))
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - scorers raise anything
-            reason = f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS]
-            replies.send(request["id"], {"error": reason})
-            traceback.print_exc()
+        for wanted in request["wanted"]:
+            reward = rewards[wanted["part"]]
+            try:
+                scores = reward.score(_samples(wanted))
+                replies.send(request["id"], _content(scores))
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - scorers raise anything
+                replies.send(request["id"], _error(reward, error))
     return 0
 
 
-def _numbers(scored: Judgement) -> dict[str, Any]:
-    """The reply's content as plain floats. Raises ValueError for NaN and infinity."""
-    if scored.reward is None:
-        raise ValueError("the scorer returned no reward")
-    numbers = {"reward": float(scored.reward)}
-    numbers.update((str(name), float(value)) for name, value in scored.detail.items())
-    for name, value in numbers.items():
-        if not math.isfinite(value):
-            raise ValueError(f"the scorer returned {name} {value}; it must be a finite number")
-    return {"reward": numbers.pop("reward"), "detail": numbers}
+def serve_waiting(settings: ScorerSettings, requests: BinaryIO, channel: socket.socket) -> int:
+    """The same for the asynchronous rewards: all requests at once, in one event loop."""
+    replies = _Replies(channel)
+    try:
+        rewards = {
+            number: build_reward(settings, part)
+            for number, part in enumerate(settings.parts)
+            if asynchronous(part)
+        }
+    except UserError as error:
+        replies.send(START_ID, {"user_error": str(error)})
+        return 2
+
+    async def score(number: str, wanted: dict[str, Any]) -> None:
+        reward = rewards[wanted["part"]]
+        try:
+            scores = await reward.score_async(_samples(wanted))
+            replies.send(number, _content(scores))
+        except asyncio.CancelledError:
+            replies.send(number, {"error": "cancelled"})
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - scorers raise anything
+            replies.send(number, _error(reward, error))
+
+    async def loop() -> None:
+        reader = asyncio.StreamReader()
+        await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), requests
+        )
+        running: dict[str, asyncio.Task[None]] = {}
+        replies.send(START_ID, {"asynchronous": []})
+        while (request := await read_request_async(reader)) is not None:
+            number = request["id"]
+            if "wanted" not in request:  # it took too long
+                if number in running:
+                    running[number].cancel()
+                continue
+            (wanted,) = request["wanted"]
+            running[number] = asyncio.create_task(score(number, wanted))
+            running[number].add_done_callback(partial(_forget, running, number))
+
+    asyncio.run(loop())
+    return 0
 
 
-def _run_scorer(config: TaskConfig, requests: int, channel: socket.socket, output: int) -> int:
+def _forget(running: dict[str, asyncio.Task[None]], number: str, _: object) -> None:
+    del running[number]
+
+
+def _samples(wanted: dict[str, Any]) -> list[Sample]:
+    return [sample_of(wanted["payload"], text) for text in wanted["texts"]]
+
+
+def _content(scores: list[Score]) -> dict[str, Any]:
+    return {"scores": [[score.value, dict(score.parts)] for score in scores]}
+
+
+def _error(reward: Reward, error: BaseException) -> dict[str, Any]:
+    print(f"a reward failed: {reward.described(error)}", file=sys.stderr)
+    kind = {"unavailable": True} if isinstance(error, Unavailable) else {}
+    return {"error": reward.described(error)[:_ERROR_CHARACTERS], **kind}
+
+
+def _run_scorer(
+    settings: ScorerSettings, waits: bool, requests: int, channel: socket.socket, output: int
+) -> int:
     """What the forked process does."""
     keeper = os.getppid()
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -109,9 +173,10 @@ def _run_scorer(config: TaskConfig, requests: int, channel: socket.socket, outpu
     os.dup2(output, 2)
     os.close(output)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
+    limit = settings.scoring.memory_mib << 20
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     with os.fdopen(requests, "rb") as stream:
-        return serve(config, stream, channel)
+        return (serve_waiting if waits else serve)(settings, stream, channel)
 
 
 class _Output:
@@ -187,20 +252,20 @@ def _end_descendants() -> None:
         time.sleep(0.01)
 
 
-def main(config_json: str) -> int:
+def main(settings_json: str, kind: str) -> int:
     """Keeper and scorer. Standard input is the pipe of requests, standard output the socket."""
     high = min(_HIGH_DESCRIPTOR, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 16)
     requests = fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, high)
     channel = socket.socket(fileno=fcntl.fcntl(1, fcntl.F_DUPFD_CLOEXEC, high))
     os.dup2(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC), 0)
     os.dup2(2, 1)
-    config = TaskConfig.model_validate_json(config_json)
+    settings = ScorerSettings.model_validate_json(settings_json)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     source, output = os.pipe()
     scorer = os.fork()
     if scorer == 0:
         os.close(source)
-        return _run_scorer(config, requests, channel, output)
+        return _run_scorer(settings, kind == WAITING, requests, channel, output)
     os.close(output)
     printed = _Output(source)
     code = _keep(scorer, requests, printed)
@@ -222,4 +287,4 @@ def _prctl(option: int, value: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(*sys.argv[1:]))

@@ -127,7 +127,7 @@ def test_the_real_verifier_judges_what_the_engine_says(
 ) -> None:
     config = settings("copris", tmp_path, model)
     directory = RunDirectory.create(config)
-    verifier = LocalVerifierPool(config.task, config.model.path)
+    verifier = LocalVerifierPool(config.scorers, config.model.path)
     try:
         train_locally(config, directory, [engine.url], verifier)
     finally:

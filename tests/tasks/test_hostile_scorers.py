@@ -17,8 +17,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_async.config.reward import ScorerSettings
 from megatron_async.config.rollout import TaskConfig
 from megatron_async.tasks.base import Judgement
+from megatron_async.tasks.scorer_work import Work
 from megatron_async.tasks.verifier import VerifierWorker
 
 HOSTILE = Path(__file__).parent / "hostile"
@@ -44,7 +46,7 @@ def hostile(
         monkeypatch.setenv("HOSTILE_SCORER", behaviour)
         monkeypatch.setenv("PYTHONPATH", f"{HOSTILE}:{os.environ.get('PYTHONPATH', '')}")
         limited = config.model_copy(update={"verifier_timeout_seconds": limit_seconds})
-        workers.append(VerifierWorker(limited))
+        workers.append(VerifierWorker(ScorerSettings(task=limited)))
         return workers[-1]
 
     yield start
@@ -53,7 +55,8 @@ def hostile(
 
 
 def _score(worker: VerifierWorker, right: bool) -> Judgement:
-    return worker.judge({"answer": "2"}, "#2" if right else "#3")
+    ((score,),) = worker.score([Work(0, {"answer": "2"}, ("#2" if right else "#3",))])
+    return score
 
 
 def _left(config: TaskConfig) -> list[psutil.Process]:
@@ -64,7 +67,7 @@ def _left(config: TaskConfig) -> list[psutil.Process]:
             line = process.cmdline()
         except psutil.Error:
             continue
-        if MARK in line and config.path in line[-1]:
+        if MARK in line and any(config.path in argument for argument in line):
             found.append(process)
     return found
 
@@ -175,14 +178,17 @@ def test_nothing_is_left_when_the_worker_itself_is_killed(
     hostile("leave_children")  # for the environment
     code = (
         "import sys, time\n"
-        "from megatron_async.config.rollout import TaskConfig\n"
+        "from megatron_async.config.reward import ScorerSettings\n"
+        "from megatron_async.tasks.scorer_work import Work\n"
         "from megatron_async.tasks.verifier import VerifierWorker\n"
-        "worker = VerifierWorker(TaskConfig.model_validate_json(sys.argv[1]))\n"
-        "print(worker.judge({'answer': '2'}, '#2').reward, flush=True)\n"
+        "worker = VerifierWorker(ScorerSettings.model_validate_json(sys.argv[1]))\n"
+        "print(worker.score([Work(0, {'answer': '2'}, ('#2',))])[0][0].reward, flush=True)\n"
         "time.sleep(600)\n"
     )
     with subprocess.Popen(
-        [sys.executable, "-c", code, config.model_dump_json()], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", code, ScorerSettings(task=config).model_dump_json()],
+        stdout=subprocess.PIPE,
+        text=True,
     ) as parent:
         try:
             assert parent.stdout is not None

@@ -10,9 +10,7 @@ import pytest
 
 from megatron_async.config.rollout import TaskConfig
 from megatron_async.errors import UserError
-from megatron_async.tasks import build_source
 from megatron_async.tasks.files import FileProblems
-from megatron_async.tasks.jsonl import JsonlScorer
 
 
 def _write(path: Path, rows: list[dict[str, Any]]) -> str:
@@ -94,40 +92,12 @@ def test_a_line_may_say_how_urgent_its_prompt_is(tmp_path: Path) -> None:
     assert found == {f"What is {i} + 1?": i for i in range(9)} | {"What is 2 x 3?": 0}
 
 
-def test_missing_and_empty_files_and_unknown_checkers_are_refused(
-    tmp_path: Path, hundred: str
-) -> None:
+def test_missing_and_empty_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"task\.path .*nowhere.* cannot be read"):
         FileProblems(_config(str(tmp_path / "nowhere")))
     (tmp_path / "empty").write_text("\n\n")
     with pytest.raises(UserError, match="holds no lines"):
         FileProblems(_config(str(tmp_path / "empty")))
-    with pytest.raises(UserError, match="'chain_sum' is not an answer checker"):
-        build_source(_config(hundred, name="chain_sum"))
-
-
-def test_exact_comparison_looks_at_the_final_answer_only() -> None:
-    scorer = JsonlScorer(_config("unused"))
-    assert scorer.score({"answer": "New  York"}, "I think <answer>New York</answer>").reward == 1
-    assert scorer.score({"answer": "4"}, r"So \boxed{4}.").reward == 1
-    assert scorer.score({"answer": "4"}, "<think>5</think>4").reward == 1
-    assert scorer.score({"answer": "4"}, "44").reward == 0
-    assert scorer.score({"answer": "4"}, "").detail["answered"] == 0
-
-
-@pytest.mark.parametrize(
-    ("reference", "text", "reward"),
-    [
-        ("1/2", r"\boxed{0.5}", 1.0),
-        (r"\frac{1}{2}", r"thus \boxed{\frac{2}{4}}", 1.0),
-        ("3", r"\boxed{4}", 0.0),
-        ("x^2+2x+1", r"\boxed{(x+1)^2}", 1.0),
-        ("3", "no number", 0.0),
-    ],
-)
-def test_mathematical_comparison(reference: str, text: str, reward: float) -> None:
-    scorer = JsonlScorer(_config("unused", name="math"))
-    assert scorer.score({"answer": reference}, text).reward == reward
 
 
 def test_a_row_reaches_its_scorer_with_its_other_columns(tmp_path: Path) -> None:

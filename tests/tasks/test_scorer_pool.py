@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
+from megatron_async.config.reward import ScorerSettings
+from megatron_async.config.rollout import TaskConfig
 from megatron_async.tasks.base import Judgement
 from megatron_async.tasks.scorer_count import REST_SECONDS
 from megatron_async.tasks.scorer_pool import ScorerPool
+from megatron_async.tasks.scorer_work import Work
 from megatron_async.tasks.tokenizer import character_tokenizer, write_character_tokenizer
 from megatron_async.trajectory.types import Prompt
 
@@ -19,21 +22,28 @@ PROMPT = Prompt(np.zeros(1, np.int32), "any", {})
 
 
 class Worker:
-    """Scores when it may, and says that it took a second; the text is the reward."""
+    """Scores when it may, and reports so many seconds for each; the text is the reward."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
         self.may = asyncio.Event()
         self.busy = 0
+        self.held: list[int] = []
         self.retired = False
 
-    async def judge(self, payload: dict[str, Any], text: str) -> Judgement:
+    async def start(self) -> list[bool]:
+        return [False]
+
+    async def score(self, work: Sequence[Work]) -> list[list[Judgement]]:
         self.busy += 1
-        assert self.busy == 1, "two responses at once"
+        assert self.busy == 1, "two calls at once"
+        self.held.append(len(work))
         await self.may.wait()
         self.busy -= 1
-        if text == "9":
+        texts = [text for piece in work for text in piece.texts]
+        if "9" in texts:
             raise RuntimeError("the worker is gone")
-        return Judgement(float(text), {}, seconds=1.0)
+        return [[Judgement(float(text), {}, self.seconds)] for text in texts]
 
     def retire(self) -> None:
         assert not self.busy
@@ -41,15 +51,17 @@ class Worker:
 
 
 class Pool:
-    def __init__(self, folder: Path, most: int) -> None:
+    def __init__(self, folder: Path, most: int, seconds: float = 1.0) -> None:
         write_character_tokenizer(folder)
         self.encode = character_tokenizer().encode
+        self.seconds = seconds
         self.now = 1000.0
         self.all: list[Worker] = []
-        self.pool = ScorerPool(most, str(folder), self._start, lambda: self.now)
+        settings = ScorerSettings(task=TaskConfig(verifier_workers=most))
+        self.pool = ScorerPool(settings, str(folder), self._start, lambda: self.now)
 
     def _start(self) -> Worker:
-        self.all.append(Worker())
+        self.all.append(Worker(self.seconds))
         return self.all[-1]
 
     def score(self, digit: str) -> asyncio.Task[tuple[float | None, dict[str, float]]]:
@@ -60,7 +72,8 @@ class Pool:
         for worker in self.all:
             worker.may.clear()
         tasks = [self.score(str(i % 9)) for i in range(count)]
-        await asyncio.sleep(0)
+        for _ in range(4):
+            await asyncio.sleep(0)
         for worker in self.all:
             worker.may.set()
         return [reward for reward, _ in await asyncio.gather(*tasks)]
@@ -74,6 +87,18 @@ def test_it_starts_with_one_and_grows_to_the_limit_when_scores_take_long(tmp_pat
         assert len(pool.pool.workers) == 1, "one response needs one scorer"
         assert await pool.burst(8) == [float(i) for i in range(8)], "each gets its own reward"
         assert len(pool.pool.workers) == 4
+        assert all(held == 1 for worker in pool.all for held in worker.held)
+
+    asyncio.run(body())
+
+
+def test_quick_scores_travel_together(tmp_path: Path) -> None:
+    async def body() -> None:
+        pool = Pool(tmp_path, 4, seconds=0.001)
+        await pool.burst(1)
+        assert await pool.burst(100) == [float(i % 9) for i in range(100)]
+        assert len(pool.pool.workers) == 1
+        assert pool.all[0].held == [1, 1, 20, 20, 20, 20, 19]
 
     asyncio.run(body())
 

@@ -15,14 +15,22 @@ import numpy as np
 import psutil
 import pytest
 
+from megatron_async.config.reward import ScorerSettings
 from megatron_async.config.rollout import TaskConfig
 from megatron_async.errors import UserError
+from megatron_async.tasks.base import Judgement
 from megatron_async.tasks.reasoning_gym import ReasoningGymProblems
+from megatron_async.tasks.scorer_work import Work
 from megatron_async.tasks.tokenizer import EOS_ID, character_tokenizer, write_character_tokenizer
 from megatron_async.tasks.verifier import LocalVerifierPool, RayVerifierPool, VerifierWorker
 from megatron_async.trajectory.types import Prompt
 
 HANGS_MATH_VERIFY = "10^{10^{10^{10}}}"
+
+
+def _judge(worker: VerifierWorker, payload: dict[str, str], text: str) -> Judgement:
+    ((score,),) = worker.score([Work(0, payload, (text,))])
+    return score
 
 
 def _gone(pid: int) -> bool:
@@ -43,23 +51,22 @@ def math_file(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def worker(math_file: str) -> Iterator[VerifierWorker]:
     config = TaskConfig(kind="jsonl", name="math", path=math_file, verifier_timeout_seconds=20.0)
-    worker = VerifierWorker(config)
+    worker = VerifierWorker(ScorerSettings(task=config))
     yield worker
     worker.close()
 
 
 def _with_limit(math_file: str, policy: str) -> VerifierWorker:
-    return VerifierWorker(
-        TaskConfig.model_validate(
-            {
-                "kind": "jsonl",
-                "name": "math",
-                "path": math_file,
-                "verifier_timeout_seconds": 1.0,
-                "on_verifier_timeout": policy,
-            }
-        )
+    task = TaskConfig.model_validate(
+        {
+            "kind": "jsonl",
+            "name": "math",
+            "path": math_file,
+            "verifier_timeout_seconds": 1.0,
+            "on_verifier_timeout": policy,
+        }
     )
+    return VerifierWorker(ScorerSettings(task=task))
 
 
 def test_a_judgement_that_hangs_is_cut_off_and_the_process_replaced(math_file: str) -> None:
@@ -68,7 +75,7 @@ def test_a_judgement_that_hangs_is_cut_off_and_the_process_replaced(math_file: s
     first = worker.pid()
     assert first is not None
     began = time.monotonic()
-    judgement = worker.judge({"answer": "3"}, rf"\boxed{{{HANGS_MATH_VERIFY}}}")
+    judgement = _judge(worker, {"answer": "3"}, rf"\boxed{{{HANGS_MATH_VERIFY}}}")
     assert time.monotonic() - began < 4.0
     assert judgement.reward == 0.0
     assert judgement.detail["verifier_timeout"] == 1.0
@@ -81,17 +88,17 @@ def test_a_judgement_that_hangs_is_cut_off_and_the_process_replaced(math_file: s
 
 def test_a_judgement_that_hangs_can_drop_the_trajectory(math_file: str) -> None:
     worker = _with_limit(math_file, "drop")
-    assert worker.judge({"answer": "3"}, rf"\boxed{{{HANGS_MATH_VERIFY}}}").reward is None
+    assert _judge(worker, {"answer": "3"}, rf"\boxed{{{HANGS_MATH_VERIFY}}}").reward is None
     worker.close()
 
 
 def test_a_killed_verifier_is_replaced_and_counted(worker: VerifierWorker) -> None:
-    assert worker.judge({"answer": "1/2"}, "0.5").reward == 1.0
+    assert _judge(worker, {"answer": "1/2"}, "0.5").reward == 1.0
     pid = worker.pid()
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)  # so that it dies with the request unanswered
     os.kill(pid, signal.SIGKILL)
-    judgement = worker.judge({"answer": "1/2"}, "0.5")
+    judgement = _judge(worker, {"answer": "1/2"}, "0.5")
     assert judgement.reward == 1.0
     assert worker.restarts == 1
 
@@ -103,7 +110,7 @@ def test_one_that_is_killed_while_it_judges_is_asked_again(worker: VerifierWorke
     os.kill(pid, signal.SIGSTOP)  # so that the kill comes after the question
     killer = threading.Timer(0.3, os.kill, (pid, signal.SIGKILL))
     killer.start()
-    judgement = worker.judge({"answer": "1/2"}, "0.5")
+    judgement = _judge(worker, {"answer": "1/2"}, "0.5")
     killer.join()
     assert judgement.reward == 1.0 and "verifier_crash" not in judgement.detail
     assert worker.restarts == 1
@@ -129,11 +136,11 @@ def test_one_that_is_killed_before_it_is_ready_is_followed_by_another(
     killer.join()
     assert killed and worker.pid() not in killed
     assert worker.restarts == 1
-    assert worker.judge({"answer": "1/2"}, "0.5").reward == 1.0
+    assert _judge(worker, {"answer": "1/2"}, "0.5").reward == 1.0
 
 
 def test_an_error_of_the_verifier_is_a_wrong_answer(worker: VerifierWorker) -> None:
-    judgement = worker.judge({"no": "answer"}, "1")
+    judgement = _judge(worker, {"no": "answer"}, "1")
     assert judgement.reward == 0.0
     assert judgement.detail["verifier_error"] == 1.0
     assert worker.restarts == 0
@@ -141,7 +148,7 @@ def test_an_error_of_the_verifier_is_a_wrong_answer(worker: VerifierWorker) -> N
 
 def test_bad_settings_are_the_users_error() -> None:
     with pytest.raises(UserError, match="'nonsense' is not a task"):
-        VerifierWorker(TaskConfig(name="nonsense")).start()
+        VerifierWorker(ScorerSettings(task=TaskConfig(name="nonsense"))).start()
 
 
 def test_the_pool_judges_tokens_concurrently_and_leaves_no_process(tmp_path: Path) -> None:
@@ -149,7 +156,7 @@ def test_the_pool_judges_tokens_concurrently_and_leaves_no_process(tmp_path: Pat
     config = TaskConfig(answer_marker="#", direct_share=1.0, verifier_workers=2)
     tokenizer = character_tokenizer()
     pairs = ReasoningGymProblems(config).worked(40)
-    pool = LocalVerifierPool(config, str(tmp_path))
+    pool = LocalVerifierPool(ScorerSettings(task=config), str(tmp_path))
 
     async def judge_all() -> list[tuple[float | None, dict[str, float]]]:
         jobs = []
@@ -181,7 +188,7 @@ def test_the_ray_pool_judges_the_same_and_leaves_no_process(tmp_path: Path) -> N
         logging_level="ERROR",
     )
     try:
-        pool = RayVerifierPool(config, str(tmp_path))
+        pool = RayVerifierPool(ScorerSettings(task=config), str(tmp_path))
 
         async def judge_all() -> list[tuple[float | None, dict[str, float]]]:
             prompts = [Prompt(np.zeros(1, np.int32), "chain_sum", p.payload) for p, _ in pairs]

@@ -7,7 +7,6 @@ scorer process only: what the tests start is the package's own code, unchanged.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import stat
@@ -125,27 +124,27 @@ def leave_children_and_die(score: Any) -> Any:
 
 
 def nan(score: Any) -> Any:
-    return dataclasses.replace(score, reward=float("nan"))
+    return float("nan"), {}
 
 
 def infinite(score: Any) -> Any:
-    return dataclasses.replace(score, reward=float("-inf"))
+    return float("-inf"), {}
 
 
 def nan_part(score: Any) -> Any:
-    return dataclasses.replace(score, detail={**score.detail, "part": float("nan")})
+    return score[0], {**score[1], "part": float("nan")}
 
 
 def huge_number(score: Any) -> Any:
-    return dataclasses.replace(score, reward=10**400)
+    return 10**400, score[1]
 
 
 def huge_reply(score: Any) -> Any:
-    return dataclasses.replace(score, detail={f"part {n}": float(n) for n in range(10_000)})
+    return score[0], {f"part {n}": float(n) for n in range(10_000)}
 
 
 def text_for_a_reward(score: Any) -> Any:
-    return dataclasses.replace(score, reward="full marks")
+    return "full marks", score[1]
 
 
 def nothing(score: Any) -> Any:
@@ -161,20 +160,15 @@ def endless_recursion(score: Any) -> Any:
 
 
 def _misbehave(behaviour: Callable[[Any], Any]) -> None:
-    import megatron_async.tasks.build as build
+    from megatron_async.tasks.rewards.task import TaskReward
 
-    build_scorer = build.build_scorer
+    bound = TaskReward.bound
 
-    def build_hostile(config: Any) -> Any:
-        scorer = build_scorer(config)
+    def bound_hostile(self: TaskReward, settings: Any) -> Any:
+        score = bound(self, settings)
+        return lambda sample: behaviour(score(sample))
 
-        class Hostile:
-            def score(self, payload: dict[str, Any], text: str) -> Any:
-                return behaviour(scorer.score(payload, text))
-
-        return Hostile()
-
-    build.build_scorer = build_hostile
+    TaskReward.bound = bound_hostile
 
 
 if "HOSTILE_SCORER" in os.environ and "megatron_async.tasks.verifier_process" in sys.orig_argv:

@@ -1,0 +1,121 @@
+"""Settings of rewards: what scores a response, and the limits under which it is scored."""
+
+from __future__ import annotations
+
+from typing import Any, Final, Self
+
+from pydantic import Field, model_validator
+
+from megatron_async.config.base import Settings
+from megatron_async.config.rollout import TaskConfig
+from megatron_async.import_path import is_import_path
+
+BUILT_IN: Final = ("task", "exact", "regex", "math", "code", "command", "http", "judge")
+ASYNCHRONOUS: Final = ("http", "judge")
+"""Those of them that wait for a network, hundreds at once in one process."""
+
+
+class RewardConfig(Settings):
+    """A reward. `reward:` takes one (its name alone is enough) or a list of them."""
+
+    name: str = Field(
+        description="A function or class of yours (package.module:name or file.py:name), or one "
+        f"of {', '.join(BUILT_IN)}. `task`: the task's own scorer.",
+    )
+    label: str = Field("", description="Its name in metrics; empty: the last part of `name`.")
+    weight: float = Field(1.0, description="Factor of its score in the sum of all rewards.")
+    arguments: dict[str, Any] = Field(
+        default_factory=dict, description="Keywords for it (docs/rewards.md)."
+    )
+    group: bool = Field(False, description="It takes all responses to a prompt at once, as a list.")
+    timeout_seconds: float | None = Field(
+        None, gt=0, description="Limit of one score; none = task.verifier_timeout_seconds."
+    )
+    concurrency: int = Field(
+        512, ge=1, description="An asynchronous one: most scores that wait for it at once."
+    )
+
+    @property
+    def own(self) -> bool:
+        """True for the user's code."""
+        return is_import_path(self.name)
+
+    @property
+    def shown(self) -> str:
+        """Name in metrics and in the store."""
+        return self.label or self.name.rpartition(":")[2]
+
+    @model_validator(mode="after")
+    def _known(self) -> Self:
+        if not self.own and self.name not in BUILT_IN:
+            raise ValueError(
+                f"reward is {self.name!r}; it must be package.module:name, path/to/file.py:name "
+                f"or one of {', '.join(BUILT_IN)}"
+            )
+        return self
+
+
+class SandboxConfig(Settings):
+    """Limits of a program that a response brings along (rewards `code` and `command`)."""
+
+    required: bool = Field(
+        False,
+        description="Refuse to start where namespaces are not to be had (no network, own file "
+        "system, own processes); false: go on with the remaining limits and log which are missing.",
+    )
+    memory_mib: int = Field(1024, ge=16, description="Memory of one process and of all together.")
+    disk_mib: int = Field(64, ge=1, description="Its directory and /tmp, in memory.")
+    output_kib: int = Field(64, ge=1, description="What it may print; more ends it.")
+    processes: int = Field(32, ge=2, description="Processes and threads at once.")
+    readable: list[str] = Field(
+        default_factory=list,
+        description="Directories it may read besides the system's and Python's, a toolchain say.",
+    )
+
+
+class ScoringConfig(Settings):
+    """Limits of scorer processes and of what they run."""
+
+    memory_mib: int = Field(4096, ge=64, description="Address space of one scorer process.")
+    sandbox: SandboxConfig = Field(
+        default_factory=SandboxConfig, description="For programs in responses."
+    )
+
+
+class ScorerSettings(Settings):
+    """All that a scorer process needs to know."""
+
+    task: TaskConfig = Field(default_factory=TaskConfig, description="Prompts.")
+    rewards: list[RewardConfig] = Field(default_factory=list, description="Empty: the task's own.")
+    scoring: ScoringConfig = Field(default_factory=ScoringConfig, description="Limits.")
+
+    @property
+    def parts(self) -> list[RewardConfig]:
+        """The rewards to add up, at least one."""
+        return self.rewards or [RewardConfig.model_validate({"name": "task"})]
+
+    @property
+    def of_groups(self) -> bool:
+        """True when a reward takes all responses to a prompt at once."""
+        return any(part.group for part in self.parts)
+
+    def limit_seconds(self, part: RewardConfig) -> float:
+        """Limit of one score of `part`."""
+        return part.timeout_seconds or self.task.verifier_timeout_seconds
+
+
+def listed(value: Any) -> Any:
+    """`reward: NAME`, `reward: {name: …}` and a list of both, as a list of mappings."""
+    if isinstance(value, str | dict):
+        value = [value]
+    if isinstance(value, list):
+        return [{"name": item} if isinstance(item, str) else item for item in value]
+    return value
+
+
+def check_labels(rewards: list[RewardConfig]) -> None:
+    """Raises ValueError for two rewards whose parts would have the same names."""
+    labels = [reward.shown for reward in rewards]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise ValueError(f"reward has {label!r} twice; give each a `label` of its own")

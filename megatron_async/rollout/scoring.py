@@ -1,0 +1,129 @@
+"""From a finished response to its reward in the store: response by response, or group by group.
+
+Invariants
+- A response for which `score` was called gets exactly one `ready`, also when its group is dropped
+  while it waits for the other members (`dropped`).
+- A group is scored as one when every member has its whole response, and what is known of that
+  comes from the store: a restarted process goes on the same way. Members that have a reward
+  already (another one was generated again) keep it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from megatron_async.engines.interface import Verifier
+from megatron_async.rollout.statistics import RolloutStatistics
+from megatron_async.store.store import TrajectoryStore
+from megatron_async.tasks.base import SCORER_FAULTS
+from megatron_async.trajectory.types import Group, Trajectory, TrajectoryState
+
+_WHOLE = (TrajectoryState.FINISHED, TrajectoryState.SCORED)
+
+
+class Ready(Protocol):
+    """Called with each reward; `None` when the scorer failed and that is not a 0."""
+
+    def __call__(self, trajectory_id: int, reward: float | None) -> None: ...
+
+
+class Scoring:
+    """Scores what the scheduler asks for. `of_groups`: some reward takes whole groups."""
+
+    def __init__(
+        self,
+        store: TrajectoryStore,
+        verifier: Verifier,
+        statistics: RolloutStatistics,
+        of_groups: bool,
+        ready: Ready,
+    ) -> None:
+        self._store = store
+        self._verifier = verifier
+        self._statistics = statistics
+        self._of_groups = of_groups
+        self._ready = ready
+        self._waiting: defaultdict[int, set[int]] = defaultdict(set)
+        self._busy: set[int] = set()
+
+    async def score(self, trajectory_id: int) -> None:
+        """Score a finished trajectory, or its group once it is the last member to finish."""
+        trajectory = self._store.load_trajectory(trajectory_id)
+        if not self._of_groups:
+            await self._score([trajectory], [trajectory])
+            return
+        number = trajectory.group_id
+        self._waiting[number].add(trajectory_id)
+        if number in self._busy:
+            return
+        self._busy.add(number)
+        try:
+            while self._waiting[number]:
+                group = self._store.load_group(number)
+                if any(t.state is TrajectoryState.DROPPED for t in group.trajectories):
+                    for member in self._waiting[number].copy():
+                        self._done(number, member, None)
+                    return
+                if any(t.state not in _WHOLE for t in group.trajectories):
+                    return
+                wanted = [t for t in group.trajectories if t.state is TrajectoryState.FINISHED]
+                await self._score(group.trajectories, wanted)
+        finally:
+            self._busy.discard(number)
+            if not self._waiting[number]:
+                del self._waiting[number]
+
+    def dropped(self, trajectory_id: int) -> list[int]:
+        """A trajectory has left: the members of its group that waited for it, and must not."""
+        if not self._waiting:
+            return []
+        number = self._store.load_trajectory(trajectory_id).group_id
+        return [] if number in self._busy else list(self._waiting.pop(number, ()))
+
+    async def _score(self, shown: Sequence[Trajectory], wanted: Sequence[Trajectory]) -> None:
+        """Rewards of `wanted`, which are among those that are `shown` to the scorer."""
+        responses = [_response(trajectory) for trajectory in shown]
+        prompt = shown[0].prompt
+        for _ in wanted:
+            self._statistics.score_wanted()
+        asked = time.monotonic()
+        if self._of_groups:
+            scores = await self._verifier.score_group(prompt, responses)
+        else:
+            scores = [await self._verifier.score(prompt, responses[0])]
+        seconds = time.monotonic() - asked
+        numbers = {trajectory.trajectory_id for trajectory in wanted}
+        for trajectory, (reward, detail) in zip(shown, scores, strict=True):
+            number = trajectory.trajectory_id
+            if number not in numbers:
+                continue
+            self._statistics.scored(detail, seconds)
+            if reward is not None:
+                await self._store.set_reward(number, reward, detail)
+            self._done(trajectory.group_id, number, reward)
+
+    def _done(self, group_id: int, trajectory_id: int, reward: float | None) -> None:
+        if self._of_groups:
+            self._waiting[group_id].discard(trajectory_id)
+        self._ready(trajectory_id, reward)
+
+
+def _response(trajectory: Trajectory) -> list[int]:
+    pieces = [segment.token_ids for segment in trajectory.segments]
+    return np.concatenate(pieces or [np.zeros(0, np.int32)]).tolist()
+
+
+def part_means(groups: Iterable[Group]) -> dict[str, float]:
+    """The mean of every named part of the rewards, over the trajectories that have it."""
+    values: defaultdict[str, list[float]] = defaultdict(list)
+    for group in groups:
+        for trajectory in group.trajectories:
+            for name, value in trajectory.reward_detail.items():
+                if name not in SCORER_FAULTS:
+                    values[name].append(value)
+    return {f"reward/{name}": float(np.mean(found)) for name, found in sorted(values.items())}

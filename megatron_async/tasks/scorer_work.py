@@ -1,0 +1,91 @@
+"""Work for a scorer, and how its replies become scores: pure functions.
+
+Invariants
+- A score that timed out, whose process died twice or whose service is unavailable follows
+  `task.on_verifier_timeout`; one whose reward raised or returned no finite number is 0. Each kind
+  is counted in the score's `detail` (`SCORER_FAULTS`).
+- The sum of several rewards has none of its own failures: it failed when one of them did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_async.config.reward import RewardConfig, ScorerSettings
+from megatron_async.tasks.base import SCORER_FAULTS, Judgement
+
+
+@dataclass(frozen=True)
+class Work:
+    """Score these responses to one prompt by one reward (its place in the settings)."""
+
+    part: int
+    payload: Mapping[str, Any]
+    texts: tuple[str, ...]
+
+    def content(self) -> dict[str, Any]:
+        """As it travels to the scorer process."""
+        return {"part": self.part, "payload": self.payload, "texts": self.texts}
+
+
+def split(settings: ScorerSettings, payload: Mapping[str, Any], texts: Sequence[str]) -> list[Work]:
+    """All work that the score of some responses takes, reward by reward."""
+    work = []
+    for number, part in enumerate(settings.parts):
+        pieces = [tuple(texts)] if part.group else [(text,) for text in texts]
+        work += [Work(number, payload, piece) for piece in pieces]
+    return work
+
+
+def scores_of(
+    reply: Mapping[str, Any], of_failure: float | None, work: Work, seconds: float
+) -> list[Judgement]:
+    """A scorer's reply as one score for each response."""
+    if "unavailable" in reply:
+        return failed("verifier_unavailable", of_failure, work, seconds)
+    if "error" in reply:
+        return failed("verifier_error", 0.0, work, seconds)
+    return [Judgement(value, parts, seconds) for value, parts in reply["scores"]]
+
+
+def failed(fault: str, reward: float | None, work: Work, seconds: float) -> list[Judgement]:
+    """No score, for the reason that `fault` counts."""
+    return [Judgement(reward, {fault: 1.0}, seconds) for _ in work.texts]
+
+
+def reward_of_failure(settings: ScorerSettings) -> float | None:
+    """The reward that stands for a score that did not come."""
+    return 0.0 if settings.task.on_verifier_timeout == "zero" else None
+
+
+def added_up(
+    settings: ScorerSettings, work: Sequence[Work], scores: Sequence[Sequence[Judgement]]
+) -> list[Judgement]:
+    """The weighted sum for each response; `work` is that of `split`, `scores` what came of it."""
+    parts = settings.parts
+    by_part: list[list[Judgement]] = [[] for _ in parts]
+    for piece, found in zip(work, scores, strict=True):
+        by_part[piece.part] += found
+    return [_sum(parts, of_response) for of_response in zip(*by_part, strict=True)]
+
+
+def _sum(parts: Sequence[RewardConfig], scores: Sequence[Judgement]) -> Judgement:
+    seconds = sum(score.seconds for score in scores)
+    detail: dict[str, float] = {}
+    total: float | None = 0.0
+    for part, score in zip(parts, scores, strict=True):
+        for name, value in score.detail.items():
+            if name in SCORER_FAULTS:
+                detail[name] = detail.get(name, 0.0) + value
+            else:
+                detail[f"{part.shown}.{name}" if len(parts) > 1 else name] = value
+        if score.reward is None:
+            total = None
+            continue
+        if len(parts) > 1:
+            detail[part.shown] = score.reward
+        if total is not None:
+            total += part.weight * score.reward
+    return replace(scores[0], reward=total, detail=detail, seconds=seconds)

@@ -1,0 +1,96 @@
+"""Rewards as a user writes them, good and bad ones: imported by the tests' scorer processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from pathlib import Path
+
+from megatron_async.tasks.rewards import Sample
+
+
+def by_hand(sample: Sample, unit: float = 1.0) -> float:
+    """The answer is in the response."""
+    return unit * float(sample.answer in sample.response)
+
+
+def with_parts(sample: Sample) -> tuple[float, dict[str, float]]:
+    length = len(sample.response) / 100
+    return by_hand(sample) - length, {"length": length, "level": float(sample.metadata["level"])}
+
+
+class Counting:
+    """A class is made once in each scorer process."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.seen = start
+
+    def __call__(self, sample: Sample) -> float:
+        self.seen += 1
+        return float(self.seen)
+
+
+def rank(samples: list[Sample]) -> list[float]:
+    """The share of the others that a response is longer than."""
+    lengths = [len(sample.response) for sample in samples]
+    return [sum(length > other for other in lengths) / len(lengths) for length in lengths]
+
+
+async def waits(sample: Sample, seconds: float = 0.0) -> float:
+    await asyncio.sleep(seconds)
+    return by_hand(sample)
+
+
+class Waits:
+    async def __call__(self, sample: Sample) -> float:
+        await asyncio.sleep(0)
+        return by_hand(sample)
+
+
+async def hangs_on_request(sample: Sample) -> float:
+    """The response names what it does."""
+    if sample.response == "hang":
+        time.sleep(600)
+    if sample.response == "wait":
+        await asyncio.sleep(600)
+    if sample.response == "die":
+        os._exit(3)
+    return 1.0
+
+
+def process_id(sample: Sample) -> float:
+    return float(os.getpid())
+
+
+def raises(sample: Sample) -> float:
+    return float(json.loads("{" + sample.response))
+
+
+def returns_text(sample: Sample) -> str:
+    return "full marks"
+
+
+def returns_list(sample: Sample) -> list[float]:
+    return [1.0]
+
+
+def sleeps(sample: Sample) -> float:
+    time.sleep(600)
+    return 1.0
+
+
+def dies(sample: Sample) -> float:
+    os._exit(3)
+
+
+class NeedsArguments:
+    def __init__(self, path: str) -> None:
+        self.lines = Path(path).read_text().splitlines()
+
+    def __call__(self, sample: Sample) -> float:
+        return float(sample.response in self.lines)
+
+
+not_callable = 7
