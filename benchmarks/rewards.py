@@ -1,0 +1,98 @@
+"""How many scores a second the pool of scorers gives, blocking and asynchronous.
+
+    python benchmarks/rewards.py [--ray] [--scores 20000] [--waiting 500]
+
+Responses of about 60 characters come all at once, as at the end of a batch; the time runs from the
+first request to the last score, tokens to text included, after one score that starts the process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from megatron_async.config.reward import RewardConfig, ScorerSettings
+from megatron_async.config.rollout import TaskConfig
+from megatron_async.tasks.rewards import Sample
+from megatron_async.tasks.scorer_pool import ScorerPool
+from megatron_async.tasks.tokenizer import character_tokenizer, write_character_tokenizer
+from megatron_async.tasks.verifier import LocalVerifierPool, RayVerifierPool
+from megatron_async.trajectory.types import Prompt
+
+_WORKERS = 2
+
+
+def trivial(sample: Sample) -> float:
+    """Looks for the answer in the response."""
+    return float(sample.answer in sample.response)
+
+
+async def waiting(sample: Sample) -> float:
+    """A second of somebody else's work."""
+    await asyncio.sleep(1.0)
+    return trivial(sample)
+
+
+def seconds_of(reward: Callable[..., object], count: int, ray: bool) -> float:
+    """The time of `count` scores at once, by a pool of two scorer processes."""
+    settings = ScorerSettings(
+        task=TaskConfig(verifier_workers=_WORKERS),
+        rewards=[RewardConfig(name=f"{Path(__file__).resolve()}:{reward.__name__}")],
+    )
+    payload = {"question": "1+1", "answer": "2", "metadata": {"level": 1}}
+    prompt = Prompt(np.zeros(1, np.int32), "any", payload)
+    ids = character_tokenizer().encode("1+1=2." * 10)
+
+    async def measure(pool: ScorerPool) -> float:
+        await pool.score(prompt, ids)
+        began = time.monotonic()
+        scores = await asyncio.gather(*(pool.score(prompt, ids) for _ in range(count)))
+        taken = time.monotonic() - began
+        assert all(score == (1.0, {}) for score in scores)
+        return taken
+
+    with tempfile.TemporaryDirectory() as folder:
+        write_character_tokenizer(Path(folder))
+        pool = (RayVerifierPool if ray else LocalVerifierPool)(settings, folder)
+        try:
+            return asyncio.run(measure(pool))
+        finally:
+            pool.close()
+
+
+def main() -> None:
+    """Prints one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ray", action="store_true", help="scorers in Ray actors, as in a run")
+    parser.add_argument("--scores", type=int, default=20_000)
+    parser.add_argument("--waiting", type=int, default=500)
+    options = parser.parse_args()
+    if options.ray:
+        import ray
+
+        ray.init(num_cpus=_WORKERS, include_dashboard=False, logging_level="ERROR")
+    blocking = seconds_of(trivial, options.scores, options.ray)
+    asynchronous = seconds_of(waiting, options.waiting, options.ray)
+    print(
+        json.dumps(
+            {
+                "pool": "ray" if options.ray else "local",
+                "scores": options.scores,
+                "seconds": round(blocking, 2),
+                "scores_per_second": round(options.scores / blocking),
+                "waiting": options.waiting,
+                "waiting_seconds": round(asynchronous, 2),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
