@@ -37,6 +37,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO, TypeVar
 
+import orjson
 from pydantic import ValidationError
 
 from megatron_async.config.schedule import ScheduleConfig
@@ -86,6 +87,9 @@ _FIELD_TYPES: dict[type, tuple[Any, ...]] = {
         ev.RecoveredTrajectory,
     )
 }
+
+_FIELD_NAMES = {cls: tuple(f.name for f in dataclasses.fields(cls)) for cls in _FIELD_TYPES}
+_PLAIN_TYPES = frozenset({int, float, str, bool, type(None)})
 
 
 @dataclass(frozen=True)
@@ -264,7 +268,7 @@ class Recorder:
         self._stream.close()
 
     def _write(self, line: dict[str, Any]) -> int:
-        return self._stream.write(json.dumps(line, separators=(",", ":")) + "\n")
+        return self._stream.write(orjson.dumps(line).decode() + "\n")
 
 
 def encode(message: ev.Event | RecordedAction) -> list[Any]:
@@ -273,8 +277,11 @@ def encode(message: ev.Event | RecordedAction) -> list[Any]:
 
 
 def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        return [_plain(getattr(value, field.name)) for field in dataclasses.fields(value)]
+    kind = type(value)
+    if kind in _PLAIN_TYPES:
+        return value
+    if (names := _FIELD_NAMES.get(kind)) is not None:
+        return [_plain(getattr(value, name)) for name in names]
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, tuple):
