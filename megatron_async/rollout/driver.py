@@ -43,6 +43,7 @@ from megatron_async.trajectory.types import (
 
 _logger = logging.getLogger(__name__)
 _IDLE_POLL_SECONDS = 0.01
+_GROUPS_AT_A_TIME = 16  # a start wants hundreds, and the event loop has other work too
 
 
 class RolloutDriver:
@@ -389,7 +390,8 @@ class RolloutDriver:
     async def _fetch_prompts(self, count: int) -> None:
         limits = [slot.client.longest_tokens for slot in self._slots.values()]
         longest = min((limit for limit in limits if limit is not None), default=None)
-        self._feed(ev.PromptsAvailable(self._admission.take(count, longest)))
+        groups = self._admission.take(min(count, _GROUPS_AT_A_TIME), longest)
+        self._feed(ev.PromptsAvailable(groups))  # which asks for more while slots are free
 
     async def _emit(self, action: ev.EmitBatch) -> None:
         groups = [self._store.load_group(group_id) for group_id in action.group_ids]

@@ -22,7 +22,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
@@ -46,27 +46,32 @@ _FAILED_PROMPTS_IN_ROW = 3
 _FAILURES_OF_ONE = 6
 _ABORT_RETRY_SECONDS = 2.0
 _ABORT_TRIES = 10
+_BEGUN_IN_A_TURN = 64
 
 
 @dataclass(eq=False)
 class RunningRequest:
-    """A running request; `abort_wanted` is seen by a request that has not been sent yet.
+    """One request that is submitted; `abort_wanted` is seen by one that has not been sent yet.
 
+    `begun` names it for the store from the turn of the event loop on in which it begins.
     `group_id` is known once it is sent. `read_at` is the reading of its engine's request clock at
     its start or its newest tokens.
     """
 
-    key: RequestKey
+    trajectory_id: int
     slot: EngineSlot
     read_at: float
+    begun: RequestKey | None = None
     group_id: int = -1
     abort_wanted: bool = False
     complete: bool = False
     task: asyncio.Task[None] | None = None
 
     @property
-    def trajectory_id(self) -> int:
-        return self.key.trajectory_id
+    def key(self) -> RequestKey:
+        """Of one that has begun."""
+        assert self.begun is not None
+        return self.begun
 
     def cancel(self) -> None:
         """Read the stream no further."""
@@ -109,6 +114,8 @@ class Generation:
         self._reports = reports
         self._requests: dict[int, RunningRequest] = {}
         self._failures: Counter[int] = Counter()  # in a row, by trajectory
+        self._waiting: deque[RunningRequest] = deque()  # submitted, to be begun in this order
+        self._beginning: asyncio.Task[None] | None = None
         self._closed = False
 
     def __len__(self) -> int:
@@ -118,23 +125,37 @@ class Generation:
         """Cancel every request; what arrived is in the store."""
         self._closed = True
         tasks = [request.task for request in self._requests.values() if request.task is not None]
+        if self._beginning is not None:
+            tasks.append(self._beginning)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def submit(self, trajectory_id: int, slot: EngineSlot) -> None:
-        """Start a trajectory, or go on with it from its stored tokens.
+        """Start a trajectory, or go on with it from its stored tokens, a few in each turn.
 
-        On an engine that is just being given up nothing is sent: `forget_engine` ends it.
+        On an engine that is just being given up none begins: `forget_engine` forgets it.
         """
-        key = self._store.begin_request(trajectory_id)
-        now = slot.clock()
-        request = RunningRequest(key, slot, slot.watch.request_clock(now))
+        request = RunningRequest(trajectory_id, slot, slot.watch.request_clock(slot.clock()))
         self._requests[trajectory_id] = request
         self._statistics.running_changed(len(self._requests))
-        if slot.given_up:
-            return
-        slot.watch.request_began(now)
+        self._waiting.append(request)
+        if self._beginning is None or self._beginning.done():
+            self._beginning = asyncio.get_running_loop().create_task(self._begin_all())
+            self._reports.watch(self._beginning)
+
+    async def _begin_all(self) -> None:
+        """A boundary submits thousands at once, and the event loop has other work too."""
+        while self._waiting:
+            for _ in range(min(_BEGUN_IN_A_TURN, len(self._waiting))):
+                request = self._waiting.popleft()
+                if self._requests.get(request.trajectory_id) is request:
+                    self._begin(request)
+            await asyncio.sleep(0)
+
+    def _begin(self, request: RunningRequest) -> None:
+        request.begun = self._store.begin_request(request.trajectory_id)
+        request.slot.watch.request_began(request.slot.clock())
         request.task = asyncio.get_running_loop().create_task(self._run(request))
         self._reports.watch(request.task)
 
@@ -150,6 +171,8 @@ class Generation:
 
     async def abort(self, requests: Sequence[RunningRequest]) -> None:
         """Returns when all have ended."""
+        if self._beginning is not None and not self._beginning.done():
+            await asyncio.wait([self._beginning])  # what is not wanted any more is not sent
         by_slot: dict[EngineSlot, list[RunningRequest]] = {}
         for request in requests:
             by_slot.setdefault(request.slot, []).append(request)
@@ -218,7 +241,8 @@ class Generation:
             self._reports.feed(ev.Finished(request.trajectory_id))
         for request in self._on(slot):
             del self._requests[request.trajectory_id]
-            self._store.end_request(request.key)
+            if request.begun is not None:
+                self._store.end_request(request.begun)
         self._statistics.running_changed(len(self._requests))
 
     def _on(self, slot: EngineSlot) -> list[RunningRequest]:

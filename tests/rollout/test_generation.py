@@ -131,6 +131,7 @@ class Bench:
     async def one_request(self) -> Trajectory:
         """Run it to its end; what is kept then."""
         self.generation.submit(self.trajectory_id, self.slot)
+        await asyncio.sleep(0)  # it begins
         (request,) = self.generation._requests.values()
         assert request.task is not None
         await asyncio.wait_for(asyncio.wait([request.task]), 10)

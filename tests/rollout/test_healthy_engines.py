@@ -48,7 +48,7 @@ def config_of(preset: str, count: int = 2, **changes: Any) -> RunConfig:
     return build_config(merge(merge(base, {"engines": LIMITS}), changes))
 
 
-class Engines(Engines):
+class ModelEngines(Engines):
     """Engines of one kind."""
 
     def __init__(
@@ -80,7 +80,7 @@ def test_engines_that_had_nothing_to_do_while_the_trainer_worked(
 ) -> None:
     async def body() -> None:
         model = SimulatedEngineModel(mean_length=12, step_seconds=0.03, stream_interval=16)
-        trainer = trainer_of(tmp_path, config_of(preset), Engines(model))
+        trainer = trainer_of(tmp_path, config_of(preset), ModelEngines(model))
         await trainer.manager.start()
         await trainer.begin(ResumePoint(0))
         await trainer.batch()
@@ -109,7 +109,7 @@ def test_engines_that_take_long_to_receive_weights(tmp_path: Path, preset: str) 
     async def body() -> None:
         model = SimulatedEngineModel(mean_length=200, step_seconds=0.002, stream_interval=4)
         config = config_of(preset, weights={"timeout_seconds": 30.0})
-        trainer = trainer_of(tmp_path, config, Engines(model, Unanswering))
+        trainer = trainer_of(tmp_path, config, ModelEngines(model, Unanswering))
         await trainer.manager.start()
         await trainer.begin(ResumePoint(0))
         await trainer.batch()
@@ -169,7 +169,7 @@ def test_engines_that_end_no_request_while_they_are_paused_in_place(
             task={"on_verifier_timeout": "drop"},
         )
         task = Failing()
-        trainer = trainer_of(tmp_path, config, Engines(model, Endless), task)
+        trainer = trainer_of(tmp_path, config, ModelEngines(model, Endless), task)
         await trainer.manager.start()
         await trainer.begin(ResumePoint(0))
         await trainer.batch()
@@ -225,7 +225,7 @@ def test_a_prompt_that_engines_refuse_costs_its_group_and_no_engine(tmp_path: Pa
     async def life(lineage: int) -> dict[str, str]:
         model = SimulatedEngineModel(mean_length=30, step_seconds=0.002, stream_interval=16)
         config = config_of("copris", count=2, schedule={"concurrency": 24, "group_size": 4})
-        trainer = trainer_of(tmp_path, config, Engines(model, Refusing))
+        trainer = trainer_of(tmp_path, config, ModelEngines(model, Refusing))
         await trainer.manager.start()
         await trainer.begin(ResumePoint(lineage, 0, parent=lineage - 1 if lineage else None))
         for step in range(6):
@@ -256,7 +256,7 @@ def test_when_every_prompt_is_refused_the_run_ends_with_a_sentence(tmp_path: Pat
     async def body() -> None:
         config = config_of("copris", count=1, trainer={"wait_for_batch_seconds": 20.0})
         model = SimulatedEngineModel(mean_length=30, step_seconds=0.002)
-        trainer = trainer_of(tmp_path, config, Engines(model, RefusingAll))
+        trainer = trainer_of(tmp_path, config, ModelEngines(model, RefusingAll))
         await trainer.manager.start()
         await trainer.begin(ResumePoint(0))
         with pytest.raises(ComponentFailure, match="64 prompts in a row were refused and none"):
@@ -287,7 +287,7 @@ def test_prompts_that_are_too_long_never_reach_an_engine(tmp_path: Path) -> None
     async def body() -> None:
         config = config_of("copris", count=1, sampling={"max_new_tokens": 32})
         model = SimulatedEngineModel(mean_length=8, step_seconds=0.002, longest_tokens=34)
-        trainer = trainer_of(tmp_path, config, Engines(model, Strict), Long())
+        trainer = trainer_of(tmp_path, config, ModelEngines(model, Strict), Long())
         await trainer.manager.start()
         await trainer.begin(ResumePoint(0))
         for step in range(4):
@@ -392,7 +392,7 @@ def test_an_update_that_waits_for_a_long_response(tmp_path: Path) -> None:
             experiment={"forced_lengths": [4, 4, 100, 100]},
             schedule={"overlap": True, "refill": "continuous", "max_async_level": 4},
         )
-        trainer = trainer_of(tmp_path, config, Engines(model))
+        trainer = trainer_of(tmp_path, config, ModelEngines(model))
         await trainer.manager.start()
         await trainer.begin(ResumePoint(0))
         await trainer.batch()
@@ -419,7 +419,7 @@ def test_a_broken_stream_of_an_engine_that_answers_costs_one_request(tmp_path: P
 
     async def body() -> None:
         model = SimulatedEngineModel(mean_length=30, step_seconds=0.002, stream_interval=4)
-        trainer = trainer_of(tmp_path, config_of("async", count=1), Engines(model, Dropping))
+        trainer = trainer_of(tmp_path, config_of("async", count=1), ModelEngines(model, Dropping))
         await trainer.manager.start()
         await trainer.begin(ResumePoint(0))
         for step in range(8):

@@ -20,7 +20,7 @@ from megatron_async.rollout.manager import ResumePoint
 from megatron_async.store.reader import StoreReader
 from megatron_async.trajectory.types import Trajectory, TrajectoryState
 from tests.rollout.stand_ins import run
-from tests.rollout.test_healthy_engines import Engines, config_of, trainer_of
+from tests.rollout.test_healthy_engines import ModelEngines, config_of, trainer_of
 from tests.rollout.test_manager import Trainer
 
 STOP = 2
@@ -69,7 +69,7 @@ def test_engines_that_are_given_up_and_live(tmp_path: Path, seed: int, slow_disk
     )
 
     async def body() -> None:
-        trainer = trainer_of(tmp_path, config, Engines(model))
+        trainer = trainer_of(tmp_path, config, ModelEngines(model))
         await trainer.manager.start()
         await trainer.begin(ResumePoint(0))
         store = trainer.manager._attached.store
@@ -100,7 +100,7 @@ def test_a_stream_that_nobody_stopped_is_refused_by_the_store(tmp_path: Path) ->
     )
 
     async def body() -> None:
-        trainer = trainer_of(tmp_path, config_of("pipeline"), Engines(model))
+        trainer = trainer_of(tmp_path, config_of("pipeline"), ModelEngines(model))
         await trainer.manager.start()
         await trainer.begin(ResumePoint(0))
         driver = trainer.manager._driver

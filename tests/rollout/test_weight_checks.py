@@ -30,15 +30,16 @@ class WrongEngine(SimulatedEngine):
         super().__init__(engine_id, MODEL)
         self._lie = lie
         self._times = times
+        self.first_wrong = 0
         self.lied: list[TokenChunk] = []
 
     def _lies(self, about: str) -> bool:
         return about == self._lie and self._times > 0
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
-        """Wrong weights show in all that it generates, until it is sent the weights again."""
+        """Wrong weights show in all that it generates with them, until it is sent them again."""
         async for chunk in super().generate(request):
-            if self._lies("probe"):
+            if self._lies("probe") and chunk.version.number >= self.first_wrong:
                 chunk = replace(chunk, logprobs=chunk.logprobs + np.float32(1))
                 self.lied.append(chunk)
             if self._lies("label") and request.request_id.startswith("t"):
@@ -244,7 +245,14 @@ def test_no_token_of_an_engine_that_fails_its_check_reaches_the_store(
     """In the middle of a run: the version before was right, and what it made is kept."""
 
     async def body() -> None:
-        config = settings(preset).model_copy(update={"engines": restarting(1).engines})
+        config = settings(preset)
+        never_idle = {"ring_batches": 100, "max_async_level": None}
+        config = config.model_copy(
+            update={
+                "engines": restarting(1).engines,
+                "schedule": config.schedule.model_copy(update=never_idle),
+            }
+        )
         it = Run(tmp_path, config, WrongEngines("probe", [0]))
         await it.manager.start()
         await it.manager.attach(ResumePoint(0))
@@ -252,7 +260,7 @@ def test_no_token_of_an_engine_that_fails_its_check_reaches_the_store(
         assert await it.manager.next_batch(0) is not None
         engine = it.engines.now[0]
         assert isinstance(engine, WrongEngine)
-        engine._times = 2
+        engine._times, engine.first_wrong = 2, 1
         for _ in range(2):  # wrong, sent again and wrong again, replaced
             samples = await it.send(1)
             assert samples is not None
