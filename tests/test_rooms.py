@@ -6,6 +6,7 @@ Read from the source, so that an import inside a function counts too.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,6 +39,11 @@ ROOMS = (
     "commands",
     "cli",
     "testing",
+)
+KERNELS = PACKAGE.parent / "kernels" / "megatron_async_kernels"
+FOLDERS = sorted(
+    {file.parent for root in (PACKAGE, KERNELS) for file in root.rglob("__init__.py")}
+    - {PACKAGE, PACKAGE / "models" / "families"}  # a family is found by being there
 )
 MODULES = {
     ".".join(("megatron_async", *file.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(
@@ -91,3 +97,16 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
     for module in MODULES:
         visit(module, ())
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_a_room_names_each_of_its_files(folder: Path) -> None:
+    """Its `__init__.py` says what each is for: a reader finds a place in one hop."""
+    described = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    inside = [
+        path.stem
+        for path in folder.iterdir()
+        if (path.suffix == ".py" or (path / "__init__.py").exists()) and path.stem != "__init__"
+    ]
+    missing = [name for name in inside if not re.search(rf"\b{name}\b", described)]
+    assert not missing, f"name {missing} in the docstring of {folder.name}/__init__.py"

@@ -1,4 +1,16 @@
-"""Advantages, rollout correction, losses and off-policy metrics: pure functions of tensors."""
+"""Advantages, rollout correction, metrics and the registry of losses: pure functions of tensors.
+
+- algorithm: the seam with the trainer. A batch is never modified; each step returns a new one.
+- advantages: from rewards to advantages, with shaping and filtering before them.
+- correction: importance weights and rejection masks. Weights carry no gradient.
+- correction_metrics: metrics of the correction, all under `rollout_corr/`.
+- loss_settings: from a run's settings to the thresholds of a loss.
+- own_loss: a user's loss by import path (`algorithm.loss`, examples/own_loss), tried before a run.
+- metrics: from additive sums to what a run reports; a mean over nothing is left out.
+- reduce: sum, mean, extremes and deviation of a tensor, defined for no element at all.
+
+The losses themselves, and the clipped ratio, are in `megatron_async_kernels`.
+"""
 
 from megatron_async_kernels.loss_torch import policy_loss
 from megatron_async_kernels.loss_types import (

@@ -1,1 +1,15 @@
-"""A run from the outside: its directory, its processes, the trainer's loop, the closing report."""
+"""Commands of `megatron-async`, one file each; `cli.py` reads their options.
+
+- train: check the settings, make or find the run, run it to its end; `--resume`.
+- rollback: back to an older checkpoint (`--from-step`). Nothing is deleted; newer ones are set
+  aside.
+- launch: a run directory and what starts it on several nodes.
+- sft: supervised fine-tuning with the same trainer.
+- evaluation: `eval`: accuracy of checkpoints on held-out problems.
+- quickstart: build a small model, fine-tune it, train it by RL.
+- report: the totals of a run, from its metrics file and nothing else.
+- trajectories: list the trajectories of a run, print one, drop a group.
+- replay: recorded scheduler events, fed to today's scheduler; the first different action fails it.
+- simulate: output of `simulate`, `fit-lengths` and `plan`.
+- doctor: what is installed and what will be used.
+"""

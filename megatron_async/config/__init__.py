@@ -1,4 +1,18 @@
-"""Typed settings of a run, their defaults by recipe and preset, and how they are loaded."""
+"""Typed settings of a run. Unknown keys are refused; every setting has a description.
+
+- run: `RunConfig`, all sections together, and checks across them; evaluation, checkpoints.
+- algorithm: advantages, correction, losses.
+- schedule: the policy space of the scheduler; presets: the five schedules as points in it.
+- recipes: named recipes of published methods. recipe < preset < YAML < command line.
+- model: the model, its parallel layout, the optimizer (learning rate), the trainer.
+- rollout: tasks, sampling, engines (GPUs, placement), weight exchange, the store.
+- data, evaluation, reward: prompts and their tokens; sets to evaluate on; what scores a response.
+- simulate: the simulator and the planner.
+- sampling_contract: when an engine's log-probs describe what it samples from.
+- thresholds: the threshold notations of the correction, parsed once.
+- base, files, load: the settings' base; files read with refusals of one sentence; YAML and
+  overrides.
+"""
 
 from megatron_async.config.load import build_config, dump, load_config
 from megatron_async.config.run import RunConfig

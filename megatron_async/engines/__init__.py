@@ -1,1 +1,9 @@
-"""Inference engines: the client protocol and the servers behind it."""
+"""Inference engines: the client protocol, and the actor that owns a server process.
+
+- interface: the protocol `EngineClient` and its messages; errors name the engine.
+- actor: one Ray actor for each engine, and the launcher through which the fleet uses them.
+- relay, token_report: streams read where the server is, handed on in few messages.
+- forwarding: a client that hands every call on; the base of those that add something.
+- nodes: Ray nodes that the rollout side may use, and their addresses.
+- sglang, simulated: the two kinds of engine.
+"""

@@ -1,1 +1,13 @@
-"""Starts, watches and ends the processes of a run."""
+"""Starts, watches and ends the processes of a run.
+
+- supervisor: a whole run on this machine: notices a process that ends, and cleans up.
+- node: one node of a launch over several. session: that launch's roles, by files in the run
+  directory.
+- rendezvous: where the torchrun agents of several nodes meet, at a port that node 0 chooses.
+- rollout_side: the rollout manager from outside: create, look after, end.
+- processes: child processes: ended within a limit, no leftovers.
+- devices: split of a machine's GPUs into those that train and those that generate.
+- environment: variables of every role, the GPU settings among them, for every way of starting.
+- preflight: what is refused before any process starts.
+- claim: a run belongs to one launch at a time (`run.lock`).
+"""

@@ -1,1 +1,15 @@
-"""Runs the scheduler against engines, verifiers and the store."""
+"""Runs the scheduler against engines, scorers, prompts and the store.
+
+- driver: the asyncio driver. Every event reaches the scheduler here, one at a time.
+- generation: running requests; a partial trajectory is resumed here. One writer a trajectory.
+- admission, prompt_lengths: prompts become groups; what no engine can take is dropped, and counted.
+- scoring: from a finished response to its reward in the store.
+- fleet: starts engines, notices the dead, restarts them, gives up with one sentence.
+- monitor, silence: load reports and silence as evidence about an engine.
+- engine_slot, version_gate: an engine as the driver sees it, and which versions' tokens are taken.
+- weight_checks, probe: engines verified after an update, by the rules of `weight_sync.verify`.
+- shared_devices: turns on devices that engines share with the trainer.
+- manager: the whole side behind a handful of calls. actors: the same as Ray actors.
+- evaluate: accuracy on held-out problems.
+- statistics: counts of the rollout side, and the metrics of each batch.
+"""

@@ -1,1 +1,14 @@
-"""The Megatron-core trainer."""
+"""The Megatron-core trainer; one code path on CPU and GPU.
+
+- step: `PolicyTrainer`: what one batch does to policy and optimizer. report: what it did.
+- optimizer: Adam, the learning rate, clipping; an update that is not finite is skipped on every
+  rank.
+- rl, sft: the losses of a batch. microbatch: sequences to microbatches, balanced by cost; pure.
+- forward, packed: microbatches through Megatron's schedule, as packed token streams.
+- policy_model: GPTModel that ends in token log-probs, not logits.
+- layer_spec, hf_config: Megatron modules and configuration of an architecture.
+- attention, rope, norm, router, gemma_layers: modules that Megatron lacks or has for GPUs alone.
+- parallel: torch.distributed and Megatron's parallel state. replicas: copies that must be equal.
+- device: the device adapter, all that running on a CPU means. capabilities: TE, Apex, NCCL or not.
+- offload: device memory given away while engines generate, and taken back.
+"""

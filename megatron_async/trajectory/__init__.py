@@ -1,1 +1,7 @@
-"""Trajectories, packed batches and the durable store."""
+"""Trajectories and packed batches.
+
+- types: policy versions, segments, trajectories, groups and their states.
+- batch: `TokenBatch`, one optimizer batch as packed streams without padding.
+- packing: complete groups to one batch; every token has its version, lag and mask.
+- sample_lag: lag in samples.
+"""

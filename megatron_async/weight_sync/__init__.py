@@ -1,1 +1,12 @@
-"""Parameter names and shards, Megatron to Hugging Face and back, and weight exchange."""
+"""Weight exchange: a policy version from the trainer to the engines.
+
+- publisher: the collective export and the senders, as one call on every rank.
+- transports: the ways to the engines: distributed, tensor, disk, delta.
+- verify: do engines hold what was sent? Names, checksums and log-prob ratios, the only such rules.
+- turns, stages: senders of several pipeline stages, one after the other in one order.
+- version_directory: a version as a directory, there whole or not at all.
+- blocks, receiver: differences between versions; the engine's end of `delta`, which checks digests.
+- receive_ahead, double_buffer: one bucket travels while another is loaded.
+- quantise: fp8 weights for engines that hold them so.
+- http: calls to engines, every one with a limit; failures name the engine.
+"""

@@ -1,1 +1,10 @@
-"""SGLang servers, on GPU and CPU."""
+"""SGLang servers, on GPU and CPU, over SGLang's own HTTP API.
+
+- client: a server as an `EngineClient`. stream: its reports as token chunks; pure.
+- process: starts, watches and ends one server process; the server's command line.
+- server: SGLang's server with the hooks below, each through SGLang's registry.
+- start: starts sooner. abort: aborts that can be repeated. queue: urgent requests first.
+- prefix: keeps prompt prefixes of one policy version from requests of another.
+- weight_updater: receives one bucket ahead. receiver: makes published weights whole here.
+- cpu, attention: what SGLang needs on a CPU without `sgl-kernel`.
+"""

@@ -1,1 +1,6 @@
-"""The ways in which a policy version reaches the engines."""
+"""Transports of a policy version to the engines (`weights.transport`).
+
+- base: the interface, sessions and time limits that all share. factory: the choice.
+- distributed: collective broadcast. tensor: by value or CUDA IPC handle on one host.
+- disk: a shared directory. delta: differences from the version before, for slow links.
+"""
