@@ -29,7 +29,7 @@ from typing import Any, cast
 from megatron_async.engines.forwarding import ForwardingClient
 from megatron_async.engines.interface import EngineClient, GenerationRequest, TokenChunk
 from megatron_async.rollout.fleet import EngineLauncher
-from megatron_async.rollout.manager import ResumePoint
+from megatron_async.rollout.messages import ResumePoint
 from megatron_async.train_loop.manager_client import RolloutLink
 from megatron_async.trajectory.batch import TokenBatch
 

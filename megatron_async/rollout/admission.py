@@ -10,7 +10,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from megatron_async.config import RunConfig
 from megatron_async.engines.interface import PromptSource
@@ -19,7 +19,7 @@ from megatron_async.rollout.statistics import RolloutStatistics
 from megatron_async.scheduler import events as ev
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.telemetry.learning import FilteredRounds
-from megatron_async.trajectory.types import DropReason, Group
+from megatron_async.trajectory.types import DropReason, Group, PolicyVersion, Trajectory
 
 _REFUSED_IN_ROW = 64
 
@@ -112,3 +112,34 @@ class Admission:
     def accepted(self) -> None:
         """An engine has made tokens for a request."""
         self._refused.clear()
+
+
+def recovered_group(
+    trajectories: Sequence[Trajectory], lag_number: Callable[[PolicyVersion], int]
+) -> ev.RecoveredGroup:
+    """Return what the scheduler must know of a group that the store still holds."""
+    first = trajectories[0]
+
+    def numbers(trajectory: Trajectory) -> list[int]:
+        return [lag_number(s.version) for s in trajectory.segments if not s.from_environment]
+
+    return ev.RecoveredGroup(
+        ev.GroupSpec(
+            first.group_id,
+            tuple(t.trajectory_id for t in trajectories),
+            len(first.prompt.token_ids),
+            first.prompt.priority,
+        ),
+        tuple(
+            ev.RecoveredTrajectory(
+                t.trajectory_id,
+                t.state,
+                t.response_length,
+                min(numbers(t), default=None),
+                t.reward,
+                newest_version=max(numbers(t), default=None),
+                drop_reason=t.drop_reason,
+            )
+            for t in trajectories
+        ),
+    )

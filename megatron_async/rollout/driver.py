@@ -14,14 +14,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
 from megatron_async.config import RunConfig
 from megatron_async.engines.interface import EngineClient, EngineError, PromptSource, Verifier
 from megatron_async.errors import ComponentFailure
-from megatron_async.rollout.admission import Admission
+from megatron_async.rollout.admission import Admission, recovered_group
 from megatron_async.rollout.engine_slot import EngineSlot
 from megatron_async.rollout.generation import Generation, Reports
 from megatron_async.rollout.monitor import EngineMonitor
@@ -37,7 +37,6 @@ from megatron_async.trajectory.sample_lag import SamplesTrained
 from megatron_async.trajectory.types import (
     DropReason,
     PolicyVersion,
-    Trajectory,
     TrajectoryState,
 )
 
@@ -124,7 +123,7 @@ class RolloutDriver:
             partial = [t for t in found.trajectories if t.state is TrajectoryState.PARTIAL]
             ended = [self._generation.end_if_complete(t.trajectory_id) for t in partial]
             group = self._store.load_group(found.group_id) if any(ended) else found
-            recovered.append(_recovered(group.trajectories, self._store.lag_number))
+            recovered.append(recovered_group(group.trajectories, self._store.lag_number))
         if recovered:
             self._feed(ev.Recovered(tuple(recovered)))
 
@@ -458,34 +457,3 @@ class RolloutDriver:
             f"{up} of {len(self._slots)} engines serve, {len(self._generation)} requests run, "
             f"current version {self._version}"
         )
-
-
-def _recovered(
-    trajectories: Sequence[Trajectory], lag_number: Callable[[PolicyVersion], int]
-) -> ev.RecoveredGroup:
-    """What the scheduler must know of a group that the store still holds."""
-    first = trajectories[0]
-
-    def numbers(trajectory: Trajectory) -> list[int]:
-        return [lag_number(s.version) for s in trajectory.segments if not s.from_environment]
-
-    return ev.RecoveredGroup(
-        ev.GroupSpec(
-            first.group_id,
-            tuple(t.trajectory_id for t in trajectories),
-            len(first.prompt.token_ids),
-            first.prompt.priority,
-        ),
-        tuple(
-            ev.RecoveredTrajectory(
-                t.trajectory_id,
-                t.state,
-                t.response_length,
-                min(numbers(t), default=None),
-                t.reward,
-                newest_version=max(numbers(t), default=None),
-                drop_reason=t.drop_reason,
-            )
-            for t in trajectories
-        ),
-    )

@@ -31,6 +31,7 @@ from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.driver import RolloutDriver
 from megatron_async.rollout.evaluate import Evaluation, Evaluator
 from megatron_async.rollout.fleet import EngineLauncher, Fleet
+from megatron_async.rollout.messages import NotAttached, ResumePoint, UpdateReport
 from megatron_async.rollout.probe import PROMPTS, Sample, packed
 from megatron_async.rollout.shared_devices import SharedDevices
 from megatron_async.rollout.weight_checks import CheckedEngines, WeightChecks
@@ -41,40 +42,6 @@ from megatron_async.tasks.base import Task
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import DropReason, FloatArray, IntArray, PolicyVersion, Prompt
 from megatron_async.weight_sync.http import EngineAddress
-
-
-class NotAttached(ComponentFailure):
-    """This trainer must attach: a manager that was started again has forgotten the one it had."""
-
-
-@dataclass(frozen=True, eq=False)
-class UpdateReport:
-    """A verified update: how far log-probs were from the trainer's, and whether to evaluate it.
-
-    `probe_drift`: the mean error over the usual one, in half precision once that is learned.
-    `passed`: every engine that was sent the weights, none was left out or is sent them again.
-    `warnings`: (name, message) of what the rollout side has reported since the update before.
-    """
-
-    probe_mean_error: float | None
-    probe_max_error: float | None
-    probe_drift: float | None
-    passed: bool
-    evaluation_due: bool
-    warnings: tuple[tuple[str, str], ...] = ()
-
-
-@dataclass(frozen=True)
-class ResumePoint:
-    """From where a run goes on, on a line of its own: the restored checkpoint, if there is one.
-
-    `parent` is the line that wrote the checkpoint, `store_position` where the store stood then.
-    """
-
-    lineage: int = 0
-    step: int = 0
-    parent: int | None = None
-    store_position: int | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,7 +24,8 @@ from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.driver import Verifier
 from megatron_async.rollout.evaluate import Evaluation
-from megatron_async.rollout.manager import ResumePoint, RolloutManager, UpdateReport
+from megatron_async.rollout.manager import RolloutManager
+from megatron_async.rollout.messages import ResumePoint, UpdateReport
 from megatron_async.run_directory import RunDirectory
 from megatron_async.tasks import build_task
 from megatron_async.telemetry.metrics import MetricsWriter

@@ -24,7 +24,7 @@ from typing import TypeVar
 
 from megatron_async.checkpoint.manager import CheckpointManager, Finalised
 from megatron_async.config import RunConfig
-from megatron_async.rollout.manager import ResumePoint, UpdateReport
+from megatron_async.rollout.messages import ResumePoint, UpdateReport
 from megatron_async.telemetry.health import HealthWatch
 from megatron_async.telemetry.metrics import MetricsWriter
 from megatron_async.train_loop.manager_client import ManagerLost, RolloutLink

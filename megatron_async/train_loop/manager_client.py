@@ -20,7 +20,7 @@ from megatron_async.engines.interface import EngineError
 from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.actors import MANAGER_NAME, NAMESPACE
 from megatron_async.rollout.evaluate import Evaluation
-from megatron_async.rollout.manager import NotAttached, ResumePoint, UpdateReport
+from megatron_async.rollout.messages import NotAttached, ResumePoint, UpdateReport
 from megatron_async.train_loop.stop import StopAsked
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import FloatArray

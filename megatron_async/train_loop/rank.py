@@ -27,7 +27,7 @@ def train(directory: RunDirectory, config: RunConfig, ray_address: str, stop: St
     """Build this rank's trainer, restore the newest checkpoint, run the loop, export."""
     from megatron_async.checkpoint.manager import CheckpointManager
     from megatron_async.models.save import save_hf
-    from megatron_async.rollout.manager import ResumePoint
+    from megatron_async.rollout.messages import ResumePoint
     from megatron_async.telemetry.metrics import MetricsWriter, read_metrics
     from megatron_async.train_loop.loop import LoopParts, TrainLoop
     from megatron_async.train_loop.manager_client import RayLink, RolloutLink

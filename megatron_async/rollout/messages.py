@@ -1,0 +1,44 @@
+"""Messages between a trainer and the rollout manager: where a run resumes, what an update brought.
+
+Plain values: a trainer rank reads them without the rollout side's packages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_async.errors import ComponentFailure
+
+
+class NotAttached(ComponentFailure):
+    """This trainer must attach: a manager that was started again has forgotten the one it had."""
+
+
+@dataclass(frozen=True, eq=False)
+class UpdateReport:
+    """A verified update: how far log-probs were from the trainer's, and whether to evaluate it.
+
+    `probe_drift`: the mean error over the usual one, in half precision once that is learned.
+    `passed`: every engine that was sent the weights, none was left out or is sent them again.
+    `warnings`: (name, message) of what the rollout side has reported since the update before.
+    """
+
+    probe_mean_error: float | None
+    probe_max_error: float | None
+    probe_drift: float | None
+    passed: bool
+    evaluation_due: bool
+    warnings: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """From where a run goes on, on a line of its own: the restored checkpoint, if there is one.
+
+    `parent` is the line that wrote the checkpoint, `store_position` where the store stood then.
+    """
+
+    lineage: int = 0
+    step: int = 0
+    parent: int | None = None
+    store_position: int | None = None
