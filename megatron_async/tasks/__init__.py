@@ -7,7 +7,7 @@
   starts.
 - reasoning_gym: procedural problems with their verifiers.
 - answers: the final answer in a response. worked_answers: supervised examples of a task.
-- rewards: the user's own rewards and the built-in ones.
+- rewards: the user's own rewards and the built-in ones. sandbox: where programs of responses run.
 - verifier, verifier_process: scorers in processes, with a hard limit on every score.
 - scorer_pool, scorer_count, scorer_work: how many scorers, and the work of each.
 - scorer_process, scorer_frames, waiting_scorer: a scorer's process, its frames, scores that wait.
