@@ -113,11 +113,15 @@ def sft(
         typer.Option(help="On several nodes: a new name, alike on all of them (launch/slurm)."),
     ] = None,
     index: Annotated[int, typer.Option(help="This node's number from 0, with --session.")] = 0,
+    from_teacher: Annotated[
+        str | None,
+        typer.Option(help="Learn what the reward accepts of this model's answers: URL or folder."),
+    ] = None,
 ) -> None:
     """Fine-tune on worked answers with the same Megatron trainer; leaves a HF checkpoint."""
     from megatron_async.commands.sft import sft_command
 
-    sft_command(_need(config, "sft"), overrides or [], out, session, index)
+    sft_command(_need(config, "sft"), overrides or [], out, session, index, from_teacher)
 
 
 @app.command("eval")

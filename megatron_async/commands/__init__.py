@@ -5,6 +5,7 @@
   aside.
 - launch: a run directory and what starts it on several nodes.
 - sft: supervised fine-tuning with the same trainer.
+- teacher: `sft --from-teacher`: what the reward accepts of a teacher's answers.
 - evaluation: `eval`: accuracy of checkpoints on held-out problems.
 - quickstart: build a small model, fine-tune it, train it by RL.
 - report: the totals of a run, from its metrics file and nothing else.

@@ -39,15 +39,29 @@ _POLL_SECONDS = 0.5
 
 
 def sft_command(
-    config_file: Path, overrides: Sequence[str], out: Path, session: str | None, index: int
+    config_file: Path,
+    overrides: Sequence[str],
+    out: Path,
+    session: str | None,
+    index: int,
+    teacher: str | None = None,
 ) -> None:
     """On this machine, or as node `index` of `session`. Raises UserError or ComponentFailure."""
+    from megatron_async.commands.teacher import check_teacher, taught  # not for every rank
+
     config = load_config(config_file, overrides)
     if session is None:
         if index:
             raise UserError(f"--index is {index}, and there is no --session for it to be part of")
         check_one_machine(config)
-    checked = check_run(config, generates=False)
+    elif teacher is not None:
+        raise UserError(
+            f"--from-teacher {teacher} cannot be combined with --session: sample on one machine, "
+            "then set sft.data to the teacher.jsonl of its run directory"
+        )
+    if teacher is not None:
+        check_teacher(config, teacher)
+    checked = check_run(config, generates=teacher is not None)
     typer.echo(checked.summary)
     config = own_name(checked.config)
     check_trainer_here(config)
@@ -55,6 +69,10 @@ def sft_command(
         raise UserError(f"--out {out} exists and is not empty")
     if session is None:
         with new_run(config, SFT, resumable=False) as directory:
+            if teacher is not None:
+                config = taught(config, directory, teacher)
+                typer.echo(check_run(config, generates=False).summary)
+                directory.save_config(config)
             run_sft(config, directory, out)
     else:
         run_sft_on_nodes(config, out, session, index)

@@ -44,6 +44,21 @@ class CheckpointConfig(Settings):
     export_hf: bool = Field(True, description="Export a Hugging Face checkpoint at the end.")
 
 
+class TeacherConfig(Settings):
+    """Sampling of worked answers from a teacher (`sft --from-teacher`)."""
+
+    samples: int = Field(5, ge=1, description="Answers per prompt.")
+    temperature: float = Field(0.7, gt=0, description="Sampling temperature.")
+    top_p: float = Field(0.95, gt=0, le=1, description="Nucleus.")
+    prompts: int = Field(0, ge=0, description="Training prompts to ask; 0 = all of the files.")
+    least_reward: float = Field(1.0, description="Answers with this reward or more are kept.")
+    epochs: int = Field(3, ge=1, description="Times that each kept answer is learned, about.")
+    model: str = Field("", description="Name of the model at an address.")
+    api_key_env: str = Field("", description="Environment variable with a key for the address.")
+    concurrency: int = Field(64, ge=1, description="Answers under way at once.")
+    retries: int = Field(3, ge=0, description="More tries where the address is busy.")
+
+
 class SFTConfig(Settings):
     """Supervised fine-tuning on worked answers of the task."""
 
@@ -62,6 +77,9 @@ class SFTConfig(Settings):
     )
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="Its own Adam.")
     log_every: int = Field(10, ge=1, description="Steps between two progress lines.")
+    teacher: TeacherConfig = Field(
+        default_factory=TeacherConfig, description="`--from-teacher` only."
+    )
 
     def file(self) -> FileConfig | None:
         """The file of `data`; None: the task's own answers."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from megatron_async.config.reward import ASYNCHRONOUS, ScorerSettings
@@ -90,7 +90,13 @@ class ScorerPool(Generic[W]):
     ) -> list[tuple[float | None, dict[str, float]]]:
         """The same for several responses to one prompt, as rewards with `group: true` need it."""
         texts = [self._decoder.text(ids) for ids in responses]
-        work = split(self._settings, prompt.payload, texts)
+        return await self.score_texts(prompt.payload, texts)
+
+    async def score_texts(
+        self, payload: Mapping[str, Any], texts: Sequence[str]
+    ) -> list[tuple[float | None, dict[str, float]]]:
+        """The same for responses that are text already; `payload` is the prompt's."""
+        work = split(self._settings, payload, texts)
         waits = await self._asynchronous()
         found = await asyncio.gather(
             *(

@@ -159,11 +159,13 @@ class TextTask:
         """The prompt's tokens: template, then the chat template when there is one."""
         return self._encode(self._text(problem), add_special_tokens=self._chat is None)
 
+    def messages(self, problem: Problem) -> Sequence[Message]:
+        """The prompt as a conversation, without the chat template."""
+        return problem.messages or [{"role": "user", "content": self._question(problem)}]
+
     def _text(self, problem: Problem) -> str:
-        messages: Sequence[Message] = problem.messages
-        if not messages:
-            messages = [{"role": "user", "content": self._question(problem)}]
-        elif self._chat is None:
+        messages = self.messages(problem)
+        if problem.messages and self._chat is None:
             raise UserError(
                 "model.path has no chat template (or task.chat_template is never), and the "
                 "prompts are chat messages: use a model with one, or prompts of text"

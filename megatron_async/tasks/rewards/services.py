@@ -16,6 +16,7 @@ import re
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, Literal
 
+import aiohttp
 from pydantic import Field, field_validator
 
 from megatron_async.config.base import Settings
@@ -28,6 +29,55 @@ _LONGEST_PAUSE_SECONDS: Final = 30.0
 _SCORE = re.compile(r"score\W{0,8}(-?\d+(?:\.\d+)?)", re.IGNORECASE)
 _MILLION: Final = 1e6
 Asynchronous = Callable[[Sample], Awaitable[Returned]]
+
+
+class JsonPoster:
+    """Posts JSON and reads JSON, again where a service is busy. For one event loop.
+
+    Raises UserError when the key is not in the environment.
+    """
+
+    def __init__(self, api_key_env: str, retries: int) -> None:
+        self._headers = {}
+        self._retries = retries
+        self._session: aiohttp.ClientSession | None = None
+        if api_key_env:
+            if api_key_env not in os.environ:
+                raise UserError(
+                    f"api_key_env is {api_key_env!r}, and there is no such environment variable"
+                )
+            self._headers["Authorization"] = f"Bearer {os.environ[api_key_env]}"
+
+    async def post(self, url: str, body: dict[str, Any]) -> Any:
+        """Return the reply's JSON. Raises Unavailable after the last try."""
+        if self._session is None:  # it needs a running loop
+            connector = aiohttp.TCPConnector(limit=0)
+            self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
+        problem = ""
+        for number in range(self._retries + 1):
+            pause = min(_FIRST_PAUSE_SECONDS * 2**number, _LONGEST_PAUSE_SECONDS)
+            try:
+                async with self._session.post(url, json=body) as reply:
+                    if reply.status < 400:
+                        return await reply.json(content_type=None)
+                    problem = f"status {reply.status}: {(await reply.text())[:200]}"
+                    if reply.status != 429 and reply.status < 500:
+                        break
+                    after = reply.headers.get("Retry-After", "")
+                    pause = float(after) if after.isdigit() else pause
+            except (aiohttp.ClientError, OSError) as error:
+                problem = f"{type(error).__name__}: {error}"
+            except json.JSONDecodeError as error:
+                problem = f"its reply is not JSON: {error}"
+                break
+            if number < self._retries:
+                await asyncio.sleep(pause)
+        raise Unavailable(f"{url}: {problem}")
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._session is not None:
+            await self._session.close()
 
 
 class _Service(Settings):
@@ -44,46 +94,8 @@ class _Service(Settings):
             raise ValueError(f"url is {value!r}; it must begin with http:// or https://")
         return value.rstrip("/")
 
-    def _poster(self) -> Callable[[str, dict[str, Any]], Awaitable[Any]]:
-        """Posts JSON, gives JSON. Raises UserError when the key is not in the environment."""
-        if self.api_key_env and self.api_key_env not in os.environ:
-            raise UserError(
-                f"reward: arguments.api_key_env is {self.api_key_env!r}, and there is no such "
-                "environment variable"
-            )
-        headers = {}
-        if self.api_key_env:
-            headers["Authorization"] = f"Bearer {os.environ[self.api_key_env]}"
-        sessions: list[Any] = []
-
-        async def post(url: str, body: dict[str, Any]) -> Any:
-            import aiohttp
-
-            if not sessions:  # one needs a running loop
-                connector = aiohttp.TCPConnector(limit=0)
-                sessions.append(aiohttp.ClientSession(connector=connector, headers=headers))
-            problem = ""
-            for number in range(self.retries + 1):
-                pause = min(_FIRST_PAUSE_SECONDS * 2**number, _LONGEST_PAUSE_SECONDS)
-                try:
-                    async with sessions[0].post(url, json=body) as reply:
-                        if reply.status < 400:
-                            return await reply.json(content_type=None)
-                        problem = f"status {reply.status}: {(await reply.text())[:200]}"
-                        if reply.status != 429 and reply.status < 500:
-                            break
-                        after = reply.headers.get("Retry-After", "")
-                        pause = float(after) if after.isdigit() else pause
-                except (aiohttp.ClientError, OSError) as error:
-                    problem = f"{type(error).__name__}: {error}"
-                except json.JSONDecodeError as error:
-                    problem = f"its reply is not JSON: {error}"
-                    break
-                if number < self.retries:
-                    await asyncio.sleep(pause)
-            raise Unavailable(f"{url}: {problem}")
-
-        return post
+    def _poster(self) -> JsonPoster:
+        return JsonPoster(self.api_key_env, self.retries)
 
 
 class Http(_Service):
@@ -100,7 +112,7 @@ class Http(_Service):
 
     def bound(self, settings: ScorerSettings, limit_seconds: float) -> Asynchronous:
         """The reward."""
-        post = self._poster()
+        post = self._poster().post
 
         async def plain(sample: Sample) -> Returned:
             row = {"prompt": sample.prompt, "response": sample.response, "answer": sample.answer}
@@ -146,7 +158,7 @@ class Judge(_Service):
 
     def bound(self, settings: ScorerSettings, limit_seconds: float) -> Asynchronous:
         """The reward."""
-        post = self._poster()
+        post = self._poster().post
 
         async def score(sample: Sample) -> Returned:
             spent = {"tokens_in": 0.0, "tokens_out": 0.0}

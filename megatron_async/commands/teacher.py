@@ -1,0 +1,231 @@
+"""Worked answers from a teacher: sampled for each training problem, scored, the right ones kept.
+
+`megatron-async sft --from-teacher URL|MODEL`. A URL is an OpenAI-compatible endpoint, a MODEL a
+Hugging Face directory that one of the run's engines serves meanwhile. What is kept stands in
+`teacher.jsonl` of the run directory, in the order of the problems.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import typer
+
+from megatron_async.config import RunConfig
+from megatron_async.config.rollout import SamplingConfig
+from megatron_async.disk import append_json_lines
+from megatron_async.engines.interface import EngineError, GenerationRequest
+from megatron_async.engines.sglang.client import SGLangClient
+from megatron_async.engines.sglang.process import SGLangProcess
+from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.run_directory import RunDirectory
+from megatron_async.tasks.base import Problem
+from megatron_async.tasks.build import build_source, build_task
+from megatron_async.tasks.rewards.sample import Unavailable
+from megatron_async.tasks.rewards.services import JsonPoster
+from megatron_async.tasks.text_task import TextTask
+from megatron_async.tasks.verifier import LocalVerifierPool
+
+_REPORTS = 10
+_LOOPBACK = "127.0.0.1"
+
+
+class Teacher(Protocol):
+    """Answers problems."""
+
+    async def answer(self, problem: Problem, number: int) -> str:
+        """Return a sample; `number` differs for each. Raises ComponentFailure."""
+        ...
+
+
+def check_teacher(config: RunConfig, teacher: str) -> None:
+    """Raises UserError for a teacher that cannot be asked, before anything starts."""
+    if _is_address(teacher):
+        if not config.sft.teacher.model:
+            raise UserError(
+                f"--from-teacher {teacher} is an address: sft.teacher.model must name the model "
+                "there"
+            )
+        JsonPoster(config.sft.teacher.api_key_env, 0)
+    elif not (Path(teacher) / "config.json").is_file():
+        raise UserError(
+            f"--from-teacher {teacher} is neither an address (http://...) nor a Hugging Face model"
+        )
+    if config.sft.data:
+        raise UserError(f"--from-teacher cannot be combined with sft.data {config.sft.data}")
+
+
+def _is_address(teacher: str) -> bool:
+    return teacher.startswith(("http://", "https://"))
+
+
+def taught(config: RunConfig, directory: RunDirectory, teacher: str) -> RunConfig:
+    """Sample from `teacher`; the settings of a fine-tuning on what the reward accepts.
+
+    Raises UserError when it accepts nothing, ComponentFailure when the teacher fails.
+    """
+    kept = directory.path / "teacher.jsonl"
+    if _is_address(teacher):
+        start = _endpoint(config, teacher)
+    else:
+        start = _engine(config, Path(teacher), directory)
+    count, template = asyncio.run(_teach(config, start, kept))
+    if not count:
+        raise UserError(
+            f"--from-teacher {teacher}: the reward accepted none of its answers "
+            f"(sft.teacher.least_reward {config.sft.teacher.least_reward:g}); see {kept.parent}"
+        )
+    steps = math.ceil(config.sft.teacher.epochs * count / config.sft.batch_sequences)
+    sft = config.sft.model_copy(
+        update={"data": str(kept), "examples": count, "steps": steps, "layout": "rows"}
+    )
+    task = config.task.model_copy(update={"prompt_template": template})
+    return config.model_copy(update={"sft": sft, "task": task})
+
+
+async def _teach(config: RunConfig, start: Any, kept: Path) -> tuple[int, str]:
+    """Write what the reward accepts; how many, and how their prompts are put."""
+    settings = config.sft.teacher
+    source = build_source(config.task)
+    known, _ = source.counts(0)
+    if known is None and not settings.prompts:
+        raise UserError(
+            "sft.teacher.prompts is 0, all there are, and the task has no end: set their number"
+        )
+    total = settings.prompts if known is None else min(known, settings.prompts or known)
+    pool = LocalVerifierPool(config.scorers, config.model.path)
+    gate = asyncio.Semaphore(settings.concurrency)
+    count, templates = 0, set()
+
+    async def rows(teacher: Teacher, place: int) -> tuple[Problem, list[dict[str, Any]]]:
+        problem = source.train(place)
+
+        async def sample(number: int) -> str:
+            async with gate:
+                return await teacher.answer(problem, place * settings.samples + number)
+
+        texts = await asyncio.gather(*(sample(number) for number in range(settings.samples)))
+        scores = await pool.score_texts(problem.payload, texts)
+        pairs = zip(texts, scores, strict=True)
+        right = [text for text, (reward, _) in pairs if (reward or 0.0) >= settings.least_reward]
+        return problem, [_row(problem, text) for text in dict.fromkeys(right)]
+
+    try:
+        async with start() as teacher:
+            work = [asyncio.create_task(rows(teacher, place)) for place in range(total)]
+            for place, task in enumerate(work, start=1):
+                problem, found = await task
+                append_json_lines(kept, found)
+                count += len(found)
+                templates.add(config.task.prompt_template or problem.template)
+                if place == total or place % max(1, total // _REPORTS) == 0:
+                    typer.echo(f"teacher: {place} of {total} prompts, {count} answers kept")
+    finally:
+        pool.close()
+    if len(templates) > 1:
+        raise UserError(
+            f"--from-teacher: the files of task.sources put their prompts in {len(templates)} "
+            "ways; set task.prompt_template for all of them"
+        )
+    return count, templates.pop()
+
+
+def _row(problem: Problem, response: str) -> dict[str, Any]:
+    """A line of an SFT file."""
+    if problem.messages:
+        return {"messages": [*problem.messages, {"role": "assistant", "content": response}]}
+    return {**problem.fields, "prompt": problem.question, "response": response}
+
+
+def _endpoint(config: RunConfig, url: str) -> Callable[[], Any]:
+    settings = config.sft.teacher
+
+    @asynccontextmanager
+    async def start() -> AsyncIterator[Teacher]:
+        task = build_task(config.task, config.model.path)
+        assert isinstance(task, TextTask)
+        poster = JsonPoster(settings.api_key_env, settings.retries)
+        try:
+            yield _Endpoint(config, url.rstrip("/"), task, poster)
+        finally:
+            await poster.close()
+
+    return start
+
+
+class _Endpoint:
+    def __init__(self, config: RunConfig, url: str, task: TextTask, poster: JsonPoster) -> None:
+        self._url = f"{url}/chat/completions"
+        self._task = task
+        self._poster = poster
+        settings = config.sft.teacher
+        self._body = {
+            "model": settings.model,
+            "temperature": settings.temperature,
+            "top_p": settings.top_p,
+            "max_tokens": config.sampling.max_new_tokens,
+        }
+
+    async def answer(self, problem: Problem, number: int) -> str:
+        messages = self._task.messages(problem)
+        try:
+            reply = await self._poster.post(self._url, {**self._body, "messages": messages})
+            return str(reply["choices"][0]["message"]["content"] or "")
+        except (Unavailable, LookupError, TypeError) as error:
+            raise ComponentFailure(f"the teacher at {self._url} failed: {error}") from error
+
+
+def _engine(config: RunConfig, path: Path, directory: RunDirectory) -> Callable[[], Any]:
+    settings = config.sft.teacher
+    engines = config.engines.model_copy(update={"host": _LOOPBACK})
+    sampling = SamplingConfig(
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        max_new_tokens=config.sampling.max_new_tokens,
+        allow_biased_behaviour=True,
+    )
+
+    @asynccontextmanager
+    async def start() -> AsyncIterator[Teacher]:
+        process = SGLangProcess(path, engines, directory.logs / "teacher_engine.log")
+        await asyncio.to_thread(process.start)
+        try:
+            client = await SGLangClient.connect("teacher", process.url, engines)
+            try:
+                task = build_task(config.task, str(path))
+                assert isinstance(task, TextTask)
+                yield _Engine(client, task, sampling)
+            finally:
+                await client.close()
+        finally:
+            await asyncio.to_thread(process.stop)
+
+    return start
+
+
+class _Engine:
+    def __init__(self, client: SGLangClient, task: TextTask, sampling: SamplingConfig) -> None:
+        self._client = client
+        self._task = task
+        self._sampling = sampling
+
+    async def answer(self, problem: Problem, number: int) -> str:
+        request = GenerationRequest(
+            f"teacher-{number};",
+            self._task.prompt_ids(problem),
+            self._sampling.max_new_tokens,
+            self._sampling,
+            self._task.stop_token_ids,
+        )
+        ids: list[int] = []
+        try:
+            async for chunk in self._client.generate(request):
+                ids += chunk.token_ids.tolist()
+        except EngineError as error:
+            raise ComponentFailure(f"the teacher's engine failed: {error}") from error
+        return self._task.text(ids)

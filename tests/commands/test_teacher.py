@@ -1,0 +1,133 @@
+"""`sft --from-teacher`: sampled as asked, scored by the run's reward, only what it accepts kept."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from megatron_async.commands.teacher import check_teacher, taught
+from megatron_async.config import RunConfig, build_config
+from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.run_directory import RunDirectory
+from megatron_async.tasks import build_task
+from megatron_async.tasks.tokenizer import write_character_tokenizer
+
+
+class Endpoint:
+    """Answers a sum right at every other request, and in a way of its own each time."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.status = 200
+        self.url = ""
+
+    async def answer(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.asked.append(body)
+        question = body["messages"][-1]["content"]
+        number = sum(question == other["messages"][-1]["content"] for other in self.asked)
+        value = sum(map(int, question.rstrip("=").split("+"))) + number % 2
+        text = f"{'.' * number}#{value}"
+        content = {"choices": [{"message": {"role": "assistant", "content": text}}]}
+        return web.json_response(content, status=self.status)
+
+
+@pytest.fixture
+def endpoint() -> Iterator[Endpoint]:
+    found, ready, loop = Endpoint(), threading.Event(), asyncio.new_event_loop()
+
+    async def start() -> web.AppRunner:
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", found.answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        found.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+        return runner
+
+    def serve() -> None:
+        runner = loop.run_until_complete(start())
+        ready.set()
+        loop.run_forever()
+        loop.run_until_complete(runner.cleanup())
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    assert ready.wait(30)
+    yield found
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(30)
+
+
+def settings(folder: Path, **teacher: Any) -> RunConfig:
+    rows = [{"prompt": f"{n}+2", "answer": str(n + 2)} for n in range(8)]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write_character_tokenizer(folder)
+    return build_config(
+        {
+            "root": str(folder),
+            "model": {"path": str(folder)},
+            "task": {
+                "path": str(folder / "rows.jsonl"),
+                "heldout_share": 0,
+                "prompt_template": "{question}=",
+            },
+            "reward": {"name": "exact", "arguments": {"answer_marker": "#"}},
+            "sampling": {"max_new_tokens": 32},
+            "sft": {"batch_sequences": 4, "teacher": {"model": "m", "retries": 0, **teacher}},
+        }
+    )
+
+
+def test_five_answers_a_prompt_are_asked_and_the_right_ones_kept(
+    tmp_path: Path, endpoint: Endpoint, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = settings(tmp_path)
+    directory = RunDirectory(tmp_path)
+    found = taught(config, directory, endpoint.url)
+    asked = Counter(body["messages"][-1]["content"] for body in endpoint.asked)
+    assert asked == {f"{n}+2=": 5 for n in range(8)}
+    body = endpoint.asked[0]
+    assert (body["model"], body["temperature"], body["top_p"]) == ("m", 0.7, 0.95)
+    assert body["max_tokens"] == 32
+    rows = [json.loads(line) for line in Path(found.sft.data).read_text().splitlines()]
+    assert len(rows) == 16 and all(
+        row["response"].endswith(f"#{int(row['prompt'][0]) + 2}") for row in rows
+    )
+    assert (found.sft.steps, found.sft.examples) == (12, 16)  # 3 epochs of 16, 4 a batch
+    task = build_task(found.task, str(tmp_path))
+    examples = task.worked_examples(found.sft.examples, found.sft.file())
+    assert len(examples) == 16
+    assert task.text(examples[0].prompt_ids.tolist()) == f"{rows[0]['prompt']}="
+    assert "teacher: 8 of 8 prompts, 16 answers kept" in capsys.readouterr().out
+
+
+def test_a_teacher_that_is_never_right_or_fails_ends_in_a_sentence(
+    tmp_path: Path, endpoint: Endpoint
+) -> None:
+    config = settings(tmp_path, least_reward=2.0, samples=1, prompts=2)
+    with pytest.raises(UserError, match="the reward accepted none of its answers"):
+        taught(config, RunDirectory(tmp_path), endpoint.url)
+    assert len(endpoint.asked) == 2
+    endpoint.status = 500
+    with pytest.raises(ComponentFailure, match=r"the teacher at http.* failed: .*status 500"):
+        taught(config, RunDirectory(tmp_path), endpoint.url)
+
+
+def test_a_teacher_that_cannot_be_asked_is_refused(tmp_path: Path) -> None:
+    config = settings(tmp_path)
+    with pytest.raises(UserError, match=r"neither an address .* nor a Hugging Face model"):
+        check_teacher(config, "/nowhere")
+    with pytest.raises(UserError, match=r"sft\.teacher\.model must name the model"):
+        check_teacher(settings(tmp_path, model=""), "http://x/v1")
+    sft = config.sft.model_copy(update={"data": "x.jsonl"})
+    with pytest.raises(UserError, match=r"cannot be combined with sft\.data"):
+        check_teacher(config.model_copy(update={"sft": sft}), "http://x/v1")

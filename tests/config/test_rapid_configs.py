@@ -1,0 +1,97 @@
+"""configs/rapid-*.yaml: each reads and scores a row of its data set's published columns."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_async.config import RunConfig, load_config
+from megatron_async.tasks import build_source
+from megatron_async.tasks.rewards.reward import build_reward
+from megatron_async.tasks.rewards.sample import sample_of
+
+ROOT = Path(__file__).parents[2]
+MATH = {
+    "problem": "What is $\\frac{1}{2}+\\frac{1}{4}$?",
+    "level": "Level 1",
+    "type": "Prealgebra",
+    "solution": "The sum is $\\frac{2}{4}+\\frac{1}{4}=\\boxed{\\frac{3}{4}}$.",
+}
+MBPP_PLUS = {
+    "task_id": 2,
+    "code": "def similar_elements(a, b):\n    return tuple(set(a) & set(b))",
+    "prompt": "Write a function to find the shared elements from the given two lists.",
+    "source_file": "Benchmark Questions Verification V2.ipynb",
+    "test_imports": [],
+    "test_list": ["assert set(similar_elements((3, 4), (5, 4))) == set((4,))"],
+    "test": (
+        "inputs = [[(3, 4), (5, 4)]]\nresults = [(4,)]\n"
+        "for inp, exp in zip(inputs, results):\n"
+        "    assert set(similar_elements(*inp)) == set(exp)\n"
+    ),
+}
+MINIF2F = {
+    "name": "mathd_algebra_1",
+    "split": "valid",
+    "informal_prefix": "/-- Show that 1 + 1 = 2.-/\n",
+    "formal_statement": "theorem mathd_algebra_1 : 1 + 1 = 2 := by\n  sorry",
+    "header": "import Mathlib\n",
+    "goal": "⊢ 1 + 1 = 2",
+}
+
+
+def load(name: str, row: dict[str, Any], folder: Path, *overrides: str) -> RunConfig:
+    path = folder / "rows.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    more = (f"task.path={path}", "task.heldout_share=0", "task.verifier_timeout_seconds=40")
+    return load_config(ROOT / "configs" / f"rapid-{name}.yaml", [*more, *overrides])
+
+
+def scores(config: RunConfig, *responses: str) -> list[float]:
+    payload = build_source(config.task).train(0).payload
+    reward = build_reward(config.scorers, config.reward[0])
+    return [reward.score([sample_of(payload, text)])[0].value for text in responses]
+
+
+def test_math(tmp_path: Path) -> None:
+    config = load("math", MATH, tmp_path)
+    assert scores(config, "So it is \\boxed{0.75}.", "\\boxed{\\frac{3}{5}}") == [1.0, 0.0]
+
+
+def test_mbpp_plus(tmp_path: Path) -> None:
+    config = load("mbpp", MBPP_PLUS, tmp_path)
+    code = f"Sets do it:\n```python\n{MBPP_PLUS['code']}\n```"
+    assert scores(config, code, code.replace("&", "|")) == [1.0, 0.0]
+
+
+def test_minif2f_with_a_stand_in_for_lean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checker, lake = ROOT / "examples/lean/check_proof.py", tmp_path / "bin" / "lake"
+    lake.parent.mkdir()
+    lake.write_text("#!/bin/sh\ngrep -q norm_num\n")
+    lake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{lake.parent}:/usr/bin:/bin")
+    command = json.dumps([sys.executable, str(checker), str(lake.parent)])
+    readable = json.dumps([str(checker.parent), str(lake.parent)])
+    reward = "{name: command, arguments: {command: %s, readable: %s, send: code}}"
+    config = load("minif2f", MINIF2F, tmp_path, f"reward={reward % (command, readable)}")
+    assert load("minif2f", MINIF2F, tmp_path).reward[0].arguments["send"] == "code"
+    proof = "```lean4\nimport Mathlib\ntheorem mathd_algebra_1 : 1 + 1 = 2 := by\n  norm_num\n```"
+    assert scores(config, proof, proof.replace("norm_num", "sorry")) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(("name", "generations"), [("math", 32), ("mbpp", 4), ("minif2f", 4)])
+def test_the_numbers_are_those_of_the_method(name: str, generations: int) -> None:
+    config = load_config(ROOT / "configs" / f"rapid-{name}.yaml")
+    schedule = config.schedule
+    assert config.algorithm.recipe == "rapid" and schedule.preset == "rapid"
+    assert (schedule.group_size, schedule.updates_per_batch) == (4, 8)
+    per_update = schedule.groups_per_batch * schedule.group_size // schedule.updates_per_batch
+    assert per_update == generations
+    assert (config.sampling.max_new_tokens, config.optimizer.lr) == (2048, 1e-6)
+    teacher = config.sft.teacher
+    assert (teacher.samples, teacher.temperature, teacher.top_p) == (5, 0.7, 0.95)
+    assert (teacher.epochs, config.sft.optimizer.lr) == (3, 2e-5)
