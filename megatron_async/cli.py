@@ -335,7 +335,7 @@ def plan(
     ] = None,
     top: Annotated[int, typer.Option(min=1, help="Layouts that are simulated and shown.")] = 5,
 ) -> None:
-    """The best split of simulate.gpus GPUs, parallel sizes that fit, and N'; with runner-ups."""
+    """The best split of the GPUs, parallel sizes that fit, and N'; with runner-ups."""
     from megatron_async.commands.simulate import plan_command
 
     plan_command(_need(config, "plan"), [*(overrides or []), *(setting or [])], top)
@@ -388,11 +388,13 @@ def replay(
 
 
 @app.command()
-def doctor() -> None:
-    """What is installed, what will be used, and why."""
-    from megatron_async.commands.doctor import report_lines
+def doctor(overrides: Overrides = None, config: ConfigOption = None) -> None:
+    """What is installed, what will be used, and why; with --config also what it would run as."""
+    from megatron_async.commands.doctor import config_lines, report_lines
+    from megatron_async.config import load_config
 
-    for line in report_lines():
+    settings = None if config is None else load_config(config, list(overrides or []))
+    for line in [*report_lines(), *(["", *config_lines(settings)] if settings else [])]:
         typer.echo(line)
 
 

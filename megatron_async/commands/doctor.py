@@ -6,9 +6,11 @@ import importlib.metadata
 import platform
 import sys
 
+from megatron_async.config import RunConfig
 from megatron_async.config.model import ModelConfig
 from megatron_async.config.rollout import EngineConfig
 from megatron_async.engines.sglang.process import resolve_device, resolve_dtype
+from megatron_async.launcher.derived import Machine, derive, layout_lines
 from megatron_async.trainer.capabilities import choose, detect
 
 _PACKAGES = (
@@ -44,3 +46,15 @@ def report_lines() -> list[str]:
         ("engines", f"SGLang on {device}, {resolve_dtype(EngineConfig(), device)}"),
     ]
     return [*lines, "", "what will be used:", *(f"  {part}: {what}" for part, what in rows)]
+
+
+def config_lines(config: RunConfig) -> list[str]:
+    """Return what a run of this file would be on this machine: layout and derived settings."""
+    machine = Machine.here(config)
+    derived = derive(config, machine)
+    return [
+        f"{config.name} on {machine.title}:",
+        *(f"  {line}" for line in layout_lines(derived.config, machine)),
+        "derived settings:",
+        *(f"  {line}" for line in derived.lines()),
+    ]

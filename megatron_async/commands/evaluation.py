@@ -15,6 +15,7 @@ from megatron_async.engines.interface import EngineError
 from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.engines.sglang.process import SGLangProcess
 from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.launcher.derived import Machine, derive
 from megatron_async.launcher.preflight import check_evaluation
 from megatron_async.rollout.evaluate import Evaluation, Evaluator
 from megatron_async.tasks import build_task
@@ -34,6 +35,7 @@ def eval_command(
     if samples is not None and samples.exists():
         raise UserError(f"--samples {samples} exists already; choose another file")
     config = load_config(config_file, overrides)
+    config = derive(config, Machine.here(config)).config
     paths = list(models) or [Path(config.model.path)]
     checked = [check_evaluation(config, path) for path in paths]
     config = config.model_copy(update={"eval": checked[0].config.eval})

@@ -21,6 +21,7 @@ from megatron_async.config import RunConfig, load_config
 from megatron_async.engines.nodes import NODE_HOST
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.launcher.claim import claimed, new_run
+from megatron_async.launcher.derived import Machine, derive, layout_lines
 from megatron_async.launcher.devices import check_ranks
 from megatron_async.launcher.preflight import check_probe_tolerance, check_resume, check_run
 from megatron_async.run_directory import RunDirectory, write_atomically
@@ -112,17 +113,22 @@ def launch_run(
         assert config_file is not None
         config = load_config(config_file, overrides)
         directory = RunDirectory.of(config)
-    checked = check_run(for_hosts(config))
+    rollout_nodes = cluster.rollout_nodes(config)
+    machine = Machine.of_nodes(config, cluster.gpus_per_node, rollout_nodes)
+    derived = derive(for_hosts(config), machine)
+    checked = check_run(derived.config)
     config = checked.config
     check_probe_tolerance(config, "cuda" if cluster.gpus_per_node else "cpu")
     check_nodes(config, cluster.gpus_per_node)
     notes = "".join(f"# note: {notice}\n" for notice in checked.notices)
-    rollout_nodes = cluster.rollout_nodes(config)
     script = job_script(config, directory, cluster, rollout_nodes)
     if dry_run:
         if from_step is not None:
             rollback_to(directory, from_step)
-        return script if slurm else notes + by_hand(config, directory, rollout_nodes)
+        shown = [*layout_lines(config, machine), *derived.lines()]
+        overview = "".join(f"# {line}\n" for line in shown)
+        commands = script if slurm else by_hand(config, directory, rollout_nodes)
+        return f"{commands.rstrip()}\n\n{notes}{overview}"
     if slurm and shutil.which("sbatch") is None:
         raise UserError("--slurm: there is no sbatch on this machine; --dry-run shows the script")
     what, places, job_file = "megatron-async launch", [], directory.path / "job.sbatch"

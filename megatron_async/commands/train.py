@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import typer
@@ -15,6 +16,7 @@ from megatron_async.commands.rollback import Rollback, rollback_to
 from megatron_async.config import RunConfig
 from megatron_async.config.load import differences, load_config
 from megatron_async.launcher.claim import claimed, new_run
+from megatron_async.launcher.derived import Machine, derive
 from megatron_async.launcher.devices import DeviceSplit, split_of_this_machine
 from megatron_async.launcher.preflight import (
     Checked,
@@ -58,7 +60,9 @@ def resume_command(run: Path, overrides: Sequence[str], from_step: int | None) -
 
 def _checked(config: RunConfig) -> tuple[Checked, DeviceSplit]:
     check_one_machine(config)
-    checked = check_run(config)
+    derived = derive(config, Machine.here(config))
+    checked = check_run(derived.config)
+    checked = replace(checked, notices=(*derived.changes(), *checked.notices))
     check_probe_tolerance(checked.config)
     return checked, split_of_this_machine(checked.config)
 

@@ -119,6 +119,12 @@ class EngineConfig(Settings):
         65536, description="KV capacity in tokens; none = SGLang decides from memory."
     )
     max_running_requests: int | None = Field(None, description="Requests in one decode batch.")
+    cuda_graph_batch: int | None = Field(
+        None,
+        ge=1,
+        description="Largest decode batch that runs from a CUDA graph; none = SGLang decides from "
+        "memory, and larger batches run without. Unset on GPUs: schedule.concurrency / engines.",
+    )
     context_length: int | None = Field(None, description="Longest prompt + response.")
     stream_interval: int = Field(16, ge=1, description="Tokens between two stream events.")
     extra_args: list[str] = Field(

@@ -55,6 +55,7 @@ _REFUSED = {
     "--stream-interval": "set engines.stream_interval",
     "--max-total-tokens": "set engines.max_total_tokens",
     "--max-running-requests": "set engines.max_running_requests",
+    "--cuda-graph-max-bs-decode": "set engines.cuda_graph_batch",
     "--context-length": "set engines.context_length",
     "--quantization": "set engines.quantization",
 }

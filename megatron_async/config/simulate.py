@@ -107,7 +107,11 @@ class SimulateConfig(Settings):
         "", description="Name of a public shape (see docs/simulator.md); empty = model.path's."
     )
     gpu: GpuConfig = Field(default_factory=GpuConfig, description="Accelerator.")
-    gpus: int = Field(8, ge=1, description="`plan`: GPUs in all.")
+    gpus: int | None = Field(
+        None,
+        ge=1,
+        description="`plan`: GPUs in all; none = those of the file's own layout, else one node.",
+    )
     gpus_per_node: int = Field(8, ge=1, description="GPUs that NVLink joins.")
     placement: Literal["disaggregated", "colocated"] = Field(
         "disaggregated",

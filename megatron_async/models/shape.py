@@ -95,6 +95,7 @@ SHAPES: Final = MappingProxyType(
         "qwen2.5-32b": ModelShape(5120, 64, 40, 8, 128, 27648, 152064, False),
         "qwen3-8b": ModelShape(4096, 36, 32, 8, 128, 12288, 151936, False),
         "qwen3-30b-a3b": ModelShape(2048, 48, 32, 4, 128, 768, 151936, False, 128, 8),
+        "qwen2.5-72b": ModelShape(8192, 80, 64, 8, 128, 29568, 152064, False),
         "llama-3-8b": ModelShape(4096, 32, 32, 8, 128, 14336, 128256, False),
         "llama-3-70b": ModelShape(8192, 80, 64, 8, 128, 28672, 128256, False),
         "gemma-3-1b": ModelShape(1152, 26, 4, 1, 256, 6912, 262144, True),

@@ -39,11 +39,20 @@ class TrainerLayout:
         return self.tensor * self.pipeline
 
 
-def trainer_state_bytes(shape: ModelShape, layout: TrainerLayout) -> float:
-    """Weights, main gradients and this rank's part of the optimizer state."""
+def trainer_state_bytes(shape: ModelShape, layout: TrainerLayout, expert: int = 1) -> float:
+    """Weights, main gradients and this rank's part of the optimizer state.
+
+    `expert`: ranks that share a layer's experts; whole experts, over tensor and data ranks. 1 =
+    every rank has its tensor share of them, which is what the planner looks for.
+    """
+    held = WEIGHT_BYTES + GRADIENT_BYTES
     shards = layout.data * layout.context
-    per_parameter = WEIGHT_BYTES + GRADIENT_BYTES + OPTIMIZER_BYTES / shards
-    return shape.parameters / layout.model_ranks * per_parameter
+    if expert == 1:
+        return shape.parameters / layout.model_ranks * (held + OPTIMIZER_BYTES / shards)
+    experts = shape.mlp_parameters * shape.experts
+    dense = (shape.parameters - experts) / layout.model_ranks * (held + OPTIMIZER_BYTES / shards)
+    replicas = layout.gpus / layout.pipeline / expert
+    return dense + experts / layout.pipeline / expert * (held + OPTIMIZER_BYTES / replicas)
 
 
 def activation_bytes(

@@ -119,10 +119,11 @@ def make_plan(settings: Mapping[str, Any], top: int) -> RankedPlans:
             f"schedule.overlap true (preset {config.schedule.preset}) needs simulate.placement "
             "disaggregated, got colocated"
         )
-    found = sorted(_candidates(config, settings), key=lambda c: c.step_seconds)
+    gpus = _gpus(settings, config)
+    found = sorted(_candidates(config, settings, gpus), key=lambda c: c.step_seconds)
     if not found:
         raise UserError(
-            f"nothing fits: simulate.gpus {config.simulate.gpus} of {config.simulate.gpu.name} "
+            f"nothing fits: simulate.gpus {gpus} of {config.simulate.gpu.name} "
             f"cannot hold trainer and engines of {shape_of(config).parameters / 1e9:.1f} B "
             "parameters; use more GPUs or larger ones, or set simulate.recompute_activations true"
         )
@@ -131,9 +132,22 @@ def make_plan(settings: Mapping[str, Any], top: int) -> RankedPlans:
     return RankedPlans(tried, len(found))
 
 
-def _candidates(config: RunConfig, settings: dict[str, Any]) -> Iterator[Candidate]:
+def _gpus(settings: Mapping[str, Any], config: RunConfig) -> int:
+    """`simulate.gpus`, or as many as the file's own layout has; one node where it has none."""
+    if config.simulate.gpus is not None:
+        return config.simulate.gpus
+    layout = {**settings.get("parallel", {}), **settings.get("engines", {})}
+    if not layout.keys() & {"ranks", "count", "tensor"}:
+        return config.simulate.gpus_per_node
+    own = build_config(settings)
+    if config.simulate.placement == "colocated":
+        return own.parallel.ranks
+    return own.parallel.ranks + own.engines.count * own.engines.tensor
+
+
+def _candidates(config: RunConfig, settings: dict[str, Any], gpus: int) -> Iterator[Candidate]:
     workload = _workload(config)
-    splits = _splits(config)
+    splits = _splits(config, gpus)
     kept = _KEPT if len(splits) == 1 else 1
     for trainer_gpus, engine_gpus in splits:
         for trainer in _trainers(config, workload, trainer_gpus)[:kept]:
@@ -162,17 +176,15 @@ def _candidate(
     return Candidate(trainer, engines, step, candidate)
 
 
-def _splits(config: RunConfig) -> list[tuple[int, int]]:
+def _splits(config: RunConfig, gpus: int) -> list[tuple[int, int]]:
     """Trainer and engine GPUs: whole nodes when there are more than two, else any number."""
     settings = config.simulate
     if settings.placement == "colocated":
-        return [(settings.gpus, settings.gpus)]
-    if settings.gpus < 2:
-        raise UserError(
-            f"simulate.gpus {settings.gpus} cannot be split; placement disaggregated needs 2"
-        )
-    unit = settings.gpus_per_node if settings.gpus > 2 * settings.gpus_per_node else 1
-    return [(n, settings.gpus - n) for n in range(unit, settings.gpus, unit)]
+        return [(gpus, gpus)]
+    if gpus < 2:
+        raise UserError(f"simulate.gpus {gpus} cannot be split; placement disaggregated needs 2")
+    unit = settings.gpus_per_node if gpus > 2 * settings.gpus_per_node else 1
+    return [(n, gpus - n) for n in range(unit, gpus, unit)]
 
 
 def _workload(config: RunConfig) -> _Workload:
@@ -223,28 +235,44 @@ def _engines(
     config: RunConfig, workload: _Workload, gpus: int, trainer: TrainerPlan
 ) -> list[EnginePlan]:
     """TP sizes that hold the model and the longest response, fastest first."""
-    settings = config.simulate
-    shape, gpu = shape_of(config), gpu_of(settings.gpu)
-    longest = config.sampling.max_new_tokens + settings.lengths.prompt_tokens
+    settings, shape = config.simulate, shape_of(config)
     taken = trainer.fixed_memory if settings.placement == "colocated" else 0.0
     plans = []
     for tensor in _SIZES:
         if tensor > settings.gpus_per_node or shape.heads % tensor or gpus % tensor:
             continue
-        capacity = kv_capacity_tokens(
-            shape, gpu.memory, settings.engine_memory_share, tensor, taken
-        )
-        if capacity < longest:
-            continue
-        costs = RooflineEngine(shape, gpu, settings.efficiency, tensor, capacity)
-        count = gpus // tensor
-        limit = int(KV_FILL * capacity / workload.age)
-        allowed = _requests_allowed(config)
-        if allowed is not None:
-            limit = min(limit, -(-allowed // count))
-        batch, seconds = _smallest_sufficient(config, costs, workload, count, max(1, limit))
-        plans.append(EnginePlan(count, tensor, batch * count, seconds))
+        plan = _engine_plan(config, workload, gpus // tensor, tensor, taken)
+        if plan is not None:
+            plans.append(plan)
     return sorted(plans, key=lambda plan: plan.seconds)
+
+
+def _engine_plan(
+    config: RunConfig, workload: _Workload, count: int, tensor: int, taken: float
+) -> EnginePlan | None:
+    """Engines of this TP with the N' that suffices; None where the longest response has no room."""
+    settings = config.simulate
+    shape, gpu = shape_of(config), gpu_of(settings.gpu)
+    capacity = kv_capacity_tokens(shape, gpu.memory, settings.engine_memory_share, tensor, taken)
+    if capacity < config.sampling.max_new_tokens + settings.lengths.prompt_tokens:
+        return None
+    costs = RooflineEngine(shape, gpu, settings.efficiency, tensor, capacity)
+    limit = int(KV_FILL * capacity / workload.age)
+    allowed = _requests_allowed(config)
+    if allowed is not None:
+        limit = min(limit, -(-allowed // count))
+    batch, seconds = _smallest_sufficient(config, costs, workload, count, max(1, limit))
+    return EnginePlan(count, tensor, batch * count, seconds)
+
+
+def sufficient_concurrency(config: RunConfig) -> int | None:
+    """The N' that `plan` would give the engines of this layout; None where the model has no room.
+
+    Raises UserError when the model's shape is not known.
+    """
+    engines = config.engines
+    plan = _engine_plan(config, _workload(config), engines.count, engines.tensor, 0.0)
+    return None if plan is None else plan.concurrency
 
 
 def _requests_allowed(config: RunConfig) -> int | None:

@@ -18,12 +18,17 @@ from megatron_async.config import RunConfig, load_config
 from megatron_async.models.architecture import Architecture, ConfigReader
 from megatron_async.models.families import families, rules_of
 from megatron_async.models.layout import check_layout
+from megatron_async.models.shape import shape_from_config, shape_of
 from megatron_async.models.shards import Place
+from megatron_async.simulate.build import simulate
+from megatron_async.simulate.planner import make_plan
+from megatron_async.simulate.sweep import read_settings
 
 ROOT = Path(__file__).parents[2]
 DATA = Path(__file__).parents[1] / "data"
 GPU_GB = 80
 GPUS_PER_NODE = 8
+MOST_IDLE = 0.35
 
 # Parameters as published with the checkpoints, and nodes in all.
 PUBLISHED = {
@@ -165,3 +170,31 @@ def test_the_stated_memory_is_the_computed_one_and_fits(name: str) -> None:
     assert stated(name, r"weights ([\d.]+) GB") == pytest.approx(weights, abs=0.06)
     assert state + activations < 0.75 * GPU_GB, "no room for buffers and the working set"
     assert weights < 0.6 * GPU_GB, "no room for the KV cache"
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_no_layout_leaves_a_third_of_its_gpus_idle(name: str) -> None:
+    found = simulate(load_config(ROOT / "configs" / f"{name}.yaml"))
+    assert found.gpu_idle < MOST_IDLE
+    assert stated(name, r"idle (\d+) %") == pytest.approx(100 * found.gpu_idle, abs=1)
+    assert stated(name, r"([\d.]+) s a step") == pytest.approx(found.step_seconds, abs=0.06)
+    assert stated(name, r"lag ([\d.]+\d)") == pytest.approx(found.lag_mean, abs=0.06)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_its_model_is_the_one_that_is_simulated(name: str) -> None:
+    """`simulate`, `plan` and the memory in `--dry-run` need the file alone, not the weights."""
+    shape, _, _ = PUBLISHED[name]
+    raw = json.loads((DATA / f"{shape}.config.json").read_text())
+    config = load_config(ROOT / "configs" / f"{name}.yaml")
+    assert shape_of(config) == shape_from_config(raw, DATA)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_plan_of_the_file_as_shipped(name: str) -> None:
+    config = load_config(ROOT / "configs" / f"{name}.yaml")
+    settings = read_settings(ROOT / "configs" / f"{name}.yaml", ["simulate.steps=6"])
+    plan = make_plan(settings, 1)
+    gpus = config.parallel.ranks + config.engines.count * config.engines.tensor
+    best = plan.candidates[0]
+    assert best.trainer.layout.gpus + best.engines.count * best.engines.tensor == gpus

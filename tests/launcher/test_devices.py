@@ -39,7 +39,7 @@ def settings(
 
 def test_the_config_of_one_node_uses_each_of_its_gpus_once() -> None:
     config = load_config(ROOT / "configs" / "qwen2.5-7b.yaml")
-    assert split_devices(EIGHT, config) == DeviceSplit("0,1,2,3", "4,5,6,7")
+    assert split_devices(EIGHT, config) == DeviceSplit("0,1,2,3,4,5", "6,7")
 
 
 @pytest.mark.parametrize(

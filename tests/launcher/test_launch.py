@@ -52,7 +52,14 @@ def test_a_dry_run_shows_the_script_and_makes_nothing(settings: Path, tmp_path: 
     assert "#SBATCH --gpus-per-node=8" in lines
     assert "#SBATCH --time=02:00:00" in lines
     assert "#SBATCH --signal=B:USR1@120" in lines
-    assert lines[-1].endswith(f"--trainer-nodes=2 {tmp_path}/runs/other")
+    [command] = [line for line in lines if line.startswith("exec ")]
+    assert command.endswith(f"--trainer-nodes=2 {tmp_path}/runs/other")
+    shown = lines[lines.index(command) + 1 :]
+    assert all(line == "" or line.startswith("# ") for line in shown), "still a script"
+    text = "\n".join(shown)
+    for part in ("trainer: ", "engines: ", "batch: ", "memory of a trainer GPU", "of 80 GB"):
+        assert part in text
+    assert "# engines.max_total_tokens = " in text
 
 
 def test_without_slurm_every_node_gets_its_command(settings: Path, tmp_path: Path) -> None:

@@ -112,6 +112,8 @@ def server_command(
         command += ["--max-total-tokens", str(settings.max_total_tokens)]
     if settings.max_running_requests is not None:
         command += ["--max-running-requests", str(settings.max_running_requests)]
+    if settings.cuda_graph_batch is not None and device == "cuda":
+        command += ["--cuda-graph-max-bs-decode", str(settings.cuda_graph_batch)]
     if settings.context_length is not None:
         command += ["--context-length", str(settings.context_length)]
     if settings.placement == "colocated" and device == "cuda":

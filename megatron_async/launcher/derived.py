@@ -1,0 +1,267 @@
+"""Settings that follow from the machine and the model, unless they are set.
+
+The defaults in `config/` are a laptop's. `derive` replaces those that nobody has set (no file,
+recipe, preset or command line) by what suits the machine that the run is for; `train`, `launch`,
+`doctor --config` and `settings` all show and use this one result.
+
+Invariants
+- A setting that is set is never changed.
+- On a CPU nothing changes: the defaults are for it.
+- Pure: the same configuration and machine give the same result. A run keeps in its config.yaml what
+  was derived at its start, so that resuming it on another machine changes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from megatron_async.config import RunConfig
+from megatron_async.config.simulate import GpuName
+from megatron_async.errors import UserError
+from megatron_async.models.shape import ModelShape, shape_of
+from megatron_async.simulate.build import trainer_layout
+from megatron_async.simulate.hardware import DATA_SHEETS, gpu_of
+from megatron_async.simulate.memory import (
+    activation_bytes,
+    kv_capacity_tokens,
+    trainer_state_bytes,
+)
+from megatron_async.simulate.planner import sufficient_concurrency
+
+_REQUESTS_PER_INTERVAL: Final = 1024
+"""Requests in flight for which events of 16 tokens are cheap (0.05 ms of the driver each)."""
+_LARGEST_INTERVAL: Final = 64
+_GRAPH_STEP: Final = 8
+_GB: Final = 1e9
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the run is for: one node of it. `memory_bytes` of one GPU; `cores` None: not known."""
+
+    device: Literal["cpu", "cuda"]
+    gpu: GpuName | None = None
+    memory_bytes: float = 0.0
+    cores: int | None = None
+    engine_nodes: int = 1
+
+    @classmethod
+    def here(cls, config: RunConfig) -> Machine:
+        """This one, as its engines would be started."""
+        from megatron_async.engines.sglang.process import resolve_device
+
+        cores = os.cpu_count()
+        if resolve_device(config.engines) == "cpu":
+            return cls("cpu", cores=cores)
+        import torch
+
+        if not torch.cuda.is_available():  # asked for by engines.device, and refused later
+            return replace(cls.of_nodes(config, 1, 1), cores=cores)
+        properties = torch.cuda.get_device_properties(0)
+        return cls("cuda", _sheet_of(properties.name), float(properties.total_memory), cores)
+
+    @classmethod
+    def of_nodes(cls, config: RunConfig, gpus_per_node: int, engine_nodes: int) -> Machine:
+        """Nodes elsewhere: their GPUs are taken to be `simulate.gpu`."""
+        if not gpus_per_node:
+            return cls("cpu", engine_nodes=engine_nodes)
+        gpu = config.simulate.gpu
+        return cls("cuda", gpu.name, gpu_of(gpu).memory, engine_nodes=engine_nodes)
+
+    @property
+    def title(self) -> str:
+        if self.device == "cpu":
+            return "CPU"
+        return f"{self.gpu or 'GPU'} with {self.memory_bytes / _GB:.0f} GB"
+
+
+@dataclass(frozen=True)
+class Derived:
+    """One setting, its value, and why."""
+
+    name: str
+    value: Any
+    reason: str
+    changed: bool = False
+
+    def __str__(self) -> str:
+        shown = "none" if self.value is None else self.value
+        return f"{self.name} = {shown}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class DerivedRun:
+    """The configuration that runs, and every derived setting (also those that were set)."""
+
+    config: RunConfig
+    settings: tuple[Derived, ...]
+
+    def lines(self) -> list[str]:
+        """Every derived setting."""
+        return [str(setting) for setting in self.settings]
+
+    def changes(self) -> list[str]:
+        """Those that are not the default on this machine."""
+        return [str(setting) for setting in self.settings if setting.changed]
+
+
+def derive(config: RunConfig, machine: Machine) -> DerivedRun:
+    """The run as it starts on `machine`."""
+    found: list[Derived] = []
+    for name, rule in _RULES.items():  # in this order: later ones read what earlier ones set
+        section, field = name.split(".")
+        settings = getattr(config, section)
+        value = getattr(settings, field)
+        if field in settings.model_fields_set:
+            found.append(Derived(name, value, "as set"))
+            continue
+        new, reason = rule(config, machine)
+        found.append(Derived(name, new, reason, changed=new != value))
+        if new != value:
+            changed = settings.model_copy(update={field: new})
+            config = config.model_copy(update={section: changed})
+    return DerivedRun(config, tuple(found))
+
+
+def _max_total_tokens(config: RunConfig, machine: Machine) -> tuple[int | None, str]:
+    if machine.device == "cpu":
+        return config.engines.max_total_tokens, "engines share host memory with all else"
+    return None, f"SGLang takes what weights leave of the {machine.title}"
+
+
+def _concurrency(config: RunConfig, machine: Machine) -> tuple[int | str, str]:
+    default = config.schedule.concurrency
+    if machine.device == "cpu":
+        return default, "the default for CPU engines"
+    try:
+        found = sufficient_concurrency(_modelled(config, machine))
+    except UserError as error:
+        return default, f"the default, as the model's shape is not known ({error})"
+    if found is None:
+        return (
+            default,
+            f"the default: simulated engines of this size have no room on {machine.title}",
+        )
+    lengths = config.simulate.lengths
+    return found, (
+        "the smallest with 95 % of the generation speed that the KV cache allows, in the planner's "
+        f"model of {machine.title} and lengths {lengths.distribution} (simulate.lengths)"
+    )
+
+
+def _cuda_graph_batch(config: RunConfig, machine: Machine) -> tuple[int | None, str]:
+    if machine.device == "cpu":
+        return None, "no CUDA graphs on a CPU"
+    concurrency, count = config.schedule.concurrency, config.engines.count
+    if isinstance(concurrency, str):
+        return None, "SGLang's own: schedule.concurrency auto sets no limit beforehand"
+    each = math.ceil(concurrency / count)
+    limit = config.engines.max_running_requests
+    each = each if limit is None else min(each, limit)
+    return math.ceil(each / _GRAPH_STEP) * _GRAPH_STEP, (
+        f"{each} requests an engine (schedule.concurrency {concurrency} over {count}); larger "
+        "decode batches would run without graphs"
+    )
+
+
+def _stream_interval(config: RunConfig, _machine: Machine) -> tuple[int, str]:
+    base, concurrency = config.engines.stream_interval, config.schedule.concurrency
+    if isinstance(concurrency, str) or concurrency <= _REQUESTS_PER_INTERVAL:
+        return base, "tokens lost at most when an engine dies, for little work an event"
+    wanted = base * 2 ** math.ceil(math.log2(concurrency / _REQUESTS_PER_INTERVAL))
+    return min(_LARGEST_INTERVAL, wanted), (
+        f"schedule.concurrency {concurrency}: one driver handles the events of all requests"
+    )
+
+
+def _verifier_workers(config: RunConfig, machine: Machine) -> tuple[int, str]:
+    base = config.task.verifier_workers
+    if machine.cores is None:
+        return base * max(1, machine.engine_nodes), f"{base} a node that generates"
+    half = machine.cores // 2
+    return max(base, half), f"half of {machine.cores} cores, {base} at least; idle ones are ended"
+
+
+_Rule = Callable[[RunConfig, Machine], tuple[Any, str]]
+_RULES: Final[dict[str, _Rule]] = {
+    "engines.max_total_tokens": _max_total_tokens,
+    "schedule.concurrency": _concurrency,
+    "engines.cuda_graph_batch": _cuda_graph_batch,
+    "engines.stream_interval": _stream_interval,
+    "task.verifier_workers": _verifier_workers,
+}
+
+
+def layout_lines(config: RunConfig, machine: Machine) -> list[str]:
+    """Layout, GPUs, batch and memory, for a person to check before anything is queued."""
+    parallel, engines, schedule = config.parallel, config.engines, config.schedule
+    what = "GPUs" if machine.device == "cuda" else "ranks"
+    lines = [
+        f"trainer: {parallel.ranks} {what} on {parallel.nodes} node(s), TP {parallel.tensor} x PP "
+        f"{parallel.pipeline} x CP {parallel.context} x DP {parallel.data}, EP {parallel.expert}",
+        f"engines: {engines.count} of TP {engines.tensor}, {engines.placement}",
+        f"batch: {schedule.groups_per_batch} groups of {schedule.group_size}, "
+        f"{schedule.updates_per_batch} update(s); microbatches of "
+        f"{config.trainer.microbatch_tokens} tokens",
+    ]
+    if machine.device == "cpu":
+        return lines
+    try:
+        shape = shape_of(_with_own_model(config))
+    except UserError as error:
+        return [*lines, f"memory: not estimated ({error})"]
+    return [*lines, *_memory_lines(config, machine, shape)]
+
+
+def _memory_lines(config: RunConfig, machine: Machine, shape: ModelShape) -> list[str]:
+    layout = trainer_layout(config)
+    state = trainer_state_bytes(shape, layout, config.parallel.expert)
+    activations = activation_bytes(
+        shape,
+        layout,
+        microbatch_tokens=config.trainer.microbatch_tokens,
+        logit_tokens=config.trainer.logprob_chunk_tokens,
+        recompute=config.trainer.recompute_activations,
+    )
+    weights = 2 * shape.parameters / config.engines.tensor
+    tokens = kv_capacity_tokens(
+        shape,
+        machine.memory_bytes,
+        config.simulate.engine_memory_share,
+        config.engines.tensor,
+        0.0,
+    )
+    return [
+        f"memory of a trainer GPU, estimated: state {state / _GB:.1f} GB, activations "
+        f"{activations / _GB:.1f} GB, of {machine.memory_bytes / _GB:.0f} GB",
+        f"memory of an engine GPU, estimated: weights {weights / _GB:.1f} GB, the rest holds "
+        f"{max(0, tokens):,} tokens of KV an engine",
+    ]
+
+
+def _modelled(config: RunConfig, machine: Machine) -> RunConfig:
+    """The configuration with the machine as the simulated GPU."""
+    gpu = config.simulate.gpu
+    changes: dict[str, Any] = {"memory_gb": machine.memory_bytes / _GB}
+    if machine.gpu is not None:
+        changes["name"] = machine.gpu
+    simulated = config.simulate.model_copy(update={"gpu": gpu.model_copy(update=changes)})
+    return _with_own_model(config.model_copy(update={"simulate": simulated}))
+
+
+def _with_own_model(config: RunConfig) -> RunConfig:
+    """The model in `model.path` where it is there already, whatever `simulate.model` names."""
+    if not (Path(config.model.path) / "config.json").is_file():
+        return config
+    simulated = config.simulate.model_copy(update={"model": ""})
+    return config.model_copy(update={"simulate": simulated})
+
+
+def _sheet_of(device_name: str) -> GpuName | None:
+    """The data sheet of a device as CUDA names it."""
+    return next((name for name in DATA_SHEETS if name in device_name), None)

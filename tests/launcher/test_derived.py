@@ -1,0 +1,121 @@
+"""Settings derived from machine and model: a cluster's where nobody set them, a laptop's as are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_async.config import RunConfig, build_config, load_config
+from megatron_async.launcher.derived import Machine, derive, layout_lines
+
+ROOT = Path(__file__).parents[2]
+H100 = Machine("cuda", "H100", 80e9, cores=192)
+LAPTOP = Machine("cpu", cores=2)
+
+
+def run_with(**sections: Any) -> RunConfig:
+    base: dict[str, Any] = {"simulate": {"model": "qwen2.5-7b"}, "engines": {"count": 4}}
+    return build_config({**base, "algorithm": {"recipe": "pipeline_rl"}, **sections})
+
+
+def value_of(name: str, config: RunConfig, machine: Machine) -> Any:
+    [found] = [one for one in derive(config, machine).settings if one.name == name]
+    section, field = name.split(".")
+    assert getattr(getattr(derive(config, machine).config, section), field) == found.value
+    return found.value
+
+
+def test_on_a_cpu_nothing_changes() -> None:
+    config = run_with()
+    derived = derive(config, LAPTOP)
+    assert derived.config == config and derived.changes() == []
+
+
+def test_on_gpus_no_default_of_a_laptop_is_left() -> None:
+    config = run_with()
+    assert value_of("engines.max_total_tokens", config, H100) is None
+    assert value_of("task.verifier_workers", config, H100) == 96
+    concurrency = value_of("schedule.concurrency", config, H100)
+    assert concurrency > 4 * config.schedule.concurrency
+    graphs = value_of("engines.cuda_graph_batch", config, H100)
+    assert concurrency / 4 <= graphs < concurrency / 4 + 8
+
+
+def test_a_larger_gpu_holds_more_requests() -> None:
+    h200 = Machine("cuda", "H200", 141e9)
+    config = run_with(engines={"count": 4, "tensor": 1})
+    assert value_of("schedule.concurrency", config, h200) > value_of(
+        "schedule.concurrency", config, H100
+    )
+
+
+@pytest.mark.parametrize(
+    ("section", "given"),
+    [
+        ("engines", {"max_total_tokens": 65536, "stream_interval": 16, "cuda_graph_batch": 64}),
+        ("schedule", {"concurrency": 64}),
+        ("task", {"verifier_workers": 8}),
+    ],
+)
+def test_what_is_set_stays_even_at_the_default(section: str, given: dict[str, Any]) -> None:
+    derived = derive(run_with(**{section: given}), H100)
+    for field, value in given.items():
+        assert getattr(getattr(derived.config, section), field) == value
+        assert f"{section}.{field} = {value}: as set" in derived.lines()
+
+
+def test_what_was_derived_is_kept_when_the_run_is_resumed_elsewhere(tmp_path: Path) -> None:
+    from megatron_async.config.load import dump
+
+    first = derive(run_with(), H100).config
+    (tmp_path / "config.yaml").write_text(dump(first))
+    resumed = load_config(tmp_path / "config.yaml")
+    assert derive(resumed, LAPTOP).config == resumed == first
+
+
+def test_many_requests_send_fewer_events() -> None:
+    many = run_with(schedule={"concurrency": 3000})
+    assert value_of("engines.stream_interval", many, H100) == 64
+    few = run_with(schedule={"concurrency": 1000})
+    assert value_of("engines.stream_interval", few, H100) == 16
+
+
+def test_every_setting_has_its_reason() -> None:
+    for line in derive(run_with(), H100).lines():
+        name, reason = line.split(": ", 1)
+        assert " = " in name and len(reason) > 5
+
+
+def test_an_unknown_shape_is_the_reason_for_the_default() -> None:
+    config = build_config({"algorithm": {"recipe": "pipeline_rl"}})
+    derived = derive(config, H100)
+    assert derived.config.schedule.concurrency == config.schedule.concurrency
+    assert any("shape is not known" in line for line in derived.lines())
+
+
+def test_the_layout_names_gpus_batch_and_memory() -> None:
+    config = load_config(ROOT / "configs/llama3.3-70b.yaml")
+    text = "\n".join(layout_lines(config, H100))
+    assert f"trainer: {config.parallel.ranks} GPUs on {config.parallel.nodes} node(s)" in text
+    assert "batch: 64 groups of 8" in text
+    assert "memory of a trainer GPU" in text and "memory of an engine GPU" in text
+
+
+@pytest.mark.slow
+def test_sglang_knows_the_argument_of_the_cuda_graphs() -> None:
+    pytest.importorskip("sglang")
+    import argparse
+
+    from sglang.srt.server_args import ServerArgs
+
+    from megatron_async.config.rollout import EngineConfig
+    from megatron_async.engines.sglang.process import NO_VERSION, server_command
+
+    settings = EngineConfig(cuda_graph_batch=264)
+    command = server_command(settings, Path("model"), 1, NO_VERSION, "cuda")
+    assert command[command.index("--cuda-graph-max-bs-decode") + 1] == "264"
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    assert parser.parse_args(["--model-path", "m", *command[-2:]]) is not None
