@@ -140,7 +140,7 @@ def trainer_on(directory: Path, /, **changes: Mapping[str, Any]) -> Iterator[Pol
     from megatron_async.trainer.parallel import destroy_parallel, init_parallel
     from megatron_async.trainer.step import PolicyTrainer
 
-    os.environ.update(trainer_environment(os.environ))
+    os.environ.update(trainer_environment(os.environ, one_machine=True))
     base = {"model": {"path": str(directory), "attention_backend": "sdpa"}}
     config = build_config(merge(base, changes))
     with device_adapter():

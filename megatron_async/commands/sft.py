@@ -102,7 +102,7 @@ def run_sft(
         "megatron_async.commands.sft",
         *(str(directory.path), str(destination)),
         log_file=directory.logs / ("sft.log" if node is None else f"sft-{node.index}.log"),
-        environment=trainer_environment(os.environ),
+        environment=trainer_environment(os.environ, one_machine=node is None),
         meeting=("--standalone",) if node is None else node.meeting(),
     )
     try:

@@ -23,6 +23,7 @@ LARGEST_TEMPERATURE = 100.0
 
 _OTHER_MODEL = "engines then run another model than the trainer"
 _OTHER_DRAW = "tokens are then drawn from another distribution than their log-probs describe"
+_OTHER_NCCL = "its NCCL would hand buffers over otherwise than the trainer's"
 _OLD_PREFIXES = "it keeps prompt prefixes that other weights have computed"
 # Argument -> why it is refused, or which setting it has.
 _REFUSED = {
@@ -56,6 +57,8 @@ _REFUSED = {
     "--max-total-tokens": "set engines.max_total_tokens",
     "--max-running-requests": "set engines.max_running_requests",
     "--cuda-graph-max-bs-decode": "set engines.cuda_graph_batch",
+    "--enable-nccl-nvls": _OTHER_NCCL,
+    "--enable-symm-mem": _OTHER_NCCL,
     "--context-length": "set engines.context_length",
     "--quantization": "set engines.quantization",
 }

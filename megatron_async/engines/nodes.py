@@ -24,6 +24,8 @@ NOT_ON_TRAINER_NODES: Final = {ROLE_LABEL: f"!{TRAINER_ROLE}"}
 INTERFACE_VARIABLE: Final = "MEGATRON_ASYNC_INTERFACE"
 # `engines.host` with this value: each server binds to the address of the node that it is on.
 NODE_HOST: Final = "node"
+# Addresses of `engines.host` that only this machine reaches.
+LOOPBACK: Final = ("127.0.0.1", "localhost")
 # Where Ray's head and torch's store listen.
 _EVERY_INTERFACE: Final = "0.0.0.0"
 

@@ -1,9 +1,9 @@
 """The environment variables of a run's processes, for every way of starting them.
 
-One function for each role, pure: from what the starting process has and what the run needs to the
-variables that the new process gets on top. `train`, `sft`, Slurm and by hand all go through here;
-what a site needs (modules, proxies, network interfaces) stays in `launch/cluster_env.sh`. That of
-an inference server is `engines.sglang.process.server_environment`.
+From what the starting process has and what the run needs to the variables that the new process
+gets on top. `train`, `sft`, Slurm and by hand all go through here; a site's own set-up (modules,
+proxies, paths) is what MEGATRON_ASYNC_SETUP names. What all roles must have alike is
+`engines.environment`; a server's own is `engines.sglang.process.server_environment`.
 
 Invariants
 - What the user has set wins, except where the run would be wrong with it.
@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from megatron_async.engines.environment import communication_environment
 from megatron_async.launcher.devices import VISIBLE_VARIABLE
 from megatron_async.train_loop.rank import RAY_ADDRESS_VARIABLE
 from megatron_async.train_loop.stop import STOP_FILE_VARIABLE
@@ -33,7 +34,7 @@ _ALLOCATOR: Final = "expandable_segments:True"
 # nodes do not count alike.
 _TRAINER_FIXED: Final = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
-RAY_NODE_ENVIRONMENT: Final = {
+_RAY_NODE: Final = {
     # What ran on the node has been ended already: nothing is left to drain for 30 seconds.
     "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
     # By default Ray's workers, and so the engines, give way to every other process.
@@ -44,9 +45,15 @@ RAY_NODE_ENVIRONMENT: Final = {
 }
 
 
+def ray_node_environment(base: Mapping[str, str]) -> dict[str, str]:
+    """What a Ray node of a launch over several nodes gets: manager and engines inherit it."""
+    return _RAY_NODE | communication_environment(base, one_machine=False)
+
+
 def trainer_environment(
     base: Mapping[str, str],
     *,
+    one_machine: bool,
     ray_address: str | None = None,
     stop_file: Path | None = None,
     gpus: str | None = None,
@@ -54,14 +61,15 @@ def trainer_environment(
 ) -> dict[str, str]:
     """Return the environment of torchrun and its trainer ranks: `base` and more.
 
-    `ray_address`: where the rollout side is. `gpus`: as in CUDA_VISIBLE_DEVICES; None: as in
-    `base`. `hands_memory_to_engines`: weights go over CUDA memory that an engine opens, which
-    cannot lie in expandable segments.
+    `one_machine`: all ranks and engines are on this one. `ray_address`: where the rollout side is.
+    `gpus`: as in CUDA_VISIBLE_DEVICES; None: as in `base`. `hands_memory_to_engines`: weights go
+    over CUDA memory that an engine opens, which cannot lie in expandable segments.
     """
     defaults = dict(_TRAINER_DEFAULTS)
     if not hands_memory_to_engines:
         defaults[_ALLOCATOR_VARIABLE] = _ALLOCATOR
     added = {name: value for name, value in defaults.items() if name not in base}
+    added |= communication_environment(base, one_machine=one_machine)
     added |= _TRAINER_FIXED
     if ray_address is not None:
         added[RAY_ADDRESS_VARIABLE] = ray_address

@@ -36,7 +36,7 @@ from megatron_async.engines.nodes import (
 )
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.launcher.claim import RunInUse, claimed
-from megatron_async.launcher.environment import RAY_NODE_ENVIRONMENT, trainer_environment
+from megatron_async.launcher.environment import ray_node_environment, trainer_environment
 from megatron_async.launcher.preflight import check_probe_tolerance
 from megatron_async.launcher.processes import Child, start_torchrun
 from megatron_async.launcher.rendezvous import MEET_SECONDS, TrainerNode
@@ -88,7 +88,7 @@ class Node:
                 *arguments,
             ],
             self.directory.logs / f"ray-{self.session.path.name}-{self.name}-{os.getpid()}.log",
-            RAY_NODE_ENVIRONMENT,
+            ray_node_environment(os.environ),
         )
         try:
             yield child
@@ -255,6 +255,7 @@ def _start_ranks(node: Node, ray_address: str) -> Child:
         log_file=node.directory.logs / f"trainer-{node.index}.log",
         environment=trainer_environment(
             os.environ,
+            one_machine=False,
             ray_address=ray_address,
             stop_file=node.session.stop_file,
             hands_memory_to_engines=config.weights.transport == "tensor",

@@ -63,6 +63,7 @@ class Supervisor:
             log_file=self._directory.logs / "trainer.log",
             environment=trainer_environment(
                 os.environ,
+                one_machine=not os.environ.get(RUNNING_RAY_VARIABLE),
                 ray_address=ray_address,
                 gpus=gpus,
                 hands_memory_to_engines=self._config.weights.transport == "tensor",

@@ -32,7 +32,8 @@ import psutil
 
 from megatron_async.config.rollout import EngineConfig
 from megatron_async.config.sampling_contract import without_breaking_variables
-from megatron_async.engines.nodes import free_port
+from megatron_async.engines.environment import communication_environment
+from megatron_async.engines.nodes import LOOPBACK, free_port
 from megatron_async.engines.sglang.server import (
     CPU_ATTENTION_BACKEND,
     CPU_VARIABLE,
@@ -134,11 +135,13 @@ def server_environment(
 ) -> dict[str, str]:
     """The environment of one server: offline, a cheap health check, one thread per CPU rank.
 
-    Nothing in it changes what is sampled or the log-probs of it.
+    Nothing in it changes what is sampled or the log-probs of it. How it communicates is as in the
+    trainer (`engines.environment`).
 
     The key is here because every user of the machine can read command lines.
     """
     environment = without_breaking_variables(base)
+    environment |= communication_environment(base, one_machine=settings.host in LOOPBACK)
     environment[KEY_VARIABLE] = settings.api_key
     environment["HF_HUB_OFFLINE"] = "1"
     environment["PYTHONUNBUFFERED"] = "1"

@@ -1,0 +1,103 @@
+"""Trainer ranks and engines choose alike how NCCL moves weights between them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_async.config.rollout import EngineConfig
+from megatron_async.engines.environment import communication_environment, interface_of
+from megatron_async.engines.nodes import INTERFACE_VARIABLE
+from megatron_async.engines.sglang.process import server_environment
+from megatron_async.launcher.environment import ray_node_environment, trainer_environment
+
+NCCL_CHOICES = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
+LOOPBACK = interface_of("127.0.0.1")
+
+
+def shared(environment: Mapping[str, str]) -> dict[str, str]:
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith("NCCL_") or name == "GLOO_SOCKET_IFNAME"
+    }
+
+
+@pytest.mark.parametrize("given", [{}, {"NCCL_CUMEM_ENABLE": "1", "NCCL_NVLS_ENABLE": "1"}])
+def test_every_role_on_one_machine_has_the_same(given: dict[str, str]) -> None:
+    trainer = shared({**given, **trainer_environment(given, one_machine=True)})
+    engine = shared(server_environment(EngineConfig(), "cuda", [0], given))
+    assert trainer == engine
+    assert {trainer[name] for name in NCCL_CHOICES} == {given.get("NCCL_CUMEM_ENABLE", "0")}
+    assert trainer["GLOO_SOCKET_IFNAME"] == trainer["NCCL_SOCKET_IFNAME"] == LOOPBACK
+
+
+def test_every_role_on_several_nodes_has_the_same() -> None:
+    trainer = shared(trainer_environment({}, one_machine=False))
+    node = ray_node_environment({})
+    engine = shared(server_environment(EngineConfig(host="node"), "cuda", [0], node))
+    assert trainer == shared(node) == engine
+
+
+def test_a_named_interface_is_used_between_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert LOOPBACK is not None
+    monkeypatch.setenv(INTERFACE_VARIABLE, LOOPBACK)
+    found = communication_environment({}, one_machine=False)
+    assert found["NCCL_SOCKET_IFNAME"] == found["GLOO_SOCKET_IFNAME"] == LOOPBACK
+
+
+def test_what_a_host_name_resolves_to_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debian gives a machine's own name the address 127.0.1.1, which no other node reaches."""
+    monkeypatch.setattr("socket.gethostbyname", lambda _name: "127.0.1.1")
+    found = communication_environment({}, one_machine=False).get("GLOO_SOCKET_IFNAME")
+    routed = [name for name in psutil.net_if_addrs() if name != LOOPBACK]
+    assert found in routed or not routed
+
+
+def test_what_is_set_wins() -> None:
+    given = {"GLOO_SOCKET_IFNAME": "ib0", "NCCL_SOCKET_IFNAME": "ib1", "NCCL_DEBUG": "INFO"}
+    assert not set(given) & set(communication_environment(given, one_machine=True))
+
+
+@pytest.mark.slow
+def test_sglang_sets_for_its_servers_what_the_trainer_has() -> None:
+    """SGLang 0.5.23's own function, with the trainer's variables absent and present."""
+    pytest.importorskip("sglang")
+    base = {name: value for name, value in os.environ.items() if not name.startswith("NCCL_")}
+    alone = _sglang(base)
+    with_ours = _sglang(server_environment(EngineConfig(), "cuda", None, base))
+    trainer = trainer_environment(base, one_machine=True)
+    for name in NCCL_CHOICES:
+        assert alone[name] == with_ours[name] == trainer[name], name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", ["enable_nccl_nvls", "enable_symm_mem"])
+def test_an_argument_that_changes_it_for_servers_alone_is_refused(setting: str) -> None:
+    pytest.importorskip("sglang")
+    environment = server_environment(EngineConfig(), "cuda", None, os.environ)
+    changed = _sglang(environment, setting)
+    assert any(changed[name] != environment[name] for name in NCCL_CHOICES)
+    with pytest.raises(ValueError, match="hand buffers over otherwise than the trainer"):
+        EngineConfig(extra_args=["--" + setting.replace("_", "-")])
+
+
+def _sglang(environment: Mapping[str, str], *settings: str) -> dict[str, str]:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.engines.sglang_environment", *settings],
+        cwd=Path(__file__).parents[2],
+        env=dict(environment),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, str] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
