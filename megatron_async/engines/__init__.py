@@ -5,5 +5,6 @@
 - relay, token_report: streams read where the server is, handed on in few messages.
 - forwarding: a client that hands every call on; the base of those that add something.
 - nodes: Ray nodes that the rollout side may use, and their addresses.
+- environment: what trainer ranks, engines and managers must have alike, NCCL's settings first.
 - sglang, simulated: the two kinds of engine.
 """

@@ -8,6 +8,7 @@
 - processes: child processes: ended within a limit, no leftovers.
 - devices: split of a machine's GPUs into those that train and those that generate.
 - environment: variables of every role, the GPU settings among them, for every way of starting.
+- derived: settings that follow from the machine and the model, unless they are set.
 - preflight: what is refused before any process starts.
 - claim: a run belongs to one launch at a time (`run.lock`).
 """
