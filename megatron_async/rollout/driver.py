@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_async.config import RunConfig
+from megatron_async.engines.awake import AwakeClock
 from megatron_async.engines.interface import EngineClient, EngineError, PromptSource, Verifier
 from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.admission import Admission, recovered_group
@@ -67,6 +68,7 @@ class RolloutDriver:
         self._verifier = verifier
         self._version = version
         self._recorder = recorder
+        self._clock = AwakeClock()
         self._slots: dict[str, EngineSlot] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._control: asyncio.Queue[ev.Action] = asyncio.Queue()
@@ -117,6 +119,7 @@ class RolloutDriver:
         A response whose end its process did not live to note is finished, not gone on with.
         """
         self._spawn(self._control_loop())
+        self._spawn(self._clock.run())
         self._spawn(self._monitor.run())
         recovered = []
         for found in self._store.unconsumed_groups():
@@ -142,7 +145,7 @@ class RolloutDriver:
 
     def add_engine(self, client: EngineClient) -> None:
         """An engine is there; it is stale until weights are published to it."""
-        self._slots[client.engine_id] = EngineSlot(client)
+        self._slots[client.engine_id] = EngineSlot(client, self._clock)
         self._stale.set()
 
     def engine_failed(self, engine_id: str, why: str) -> None:
@@ -172,7 +175,7 @@ class RolloutDriver:
         self.statistics.warned("engine_stale", why)
         self.statistics.engine_lost(engine_id)
         self._generation.forget_engine(slot)
-        self._slots[engine_id] = EngineSlot(slot.client)
+        self._slots[engine_id] = EngineSlot(slot.client, self._clock)
         if slot.up:
             self._feed(ev.EngineDown(engine_id))
         self._stale.set()

@@ -303,10 +303,14 @@ class Generation:
             request.read_at = slot.watch.request_clock(now)
             self._failures.pop(trajectory_id, None)
             self._reports.accepted()
-            if request.complete:
-                await self._store.sync()
-            else:
-                await self._store.written(trajectory_id)
+            slot.watch.store_begins(now)
+            try:
+                if request.complete:
+                    await self._store.sync()
+                else:
+                    await self._store.written(trajectory_id)
+            finally:
+                slot.watch.store_ends(slot.clock())
 
     def _ended(self, request: RunningRequest, *, refused: bool = False) -> None:
         """No stream of it is read any more: its trajectory is finished, partial or refused."""

@@ -13,6 +13,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 
 from megatron_async.config.rollout import EngineConfig
+from megatron_async.engines.awake import AwakeTimeout
 from megatron_async.engines.interface import EngineError
 from megatron_async.rollout.engine_slot import EngineSlot
 from megatron_async.rollout.generation import Generation
@@ -89,8 +90,7 @@ class EngineMonitor:
         engine_id, patience = slot.engine_id, self._settings.no_progress_seconds
         asked = slot.clock()
         try:
-            # Not `wait_for`: until Python 3.12 it may give a result although it is cancelled.
-            async with asyncio.timeout(patience):
+            async with AwakeTimeout(patience):
                 status = await slot.client.status()
         except TimeoutError:
             if not slot.watch.held_since(asked):

@@ -1,11 +1,13 @@
 """Silence as evidence: a pure account of the time that an engine had work and made no token.
 
 Invariants
-- An engine's silence grows only while it has requests and is not held. It is held while it is
-  paused, receives weights or is verified, or has given its memory away. A first request, a token
-  and the end of a hold begin it anew.
-- A request's silence grows only while its engine is not held and reports an empty queue: a request
-  that waits for room in the KV cache, or was sent back to the queue, is silent for a good reason.
+- An engine's silence grows only while it has requests, is not held, and no token of it waits for
+  the store, behind which streams are not read. It is held while it is paused, receives weights or
+  is verified, or has given its memory away. A first request, a token and the end of a hold begin it
+  anew.
+- A request's silence grows only while its engine is not held, reports an empty queue and none of
+  its tokens waits for the store: a request that waits for room in the KV cache, or was sent back to
+  the queue, is silent for a good reason.
 - There is no clock here; every call carries the time, in seconds that never run backwards.
 """
 
@@ -44,6 +46,7 @@ class EngineWatch:
         self._holds: set[str] = set()
         self._released_at = float("-inf")
         self._queue_empty = False  # unknown until its first report
+        self._storing = 0
         self._silence = Stopwatch()
         self._uncrowded = Stopwatch()
 
@@ -95,11 +98,24 @@ class EngineWatch:
         """Note that the engine made tokens."""
         self._silence.zero(now)
 
+    def store_begins(self, now: float) -> None:
+        """A stream waits until its tokens are stored."""
+        self._storing += 1
+        if self._storing == 1:
+            self._update(now)
+
+    def store_ends(self, now: float) -> None:
+        """It goes on."""
+        self._storing -= 1
+        if not self._storing:
+            self._update(now)
+
     def queue(self, waiting: int, now: float) -> None:
         """Note how many requests the engine reports in its queue."""
         self._queue_empty = waiting == 0
         self._update(now)
 
     def _update(self, now: float) -> None:
-        self._silence.set(self.requests > 0 and not self.held, now)
-        self._uncrowded.set(self._queue_empty and not self.held, now)
+        heard = not self.held and not self._storing
+        self._silence.set(heard and self.requests > 0, now)
+        self._uncrowded.set(heard and self._queue_empty, now)

@@ -45,6 +45,20 @@ def test_a_held_engine_is_not_silent_and_starts_anew_when_all_who_hold_it_are_do
     assert not watch.held and watch.silence(803.0) == 3.0
 
 
+def test_no_silence_grows_while_tokens_wait_for_a_disk() -> None:
+    watch = EngineWatch()
+    watch.queue(0, 0.0)
+    watch.request_began(0.0)
+    watch.request_began(0.0)
+    watch.store_begins(10.0)
+    watch.store_begins(11.0)
+    assert (watch.silence(400.0), watch.request_clock(400.0)) == (10.0, 10.0)
+    watch.store_ends(400.0)
+    assert (watch.silence(500.0), watch.request_clock(500.0)) == (10.0, 10.0)
+    watch.store_ends(500.0)
+    assert (watch.silence(503.0), watch.request_clock(503.0)) == (13.0, 13.0)
+
+
 def test_what_was_asked_before_a_hold_or_in_it_is_no_evidence() -> None:
     watch = EngineWatch()
     assert not watch.held_since(0.0)

@@ -1,0 +1,81 @@
+"""Limits of time that leave out what this process did not live through.
+
+A process that was stopped or starved finds every limit passed when it goes on, and what it had been
+waiting for unread in its sockets. That is no evidence about whoever was to answer.
+
+Invariants
+- Time is counted in steps. Of a step that ends much too late, no more than two are counted by the
+  clock, and none by the limit, which waits for it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Final
+
+STEP_SECONDS: Final = 0.5
+
+
+class AwakeClock:
+    """Seconds for which an event loop has run, as long as `run` runs on it."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._awake, self._since = 0.0, clock()
+
+    def __call__(self) -> float:
+        """A reading; differences are what counts."""
+        return self._awake + min(self._clock() - self._since, 2 * STEP_SECONDS)
+
+    def tick(self) -> None:
+        """Count what has passed since the last one."""
+        self._awake, self._since = self(), self._clock()
+
+    async def run(self) -> None:
+        """Tick for ever."""
+        while True:
+            self.tick()
+            await asyncio.sleep(STEP_SECONDS)
+
+
+class AwakeTimeout:
+    """`asyncio.timeout` for time that the event loop has run."""
+
+    def __init__(self, seconds: float) -> None:
+        self._left = seconds
+        self._limit = asyncio.timeout(None)
+        self._due = 0.0
+        self._handle: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self) -> AwakeTimeout:
+        await self._limit.__aenter__()
+        self._wait()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+        await self._limit.__aexit__(kind, error, trace)
+
+    def _wait(self) -> None:
+        loop = asyncio.get_running_loop()
+        step = min(self._left, STEP_SECONDS)
+        self._due = loop.time() + step
+        self._handle = loop.call_at(self._due, self._passed, step)
+
+    def _passed(self, step: float) -> None:
+        now = asyncio.get_running_loop().time()
+        if now - self._due < STEP_SECONDS:
+            self._left -= step
+        if self._left > 0:
+            self._wait()
+        else:
+            self._limit.reschedule(now)
