@@ -114,6 +114,28 @@ def test_a_report_that_cannot_be_trusted_is_an_error(report: dict[str, Any], mes
 
 
 @pytest.mark.parametrize(
+    "garbage",
+    [
+        [],
+        7,
+        None,
+        {},
+        {"meta_info": None},
+        {"meta_info": {"completion_tokens": None}, "output_ids": []},
+        {"meta_info": {"completion_tokens": 1}, "output_ids": {"a": 1}},
+        {"meta_info": {"completion_tokens": 0, "finish_reason": "stop"}},
+        _report([1 << 40], 1, [("0.0", 0, 1)]),
+        {**_report([5], 1, [("0.0", 0, 1)]), "output_ids": ["x"]},
+        _report([5], 1, [("0.0", 0, None)]),
+    ],
+)
+def test_whatever_is_no_report_is_a_bad_report(garbage: Any) -> None:
+    """Not an error of another kind, which would end the run instead of the request."""
+    with pytest.raises(ValueError):
+        StreamDecoder().feed(garbage)
+
+
+@pytest.mark.parametrize(
     ("report", "refused"),
     [
         ({"error": {"message": "no", "code": 400, "retryable": False}}, True),

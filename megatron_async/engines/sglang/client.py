@@ -26,6 +26,7 @@ import aiohttp
 import orjson
 
 from megatron_async.config.rollout import EngineConfig
+from megatron_async.engines.awake import AwakeTimeout
 from megatron_async.engines.interface import (
     EngineError,
     EngineStatus,
@@ -149,7 +150,7 @@ class SGLangClient:
                 yield chunk
         except Refusal as refusal:
             raise RequestRefused(f"{self._engine_id}: request {name}: {refusal}") from refusal
-        except (*_CONTROL_ERRORS, BadReport, KeyError) as error:
+        except (*_CONTROL_ERRORS, BadReport) as error:
             _check_own_limits(error)
             raise EngineError(
                 f"{self._engine_id} ({self._url}): generation of request {name} "
@@ -276,7 +277,7 @@ class SGLangClient:
         ) as response:
             if response.status != 200:
                 raise refusal_of(response.status, await response.text())
-            async for data in response.content.iter_any():
+            async for data in _parts(response):
                 for event in events_of(buffer, data):
                     if event == b"[DONE]":
                         return
@@ -331,12 +332,15 @@ class SGLangClient:
         self, method: str, path: str, body: dict[str, Any] | None, seconds: float
     ) -> bytes:
         """The answer's body. Raises EngineError unless the status is 200."""
-        limit = aiohttp.ClientTimeout(total=seconds, sock_connect=_CONNECT_SECONDS)
+        limit = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS)
         data = None if body is None else orjson.dumps(body)
         try:
-            async with self._open_session().request(
-                method, f"{self._url}/{path}", data=data, headers=_JSON, timeout=limit
-            ) as response:
+            async with (
+                AwakeTimeout(seconds),
+                self._open_session().request(
+                    method, f"{self._url}/{path}", data=data, headers=_JSON, timeout=limit
+                ) as response,
+            ):
                 answer = await response.read()
                 status = response.status
         except _CONTROL_ERRORS as error:
@@ -353,6 +357,15 @@ class SGLangClient:
 
 
 _JSON = {"Content-Type": "application/json"}
+
+
+async def _parts(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """Its body as it arrives. Raises aiohttp.ClientError, also where aiohttp does not."""
+    try:
+        async for data in response.content.iter_any():
+            yield data
+    except RuntimeError as error:  # what a read after the connection was lost gets
+        raise aiohttp.ClientConnectionError(str(error)) from error
 
 
 def _decoded(answer: bytes) -> dict[str, Any]:

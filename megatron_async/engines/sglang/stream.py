@@ -54,9 +54,15 @@ class StreamDecoder:
     def feed(self, report: Mapping[str, Any]) -> list[TokenChunk]:
         """The chunks that this report completes; the last one carries `end` if it is final.
 
-        Raises BadReport on an error report (Refusal if the request is to blame) or on one with too
-        few tokens or log-probs.
+        Raises BadReport on an error report (Refusal if the request is to blame), on one with too
+        few tokens or log-probs, and on whatever else is no report.
         """
+        try:
+            return self._feed(report)
+        except (KeyError, IndexError, TypeError, AttributeError, OverflowError) as error:
+            raise BadReport(f"the engine sent what is no report of a request: {error!r}") from error
+
+    def _feed(self, report: Mapping[str, Any]) -> list[TokenChunk]:
         if "error" in report:
             raise _error_of(report["error"])
         meta = report["meta_info"]
