@@ -8,22 +8,26 @@ Invariants
 - Every engine is asked for the same number of tokens, whatever the model would end at.
 - The requests go before those that wait in the engine: a full engine is verified as soon as a
   request leaves it.
+- A stream that breaks off is asked for again: as for any request, one is no evidence about its
+  engine.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from megatron_async.config.rollout import SamplingConfig
+from megatron_async.engines.awake import AwakeTimeout
 from megatron_async.engines.interface import (
     EngineClient,
     EngineError,
     GenerationRequest,
     RequestRefused,
+    TokenChunk,
 )
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import FloatArray, IntArray, PolicyVersion
@@ -31,6 +35,7 @@ from megatron_async.weight_sync.verify import RatioError
 
 PROMPTS = 4
 _PROMPT_TOKENS = 256
+_TRIES = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +78,7 @@ async def sample(
         for number, prompt in enumerate(prompts)
     ]
     try:
-        async with asyncio.timeout(timeout_seconds):
+        async with AwakeTimeout(timeout_seconds):
             found = await asyncio.gather(*(_continued(engine, r, version) for r in requests))
     except TimeoutError as error:
         raise EngineError(
@@ -92,7 +97,7 @@ async def _continued(
     engine: EngineClient, request: GenerationRequest, version: PolicyVersion
 ) -> Sample | RequestRefused:
     try:
-        chunks = [chunk async for chunk in engine.generate(request)]
+        chunks = await _streamed(engine, request)
     except RequestRefused as refusal:
         return refusal
     versions = {chunk.version for chunk in chunks if len(chunk.token_ids)}
@@ -110,6 +115,17 @@ async def _continued(
         )
     logprobs = np.concatenate([chunk.logprobs for chunk in chunks])
     return Sample(engine.engine_id, request.input_ids, token_ids, logprobs)
+
+
+async def _streamed(engine: EngineClient, request: GenerationRequest) -> list[TokenChunk]:
+    for tries in range(1, _TRIES + 1):
+        tried = replace(request, request_id=f"{request.request_id[:-1]}-{tries};")
+        try:
+            return [chunk async for chunk in engine.generate(tried)]
+        except EngineError as error:
+            if isinstance(error, RequestRefused) or tries == _TRIES:
+                raise
+    raise AssertionError("unreachable")
 
 
 def packed(samples: Sequence[Sample], temperature: float) -> TokenBatch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from megatron_async.config.rollout import SamplingConfig
-from megatron_async.engines.interface import EngineError
+from megatron_async.engines.interface import EngineError, GenerationRequest, TokenChunk
 from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.engines.simulated.engine import SimulatedEngine, SimulatedEngineModel
 from megatron_async.rollout.probe import Sample, errors, packed, probe_prompts, sample
@@ -77,6 +78,37 @@ def test_an_engine_that_does_not_sample_the_version_in_time_fails(
         with pytest.raises(EngineError, match=f"engine one .*{why}"):
             await sample(engine, PROMPTS, SamplingConfig(), VERSION, 10, seconds)
         assert (await engine.status()).running_requests == 0
+        await engine.close()
+
+    run(body())
+
+
+class Breaking(SimulatedEngine):
+    """Its first `broken` streams break off."""
+
+    broken = 0
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
+        if self.broken:
+            self.broken -= 1
+            raise EngineError("engine one: the stream broke off")
+        async for chunk in super().generate(request):
+            yield chunk
+
+
+@pytest.mark.parametrize(("broken", "fails"), [(2, False), (3, True)])
+def test_a_stream_that_breaks_off_is_asked_for_again(broken: int, fails: bool) -> None:
+    """As a trajectory's would be: it says nothing about its engine. Three in a row do."""
+
+    async def body() -> None:
+        engine = Breaking("one", MODEL, VERSION)
+        engine.broken = broken
+        asked = sample(engine, PROMPTS[:1], SamplingConfig(), VERSION, 3, 5.0)
+        if fails:
+            with pytest.raises(EngineError, match="broke off"):
+                await asked
+        else:
+            assert [len(one.token_ids) for one in await asked] == [3]
         await engine.close()
 
     run(body())
