@@ -139,6 +139,8 @@ class WeightChecks:
                 f"{version}: log-probs of its own tokens differ by {error.mean:.2e} on average, "
                 f"and {self._rule.limit(exact=exact):.2e} is the limit {self._limit_is(exact)}"
             )
+        if not outcome.good:  # what they agreed on was not these weights, and binds nobody
+            self._agreed = None
         drift = None
         if not exact:
             drift = self._rule.drift(errors.values())

@@ -17,6 +17,8 @@ from megatron_async.engines.interface import GenerationRequest, TokenChunk
 from megatron_async.engines.simulated.engine import SimulatedEngine
 from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.manager import ResumePoint, UpdateReport
+from megatron_async.rollout.probe import Sample
+from megatron_async.rollout.weight_checks import WeightChecks
 from megatron_async.store.reader import StoreReader
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import PolicyVersion
@@ -346,5 +348,42 @@ def test_what_runs_at_the_last_update_is_verified_and_then_ended(
         assert it.manager.status()["running"] == 0
         await it.manager.stop()
         assert max(error for _, error in stored(tmp_path)) < 1e-6
+
+    run(body())
+
+
+class Holding:
+    """An engine that reports a version, whatever it holds."""
+
+    dtype = "float32"
+
+    def __init__(self, engine_id: str, weights: str) -> None:
+        self.engine_id, self._weights = engine_id, weights
+
+    async def version(self) -> PolicyVersion:
+        return PolicyVersion(0, 1)
+
+    async def checksum(self) -> str:
+        return self._weights
+
+
+def test_what_engines_of_wrong_weights_agree_on_does_not_bind_those_that_come_after() -> None:
+    """Else every engine that is sent the right weights is replaced, for ever."""
+    checks, version = WeightChecks(settings("async"), list), PolicyVersion(0, 1)
+
+    async def passed(*engines: Holding, error: float) -> list[str]:
+        held = (await checks.held(list(engines), version)).good  # type: ignore[arg-type]
+        samples = [
+            Sample(e.engine_id, np.zeros(1, np.int32), np.zeros(1, np.int32), np.full(1, -1.0))
+            for e in held
+        ]
+        trainer_T = np.tile(np.array([0.0, error - 1.0], np.float32), len(samples))
+        found = checks.ratios(held, samples, trainer_T, version, float32=True)
+        return [engine.engine_id for engine in found.outcome.good]
+
+    async def body() -> None:
+        assert await passed(Holding("a", "old"), Holding("b", "old"), error=1.0) == []
+        assert await passed(Holding("a", "new"), Holding("b", "new"), error=0.0) == ["a", "b"]
+        assert await passed(Holding("c", "old"), error=0.0) == [], "two that are right hold new"
 
     run(body())
