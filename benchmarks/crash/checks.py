@@ -1,4 +1,4 @@
-"""The promises of the store and of the lag bound, checked on evidence. Pure.
+"""The promises of store, lag bound and fleet, checked on evidence. Pure.
 
 Invariants
 - A check returns one sentence for each trajectory, step or token run that breaks its promise; none
@@ -8,12 +8,14 @@ Invariants
 
 from __future__ import annotations
 
-from collections import Counter
+import zlib
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from benchmarks.crash.evidence import CONSUMED, Attach, Batch, Evidence, Kept
+from benchmarks.crash.evidence import CONSUMED, Attach, Batch, Evidence, Kept, Launch
+from benchmarks.crash.faults import excused
 from megatron_async.engines.simulated.engine import SimulatedEngineModel
 from megatron_async.trajectory.types import PolicyVersion
 
@@ -23,13 +25,24 @@ DONE = ("finished", "scored", CONSUMED, "dropped")
 @dataclass(frozen=True)
 class Rules:
     """What the run was set to: the store's chunk, the lag bound (None: no bound), what ends a
-    response, and the model of simulated engines."""
+    response, and the model of simulated engines.
+
+    `by_version`: what they generate follows from the version that they hold, too (`weights_of`).
+    `reward_of`: the reward of a response; None where that is not known.
+    """
 
     chunk_tokens: int
     max_async_level: int | None
     stop_token_id: int
     max_new_tokens: int
     simulated: SimulatedEngineModel | None = None
+    by_version: bool = False
+    reward_of: Callable[[tuple[int, ...]], float] | None = None
+
+
+def weights_of(model: SimulatedEngineModel, version: PolicyVersion) -> SimulatedEngineModel:
+    """The model that a simulated engine is once it holds this version, where that matters."""
+    return replace(model, seed=zlib.crc32(f"{model.seed} {version}".encode()))
 
 
 Check = Callable[[Evidence, Rules], list[str]]
@@ -211,6 +224,9 @@ def wrong_tokens(evidence: Evidence, rules: Rules) -> list[str]:
             wrong.append(f"trajectory {one.trajectory_id}: token {bad[0] - first} never arrived")
         elif rules.simulated is not None and not _is_continuation(one, rules):
             wrong.append(f"trajectory {one.trajectory_id} is not the engine's answer to its prompt")
+        right = one.reward if rules.reward_of is None else rules.reward_of(one.tokens)
+        if one.reward not in (None, 0.0, right):
+            wrong.append(f"trajectory {one.trajectory_id} has another response's reward")
     for batch in surviving_batches(evidence):
         for trajectory_id, response in zip(batch.ids, batch.responses, strict=True):
             copies = evidence.kept.get(trajectory_id, [])
@@ -220,11 +236,14 @@ def wrong_tokens(evidence: Evidence, rules: Rules) -> list[str]:
 
 
 def _is_continuation(one: Kept, rules: Rules) -> bool:
-    """Whether the simulated engine, which knows only prompt and place, says these tokens."""
-    model = rules.simulated
-    assert model is not None
+    """Whether the simulated engine, which knows only what came before, generates these tokens."""
+    base = rules.simulated
+    assert base is not None
+    models = {v: weights_of(base, v) if rules.by_version else base for v in set(one.versions)}
     previous, stop, ended = one.prompt[-1], rules.stop_token_id, False
-    for place, token in enumerate(one.tokens, len(one.prompt)):
+    places = zip(one.tokens, one.versions, strict=True)
+    for place, (token, version) in enumerate(places, len(one.prompt)):
+        model = models[version]
         stops = model.stops(previous, place)
         expected = stop if stops else model.next_token(previous, place, (stop,))
         if ended or token != expected:
@@ -307,6 +326,19 @@ def lag_of(evidence: Evidence, batch: Batch, version: PolicyVersion) -> int:
     return batch.step - number
 
 
+def healthy_engines_given_up(evidence: Evidence, rules: Rules) -> list[str]:
+    """Whoever was given up had a fault. A manager's own end gives up nobody."""
+    places: dict[tuple[str, int], list[Launch]] = defaultdict(list)
+    for launch in evidence.launches:
+        places[launch.life, launch.index].append(launch)
+    return [
+        f"engine {launch.engine_id} ({launch.url}) was given up, and nothing was wrong with it"
+        for launches in places.values()
+        for launch in launches[:-1]
+        if not excused(evidence.injected, launch.url)
+    ]
+
+
 def _every(evidence: Evidence) -> Iterator[Kept]:
     for copies in evidence.kept.values():
         yield from copies
@@ -321,6 +353,7 @@ CHECKS: dict[str, Check] = {
     "wrong tokens": wrong_tokens,
     "wrong end": wrong_end,
     "lag bound broken": lag_broken,
+    "healthy engines given up": healthy_engines_given_up,
 }
 
 

@@ -1,8 +1,9 @@
-"""What is known after a crash test, from three independent witnesses.
+"""What is known after a crash test or a fault programme, from independent witnesses.
 
 - the arrivals: every token that reached a rollout manager (`ledger.py`);
 - the trainer: every line it began and every batch it took (`ledger.py`);
-- the store with its export, and the checkpoint manifests.
+- the store with its export, and the checkpoint manifests;
+- every engine that was started, and every fault that was injected (`ledger.py`).
 
 Reading only; `checks.py` compares them.
 """
@@ -17,7 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.crash.ledger import arrivals_file, trained_file
+from benchmarks.crash.faults import Injected
+from benchmarks.crash.ledger import arrivals_file, engines_file, faults_file, trained_file
 from megatron_async.checkpoint.manifest import list_checkpoints
 from megatron_async.run_directory import RunDirectory
 from megatron_async.store.lineage import Consumption
@@ -52,6 +54,16 @@ class Request:
     @property
     def end(self) -> int:
         return self.start + len(self.ids)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """An engine that a manager (`life`) has started at `url`, in the place `index`."""
+
+    life: str
+    index: int
+    engine_id: str
+    url: str
 
 
 @dataclass(frozen=True)
@@ -109,6 +121,8 @@ class Evidence:
     trajectories: int
     newest_checkpoint: tuple[int, int] | None
     looks: list[dict[int, Seen]] = field(default_factory=list)
+    launches: list[Launch] = field(default_factory=list)
+    injected: list[Injected] = field(default_factory=list)
 
 
 def gather(directory: RunDirectory, looks: list[dict[int, Seen]]) -> Evidence:
@@ -132,6 +146,11 @@ def gather(directory: RunDirectory, looks: list[dict[int, Seen]]) -> Evidence:
         trajectories=content.counters.next_trajectory,
         newest_checkpoint=newest,
         looks=looks,
+        launches=[
+            Launch(line["life"], line["index"], line["launched"], line["url"])
+            for _, line in json_lines(engines_file(directory.path))
+        ],
+        injected=[Injected(**line) for _, line in json_lines(faults_file(directory.path))],
     )
 
 
@@ -155,20 +174,23 @@ def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def read_arrivals(path: Path) -> dict[int, list[Request]]:
-    """Trajectory -> its requests in order."""
+    """Trajectory -> its requests in order. Names come again after a resume, never before."""
     found: dict[int, list[Request]] = defaultdict(list)
+    newest: dict[str, int] = {}
     for offset, line in json_lines(path):
         trajectory_id = int(line["request"][1:].partition("-")[0])
         requests = found[trajectory_id]
         if "ids" not in line:
+            newest[line["request"]] = len(requests)
             requests.append(Request(trajectory_id, int(line["at"]), offset))
             continue
-        request = requests[-1]
+        place = newest[line["request"]]
+        request = requests[place]
         if request.end != line["at"]:
             raise ValueError(f"arrivals of trajectory {trajectory_id} are not in order")
         if request.noted_end is not None:
             raise ValueError(f"trajectory {trajectory_id}: a request's tokens follow its end")
-        requests[-1] = Request(
+        requests[place] = Request(
             trajectory_id,
             request.start,
             request.offset,

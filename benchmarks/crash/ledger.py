@@ -15,6 +15,15 @@ trained.jsonl, every attach, batch and drop as the trainer saw it:
     {"attach": 3, "step": 12, "parent": 2}
     {"batch": 12, "lineage": 3, "ids": [96, 97, ...], "responses": [[5, 6], ...], "lag": 1}
     {"dropped": 12, "lineage": 3}
+
+engines.jsonl, every engine that a manager has started (`life`: which manager; a second one of the
+same `index` in a life takes the place of an engine that was given up):
+
+    {"life": "5f0c...", "index": 0, "launched": "engine0.1", "url": "http://127.0.0.1:40123"}
+
+faults.jsonl, every fault that a fault programme injects (`fault_programme.py`):
+
+    {"kind": "engine hangs", "engine": "http://127.0.0.1:40123", "count": 1, "at": 7.31}
 """
 
 from __future__ import annotations
@@ -22,6 +31,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, cast
@@ -45,6 +55,14 @@ def trained_file(run: Path) -> Path:
     return run / "ledger" / "trained.jsonl"
 
 
+def engines_file(run: Path) -> Path:
+    return run / "ledger" / "engines.jsonl"
+
+
+def faults_file(run: Path) -> Path:
+    return run / "ledger" / "faults.jsonl"
+
+
 class Ledger:
     """What `experiment.ledger` names: stands in front of a run's launcher and manager."""
 
@@ -52,15 +70,18 @@ class Ledger:
         self._run = run
 
     def launcher(self, launcher: EngineLauncher) -> EngineLauncher:
-        """Its clients note what they deliver."""
-        return cast(EngineLauncher, NotingLauncher(launcher, _Notes(arrivals_file(self._run))))
+        """Its starts are noted, and its clients note what they deliver."""
+        arrivals, engines = Notes(arrivals_file(self._run)), Notes(engines_file(self._run))
+        return cast(EngineLauncher, NotingLauncher(launcher, arrivals, engines))
 
     def link(self, link: RolloutLink) -> RolloutLink:
         """What goes through it is noted."""
-        return cast(RolloutLink, NotingLink(link, _Notes(trained_file(self._run))))
+        return cast(RolloutLink, NotingLink(link, Notes(trained_file(self._run))))
 
 
-class _Notes:
+class Notes:
+    """One file of notes."""
+
     def __init__(self, file: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -70,14 +91,18 @@ class _Notes:
 
 
 class NotingLauncher:
-    """Another launcher, whose clients note what they deliver."""
+    """Another launcher, with a note of every start; its clients note what they deliver."""
 
-    def __init__(self, launcher: EngineLauncher, notes: _Notes) -> None:
+    def __init__(self, launcher: EngineLauncher, arrivals: Notes, engines: Notes) -> None:
         self._launcher = launcher
-        self._notes = notes
+        self._arrivals = arrivals
+        self._engines = engines
+        self._life = uuid.uuid4().hex
 
     async def launch(self, index: int) -> EngineClient:
-        return NotingClient(await self._launcher.launch(index), self._notes)
+        client = await self._launcher.launch(index)
+        self._engines.add(life=self._life, index=index, launched=client.engine_id, url=client.url)
+        return NotingClient(client, self._arrivals)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._launcher, name)
@@ -86,7 +111,7 @@ class NotingLauncher:
 class NotingClient(ForwardingClient):
     """Another client, with a note of every chunk of a trajectory's request."""
 
-    def __init__(self, client: EngineClient, notes: _Notes) -> None:
+    def __init__(self, client: EngineClient, notes: Notes) -> None:
         super().__init__(client)
         self._notes = notes
 
@@ -111,7 +136,7 @@ class NotingClient(ForwardingClient):
 class NotingLink:
     """Another link, with a note of every attach, batch and drop."""
 
-    def __init__(self, link: RolloutLink, notes: _Notes) -> None:
+    def __init__(self, link: RolloutLink, notes: Notes) -> None:
         self._link = link
         self._lineage = 0
         self._notes = notes

@@ -3,7 +3,7 @@
 The account: line 0 trained steps 0, 1 and 2, and lost step 2 in a kill; line 1 went on from the
 checkpoint of step 2 and trained steps 2 and 3. Trajectory i is in the batch of step i; trajectory 4
 was dropped, trajectory 5 has finished. Trajectory 3 was interrupted and lost two tokens, which were
-written again.
+written again. Engine 0 hung and was started again by the only manager.
 """
 
 from __future__ import annotations
@@ -28,16 +28,19 @@ from benchmarks.crash.checks import (
     surviving_batches,
     surviving_path,
     tokens_lost,
+    weights_of,
 )
 from benchmarks.crash.evidence import (
     Attach,
     Batch,
     Evidence,
     Kept,
+    Launch,
     Request,
     Seen,
     read_arrivals,
 )
+from benchmarks.crash.faults import Injected
 from benchmarks.crash.run import PARTS, TARGETS
 from megatron_async.engines.simulated.engine import SimulatedEngineModel
 from megatron_async.trajectory.types import PolicyVersion
@@ -45,7 +48,12 @@ from megatron_async.trajectory.types import PolicyVersion
 MODEL = SimulatedEngineModel(vocab_size=64, mean_length=10**9)
 STOP, LENGTH = 2, 8
 RULES = Rules(
-    chunk_tokens=4, max_async_level=1, stop_token_id=STOP, max_new_tokens=LENGTH, simulated=MODEL
+    chunk_tokens=4,
+    max_async_level=1,
+    stop_token_id=STOP,
+    max_new_tokens=LENGTH,
+    simulated=MODEL,
+    reward_of=lambda tokens: 1.0,
 )
 PROMPT = (7, 9)
 
@@ -63,12 +71,13 @@ def kept(trajectory_id: int, **changes: object) -> Kept:
     version = {2: PolicyVersion(0, 2), 3: PolicyVersion(1, 2)}.get(
         trajectory_id, PolicyVersion(0, 0)
     )
+    tokens: tuple[int, ...] = changes.pop("tokens", says(LENGTH))  # type: ignore[assignment]
     one = Kept(
         trajectory_id,
         "batched" if consumed else "dropped" if trajectory_id == 4 else "finished",
         PROMPT,
-        says(LENGTH),
-        (version,) * LENGTH,
+        tokens,
+        (version,) * len(tokens),
         reward=1.0 if consumed else None,
         drop_reason="stale" if trajectory_id == 4 else None,
         consumed=consumed,
@@ -98,7 +107,16 @@ def honest() -> Evidence:
         trajectories=6,
         newest_checkpoint=(1, 4),
         looks=[{0: Seen("scored", LENGTH, 1.0), 1: Seen("finished", LENGTH, None)}],
+        launches=[
+            Launch("a", 0, "engine0", "http://h:1"),
+            Launch("a", 1, "engine1", "http://h:2"),
+            Launch("a", 0, "engine0.1", "http://h:3"),
+        ],
+        injected=[Injected("engine hangs", "http://h:1"), HICCUP, HICCUP],
     )
+
+
+HICCUP = Injected("engine drops streams", "http://h:2")
 
 
 def with_kept(trajectory_id: int, *copies: Kept) -> Evidence:
@@ -233,6 +251,23 @@ DOCTORED: list[tuple[str, str, Callable[[], Evidence]]] = [
         "batch 4 of line 1 came with lag 2",
         lambda: with_batches(replace(batch(1, 4, 5), lag=2)),
     ),
+    (
+        "wrong tokens",
+        "trajectory 0 has another response's reward",
+        lambda: with_kept(0, kept(0, reward=0.5)),
+    ),
+    (
+        "healthy engines given up",
+        "engine engine0 (http://h:1) was given up, and nothing was wrong with it",
+        lambda: replace(honest(), injected=[Injected("engine hangs", "http://h:3")]),
+    ),
+    (
+        "healthy engines given up",
+        "engine engine1 (http://h:2) was given up",
+        lambda: replace(
+            honest(), launches=[*honest().launches, Launch("a", 1, "engine1.1", "http://h:4")]
+        ),
+    ),
 ]
 
 
@@ -266,6 +301,44 @@ def test_what_follows_the_place_where_a_simulated_engine_stops_is_not_its_answer
 
     assert verdict(STOP) == []
     assert verdict(STOP, STOP) == ["trajectory 5 is not the engine's answer to its prompt"]
+
+
+def test_an_engine_is_given_up_for_as_many_failed_requests_as_it_may_have() -> None:
+    again = Launch("a", 1, "engine1.1", "http://h:4")
+    evidence = replace(honest(), launches=[*honest().launches, again])
+    assert len(audit(evidence, RULES)["healthy engines given up"]) == 1
+    evidence = replace(evidence, injected=[*evidence.injected, HICCUP])
+    assert audit(evidence, RULES)["healthy engines given up"] == []
+
+
+def test_a_manager_that_ends_gives_up_nobody() -> None:
+    again = Launch("b", 1, "engine1", "http://h:4")
+    evidence = replace(honest(), launches=[*honest().launches, again])
+    assert audit(evidence, RULES)["healthy engines given up"] == []
+
+
+def test_tokens_of_another_version_than_they_are_labelled_with_are_found() -> None:
+    rules = replace(RULES, by_version=True, simulated=replace(MODEL, vocab_size=4096))
+    assert rules.simulated is not None
+
+    def answer(*versions: PolicyVersion) -> tuple[int, ...]:
+        tokens: list[int] = []
+        for place, version in enumerate(versions, len(PROMPT)):
+            model = weights_of(rules.simulated, version)
+            tokens.append(model.next_token(tokens[-1] if tokens else PROMPT[-1], place, (STOP,)))
+        return tuple(tokens)
+
+    old, new = PolicyVersion(0, 0), PolicyVersion(0, 1)
+    tokens = answer(old, old, new, new)
+
+    def wrong(*labels: PolicyVersion) -> list[str]:
+        one = kept(5, tokens=tokens, versions=labels, state="partial")
+        arrived = Request(5, len(PROMPT), 0, tokens, 2)
+        evidence = replace(with_requests(5, arrived), kept={5: [one]})
+        return [line for line in audit(evidence, rules)["wrong tokens"] if "answer" in line]
+
+    assert wrong(old, old, new, new) == []
+    assert len(wrong(old, old, old, new)) == 1
 
 
 def test_arrivals_tell_how_each_request_ended(tmp_path: Path) -> None:

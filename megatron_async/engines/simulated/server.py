@@ -42,6 +42,7 @@ from megatron_async.trajectory.types import PolicyVersion
 
 _LARGEST_BODY_BYTES = 4 << 30
 _KEEP_ALIVE_SECONDS = 5.0  # as SGLang's server
+_EVENTS = {"Content-Type": "text/event-stream"}
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -167,9 +168,12 @@ class SimulatedServer:
     # ------------------------------------------------------------ generation
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        body = await request.json()
-        wanted = _generation_request(body)
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        return await self._stream(request, web.StreamResponse(headers=_EVENTS))
+
+    async def _stream(
+        self, request: web.Request, response: web.StreamResponse
+    ) -> web.StreamResponse:
+        wanted = _generation_request(await request.json())
         await response.prepare(request)
         sent = 0
         self._running.add(wanted.request_id)

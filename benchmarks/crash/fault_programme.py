@@ -1,0 +1,199 @@
+"""`python -m benchmarks.crash.fault_programme --faults 500 --seed 1 [--preset P] [--only N]`
+
+Random sequences of faults (`faults.py`) done to runs (`world.py`), each run audited by what it has
+left behind (`checks.py`). Prints a table; exit code 1 if a promise was broken, with the command
+that repeats the sequence. Needs a C compiler for a disk and a clock that fail.
+
+A run on a machine that stood still for too long is repeated at the end, as nothing can be said of
+its engines; it is counted as set aside if it was too slow again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.crash.checks import CHECKS
+from benchmarks.crash.disk import Edges, build_library
+from benchmarks.crash.faults import KINDS, Fault, sequence
+from benchmarks.crash.world import Result, settings, suffer
+
+PRESETS = ("sync", "rapid", "copris", "pipeline", "async")
+ON_SCORER_FAILURE = ("zero", "drop")
+_FAULTS_OF_A_RUN = 13
+_HEALTHY = "healthy engines given up"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One sequence of a programme."""
+
+    number: int
+    seed: str
+    preset: str
+    faults: tuple[Fault, ...]
+
+    @classmethod
+    def of(cls, seed: int, number: int, preset: str | None, count: int) -> Plan:
+        """The same for the same numbers, whatever came before."""
+        own, usual = f"{seed}.{number}", PRESETS[number % len(PRESETS)]
+        return cls(number, own, preset or usual, sequence(own, count, KINDS))
+
+
+@dataclass
+class Account:
+    """Results of one preset."""
+
+    results: list[Result] = field(default_factory=list)
+    set_aside: int = 0
+
+    def broken(self) -> list[str]:
+        return [sentence for result in self.results for sentence in result.broken]
+
+
+def blames_a_slow_machine(result: Result) -> bool:
+    """Whether all that is wrong is what a machine that stands still explains."""
+    return result.slow and all(sentence.startswith(_HEALTHY) for sentence in result.broken)
+
+
+async def _carried_out(plan: Plan, folder: Path, edges: Edges | None) -> Result:
+    config = settings(
+        plan.preset,
+        task={"on_verifier_timeout": ON_SCORER_FAILURE[plan.number % len(ON_SCORER_FAILURE)]},
+    )
+    return await suffer(
+        folder,
+        config,
+        plan.faults,
+        seed=plan.seed,
+        edges=edges,
+        scorer_processes=any(KINDS[fault.kind].edge == "scorer" for fault in plan.faults),
+    )
+
+
+def table(accounts: dict[str, Account]) -> str:
+    """Faults by kind and preset, then what was counted."""
+    kinds = {preset: Counter[str]() for preset in accounts}
+    for preset, account in accounts.items():
+        for result in account.results:
+            kinds[preset].update(one.kind for one in result.injected)
+    lines = ["| fault | " + " | ".join(accounts) + " |", "|---" * (len(accounts) + 1) + "|"]
+    for kind in KINDS:
+        lines.append(f"| {kind} | " + " | ".join(str(kinds[p][kind]) for p in accounts) + " |")
+    lines.append("| all | " + " | ".join(str(sum(kinds[p].values())) for p in accounts) + " |")
+    heads = ["preset", "runs", "set aside", "resumed", "trajectories", "batches", "largest lag"]
+    lines += ["", "| " + " | ".join([*heads, *CHECKS, "runs that stopped"]) + " |"]
+    lines.append("|---" * (len(heads) + len(CHECKS) + 1) + "|")
+    for preset, account in accounts.items():
+        results, broken = account.results, account.broken()
+        cells: list[object] = [preset, len(results), account.set_aside]
+        cells += [sum(r.resumes for r in results), sum(r.trajectories for r in results)]
+        cells += [sum(r.batches for r in results), max((r.largest_lag for r in results), default=0)]
+        cells += [sum(line.startswith(f"{name}: ") for line in broken) for name in CHECKS]
+        known = tuple(f"{name}: " for name in CHECKS)
+        cells.append(sum(not line.startswith(known) for line in broken))
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
+
+
+def _report(result: Result, plan: Plan, command: str) -> None:
+    print(
+        f"{plan.number} {plan.preset}: {len(result.injected)} faults, {result.seconds:.1f} s, "
+        f"{len(result.broken)} broken promises",
+        flush=True,
+    )
+    if not result.broken:
+        return
+    print(f"  repeat it with: {command} --only {plan.number}")
+    for one in result.injected:
+        print(f"  {one.at:6.2f} s {one.kind} {one.engine} x{one.count}")
+    for why, at in result.reasons.items():
+        print(f"  {at:6.2f} s the run: {why}")
+    for sentence in result.broken:
+        print(f"  BROKEN {sentence}", flush=True)
+
+
+def programme(
+    plans: Sequence[Plan], root: Path, edges: Edges | None, command: str, seconds: float
+) -> dict[str, Account]:
+    """Carry them out, one after the other, as many as begin within `seconds`."""
+    accounts = {preset: Account() for preset in dict.fromkeys(plan.preset for plan in plans)}
+    began = time.monotonic()
+    waiting = [(plan, 0) for plan in plans]
+    while waiting and time.monotonic() - began < seconds:
+        plan, tries = waiting.pop(0)
+        folder = root / f"{plan.number}.{tries}"
+        result = asyncio.run(_carried_out(plan, folder, edges))
+        _report(result, plan, command)
+        account = accounts[plan.preset]
+        if not blames_a_slow_machine(result):
+            account.results.append(result)
+        elif tries:
+            account.set_aside += 1
+        else:
+            waiting.append((plan, 1))
+    return accounts
+
+
+def _with_edges(arguments: list[str], root: Path) -> None:
+    """This process anew, with the library preloaded and files below `root` on the disk."""
+    root.mkdir(parents=True, exist_ok=True)
+    library = build_library(root)
+    environment = Edges(root / "page").environment(library, root)
+    os.execve(
+        sys.executable,
+        [sys.executable, "-m", "benchmarks.crash.fault_programme", *arguments, "--keep", str(root)],
+        environment,
+    )
+
+
+def main(arguments: list[str]) -> int:
+    """Exit code: 0 when every promise was kept."""
+    parser = argparse.ArgumentParser(prog="benchmarks.crash.fault_programme", description=__doc__)
+    parser.add_argument("--faults", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--preset", choices=PRESETS, default=None)
+    parser.add_argument("--only", type=int, default=None, help="this sequence alone")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no run after these")
+    parser.add_argument("--out", type=Path, default=None, help="file for the table")
+    parser.add_argument("--keep", type=Path, default=None, help="directory for the runs")
+    parsed = parser.parse_args(arguments)
+    edges = Edges.of_this_process()
+    if edges is None:
+        root = parsed.keep or Path(tempfile.mkdtemp(prefix="faults-"))
+        _with_edges(arguments, root.absolute())
+    assert parsed.keep is not None
+    logging.getLogger("aiohttp").setLevel(logging.CRITICAL)  # the engines' own broken streams
+    command = f"python -m benchmarks.crash.fault_programme --faults {parsed.faults}"
+    command += f" --seed {parsed.seed}" + (f" --preset {parsed.preset}" if parsed.preset else "")
+    numbers = range(-(-parsed.faults // _FAULTS_OF_A_RUN))
+    if parsed.only is not None:
+        numbers = range(parsed.only, parsed.only + 1)
+    left = [min(_FAULTS_OF_A_RUN, parsed.faults - _FAULTS_OF_A_RUN * number) for number in numbers]
+    plans = [
+        Plan.of(parsed.seed, number, parsed.preset, count)
+        for number, count in zip(numbers, left, strict=True)
+    ]
+    began = time.monotonic()
+    accounts = programme(plans, parsed.keep, edges, command, parsed.seconds)
+    text = f"`{command}`, {time.monotonic() - began:.0f} s\n\n{table(accounts)}\n"
+    broken = [line for account in accounts.values() for line in account.broken()]
+    if broken:
+        text += "\nBroken promises:\n\n" + "\n".join(f"- {line}" for line in broken) + "\n"
+    print(text)
+    if parsed.out is not None:
+        parsed.out.write_text(text)
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

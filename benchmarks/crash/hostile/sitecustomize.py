@@ -1,0 +1,68 @@
+"""Scorers that fail on command; with this folder on PYTHONPATH it acts in scorer processes only.
+
+`HOSTILE_FILE` names a file: whoever scores next and finds it takes it away and behaves as it says,
+once. A reward follows from the text alone (`reward_of`), so that one which belongs to another
+response shows.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+
+def reward_of(text: str) -> float:
+    """In (0, 1]: 0 is what a failed score gets."""
+    return (1 + zlib.crc32(text.encode()) % 8) / 8
+
+
+def _misbehave(kind: str) -> None:
+    if kind == "scorer hangs":
+        time.sleep(3600)
+    elif kind == "scorer floods its output":
+        print("x" * 3_000_000)
+    elif kind == "scorer forks":
+        for _ in range(4):
+            if os.fork() == 0:
+                time.sleep(3600)
+    elif kind == "scorer eats memory":
+        kept = []
+        while True:
+            kept.append(bytearray(256 << 20))  # never touched: address space, not memory
+    elif kind == "scorer dies":
+        os._exit(3)
+    else:
+        raise ValueError(f"no scorer can misbehave like this: {kind!r}")
+
+
+class _Hostile:
+    def __init__(self, command: Path) -> None:
+        self._command = command
+
+    def score(self, payload: dict[str, Any], text: str) -> Any:
+        from megatron_async.tasks.base import Judgement
+
+        taken = self._command.with_suffix(f".{os.getpid()}")
+        try:
+            self._command.rename(taken)
+        except FileNotFoundError:
+            pass
+        else:
+            kind = taken.read_text()
+            taken.unlink()
+            _misbehave(kind)
+        return Judgement(reward_of(text), {})
+
+
+def _install(command: Path) -> None:
+    import megatron_async.tasks.build as build
+
+    build.build_scorer = lambda config: _Hostile(command)  # type: ignore[assignment]
+
+
+if "HOSTILE_FILE" in os.environ and "megatron_async.tasks.verifier_process" in sys.orig_argv:
+    _install(Path(os.environ["HOSTILE_FILE"]))

@@ -1,0 +1,164 @@
+"""The fault programme finds defects that are planted, and finds none in the product.
+
+Each planted defect takes away what keeps one promise; a run with a few faults then breaks it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.crash.faults import Fault
+from benchmarks.crash.world import Result, settings, suffer
+from megatron_async.rollout.driver import RolloutDriver
+from megatron_async.rollout.engine_slot import EngineSlot
+from megatron_async.rollout.generation import RunningRequest
+from megatron_async.rollout.monitor import EngineMonitor
+from megatron_async.rollout.version_gate import VersionGate
+from megatron_async.store.records import TrajectoryRecord
+from megatron_async.trajectory.batch import TokenBatch
+from megatron_async.trajectory.types import PolicyVersion, RequestKey
+from tests.store.disk import needs_compiler
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(540)]
+
+
+def result_of(folder: Path, preset: str, faults: Sequence[Fault], edges: Any = None) -> Result:
+    return asyncio.run(suffer(folder / "run", settings(preset), faults, edges=edges))
+
+
+def found(result: Result, check: str | tuple[str, ...]) -> bool:
+    return any(sentence.startswith(check) for sentence in result.broken)
+
+
+def accept_any_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store takes what any stream brings, and streams of an engine that is stale live on."""
+
+    def current(records: dict[int, TrajectoryRecord], request: RequestKey) -> TrajectoryRecord:
+        return records[request.trajectory_id]
+
+    next_batch = RolloutDriver.next_batch
+
+    async def with_a_stale_engine(driver: RolloutDriver, timeout: float) -> TokenBatch | None:
+        batch = await next_batch(driver, timeout)
+        if batch is not None:
+            driver.engine_stale(sorted(driver._slots)[0], "a test says so")
+        return batch
+
+    monkeypatch.setattr("megatron_async.store.store.running", current)
+    monkeypatch.setattr(RunningRequest, "cancel", lambda request: None)
+    monkeypatch.setattr(RolloutDriver, "next_batch", with_a_stale_engine)
+
+
+def accept_unverified_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an engine generates is stored before its weights have been verified."""
+
+    async def passes(gate: VersionGate, version: PolicyVersion) -> bool:
+        return True
+
+    monkeypatch.setattr(VersionGate, "passes", passes)
+
+
+def emit_a_batch_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer gets the first batch again in place of the second."""
+    taken: list[TokenBatch] = []
+    next_batch = RolloutDriver.next_batch
+
+    async def again(driver: RolloutDriver, timeout: float) -> TokenBatch | None:
+        batch = await next_batch(driver, timeout)
+        if batch is None:
+            return None
+        taken.append(batch)
+        return replace(taken[0], step=batch.step) if len(taken) == 2 else batch
+
+    monkeypatch.setattr(RolloutDriver, "next_batch", again)
+
+
+MIXED = ("wrong tokens: ", "a run did not go on: the rollout driver failed: ")
+PLANTED: list[
+    tuple[str | tuple[str, ...], str, Callable[[pytest.MonkeyPatch], None], list[Fault]]
+] = [
+    # Two streams that write one trajectory mix their tokens, or finish it twice.
+    (MIXED, "pipeline", accept_any_request, [Fault("trainer pauses", seconds=0.2)]),
+    (
+        "wrong tokens: ",
+        "pipeline",
+        accept_unverified_tokens,
+        [Fault("engine holds another version than it says", target=i) for i in range(3)],
+    ),
+    ("trained twice: ", "async", emit_a_batch_twice, [Fault("trainer pauses", 0.1, seconds=0.2)]),
+]
+
+
+@pytest.mark.parametrize(("check", "preset", "plant", "faults"), PLANTED)
+def test_a_planted_defect_is_found(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    check: str | tuple[str, ...],
+    preset: str,
+    plant: Callable[[pytest.MonkeyPatch], None],
+    faults: list[Fault],
+) -> None:
+    plant(monkeypatch)
+    result = result_of(tmp_path, preset, faults)
+    assert found(result, check), result.broken
+
+
+class Clock:
+    """Disk and clock of a run whose driver reads the wall clock."""
+
+    def __init__(self) -> None:
+        self.ahead = 0.0
+
+    def disk(self, kind: str = "") -> None:
+        """No fault of these tests is a disk's."""
+
+    def jump(self, seconds: float) -> None:
+        self.ahead += seconds
+
+    def heal(self) -> None:
+        """The disk works."""
+
+
+@pytest.mark.parametrize("planted", [True, False])
+def test_a_driver_that_gives_up_engines_by_a_clock_jump_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, planted: bool
+) -> None:
+    """It counts an engine as hung when it was last seen too long ago, by the wall clock."""
+    clock, seen = Clock(), dict[EngineSlot, float]()
+    look_at = EngineMonitor._look_at
+
+    async def look_by_the_wall_clock(monitor: EngineMonitor, slot: EngineSlot) -> None:
+        now = time.monotonic() + clock.ahead
+        if now - seen.setdefault(slot, now) > 60.0:
+            monitor.give_up(slot, f"engine {slot.engine_id} was not seen for a minute")
+        seen[slot] = now
+        await look_at(monitor, slot)
+
+    if planted:
+        monkeypatch.setattr(EngineMonitor, "_look_at", look_by_the_wall_clock)
+    faults = [Fault("clock jumps ahead", 1.0, seconds=3600.0), Fault("second run", 1.0)]
+    result = result_of(tmp_path, "async", faults, edges=clock)
+    assert found(result, "healthy engines given up") is planted, result.broken
+    assert planted or not result.broken
+
+
+@needs_compiler
+def test_random_faults_break_no_promise(tmp_path: Path) -> None:
+    """As many as fit into the time; a failure prints the command that repeats its sequence."""
+    command = [sys.executable, "-m", "benchmarks.crash.fault_programme", "--faults", "65"]
+    command += ["--seed", "7", "--seconds", "80", "--keep", str(tmp_path / "runs")]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=500, env=dict(os.environ), check=False
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert "faults, " in done.stdout

@@ -1,0 +1,70 @@
+"""Sequences of faults are repeatable, and what they excuse follows from their kinds."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.crash.fault_programme import PRESETS, Plan, blames_a_slow_machine
+from benchmarks.crash.faults import (
+    KINDS,
+    TOLERATED,
+    Injected,
+    excused,
+    kinds_at,
+    may_end,
+    sequence,
+)
+from benchmarks.crash.world import Result
+
+
+def test_a_seed_is_a_sequence_and_another_seed_another_one() -> None:
+    assert sequence(1, 40, KINDS) == sequence(1, 40, tuple(reversed(KINDS)))
+    assert sequence(1, 40, KINDS) != sequence(2, 40, KINDS)
+    assert sequence(1, 40, KINDS)[:20] == sequence(1, 20, KINDS)
+
+
+def test_every_kind_comes_before_any_comes_again() -> None:
+    kinds = kinds_at("engine", "disk")
+    faults = sequence("s", 2 * len(kinds), kinds)
+    assert {fault.kind for fault in faults[: len(kinds)]} == set(kinds)
+    assert {fault.kind for fault in faults[len(kinds) :]} == set(kinds)
+
+
+def test_faults_are_within_the_ranges_of_their_kinds() -> None:
+    for fault in sequence(3, 400, KINDS, gap=(0.1, 0.2)):
+        kind = KINDS[fault.kind]
+        assert 0.1 <= fault.after <= 0.2
+        assert kind.seconds[0] <= fault.seconds <= kind.seconds[1]
+        assert kind.count[0] <= fault.count <= kind.count[1]
+
+
+def test_a_plan_does_not_depend_on_those_before_it() -> None:
+    plans = [Plan.of(4, number, None, 13) for number in range(7)]
+    assert [plan.preset for plan in plans] == [*PRESETS, "sync", "rapid"]
+    assert plans[6] == Plan.of(4, 6, None, 13)
+    assert Plan.of(4, 6, "async", 13).faults == plans[6].faults
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS.values() if kind.edge == "engine"])
+def test_an_engine_is_excused_by_its_own_faults_alone(kind: object) -> None:
+    name = kind.name  # type: ignore[attr-defined]
+    one = Injected(name, "http://h:1", count=1)
+    enough = Injected(name, "http://h:1", count=TOLERATED)
+    assert excused([one], "http://h:1") is KINDS[name].sick
+    assert excused([enough], "http://h:1") is (KINDS[name].sick or KINDS[name].requests)
+    assert not excused([enough], "http://h:2")
+
+
+def test_a_run_may_end_by_a_disk_and_by_nothing_else() -> None:
+    assert {name for name in KINDS if may_end([Injected(name)])} == {
+        "disk is full",
+        "disk is read-only",
+    }
+
+
+def test_a_machine_that_stands_still_explains_lost_engines_and_nothing_else() -> None:
+    lost = "healthy engines given up: engine0"
+    assert not blames_a_slow_machine(Result("async", "", broken=[lost], slow_seconds=0.1))
+    assert blames_a_slow_machine(Result("async", "", broken=[lost], slow_seconds=2.0))
+    twice = Result("async", "", broken=[lost, "trained twice: 5"], slow_seconds=2.0)
+    assert not blames_a_slow_machine(twice)
