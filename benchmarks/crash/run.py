@@ -25,7 +25,7 @@ import psutil
 import yaml
 
 from benchmarks.crash.evidence import Seen, look
-from benchmarks.crash.ledger import arrivals_file
+from benchmarks.crash.ledger import Notes, arrivals_file, faults_file
 from megatron_async.run_directory import RunDirectory
 from megatron_async.tasks.tiny_model import TinyModel, build_tiny_model
 from megatron_async.telemetry.metrics import read_metrics
@@ -250,6 +250,7 @@ class RunUnderFire:
         self.looks.append(look(self.directory))
         self._wait(lambda: bool(self._that_can_hang(target)), f"{target} process to stop")
         chosen = self.rng.choice(self._that_can_hang(target))
+        self._note_engine(target, "engine hangs", chosen)
         for process in (chosen, *chosen.children(recursive=True)):
             process.send_signal(signal.SIGSTOP)
         return chosen
@@ -281,13 +282,23 @@ class RunUnderFire:
             found = self.processes(target)
             if not found:
                 return False
+            chosen = self.rng.choice(found)
             try:
-                self.rng.choice(found).send_signal(signal.SIGKILL)
+                self._note_engine(target, "engine dies", chosen)
+                chosen.send_signal(signal.SIGKILL)
             except psutil.NoSuchProcess:
                 return False
             return True
 
         self._wait(done, f"{target} process to kill")
+
+    def _note_engine(self, target: Target, kind: str, process: psutil.Process) -> None:
+        """What is done to an engine explains that it is given up (`checks.py`)."""
+        if target == "engine":
+            arguments = process.cmdline()
+            port = arguments[arguments.index("--port") + 1]
+            notes = Notes(faults_file(self.directory.path))
+            notes.add(kind=kind, engine=f"http://127.0.0.1:{port}")
 
     def _kill_tree(self) -> None:
         assert self._process is not None
