@@ -3,16 +3,18 @@
 Invariants
 - A query attends only to keys of its own sequence, at or before it, and within the window where
   the layer has one.
-- Grouped key/value heads are not expanded in memory.
+- Grouped key/value heads are not expanded in memory, but where torch's kernel takes none.
 
-On CUDA in half precision this is torch's variable-length flash attention in one call; on the CPU,
-and in float32 on CUDA (flash attention has no float32), it is one
-`scaled_dot_product_attention` per sequence.
+On CUDA in half precision this is torch's variable-length flash attention in one call, as far as
+the installed torch offers it; on the CPU, and in float32 on CUDA (flash attention has no float32),
+it is one `scaled_dot_product_attention` per sequence.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import torch
@@ -93,21 +95,56 @@ def packed_attention(
     if query_THD.is_cuda and query_THD.dtype in (torch.float16, torch.bfloat16):
         from torch.nn.attention.varlen import varlen_attn
 
-        left = -1 if window is None else window - 1
-        out: Tensor = varlen_attn(
-            query_THD,
-            key_TGD,
-            value_TGD,
-            cu_seqlens_S1,
-            cu_seqlens_S1,
-            max_seqlen,
-            max_seqlen,
-            scale=scale,
-            window_size=(left, 0),
-            enable_gqa=query_THD.shape[1] != key_TGD.shape[1],
-        )
-        return out
+        call = varlen_call(frozenset(signature(varlen_attn).parameters), window is not None)
+        if call is not None:
+            return call(
+                varlen_attn, query_THD, key_TGD, value_TGD, cu_seqlens_S1, max_seqlen, scale, window
+            )
     return _per_sequence(query_THD, key_TGD, value_TGD, cu_seqlens_S1, scale, window)
+
+
+VarlenCall = Callable[..., Tensor]
+
+
+def varlen_call(parameters: frozenset[str], windowed: bool) -> VarlenCall | None:
+    """Return how to call torch's `varlen_attn` with these parameters; None where it cannot do it.
+
+    Its interface changes from release to release (torch 2.11 to 2.14: tests/data/varlen_attn.json),
+    so each argument is passed only where it is known. Key/value heads are repeated where grouped
+    ones are not taken; a scale that is not taken is multiplied into the query.
+    """
+    by_window = "window_size" in parameters
+    if not by_window and (windowed or "is_causal" not in parameters):
+        return None
+
+    def call(
+        attend: Callable[..., Tensor],
+        query_THD: Tensor,
+        key_TGD: Tensor,
+        value_TGD: Tensor,
+        cu_seqlens_S1: Tensor,
+        max_seqlen: int,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        arguments: dict[str, Any] = {}
+        if by_window:
+            arguments["window_size"] = (-1 if window is None else window - 1, 0)
+        else:
+            arguments["is_causal"] = True
+        if "scale" in parameters:
+            arguments["scale"] = scale
+        else:
+            query_THD = query_THD * (scale * math.sqrt(query_THD.shape[-1]))
+        group = query_THD.shape[1] // key_TGD.shape[1]
+        if group > 1 and "enable_gqa" in parameters:
+            arguments["enable_gqa"] = True
+        elif group > 1:
+            key_TGD, value_TGD = (x.repeat_interleave(group, 1) for x in (key_TGD, value_TGD))
+        borders = (cu_seqlens_S1, cu_seqlens_S1, max_seqlen, max_seqlen)
+        return attend(query_THD, key_TGD, value_TGD, *borders, **arguments)
+
+    return call
 
 
 def _per_sequence(

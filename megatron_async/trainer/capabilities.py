@@ -83,12 +83,14 @@ def _usable(version: str | None) -> bool:
     return version is not None and not version.startswith("broken")
 
 
-def _probe(module: str, distribution: str) -> str | None:
-    """The version of an optional package, or why it cannot be imported."""
-    if importlib.util.find_spec(module) is None:
+def _probe(module: str, distribution: str, attribute: str | None = None) -> str | None:
+    """The version of an optional package, or why it cannot be imported or is another package."""
+    if importlib.util.find_spec(module.partition(".")[0]) is None:
         return None
     try:
-        importlib.import_module(module)
+        found = importlib.import_module(module)
+        if attribute is not None and not hasattr(found, attribute):
+            return f"broken: {module} has no {attribute}: not the package that is meant"
     except (ImportError, OSError, RuntimeError) as error:
         return f"broken: {type(error).__name__}: {error}"
     try:
@@ -106,10 +108,9 @@ def detect() -> Capabilities:
         megatron_core=importlib.metadata.version("megatron-core"),
         cuda=torch.version.cuda if cuda else None,
         device_name=torch.cuda.get_device_name() if cuda else None,
-        transformer_engine=_probe("transformer_engine.pytorch", "transformer-engine")
-        if importlib.util.find_spec("transformer_engine")
-        else None,
-        apex=_probe("apex", "apex"),
+        transformer_engine=_probe("transformer_engine.pytorch", "transformer-engine"),
+        # By its optimizers: PyPI's `apex` is a web toolkit.
+        apex=_probe("apex.optimizers", "apex", "FusedAdam"),
         triton=_probe("triton", "triton"),
     )
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -226,3 +228,21 @@ def test_more_processes_than_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("WORLD_SIZE", "3")
     with pytest.raises(UserError, match=r"parallel\.ranks is 2, but 3 trainer process"):
         start_process_group(ParallelConfig(ranks=2), TrainerConfig())
+
+
+def test_a_package_called_apex_that_is_another_is_not_taken_for_nvidias(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyPI's `apex` is a web toolkit: it imports, and has no optimizers."""
+    from megatron_async.trainer.capabilities import _probe
+
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "apex", raising=False)
+    found = _probe("apex.optimizers", "apex", "FusedAdam")
+    assert found is not None and found.startswith("broken: ModuleNotFoundError")
+    (tmp_path / "apex" / "optimizers.py").touch()
+    importlib.invalidate_caches()
+    found = _probe("apex.optimizers", "apex", "FusedAdam")
+    assert found is not None and "has no FusedAdam" in found

@@ -40,6 +40,20 @@ def test_views_of_a_storage_survive_its_absence() -> None:
     assert part.data_ptr() == buffer[100:].data_ptr()
 
 
+def test_host_memory_is_asked_for_once() -> None:
+    """Pinning takes longer than copying, and what leaves is the same every step."""
+    tensors = [torch.randn(1000), torch.randn(7)]
+    copies = HostCopies(everything)
+    copies.take(tensors)
+    copies.give_back()
+    held = [buffer.data_ptr() for buffer in copies._host]
+    originals = [tensor.clone() for tensor in tensors]
+    copies.take(tensors)
+    assert [buffer.data_ptr() for buffer in copies._host] == held
+    copies.give_back()
+    assert all(torch.equal(a, b) for a, b in zip(tensors, originals, strict=True))
+
+
 def test_what_is_in_host_memory_anyway_stays() -> None:
     tensor = torch.ones(4)
     copies = HostCopies(lambda tensor: tensor.is_cuda)
