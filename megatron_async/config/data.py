@@ -82,6 +82,7 @@ class DifficultyConfig(Settings):
     min_attempts: int = Field(
         16, ge=1, description="Scored responses before a prompt belongs to a pool."
     )
+    solved_at: float = Field(1.0, description="Reward from which on a response counts as right.")
 
     @model_validator(mode="after")
     def _ascending(self) -> Self:

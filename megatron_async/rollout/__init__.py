@@ -3,6 +3,7 @@
 - driver: the asyncio driver. Every event reaches the scheduler here, one at a time.
 - generation: running requests; a partial trajectory is resumed here. One writer a trajectory.
 - admission, prompt_lengths: prompts become groups; what no engine can take is dropped, and counted.
+- prompts: training prompts in order, some passed over by their pass rate.
 - scoring: from a finished response to its reward in the store.
 - fleet: starts engines, notices the dead, restarts them, gives up with one sentence.
 - monitor, silence: load reports and silence as evidence about an engine.

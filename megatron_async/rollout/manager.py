@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from megatron_async.rollout.evaluate import Evaluation, Evaluator
 from megatron_async.rollout.fleet import EngineLauncher, Fleet
 from megatron_async.rollout.messages import NotAttached, ResumePoint, UpdateReport
 from megatron_async.rollout.probe import PROMPTS, Sample, packed
+from megatron_async.rollout.prompts import CountingVerifier, TaskPrompts
 from megatron_async.rollout.shared_devices import SharedDevices
 from megatron_async.rollout.weight_checks import CheckedEngines, WeightChecks
 from megatron_async.scheduler.record import Recorder, RecordFiles
@@ -40,7 +41,7 @@ from megatron_async.scheduler.scheduler import Scheduler
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.tasks.base import Task
 from megatron_async.trajectory.batch import TokenBatch
-from megatron_async.trajectory.types import DropReason, FloatArray, IntArray, PolicyVersion, Prompt
+from megatron_async.trajectory.types import DropReason, FloatArray, IntArray, PolicyVersion
 from megatron_async.weight_sync.http import EngineAddress
 
 
@@ -54,19 +55,6 @@ class _PendingUpdate:
     rests: bool = False
 
 
-class _TaskPrompts:
-    """A task's training problems in order, from `position` on."""
-
-    def __init__(self, task: Task, position: int) -> None:
-        self._task = task
-        self.position = position
-
-    def take(self, count: int) -> list[Prompt]:
-        prompts = self._task.train_prompts(self.position, count)
-        self.position += len(prompts)
-        return prompts
-
-
 @dataclass(frozen=True, eq=False)
 class _Session:
     """What lives from one `attach` to the next."""
@@ -74,6 +62,7 @@ class _Session:
     resume: ResumePoint
     store: TrajectoryStore
     driver: RolloutDriver
+    prompts: TaskPrompts
     recorder: Recorder | None
 
 
@@ -161,18 +150,23 @@ class RolloutManager:
                 files, self._config.schedule, first_step=resume.step, version=version
             )
         # Prompts that became groups after the checkpoint are in the store already.
-        prompts = _TaskPrompts(self._task, store.admitted_groups)
+        prompts = TaskPrompts(
+            self._task,
+            self._config.task.difficulty,
+            self._store_file.with_name("difficulty.jsonl"),
+            store.admitted_groups,
+        )
         driver = RolloutDriver(
             self._config,
             scheduler=Scheduler(self._config.schedule, first_step=resume.step, version=version),
             store=store,
             prompts=prompts,
-            verifier=self._verifier,
+            verifier=CountingVerifier(self._verifier, prompts),
             version=version,
             stop_token_ids=self._task.stop_token_ids,
             recorder=recorder,
         )
-        self._session = _Session(resume, store, driver, recorder)
+        self._session = _Session(resume, store, driver, prompts, recorder)
         if store.recovery is not None:
             driver.statistics.warned("store_recovered", store.recovery.sentence)
         driver.start()
@@ -185,6 +179,7 @@ class RolloutManager:
         if session is not None:
             session.driver.fail(why(session))  # whoever waits for it waits in vain
             await session.driver.close()
+            session.prompts.close()
             if session.recorder is not None:
                 session.recorder.close()
 
@@ -239,7 +234,10 @@ class RolloutManager:
         if batch is not None and self._devices.shared:
             await driver.until_idle(limit)  # what was ended early is on its way out
         await self._devices.rest(driver.engines())
-        return batch
+        more = session.prompts.take_metrics()
+        if batch is None or not more:
+            return batch
+        return replace(batch, extra_metrics={**batch.extra_metrics, **more})
 
     def drop_batch(self, lineage: int, step: int, reason: str) -> None:
         """The trainer could not use the batch of `step` (all its trajectories are dropped)."""

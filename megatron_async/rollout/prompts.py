@@ -1,0 +1,174 @@
+"""Training prompts in order, some of them passed over by how often they were answered right.
+
+Invariants
+- Without pools, group n is prompt n of the task's order.
+- With pools, `difficulty.jsonl` has a line for each group (the position of its prompt) and for each
+  score (its prompt, and whether it was right). What is asked at a position depends on the scores
+  before and on nothing else; a restored run goes on after the position of its last group.
+- A prompt is asked at the latest after `_MOST_PASSED_OVER` others, whatever its pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_async.config.data import DifficultyConfig
+from megatron_async.disk import LineFile, json_lines
+from megatron_async.engines.interface import Verifier
+from megatron_async.tasks.base import Task, stable_hash
+from megatron_async.tasks.scorer_count import ScorerCount
+from megatron_async.trajectory.types import Prompt
+
+_MOST_PASSED_OVER = 1000
+_HASH_RANGE = 1 << 64
+
+
+def prompt_key(prompt: Prompt) -> str:
+    """A name of the prompt that depends on its tokens only."""
+    return f"{stable_hash('prompt', prompt.token_ids.tobytes().hex()):016x}"
+
+
+class PassRates:
+    """Attempts and right responses of each prompt, and the pool that follows."""
+
+    def __init__(self, config: DifficultyConfig) -> None:
+        self._config = config
+        self._tally: dict[str, tuple[int, int]] = {}
+
+    def add(self, key: str, right: bool) -> None:
+        """Count a scored response."""
+        attempts, solved = self._tally.get(key, (0, 0))
+        self._tally[key] = attempts + 1, solved + right
+
+    def pool(self, key: str) -> int | None:
+        """The number of the prompt's pool; None before it has one."""
+        attempts, solved = self._tally.get(key, (0, 0))
+        if attempts < self._config.min_attempts:
+            return None
+        rate = solved / attempts
+        return next(i for i, pool in enumerate(self._config.pools) if rate <= pool.up_to)
+
+    def asked(self, key: str, position: int) -> bool:
+        """True when the prompt is asked in its turn at `position`."""
+        pool = self.pool(key)
+        share = 1.0 if pool is None else self._config.pools[pool].share
+        return stable_hash("turn", key, position) < share * _HASH_RANGE
+
+    def metrics(self) -> dict[str, float]:
+        """Prompts that have a pool, their mean pass rate, and the share in each pool."""
+        pools = [pool for key in self._tally if (pool := self.pool(key)) is not None]
+        if not pools:
+            return {}
+        known = [t for t in self._tally.values() if t[0] >= self._config.min_attempts]
+        metrics = {
+            "difficulty/prompts": float(len(pools)),
+            "difficulty/pass_rate": sum(solved / attempts for attempts, solved in known)
+            / len(known),
+        }
+        for number in range(len(self._config.pools)):
+            metrics[f"difficulty/pool_{number}"] = pools.count(number) / len(pools)
+        return metrics
+
+
+class TaskPrompts:
+    """Implements `PromptSource`: the prompts of `task` after the first `groups`.
+
+    `file`: where positions and scores are kept; it is made only where there are pools.
+    """
+
+    def __init__(self, task: Task, config: DifficultyConfig, file: Path, groups: int) -> None:
+        self._task = task
+        self._config = config
+        self._group = groups
+        self._position = groups
+        self._rates = PassRates(config)
+        self._passed_over = 0
+        self._file: LineFile | None = None
+        if config.pools:
+            self._restore(file)
+            self._file = LineFile(file)
+
+    def _restore(self, file: Path) -> None:
+        last: tuple[int, int] | None = None
+        for line in json_lines(file.read_bytes()) if file.exists() else ():
+            match line:
+                case {"group": int(group), "position": int(position)}:
+                    if group < self._group and (last is None or group >= last[0]):
+                        last = group, position
+                case {"prompt": str(key), "right": bool(right)}:
+                    self._rates.add(key, right)
+        if last is not None:  # groups without a line came before there were pools
+            self._position = last[1] + self._group - last[0]
+
+    def take(self, count: int) -> list[Prompt]:
+        """The next prompts."""
+        if self._file is None:
+            prompts = self._task.train_prompts(self._position, count)
+            self._position += len(prompts)
+            return prompts
+        taken = [self._next(self._file) for _ in range(count)]
+        self._file.flush()
+        return taken
+
+    def _next(self, file: LineFile) -> Prompt:
+        for passed_over in range(_MOST_PASSED_OVER + 1):
+            (prompt,) = self._task.train_prompts(self._position, 1)
+            self._position += 1
+            asked = self._rates.asked(prompt_key(prompt), self._position - 1)
+            if asked or passed_over == _MOST_PASSED_OVER:
+                break
+            self._passed_over += 1
+        file.write(f'{{"group": {self._group}, "position": {self._position - 1}}}\n')
+        self._group += 1
+        return prompt
+
+    def scored(self, prompt: Prompt, reward: float | None) -> None:
+        """Count a score of a response to `prompt`, unless the scorer failed."""
+        if self._file is None or reward is None:
+            return
+        key, right = prompt_key(prompt), reward >= self._config.solved_at
+        self._rates.add(key, right)
+        self._file.write(f'{{"prompt": "{key}", "right": {str(right).lower()}}}\n')
+
+    def take_metrics(self) -> dict[str, float]:
+        """Pass rates, and the prompts passed over since the last call; nothing without pools."""
+        if self._file is None:
+            return {}
+        passed_over, self._passed_over = self._passed_over, 0
+        return {"difficulty/passed_over": float(passed_over), **self._rates.metrics()}
+
+    def close(self) -> None:
+        """Write what is left."""
+        if self._file is not None:
+            self._file.close()
+
+
+class CountingVerifier:
+    """Scores as `verifier` does, and has `prompts` count what it finds."""
+
+    def __init__(self, verifier: Verifier, prompts: TaskPrompts) -> None:
+        self._verifier = verifier
+        self._prompts = prompts
+
+    @property
+    def scorers(self) -> ScorerCount:
+        """Those of the verifier."""
+        return self._verifier.scorers
+
+    async def score(
+        self, prompt: Prompt, response_ids: Sequence[int]
+    ) -> tuple[float | None, dict[str, float]]:
+        """Reward and details."""
+        reward, detail = await self._verifier.score(prompt, response_ids)
+        self._prompts.scored(prompt, reward)
+        return reward, detail
+
+    async def score_group(
+        self, prompt: Prompt, responses: Sequence[Sequence[int]]
+    ) -> list[tuple[float | None, dict[str, float]]]:
+        """The same for several responses to one prompt at once."""
+        scores = await self._verifier.score_group(prompt, responses)
+        for reward, _ in scores:
+            self._prompts.scored(prompt, reward)
+        return scores

@@ -1,0 +1,128 @@
+"""Prompts by pass rate: who is passed over, and what a restored run goes on with."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_async.config.data import DifficultyConfig
+from megatron_async.rollout.prompts import CountingVerifier, TaskPrompts, prompt_key
+from megatron_async.trajectory.types import Prompt
+from tests.rollout.stand_ins import Fixed
+
+PROBLEMS = 10
+HARD, EASY = 3, 7
+POOLS = [{"up_to": 0.0, "share": 0.0}, {"up_to": 0.9, "share": 1.0}, {"up_to": 1.0, "share": 0.25}]
+
+
+class Epochs(Fixed):
+    """Ten problems again and again. One is never solved, one always, the others half the time."""
+
+    def train_prompts(self, position: int, count: int) -> list[Prompt]:
+        numbers = [(position + i) % PROBLEMS for i in range(count)]
+        return [Prompt(np.array([5, n], np.int32), "epochs") for n in numbers]
+
+
+def config(**changes: Any) -> DifficultyConfig:
+    return DifficultyConfig.model_validate({"pools": POOLS, "min_attempts": 4, **changes})
+
+
+def number(prompt: Prompt) -> int:
+    return int(prompt.token_ids[1])
+
+
+def answer(prompts: TaskPrompts, prompt: Prompt) -> None:
+    """Four responses."""
+    right = {HARD: 0, EASY: 4}.get(number(prompt), 2)
+    for attempt in range(4):
+        prompts.scored(prompt, float(attempt < right))
+
+
+def trained(prompts: TaskPrompts, count: int) -> list[int]:
+    asked = []
+    for _ in range(count):
+        (prompt,) = prompts.take(1)
+        asked.append(number(prompt))
+        answer(prompts, prompt)
+    return asked
+
+
+def test_a_pool_is_asked_in_its_share_of_its_turns(tmp_path: Path) -> None:
+    prompts = TaskPrompts(Epochs(), config(), tmp_path / "d.jsonl", 0)
+    assert sorted(trained(prompts, PROBLEMS)) == list(range(PROBLEMS)), "all are asked once"
+    asked = trained(prompts, 400)
+    turns = 400 / (PROBLEMS - 2 + 0.25)
+    assert asked.count(HARD) == 0
+    assert asked.count(EASY) == pytest.approx(turns / 4, rel=0.6)
+    assert asked.count(0) == pytest.approx(turns, rel=0.1)
+    metrics = prompts.take_metrics()
+    assert (metrics["difficulty/prompts"], metrics["difficulty/pool_0"]) == (10, 0.1)
+    assert metrics["difficulty/pass_rate"] == pytest.approx(0.5)
+    assert metrics["difficulty/passed_over"] > 50
+    assert prompts.take_metrics()["difficulty/passed_over"] == 0
+
+
+def test_a_restored_run_goes_on_after_its_last_group_with_what_was_known(tmp_path: Path) -> None:
+    prompts = TaskPrompts(Epochs(), config(), tmp_path / "d.jsonl", 0)
+    trained(prompts, 60)
+    following = [number(p) for p in prompts.take(20)]
+    prompts.close()
+    # 60 groups are in the store: those taken later were not
+    restored = TaskPrompts(Epochs(), config(), tmp_path / "d.jsonl", 60)
+    assert [number(p) for p in restored.take(20)] == following
+    restored.close()
+    again = TaskPrompts(Epochs(), config(), tmp_path / "d.jsonl", 60)
+    assert [number(p) for p in again.take(20)] == following
+
+
+def test_without_pools_group_n_is_prompt_n_and_nothing_is_written(tmp_path: Path) -> None:
+    prompts = TaskPrompts(Epochs(), config(pools=[]), tmp_path / "d.jsonl", 13)
+    assert trained(prompts, 12) == [(13 + i) % PROBLEMS for i in range(12)]
+    assert prompts.take_metrics() == {} and not (tmp_path / "d.jsonl").exists()
+
+
+def test_pools_may_come_to_a_run_later(tmp_path: Path) -> None:
+    prompts = TaskPrompts(Epochs(), config(), tmp_path / "d.jsonl", 13)
+    assert trained(prompts, 3) == [3, 4, 5]
+
+
+def test_where_all_are_dropped_one_is_asked_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_async.rollout.prompts._MOST_PASSED_OVER", 30)
+    pools = [{"up_to": 0.99, "share": 0}, {"up_to": 1, "share": 0.001}]
+    prompts = TaskPrompts(Epochs(), config(pools=pools), tmp_path / "d.jsonl", 0)
+    trained(prompts, 10)
+    assert len(trained(prompts, 3)) == 3
+
+
+def test_scores_are_counted_on_their_way_and_failures_are_not(tmp_path: Path) -> None:
+    class Half(Epochs):
+        async def score(self, prompt: Prompt, response_ids: Any) -> Any:
+            return (None if response_ids[0] else 1.0), {"part": 1.0}
+
+    task = Half()
+    prompts = TaskPrompts(task, config(min_attempts=1), tmp_path / "d.jsonl", 0)
+    verifier = CountingVerifier(task, prompts)  # type: ignore[arg-type]
+    first, second = prompts.take(2)
+    assert asyncio.run(verifier.score(first, [0])) == (1.0, {"part": 1.0})
+    assert asyncio.run(verifier.score(second, [1])) == (None, {"part": 1.0})
+    assert prompts.take_metrics()["difficulty/prompts"] == 1
+    assert prompt_key(first) != prompt_key(second)
+
+
+@pytest.mark.parametrize(
+    ("pools", "sentence"),
+    [
+        ([{"up_to": 0.5, "share": 1}], r"must ascend and end up_to 1, got \[0.5\]"),
+        ([{"up_to": 1, "share": 1}, {"up_to": 0.5, "share": 1}], "must ascend"),
+        ([{"up_to": 1, "share": 0}], "drop every prompt"),
+    ],
+)
+def test_pools_that_make_no_sense_are_refused(pools: list[dict[str, float]], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        config(pools=pools)
