@@ -48,6 +48,14 @@ class Answered:
 
 
 @dataclass(frozen=True)
+class _Response:
+    """Tokens of a response; `truncated` at the longest length."""
+
+    token_ids: list[int]
+    truncated: bool
+
+
+@dataclass(frozen=True)
 class Estimate:
     """A share, and the ends of its 95 % confidence interval over problems."""
 
@@ -177,6 +185,7 @@ class Evaluator:
         self._task = task
         self._sets = config.eval_sets()
         self._verifier = verifier
+        self._of_groups = config.scorers.of_groups
         self._solved_at = config.eval.solved_at
         self._marker = config.task.answer_marker
         self._save_samples = config.eval.save_samples
@@ -209,24 +218,33 @@ class Evaluator:
         gates: Mapping[str, asyncio.Semaphore],
         tag: str,
     ) -> EvalResult:
-        async def ask(number: int, prompt: Prompt, engine: EngineClient) -> Answered:
+        async def response(number: int) -> _Response | None:
+            engine = next(engines)
             async with gates[engine.engine_id]:
                 # The terminator keeps any name from being a prefix of another.
                 name = f"{tag}-{one.name}-{number};"
-                return await self._ask(engine, prompt, name, one)
+                return await self._response(engine, prompts[number // one.samples], name, one)
+
+        async def alone(number: int) -> Answered:
+            prompt = prompts[number // one.samples]
+            return (await self._scored(prompt, [await response(number)]))[0]
+
+        async def problem(number: int) -> list[Answered]:
+            asked = range(number * one.samples, (number + 1) * one.samples)
+            if not self._of_groups:
+                return await asyncio.gather(*map(alone, asked))
+            whole = await asyncio.gather(*map(response, asked))
+            return await self._scored(prompts[number], whole)
 
         began = time.monotonic()
         prompts = self._prompts_of(one)
-        wanted = [prompt for prompt in prompts for _ in range(one.samples)]
-        asked = [
-            ask(n, prompt, engine)
-            for n, (prompt, engine) in enumerate(zip(wanted, engines, strict=False))
-        ]
-        answers = await asyncio.gather(*asked)
-        grouped = [answers[i : i + one.samples] for i in range(0, len(answers), one.samples)]
+        grouped = await asyncio.gather(*(problem(number) for number in range(len(prompts))))
         return self._result(one.name, prompts, grouped, time.monotonic() - began)
 
-    async def _ask(self, engine: EngineClient, prompt: Prompt, name: str, one: EvalSet) -> Answered:
+    async def _response(
+        self, engine: EngineClient, prompt: Prompt, name: str, one: EvalSet
+    ) -> _Response | None:
+        """None when engines refuse the prompt."""
         longest, stops = one.sampling.max_new_tokens, tuple(self._task.stop_token_ids)
         request = GenerationRequest(name, prompt.token_ids, longest, one.sampling, stops)
         ids: list[int] = []
@@ -236,11 +254,25 @@ class Evaluator:
                 ids += chunk.token_ids.tolist()
                 end = chunk.end or end
         except RequestRefused:
-            return Answered("", None, {}, 0, False)
+            return None
         if end == "abort":
             raise EngineError(f"engine {engine.engine_id} aborted evaluation request {name}")
-        reward, detail = await self._verifier.score(prompt, ids)
-        return Answered(self._task.text(ids), reward, detail, len(ids), end == "length")
+        return _Response(ids, end == "length")
+
+    async def _scored(
+        self, prompt: Prompt, responses: Sequence[_Response | None]
+    ) -> list[Answered]:
+        whole = [response for response in responses if response is not None]
+        if self._of_groups and whole:
+            scores = await self._verifier.score_group(prompt, [r.token_ids for r in whole])
+        else:
+            scores = [await self._verifier.score(prompt, r.token_ids) for r in whole]
+        found = iter(
+            Answered(self._task.text(r.token_ids), *score, len(r.token_ids), r.truncated)
+            for r, score in zip(whole, scores, strict=True)
+        )
+        refused = Answered("", None, {}, 0, False)
+        return [refused if response is None else next(found) for response in responses]
 
     def _result(
         self,

@@ -155,3 +155,18 @@ def test_without_held_out_problems_there_are_the_named_sets_only() -> None:
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         RunConfig.model_validate({"eval": settings})
+
+
+def test_a_reward_of_groups_gets_all_responses_to_a_problem() -> None:
+    class Groups(Sets):
+        async def score_group(
+            self, prompt: Prompt, responses: Sequence[Sequence[int]]
+        ) -> list[tuple[float | None, dict[str, float]]]:
+            return [(float(place == 0), {}) for place in range(len(responses))]
+
+    settings_ = {"eval": {"prompts": 3, "samples": 4}, "reward": {"name": "exact", "group": True}}
+    config = RunConfig.model_validate(settings_)
+    task = Groups()
+    evaluator = Evaluator(config, task, task)  # type: ignore[arg-type]
+    (result,) = asyncio.run(evaluator.evaluate([Echo()])).results  # type: ignore[list-item]
+    assert (result.accuracy, result.answers) == (0.25, 12)
