@@ -49,7 +49,7 @@ def test_a_start_that_failed_is_set_aside_by_the_next_of_its_name(tmp_path: Path
 def test_a_run_that_failed_after_its_first_step_keeps_its_place(tmp_path: Path) -> None:
     config = build_config({"name": "a", "root": str(tmp_path)})
     with pytest.raises(ComponentFailure), new_run(config, "a test") as directory:
-        with MetricsWriter(directory.metrics_file, None, lineage=0) as metrics:
+        with MetricsWriter(directory.metrics_file, lineage=0) as metrics:
             metrics.write(0, {})
         raise ComponentFailure("rank 0 has died")
     with pytest.raises(UserError, match="exists already"), new_run(config, "a test"):

@@ -123,6 +123,10 @@ class CheckpointManager:
         """Before the process group ends."""
         self.wait()
 
+    def path(self, step: int) -> Path:
+        """The folder of the checkpoint of `step`."""
+        return step_directory(self._root, step)
+
     def take_finalised(self) -> list[Finalised]:
         """Rank 0: commits since the last call, oldest first. Not collective, never waits."""
         if self._job is not None and self._job.done:

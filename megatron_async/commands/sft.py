@@ -182,6 +182,8 @@ def train(config: RunConfig, directory: RunDirectory, destination: Path) -> None
     from megatron_async.models.save import save_hf
     from megatron_async.tasks import build_task
     from megatron_async.telemetry.metrics import MetricsWriter
+    from megatron_async.telemetry.trackers.base import TrackedRun
+    from megatron_async.telemetry.trackers.build import start_trackers
     from megatron_async.trainer.parallel import parallel_session
     from megatron_async.trainer.step import PolicyTrainer
 
@@ -193,8 +195,11 @@ def train(config: RunConfig, directory: RunDirectory, destination: Path) -> None
         order = np.random.default_rng(config.seed)
         metrics = None
         if layout.rank == 0:
-            board = directory.tensorboard / "sft" if config.telemetry.tensorboard else None
-            metrics = MetricsWriter(directory.metrics_file, board, lineage=0)
+            run = TrackedRun(
+                config.name, directory.path, config.model_dump(mode="json"), stage="sft"
+            )
+            trackers = start_trackers(config.telemetry, run)
+            metrics = MetricsWriter(directory.metrics_file, trackers, lineage=0)
             stack.callback(metrics.close)
         for step in range(config.sft.steps):
             chosen = order.integers(0, len(examples), config.sft.batch_sequences)

@@ -90,10 +90,25 @@ class SFTConfig(Settings):
         )
 
 
-class TelemetryConfig(Settings):
-    """What is written while the run goes on."""
+class TrackerConfig(Settings):
+    """A place that the run reports to."""
 
-    tensorboard: bool = Field(True, description="Scalars and histograms.")
+    name: str = Field(
+        description="tensorboard, wandb, mlflow, or a Tracker of yours (package.module:Class or "
+        "file.py:Class)."
+    )
+    arguments: dict[str, Any] = Field(
+        default_factory=dict, description="Keywords for it (docs/data.md#trackers)."
+    )
+
+
+class TelemetryConfig(Settings):
+    """Records of a run, written while it goes on."""
+
+    trackers: list[TrackerConfig] = Field(
+        default_factory=list, description="Trackers; its name alone is enough for one."
+    )
+    tensorboard: bool = Field(True, description="TensorBoard, without naming it a tracker.")
     histograms_every: int = Field(5, ge=1, description="Steps between two histograms.")
     record_events: bool = Field(True, description="Record scheduler events for `replay`.")
     record_steps: int = Field(
@@ -103,6 +118,15 @@ class TelemetryConfig(Settings):
         512, ge=1, description="Most that recorded events take on disk, MiB; the oldest go first."
     )
     progress: Literal["auto", "live", "lines", "off"] = Field("auto", description="Terminal view.")
+
+    @field_validator("trackers", mode="before")
+    @classmethod
+    def _listed(cls, value: Any) -> Any:
+        """Accept one in place of a list, and a name in place of a mapping."""
+        listed = [value] if isinstance(value, str | dict) else value
+        if not isinstance(listed, list):
+            return listed
+        return [{"name": item} if isinstance(item, str) else item for item in listed]
 
 
 class ExperimentConfig(Settings):

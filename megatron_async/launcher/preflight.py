@@ -133,9 +133,11 @@ def check_run(config: RunConfig, *, generates: bool = True) -> Checked:
     from megatron_async.models.families import read_architecture
     from megatron_async.models.layout import check_layout
     from megatron_async.models.model_files import check_weights
+    from megatron_async.telemetry.trackers.build import build_trackers
 
     check_engines(config.engines)
     check_own_loss(config.algorithm)
+    build_trackers(config.telemetry)
     check_model(config.model.path)
     if config.model.checkpoint:
         _check_checkpoint(Path(config.model.checkpoint))

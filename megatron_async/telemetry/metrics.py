@@ -1,4 +1,4 @@
-"""`metrics.jsonl` and TensorBoard: one line and one set of scalars for each step.
+"""`metrics.jsonl`, a line for each step, and the trackers that get the same.
 
 Invariants
 - A line is written whole and flushed before the next step begins.
@@ -10,27 +10,38 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
+
+from megatron_async.disk import writing
+from megatron_async.telemetry.trackers.background import CLOSE_SECONDS, BackgroundTracker
 
 
 class MetricsWriter:
     """Writes for one process (trainer rank 0, or the sft command)."""
 
-    def __init__(self, metrics_file: Path, tensorboard_dir: Path | None, *, lineage: int) -> None:
+    def __init__(
+        self, metrics_file: Path, trackers: Sequence[BackgroundTracker] = (), *, lineage: int
+    ) -> None:
         self._file = metrics_file.open("a", encoding="utf-8")
+        self._path = metrics_file
         self._lineage = lineage
-        self._tensorboard: Any = None
-        if tensorboard_dir is not None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._tensorboard = SummaryWriter(str(tensorboard_dir), flush_secs=10)
+        self._trackers = trackers
 
     def write(self, step: int, metrics: Mapping[str, float], *, kind: str = "train") -> None:
-        """Append one step."""
+        """Append a step."""
+        for tracker in self._trackers:
+            if (news := tracker.take_news()) is not None:
+                self.warn(step, f"tracker_{tracker.name}", news)
+        lost = {
+            "telemetry/tracker_calls_dropped": sum(t.dropped for t in self._trackers),
+            "telemetry/tracker_calls_failed": sum(t.failed for t in self._trackers),
+        }
+        metrics = {**metrics, **{name: count for name, count in lost.items() if count}}
         line = {
             "kind": kind,
             "step": step,
@@ -40,9 +51,7 @@ class MetricsWriter:
         }
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
-        if self._tensorboard is not None:
-            for name, value in metrics.items():
-                self._tensorboard.add_scalar(name, float(value), step)
+        self._track("metrics", step, {name: float(value) for name, value in metrics.items()})
 
     def warn(self, step: int, name: str, message: str) -> None:
         """A named warning, for the progress display and for whoever looks later."""
@@ -55,25 +64,45 @@ class MetricsWriter:
         }
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
-        if self._tensorboard is not None:
-            self._tensorboard.add_text(f"warning/{name}", message, step)
+        self._track("text", step, f"warning/{name}", message)
 
     def histogram(self, step: int, name: str, values: npt.ArrayLike) -> None:
-        """A TensorBoard histogram."""
-        if self._tensorboard is not None:
-            self._tensorboard.add_histogram(name, values, step)
+        """Numbers of which the distribution matters; only trackers have a place for them."""
+        self._track("histogram", step, name, np.array(values))
+
+    def samples(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Responses of an evaluation set; `evaluations/` has them too."""
+        folder = self._path.parent / "evaluations"
+        folder.mkdir(exist_ok=True)
+        with writing(file := folder / f"{name}-{step}.jsonl"):
+            file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        self._track("samples", step, name, list(rows))
+
+    def checkpoint(self, step: int, path: Path) -> None:
+        """A checkpoint that can be restored."""
+        self._track("checkpoint", step, path)
+
+    def _track(self, method: str, *arguments: Any) -> None:
+        for tracker in self._trackers:
+            tracker.call(method, *arguments)
 
     def close(self) -> None:
-        """Flush and close both."""
+        """Close the file, and the trackers within `CLOSE_SECONDS`."""
+        end = time.monotonic() + CLOSE_SECONDS
+        for tracker in self._trackers:
+            tracker.close(max(0.0, end - time.monotonic()))
         self._file.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
 
     def __enter__(self) -> MetricsWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def first_accuracy(line: Mapping[str, float]) -> float:
+    """The accuracy of the first set of an evaluation: the held-out problems where there are any."""
+    return next(value for name, value in line.items() if name.endswith("/accuracy"))
 
 
 def read_metrics(path: Path, *, kind: str = "train") -> list[dict[str, float]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -77,10 +78,7 @@ class Progress:
 def format_step(line: dict[str, Any], steps: int) -> str:
     """One finished step, or one evaluation, as a line."""
     if line["kind"] == "eval":
-        return (
-            f"held-out accuracy at step {line['step']}: {100 * line['eval/accuracy']:.1f} % "
-            f"of {line['eval/answers']:.0f} answers, {line['eval/length_mean']:.1f} tokens each"
-        )
+        return "\n".join(_accuracies(line))
     if line["kind"] == "sft":
         return (
             f"sft {line['step'] + 1:>4}/{steps}  loss {line['train/loss']:.4f}  "
@@ -95,6 +93,18 @@ def format_step(line: dict[str, Any], steps: int) -> str:
         f"lag {line['rollout/lag_mean']:.2f}/{line['rollout/lag_max']:.0f}  "
         f"{line['time/step']:.1f} s"
     )
+
+
+def _accuracies(line: dict[str, Any]) -> Iterator[str]:
+    for name, accuracy in line.items():
+        prefix, slash, last = name.rpartition("/")
+        if slash and last == "accuracy":
+            which = prefix.removeprefix("eval").removeprefix("/") or "held-out"
+            yield (
+                f"{which} accuracy at step {line['step']}: {100 * accuracy:.1f} % "
+                f"of {line[f'{prefix}/answers']:.0f} answers, "
+                f"{line[f'{prefix}/length_mean']:.1f} tokens each"
+            )
 
 
 def format_status(status: dict[str, Any], elapsed: float) -> str:

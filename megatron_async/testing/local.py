@@ -150,7 +150,7 @@ def train_locally(
         link.attach(resume)
         publisher = WeightPublisher(config, trainer.model, Path(directory.path) / "weights")
         stack.callback(publisher.close)
-        metrics = stack.enter_context(MetricsWriter(directory.metrics_file, None, lineage=lineage))
+        metrics = stack.enter_context(MetricsWriter(directory.metrics_file, lineage=lineage))
         checkpoints = CheckpointManager(directory.checkpoints, config.checkpoint)
         memory = trainer_memory(config, trainer)
         TrainLoop(

@@ -205,6 +205,8 @@ class TrainLoop:
             return
         if self._parts.metrics is not None:
             self._parts.metrics.write(number, result.metrics(), kind="eval")
+            for one in result.results:
+                self._parts.metrics.samples(number, one.name, one.samples)
 
     # ------------------------------------------------------------ checkpoints and records
 
@@ -235,6 +237,9 @@ class TrainLoop:
             while self._untold:
                 done = self._untold[0]
                 self._parts.link.checkpoint_finalised(done.step, done.kept_steps)
+                if self._parts.metrics is not None:
+                    path = self._parts.checkpoints.path(done.step)
+                    self._parts.metrics.checkpoint(done.step, path)
                 del self._untold[0]
 
     def _write(

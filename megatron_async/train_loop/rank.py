@@ -29,6 +29,8 @@ def train(directory: RunDirectory, config: RunConfig, ray_address: str, stop: St
     from megatron_async.models.save import save_hf
     from megatron_async.rollout.messages import ResumePoint
     from megatron_async.telemetry.metrics import MetricsWriter, read_metrics
+    from megatron_async.telemetry.trackers.base import TrackedRun
+    from megatron_async.telemetry.trackers.build import start_trackers
     from megatron_async.train_loop.loop import LoopParts, TrainLoop
     from megatron_async.train_loop.manager_client import RayLink, RolloutLink
     from megatron_async.train_loop.rank_zero import RankZero, patience_seconds
@@ -77,8 +79,11 @@ def train(directory: RunDirectory, config: RunConfig, ray_address: str, stop: St
                 link = ledger(directory.path).link(ray_link)
             trained = read_metrics(directory.metrics_file)
             before = next((m for m in reversed(trained) if m["step"] < resume.step), {})
-            board = directory.tensorboard if config.telemetry.tensorboard else None
-            metrics = MetricsWriter(directory.metrics_file, board, lineage=lineage)
+            run = TrackedRun(
+                config.name, directory.path, config.model_dump(mode="json"), lineage=lineage
+            )
+            trackers = start_trackers(config.telemetry, run)
+            metrics = MetricsWriter(directory.metrics_file, trackers, lineage=lineage)
             stack.callback(metrics.close)
         rank_zero.does(lambda: link.attach(resume) if link is not None else None)
         trainer = trainer or build()

@@ -12,7 +12,7 @@ from megatron_async.telemetry.metrics import MetricsWriter
 
 def test_totals_and_token_weighted_means(tmp_path: Path) -> None:
     directory = RunDirectory.create(build_config({"name": "r", "root": str(tmp_path)}))
-    with MetricsWriter(directory.metrics_file, None, lineage=0) as writer:
+    with MetricsWriter(directory.metrics_file, lineage=0) as writer:
         writer.write(0, {"eval/accuracy": 0.25}, kind="eval")
         for step, (tokens, lag) in enumerate([(100, 1.0), (300, 2.0)]):
             writer.write(

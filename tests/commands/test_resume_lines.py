@@ -17,7 +17,7 @@ from megatron_async.telemetry.metrics import MetricsWriter
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
     directory = RunDirectory.create(build_config({"name": "a", "root": str(tmp_path)}))
-    with MetricsWriter(directory.metrics_file, None, lineage=0) as metrics:
+    with MetricsWriter(directory.metrics_file, lineage=0) as metrics:
         for step in range(25):
             metrics.write(step, {})
     return directory

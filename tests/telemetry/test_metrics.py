@@ -4,27 +4,35 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_async.config.run import TelemetryConfig
 from megatron_async.telemetry.health import HealthWatch, entropy_growth, ess_collapse
 from megatron_async.telemetry.metrics import MetricsWriter, read_metrics
-from megatron_async.telemetry.progress import Progress, format_status
+from megatron_async.telemetry.progress import Progress, format_status, format_step
+from megatron_async.telemetry.trackers.background import BackgroundTracker
+from megatron_async.telemetry.trackers.base import TrackedRun
+from megatron_async.telemetry.trackers.build import start_trackers
+
+
+def board(folder: Path) -> list[BackgroundTracker]:
+    return start_trackers(TelemetryConfig(), TrackedRun("run", folder, {}))
 
 
 def test_tensorboard_files_and_lines_are_written(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path / "m.jsonl", tmp_path / "tb", lineage=0) as writer:
+    with MetricsWriter(tmp_path / "m.jsonl", board(tmp_path), lineage=0) as writer:
         writer.write(0, {"a": np.float32(1.5)})
         writer.write(0, {"eval/accuracy": 0.25}, kind="eval")
         writer.histogram(0, "h", np.arange(5))
     assert read_metrics(tmp_path / "m.jsonl")[0]["a"] == 1.5
     assert read_metrics(tmp_path / "m.jsonl", kind="eval")[0]["eval/accuracy"] == 0.25
-    assert list((tmp_path / "tb").glob("events.*"))
+    assert list((tmp_path / "tensorboard").glob("events.*"))
 
 
 def test_readers_see_the_surviving_line_only(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
-    with MetricsWriter(path, None, lineage=0) as writer:
+    with MetricsWriter(path, lineage=0) as writer:
         for step in range(8):
             writer.write(step, {"x": step})
-    with MetricsWriter(path, None, lineage=1) as writer:  # resumed from the checkpoint of step 5
+    with MetricsWriter(path, lineage=1) as writer:  # resumed from the checkpoint of step 5
         for step in (5, 6):
             writer.write(step, {"x": 100 + step})
     assert [line["x"] for line in read_metrics(path)] == [0, 1, 2, 3, 4, 105, 106]
@@ -32,7 +40,7 @@ def test_readers_see_the_surviving_line_only(tmp_path: Path) -> None:
 
 def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
-    with MetricsWriter(path, None, lineage=0) as writer:
+    with MetricsWriter(path, lineage=0) as writer:
         writer.write(0, {"x": 1})
     with path.open("a") as file:
         file.write('{"kind": "train", "st')
@@ -41,7 +49,7 @@ def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
 
 def test_progress_prints_each_step_once(tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
     path = tmp_path / "m.jsonl"
-    with Progress(path, 10, "lines") as progress, MetricsWriter(path, None, lineage=0) as writer:
+    with Progress(path, 10, "lines") as progress, MetricsWriter(path, lineage=0) as writer:
         writer.write(3, {"train/loss": 0.5, "train/tokens_per_second": 1200}, kind="sft")
         progress.update({})
         progress.update({"warnings": {"queue_underflow": "the trainer waits"}})
@@ -69,7 +77,7 @@ def test_broken_health_rules_are_named_once(tmp_path: Path, capsys) -> None:  # 
     names = [[name for name, _ in watch.step(sick)] for _ in range(8)]
     assert names == [["mean_weight"], [], ["ess_collapse"], [], [], [], [], []]
     path = tmp_path / "m.jsonl"
-    with Progress(path, 10, "lines") as progress, MetricsWriter(path, None, lineage=0) as writer:
+    with Progress(path, 10, "lines") as progress, MetricsWriter(path, lineage=0) as writer:
         for step in range(3):
             writer.warn(step, "mean_weight", "it is 7")
         progress.update({})
@@ -102,9 +110,9 @@ def test_entropy_that_rises_on_and_on_is_said_once() -> None:
 
 
 def test_warnings_are_in_tensorboard_too(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path / "m.jsonl", tmp_path / "tb", lineage=0) as writer:
+    with MetricsWriter(tmp_path / "m.jsonl", board(tmp_path), lineage=0) as writer:
         writer.warn(4, "queue_overflow", "generation outruns training")
-    events = b"".join(path.read_bytes() for path in (tmp_path / "tb").glob("events.*"))
+    events = b"".join(path.read_bytes() for path in (tmp_path / "tensorboard").glob("events.*"))
     assert b"warning/queue_overflow" in events and b"generation outruns training" in events
 
 
@@ -123,3 +131,13 @@ def test_entropy_growth_needs_a_steady_large_rise() -> None:
     assert entropy_growth(rising[::-1]) is None
     assert entropy_growth([1.0 + 0.01 * i for i in range(10)]) is None
     assert entropy_growth([*rising[:9], float("nan")]) is None
+
+
+def test_every_set_of_an_evaluation_is_a_line_of_the_display() -> None:
+    line = {"kind": "eval", "step": 4, "eval/accuracy": 0.5, "eval/answers": 10.0}
+    line |= {"eval/length_mean": 7.0, "eval/aime/accuracy": 0.25, "eval/aime/answers": 120.0}
+    shown = format_step({**line, "eval/aime/length_mean": 900.5}, 10)
+    assert shown.splitlines() == [
+        "held-out accuracy at step 4: 50.0 % of 10 answers, 7.0 tokens each",
+        "aime accuracy at step 4: 25.0 % of 120 answers, 900.5 tokens each",
+    ]

@@ -1,0 +1,89 @@
+"""MLflow: a tracking server, or a database in a file (`tracking_uri: sqlite:///FILE`)."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mlflow import MlflowClient
+from mlflow.entities import Metric, Param
+
+from megatron_async.telemetry.trackers.base import Row, TrackedRun, Tracker
+
+_RUN_FILE = "mlflow_run_id"
+_MOST_AT_ONCE = 500
+_LONGEST_PARAMETER = 500
+_REFUSED = re.compile(r"[^\w\-. /]")
+
+
+class MlflowTracker(Tracker):
+    """An MLflow run for a run directory, restored runs included.
+
+    `tracking_uri`: None = MLflow's own default (`MLFLOW_TRACKING_URI`).
+    """
+
+    def __init__(self, experiment: str = "megatron_async", tracking_uri: str | None = None) -> None:
+        self._experiment = experiment
+        self._uri = tracking_uri
+        self._client: Any = None
+        self._run = ""
+
+    def start(self, run: TrackedRun) -> None:
+        """Open a run, or the one of the same directory again."""
+        self._client = MlflowClient(tracking_uri=self._uri)
+        known = run.directory / f"{_RUN_FILE}{run.stage}"
+        if known.exists():
+            self._run = known.read_text()
+            self._client.update_run(self._run, status="RUNNING")
+            return
+        found = self._client.get_experiment_by_name(self._experiment)
+        experiment = (
+            self._client.create_experiment(self._experiment)
+            if found is None
+            else found.experiment_id
+        )
+        self._run = self._client.create_run(experiment, run_name=run.label).info.run_id
+        known.write_text(self._run)
+        flat = [Param(name, value[:_LONGEST_PARAMETER]) for name, value in _flat(run.config)]
+        for begin in range(0, len(flat), 100):
+            self._client.log_batch(self._run, params=flat[begin : begin + 100])
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Log scalars."""
+        now = int(1000 * time.time())
+        found = [Metric(_name(key), value, now, step) for key, value in values.items()]
+        for begin in range(0, len(found), _MOST_AT_ONCE):
+            self._client.log_batch(self._run, metrics=found[begin : begin + _MOST_AT_ONCE])
+
+    def samples(self, step: int, name: str, rows: Sequence[Row]) -> None:
+        """Store a JSONL artifact."""
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        self._client.log_text(self._run, lines, f"samples/{name}-{step}.jsonl")
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """Store an artifact."""
+        self._client.log_text(self._run, text, f"{_name(name)}-{step}.txt")
+
+    def checkpoint(self, step: int, path: Path) -> None:
+        """Keep the newest path as a tag."""
+        self._client.set_tag(self._run, "checkpoint", str(path))
+
+    def finish(self) -> None:
+        """End the run."""
+        self._client.set_terminated(self._run)
+
+
+def _name(text: str) -> str:
+    return _REFUSED.sub("_", text)
+
+
+def _flat(config: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{above}{name}.")
+        else:
+            yield _name(f"{above}{name}"), str(value)

@@ -1,0 +1,56 @@
+"""TensorBoard: event files in the run directory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+
+from megatron_async.telemetry.trackers.base import Row, TrackedRun, Tracker
+
+_FLUSH_SECONDS = 10
+_MOST_ROWS = 16
+
+
+class TensorBoardTracker(Tracker):
+    """Scalars, histograms and texts; `folder` is below the run directory."""
+
+    def __init__(self, folder: str = "tensorboard") -> None:
+        self._folder = folder
+        self._writer: Any = None
+
+    def start(self, run: TrackedRun) -> None:
+        """Open a new event file."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        directory = str(run.directory / self._folder / run.stage)
+        self._writer = SummaryWriter(directory, flush_secs=_FLUSH_SECONDS)
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Add scalars."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def histogram(self, step: int, name: str, values: npt.NDArray[Any]) -> None:
+        """Add a histogram."""
+        self._writer.add_histogram(name, values, step)
+
+    def samples(self, step: int, name: str, rows: Sequence[Row]) -> None:
+        """Add the first rows as preformatted text."""
+        texts = (json.dumps(row, indent=1, ensure_ascii=False) for row in rows[:_MOST_ROWS])
+        self.text(step, f"samples/{name}", "\n\n".join(f"```\n{text}\n```" for text in texts))
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """Add a text."""
+        self._writer.add_text(name, text, step)
+
+    def checkpoint(self, step: int, path: Path) -> None:
+        """Add the path as a text."""
+        self.text(step, "checkpoint", str(path))
+
+    def finish(self) -> None:
+        """Write what is left."""
+        self._writer.close()

@@ -1,0 +1,203 @@
+"""Trackers: what they are given, and that none of them can delay or stop a run."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_async.config.load import build_config
+from megatron_async.config.run import TelemetryConfig
+from megatron_async.errors import UserError
+from megatron_async.telemetry.metrics import MetricsWriter, read_metrics
+from megatron_async.telemetry.trackers.background import BackgroundTracker
+from megatron_async.telemetry.trackers.base import TrackedRun, Tracker
+from megatron_async.telemetry.trackers.build import build_trackers, start_trackers
+
+OWN = """
+from megatron_async.telemetry.trackers.base import Tracker
+
+
+class Noting(Tracker):
+    def __init__(self, prefix=""):
+        self.prefix, self.seen = prefix, []
+
+    def start(self, run):
+        self.seen.append(("start", run.name, run.config["steps"]))
+
+    def metrics(self, step, values):
+        self.seen.append((step, {self.prefix + name: value for name, value in values.items()}))
+
+    def finish(self):
+        self.seen.append("finish")
+"""
+
+
+def run_of(folder: Path, lineage: int = 0) -> TrackedRun:
+    return TrackedRun("run", folder, {"steps": 3, "eval": {"prompts": 4}}, lineage)
+
+
+class Hanging(Tracker):
+    """Hangs in its first call until it is released."""
+
+    def __init__(self) -> None:
+        self.released = threading.Event()
+
+    def start(self, run: TrackedRun) -> None:
+        self.released.wait(60)
+
+
+@pytest.fixture
+def hanging() -> Iterator[Hanging]:
+    tracker = Hanging()
+    yield tracker
+    tracker.released.set()
+
+
+def settings(*trackers: Any) -> TelemetryConfig:
+    config = build_config({"telemetry": {"trackers": list(trackers), "tensorboard": False}})
+    return config.telemetry
+
+
+def test_a_tracker_of_the_users_comes_in_by_its_path(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    wanted = {"name": f"{tmp_path}/own.py:Noting", "arguments": {"prefix": "x/"}}
+    (tracker,) = start_trackers(settings(wanted), run_of(tmp_path))
+    with MetricsWriter(tmp_path / "m.jsonl", [tracker], lineage=0) as writer:
+        writer.write(4, {"loss": 0.5})
+        writer.histogram(4, "h", np.arange(3))  # it has no place for them
+    seen = tracker._tracker.seen  # type: ignore[attr-defined]
+    assert seen == [("start", "run", 3), (4, {"x/loss": 0.5}), "finish"]
+    assert (tracker.dropped, tracker.failed) == (0, 0)
+
+
+def test_a_tracker_that_hangs_delays_nothing_and_is_counted(
+    tmp_path: Path, hanging: Hanging
+) -> None:
+    tracker = BackgroundTracker("hanging", hanging, run_of(tmp_path), queue_calls=4)
+    writer = MetricsWriter(tmp_path / "m.jsonl", [tracker], lineage=0)
+    began = time.monotonic()
+    for step in range(100):
+        writer.write(step, {"loss": 0.5})
+    assert time.monotonic() - began < 20, "each call would have waited a minute"
+    lines = read_metrics(tmp_path / "m.jsonl")
+    assert len(lines) == 100 and lines[-1]["telemetry/tracker_calls_dropped"] >= 90
+    warnings = [json.loads(t) for t in (tmp_path / "m.jsonl").read_text().splitlines()]
+    said = [w["message"] for w in warnings if w["kind"] == "warning"]
+    assert said == ["tracker hanging is too slow: calls are dropped"]
+    assert not tracker.close(0.1), "it is left to the end of the process"
+
+
+def test_a_tracker_that_raises_stops_nothing_and_is_named(tmp_path: Path) -> None:
+    class Broken(Tracker):
+        calls = 0
+
+        def metrics(self, step: int, values: Mapping[str, float]) -> None:
+            self.calls += 1
+            raise RuntimeError("no such host")
+
+    broken = Broken()
+    tracker = BackgroundTracker("broken", broken, run_of(tmp_path))
+    for step in range(30):
+        tracker.call("metrics", step, {})
+    assert tracker.close(60)
+    news = tracker.take_news()
+    assert (broken.calls, tracker.failed) == (10, 10) and tracker.dropped == 21
+    assert news is not None and "has failed 10 times in a row and is left out" in news
+    assert tracker.take_news() is None
+
+
+def test_the_first_failure_names_file_and_line(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN.replace('self.seen.append(("start"', '1 / 0 ; (("s"'))
+    (tracker,) = start_trackers(settings(f"{tmp_path}/own.py:Noting"), run_of(tmp_path))
+    assert tracker.close(60)
+    news = tracker.take_news()
+    assert news is not None and f"ZeroDivisionError: division by zero at {tmp_path}/own.py:" in news
+
+
+@pytest.mark.parametrize(
+    ("tracker", "sentence"),
+    [
+        ("wandbb", "telemetry.trackers has 'wandbb'; a tracker is one of tensorboard, wandb, ml"),
+        ("nowhere.at_all:Tracker", "there is no module 'nowhere.at_all'"),
+        ("pathlib:Path", "is no megatron_async.telemetry.trackers.base.Tracker"),
+        ({"name": "tensorboard", "arguments": {"colour": 1}}, "refuses its arguments"),
+    ],
+)
+def test_a_tracker_that_cannot_be_made_is_refused_at_the_start(tracker: Any, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        build_trackers(settings(tracker))
+
+
+def test_one_name_may_stand_for_a_list() -> None:
+    config = build_config({"telemetry": {"trackers": "tensorboard"}}).telemetry
+    assert list(build_trackers(config)) == ["tensorboard"]
+
+
+def test_samples_are_in_the_run_directory_and_in_tensorboard(tmp_path: Path) -> None:
+    trackers = start_trackers(TelemetryConfig(), run_of(tmp_path))
+    rows = [{"question": "2+2?", "response": "it is four", "reward": 1.0}]
+    with MetricsWriter(tmp_path / "m.jsonl", trackers, lineage=0) as writer:
+        writer.samples(3, "heldout", rows)
+        writer.samples(3, "heldout", rows)  # a restored run repeats it
+        writer.checkpoint(3, tmp_path / "checkpoints" / "step_3")
+    lines = (tmp_path / "evaluations" / "heldout-3.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == rows
+    events = b"".join(path.read_bytes() for path in (tmp_path / "tensorboard").glob("events.*"))
+    for text in (b"samples/heldout", b"it is four", b"checkpoints/step_3"):
+        assert text in events
+
+
+def everything(tracker: BackgroundTracker, folder: Path, step: int) -> None:
+    tracker.call("metrics", step, {"train/loss": 0.5, "eval/aime/pass_at_4": 0.25})
+    tracker.call("histogram", step, "rollout/lag", np.arange(5))
+    tracker.call("samples", step, "aime", [{"question": "2+2?", "reward": 1.0}])
+    tracker.call("text", step, "report", "3 steps")
+    tracker.call("checkpoint", step, folder / "checkpoints")
+
+
+@pytest.mark.slow
+def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    for lineage in (0, 1):  # the restored run repeats a step
+        (tracker,) = start_trackers(settings("wandb"), run_of(tmp_path, lineage))
+        everything(tracker, tmp_path, 3)
+        assert tracker.close(300)
+        assert (tracker.failed, tracker.dropped, tracker.take_news()) == (0, 0, None)
+    runs = sorted((tmp_path / "wandb").glob("offline-run-*"))
+    assert len({run.name.rpartition("-")[2] for run in runs}) == 1, "both are one run of W&B"
+    for run in runs:
+        content = next(run.glob("*.wandb")).read_bytes()
+        for text in (b"eval/aime/pass_at_4", b"rollout/lag", b"3 steps", b"prompts"):
+            assert text in content
+        assert list(run.glob("files/media/table/samples/*.json"))
+
+
+@pytest.mark.slow
+def test_mlflow_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    uri = (tmp_path / "mlruns").as_uri()
+    for lineage in (0, 1):
+        wanted = {"name": "mlflow", "arguments": {"tracking_uri": uri, "experiment": "tests"}}
+        (tracker,) = start_trackers(settings(wanted), run_of(tmp_path, lineage))
+        everything(tracker, tmp_path, 3 + lineage)
+        assert tracker.close(300)
+        assert (tracker.failed, tracker.dropped, tracker.take_news()) == (0, 0, None)
+    client = mlflow.MlflowClient(tracking_uri=uri)
+    (run,) = client.search_runs([client.get_experiment_by_name("tests").experiment_id])
+    history = client.get_metric_history(run.info.run_id, "eval/aime/pass_at_4")
+    assert [(metric.step, metric.value) for metric in history] == [(3, 0.25), (4, 0.25)]
+    assert run.data.params == {"steps": "3", "eval.prompts": "4"}
+    assert run.data.tags["checkpoint"] == str(tmp_path / "checkpoints")
+    assert run.info.status == "FINISHED"
+    found = {file.path for file in client.list_artifacts(run.info.run_id, "samples")}
+    assert found == {"samples/aime-3.jsonl", "samples/aime-4.jsonl"}
