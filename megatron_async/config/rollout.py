@@ -126,7 +126,9 @@ class EngineConfig(Settings):
         "memory, and larger batches run without. Unset on GPUs: schedule.concurrency / engines.",
     )
     context_length: int | None = Field(None, description="Longest prompt + response.")
-    stream_interval: int = Field(16, ge=1, description="Tokens between two stream events.")
+    stream_interval: int = Field(
+        64, ge=1, description="Tokens of a response that an engine reports at once; a chunk."
+    )
     extra_args: list[str] = Field(
         default_factory=list,
         description="More SGLang arguments; those that have a setting here, or that would make "

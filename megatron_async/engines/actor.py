@@ -10,7 +10,10 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
+import pickle
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +24,10 @@ from megatron_async.config import RunConfig
 from megatron_async.config.rollout import EngineConfig
 from megatron_async.engines.interface import EngineError
 from megatron_async.engines.nodes import NODE_HOST, NOT_ON_TRAINER_NODES, node_address
+from megatron_async.engines.relay import Pace, RelayedEngine, Started, StreamRelay
 from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.engines.sglang.process import SGLangProcess, resolve_device
+from megatron_async.engines.token_report import TokenReport
 from megatron_async.errors import ComponentFailure, ProcessKilled
 
 _CALL_SECONDS = 30.0
@@ -31,70 +36,135 @@ _START_MARGIN_SECONDS = 60.0
 
 
 class EngineHost:
-    """What an engine actor does; plain Python, so that it can be used without Ray."""
+    """What an engine actor does; plain Python, so that it can be used without Ray.
+
+    `update`, `abort` and `report` are those of the relay of its server's streams.
+    """
 
     def __init__(
-        self, model_path: str, settings_json: str, log_path: str, in_place: bool = False
+        self,
+        engine_id: str,
+        model_path: str,
+        settings_json: str,
+        log_path: str,
+        in_place: bool,
+        chunk_tokens: int,
     ) -> None:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        self._engine_id = engine_id
         settings = EngineConfig.model_validate_json(settings_json)
         if settings.host == NODE_HOST:
             settings = settings.model_copy(update={"host": node_address()})
+        self._settings = settings
+        self._chunk_tokens = chunk_tokens
         self._server = SGLangProcess(Path(model_path), settings, Path(log_path), in_place=in_place)
+        self._relay: StreamRelay | None = None
 
-    def start(self) -> str:
+    async def start(self) -> str:
         """Start the server; returns its URL. Raises ComponentFailure."""
-        self._server.start()
-        return self._server.url
+        await asyncio.to_thread(self._server.start)
+        return self.serve(self._server.url)
 
-    def url(self) -> str:
-        """Of the running server. Raises ComponentFailure if it has not started."""
-        return self._server.url
+    def serve(self, url: str) -> str:
+        """Relay the streams of the server at `url`."""
+        client = SGLangClient(self._engine_id, url, self._settings)
+        self._relay = StreamRelay(client, self._chunk_tokens)
+        gc.freeze()  # as in the manager: what was imported lives on
+        return url
 
-    def alive(self) -> bool:
+    async def alive(self) -> bool:
         """Whether the server process exists."""
         return self._server.alive()
 
-    def stop(self) -> None:
+    async def stop(self) -> None:
         """End the server; nothing is left of it."""
-        self._server.stop()
+        if self._relay is not None:
+            await self._relay.close()
+        await asyncio.to_thread(self._server.stop)
+
+    async def update(self, pickled: bytes) -> None:
+        self._running.update(*pickle.loads(pickled))
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        await self._running.abort(request_ids)
+
+    async def report(self, acknowledged: Sequence[int]) -> bytes:
+        return pickle.dumps(await self._running.report(acknowledged))
+
+    @property
+    def _running(self) -> StreamRelay:
+        if self._relay is None:
+            raise EngineError(f"{self._engine_id} has not started")
+        return self._relay
 
 
-# Two threads: `alive` is answered while `start` waits.
-EngineActor = ray.remote(max_concurrency=2, max_restarts=0)(EngineHost)
+class ActorCalls:
+    """The relay in an engine's actor (`RelayCalls`); `actor` has the methods of `EngineHost`.
+
+    Messages are pickled here: Ray would hand on each of their arrays by itself.
+    """
+
+    def __init__(self, actor: Any, engine_id: str, limit_seconds: float) -> None:
+        self._actor = actor
+        self._engine_id = engine_id
+        self._limit = limit_seconds
+
+    async def update(self, started: Sequence[Started], cancelled: Sequence[int]) -> None:
+        await self._call(self._actor.update, pickle.dumps((started, cancelled)))
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        await self._call(self._actor.abort, request_ids)
+
+    async def report(self, acknowledged: Sequence[int]) -> TokenReport:
+        report: TokenReport = pickle.loads(await self._call(self._actor.report, acknowledged))
+        return report
+
+    async def _call(self, method: Any, *arguments: Any) -> Any:
+        try:
+            what = f"the relay of {self._engine_id}"
+            return await _answer(method.remote(*arguments), self._limit, what)
+        except ComponentFailure as failure:
+            raise EngineError(str(failure)) from failure
 
 
 class RayEngineLauncher:
     """Starts and stops the engines of a run, each in an actor of its own (`EngineLauncher`)."""
 
-    def __init__(self, config: RunConfig, log_directory: Path) -> None:
+    def __init__(
+        self, config: RunConfig, log_directory: Path, host: type[EngineHost] = EngineHost
+    ) -> None:
+        """`host` is what an engine's actor does."""
+        self._actor_class = ray.remote(max_restarts=0)(host)
+        self._chunk_tokens = config.store.chunk_tokens
+        self._pace = Pace()
         self._settings = config.engines
         self._model_path = config.model.path
         self._log_directory = log_directory
         self._in_place = config.schedule.in_place
         self._actors: dict[int, Any] = {}
-        self._clients: dict[int, SGLangClient] = {}
+        self._clients: dict[int, RelayedEngine] = {}
         self._launches: dict[int, int] = {}
 
-    async def launch(self, index: int) -> SGLangClient:
+    async def launch(self, index: int) -> RelayedEngine:
         """A client of engine `index`, started anew. Raises ComponentFailure."""
         await self.stop(index)
-        actor = self._make_actor(index)
-        self._actors[index] = actor
-        limit = self._settings.start_timeout_seconds + _START_MARGIN_SECONDS
         launches = self._launches.get(index, 0)
         self._launches[index] = launches + 1
         engine_id = f"engine{index}" if launches == 0 else f"engine{index}.{launches}"
+        actor = self._make_actor(index, engine_id)
+        self._actors[index] = actor
+        limit = self._settings.start_timeout_seconds + _START_MARGIN_SECONDS
         try:
             url = await _answer(actor.start.remote(), limit, f"the start of {engine_id}")
-            client = await SGLangClient.connect(engine_id, url, self._settings)
+            server = await SGLangClient.connect(engine_id, url, self._settings)
         except EngineError as error:
             await self.stop(index)
             raise ProcessKilled(f"{engine_id} started but does not answer: {error}") from error
         except BaseException:
             await self.stop(index)
             raise
-        self._clients[index] = client
+        calls = ActorCalls(actor, engine_id, self._settings.no_progress_seconds)
+        client = self._clients[index] = RelayedEngine(server, calls, self._pace)
         return client
 
     async def alive(self, index: int) -> bool:
@@ -125,17 +195,19 @@ class RayEngineLauncher:
         finally:
             ray.kill(actor)
 
-    def _make_actor(self, index: int) -> Any:
+    def _make_actor(self, index: int, engine_id: str) -> Any:
         on_gpu = resolve_device(self._settings) == "cuda"
-        return EngineActor.options(  # type: ignore[attr-defined]
+        return self._actor_class.options(  # type: ignore[attr-defined]
             num_cpus=0,
             num_gpus=self._settings.tensor if on_gpu else 0,
             label_selector=NOT_ON_TRAINER_NODES,
         ).remote(
+            engine_id,
             str(self._model_path),
             self._settings.model_dump_json(),
             str((self._log_directory / f"engine{index}.log").resolve()),
             self._in_place,
+            self._chunk_tokens,
         )
 
 
@@ -148,7 +220,7 @@ async def _answer(reference: Any, limit_seconds: float, what: str) -> Any:
     except TimeoutError as error:
         raise ComponentFailure(f"{what} did not end within {limit_seconds:g} seconds") from error
     except RayTaskError as error:
-        if isinstance(error.cause, ComponentFailure):
+        if isinstance(error.cause, ComponentFailure | EngineError):
             raise type(error.cause)(str(error.cause)) from error
         raise
     except RayActorError as error:

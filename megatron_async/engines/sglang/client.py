@@ -171,11 +171,8 @@ class SGLangClient:
         Returns when the abort has reached the engine; requests that are not running are ignored.
         """
         running = {name: self._wire_ids[name] for name in request_ids if name in self._wire_ids}
-        if len(running) == len(self._wire_ids) > 1:
-            await self._post("abort_request", {"abort_all": True})  # one call instead of thousands
-        else:
-            await self._post_aborts(running.values())
         if running:
+            await self._abort_running(running)
             self._in_background(self._insist_on_abort(running))
 
     async def pause(self, mode: PauseMode) -> None:
@@ -284,6 +281,12 @@ class SGLangClient:
                     for chunk in decoder.feed(orjson.loads(event)):
                         yield chunk
 
+    async def _abort_running(self, running: Mapping[str, str]) -> None:
+        if len(running) == len(self._wire_ids) > 1:
+            await self._post("abort_request", {"abort_all": True})  # one call instead of thousands
+        else:
+            await self._post_aborts(running.values())
+
     async def _post_aborts(self, wire_ids: Iterable[str]) -> None:
         await asyncio.gather(*(self._post("abort_request", {"rid": rid}) for rid in wire_ids))
 
@@ -291,11 +294,11 @@ class SGLangClient:
         """Repeat an abort while its stream goes on."""
         for _ in range(_ABORT_ATTEMPTS):
             await asyncio.sleep(_ABORT_AGAIN_SECONDS)
-            left = [rid for name, rid in running.items() if self._wire_ids.get(name) == rid]
+            left = {n: rid for n, rid in running.items() if self._wire_ids.get(n) == rid}
             if not left:
                 return
             try:
-                await self._post_aborts(left)
+                await self._abort_running(left)
             except EngineError:
                 # The streams themselves report a dead engine to whoever reads them.
                 return
@@ -387,8 +390,8 @@ def _check_own_limits(error: BaseException) -> None:
     """Raises ComponentFailure when this process could not even ask: that is no engine's fault."""
     if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
         raise ComponentFailure(
-            f"the rollout manager cannot open more connections ({error}): raise the limit of open "
-            "files (ulimit -n), or lower schedule.concurrency"
+            f"the client of an engine cannot open more connections ({error}): raise the limit of "
+            "open files (ulimit -n), or lower schedule.concurrency"
         ) from error
 
 

@@ -1,0 +1,408 @@
+"""What thousands of streams cost the rollout manager; the engines only count (stub_engine.py).
+
+    python -m benchmarks.streams [--streams 4096] [--engines 4] [--actors 4] [--stubs 1]
+        [--rate 40] [--interval 64] [--seconds 10] [--direct] [--out benchmarks/results/streams.md]
+
+The rollout manager, its store and its recorded events are the real ones, in this process; each Ray
+actor reads the streams of its share of the engines, as the actor of an engine does; the engines are
+spread over `--stubs` processes. With `--direct` the manager reads the streams itself.
+
+- submit: from the publication of weights until every request has brought its first token.
+- steady: `--seconds` of nothing but tokens. CPU time is of whole processes, all threads, and is
+  given as the share of a core that the full rate of tokens takes: on a busy machine fewer may come.
+- abort all: from the request of an update until no request runs (`schedule.preset: copris`).
+- loop: the longest that the manager's event loop did not turn: by the clock, and in CPU time of its
+  thread, which is what other processes on the machine do not add to.
+- At the end each token that an engine reported must be in the store, once, at its place, with the
+  log-prob of its own: a response counts on from its prompt. Else the benchmark fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import datetime
+import gc
+import os
+import pickle
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import ray
+import uvloop
+
+from benchmarks.command import command_line
+from benchmarks.papers.report import table
+from benchmarks.stub_engine import VOCABULARY, logprob
+from megatron_async.config import RunConfig, build_config
+from megatron_async.config.rollout import EngineConfig
+from megatron_async.engines.actor import ActorCalls
+from megatron_async.engines.interface import EngineClient
+from megatron_async.engines.relay import Pace, RelayedEngine, StreamRelay
+from megatron_async.engines.sglang.client import SGLangClient
+from megatron_async.rollout.manager import ResumePoint, RolloutManager
+from megatron_async.store.store import TrajectoryStore
+from megatron_async.tasks.scorer_count import ScorerCount
+from megatron_async.trajectory.types import Prompt
+
+_LIMIT_SECONDS = 300.0
+_TICK_SECONDS = 0.005
+_SETTLE_SECONDS = 3.0  # every stream has brought its second report, and they are spread over time
+
+
+class Counting:
+    """A task whose prompts end in numbers that no two of 131,072 share; also its verifier."""
+
+    stop_token_ids = ()
+    scorers = ScorerCount(1)
+
+    def train_prompts(self, position: int, count: int) -> list[Prompt]:
+        lasts = [(position + i) * 1021 % VOCABULARY for i in range(count)]
+        return [Prompt(np.array([5, last], np.int32), "count") for last in lasts]
+
+    async def score(
+        self, prompt: Prompt, response_ids: Sequence[int]
+    ) -> tuple[float | None, dict[str, float]]:
+        return 1.0, {}
+
+
+def settings(streams: int, engines: int, interval: int, most: int = 60_000) -> RunConfig:
+    """One batch is more than will ever be complete; `most` tokens end a response."""
+    schedule = {"preset": "copris", "concurrency": streams, "groups_per_batch": streams}
+    return build_config(
+        {
+            "schedule": {**schedule, "group_size": 8},
+            "sampling": {"max_new_tokens": most},
+            "engines": {"count": engines, "stream_interval": interval},
+            "trainer": {"wait_for_batch_seconds": _LIMIT_SECONDS},
+            "steps": 100,
+        }
+    )
+
+
+# ---------------------------------------------------------------- engines
+
+
+@contextlib.contextmanager
+def stub_engines(engines: int, processes: int, interval: int, rate: float) -> Iterator[list[str]]:
+    """The URLs of so many engines in so many processes."""
+    started: list[subprocess.Popen[str]] = []
+    try:
+        for place in range(processes):
+            share = len(range(place, engines, processes))
+            command = [sys.executable, "-m", "benchmarks.stub_engine", "--engines", str(share)]
+            command += ["--interval", str(interval), "--rate", str(rate)]
+            started.append(
+                subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            )
+        lines = [process.stdout.readline() for process in started if process.stdout is not None]
+        yield [f"http://127.0.0.1:{port}" for line in lines for port in line.split()]
+    finally:
+        for process in started:
+            process.communicate(timeout=20)  # closes its input, at which it ends
+
+
+class Relays:
+    """What the actors of some engines do, in one process."""
+
+    def __init__(self) -> None:
+        self._relays: dict[str, StreamRelay] = {}
+        gc.freeze()  # as an engine's actor does
+
+    async def serve(self, engine_id: str, url: str, settings: EngineConfig, chunk: int) -> None:
+        self._relays[engine_id] = StreamRelay(SGLangClient(engine_id, url, settings), chunk)
+
+    async def update(self, of: str, pickled: bytes) -> None:
+        self._relays[of].update(*pickle.loads(pickled))
+
+    async def abort(self, of: str, request_ids: Sequence[str]) -> None:
+        await self._relays[of].abort(request_ids)
+
+    async def report(self, of: str, acknowledged: Sequence[int]) -> bytes:
+        return pickle.dumps(await self._relays[of].report(acknowledged))
+
+    async def cpu_seconds(self) -> float:
+        return time.process_time()
+
+
+@dataclass(frozen=True)
+class _Method:
+    method: Any
+    engine_id: str
+
+    def remote(self, *arguments: Any) -> Any:
+        return self.method.remote(self.engine_id, *arguments)
+
+
+class _Part:
+    """One engine's relay in an actor that has several."""
+
+    def __init__(self, actor: Any, engine_id: str) -> None:
+        self.update = _Method(actor.update, engine_id)
+        self.abort = _Method(actor.abort, engine_id)
+        self.report = _Method(actor.report, engine_id)
+
+
+class Launcher:
+    """Engines that are there already, read by `actors` in turn, or (without any) from here."""
+
+    def __init__(self, config: RunConfig, urls: Sequence[str], actors: Sequence[Any]) -> None:
+        self._config, self._urls, self._actors = config, urls, actors
+        self._pace = Pace()
+
+    async def launch(self, index: int) -> EngineClient:
+        engine_id, url, engines = f"engine{index}", self._urls[index], self._config.engines
+        server = await SGLangClient.connect(engine_id, url, engines)
+        if not self._actors:
+            return server
+        actor = self._actors[index % len(self._actors)]
+        await actor.serve.remote(engine_id, url, engines, self._config.store.chunk_tokens)
+        calls = ActorCalls(_Part(actor, engine_id), engine_id, _LIMIT_SECONDS)
+        return RelayedEngine(server, calls, self._pace)
+
+    async def alive(self, index: int) -> bool:
+        return True
+
+    async def stop(self, index: int) -> None:
+        return None
+
+
+# ---------------------------------------------------------------- measuring
+
+
+@dataclass
+class Phase:
+    """What one part of the run took. Times in seconds; `loop`: the longest without a turn."""
+
+    name: str
+    wall: float = 0.0
+    manager: float = 0.0
+    actors: float = 0.0
+    tokens: int = 0
+    loop_wall: float = 0.0
+    loop_cpu: float = 0.0
+
+
+@dataclass
+class Figures:
+    """Of a whole run. `found`: tokens in the store that are what their engine reported."""
+
+    phases: dict[str, Phase] = field(default_factory=dict)
+    reported: int = 0
+    found: int = 0
+    trajectories: int = 0
+    warnings: dict[str, str] = field(default_factory=dict)
+
+
+class Run:
+    """One manager over stub engines."""
+
+    def __init__(
+        self, config: RunConfig, urls: Sequence[str], actors: Sequence[Any], folder: Path
+    ) -> None:
+        task: Any = Counting()
+        self._config, self._urls, self._actors = config, urls, actors
+        self._store_file = folder / "store.sqlite"
+        self.figures = Figures()
+        self.manager = RolloutManager(
+            config,
+            task=task,
+            verifier=task,
+            launcher=Launcher(config, urls, actors),
+            store_file=self._store_file,
+            events_directory=folder / "events",
+        )
+
+    @contextlib.asynccontextmanager
+    async def phase(self, name: str) -> Any:
+        """Measures what is done within."""
+        phase = self.figures.phases[name] = Phase(name)
+        actors, tokens = await self._actor_seconds(), self.tokens
+        ticker = asyncio.create_task(_tick(phase))
+        wall, manager = time.perf_counter(), time.process_time()
+        yield
+        phase.wall = time.perf_counter() - wall
+        phase.manager = time.process_time() - manager
+        ticker.cancel()
+        phase.tokens = self.tokens - tokens
+        phase.actors = await self._actor_seconds() - actors
+        print(phase, file=sys.stderr)
+
+    async def _actor_seconds(self) -> float:
+        return sum([float(await actor.cpu_seconds.remote()) for actor in self._actors])
+
+    @property
+    def tokens(self) -> int:
+        """That have arrived."""
+        return int(self.manager.status().get("tokens", 0))
+
+    async def until(self, tokens: int) -> None:
+        """So many have arrived."""
+        async with asyncio.timeout(_LIMIT_SECONDS):
+            while self.tokens < tokens:
+                await asyncio.sleep(_TICK_SECONDS)
+
+    async def stop_generation(self, number: int) -> list[str]:
+        """Version `number` is to come: every request is aborted."""
+        return [engine.engine_id for engine in await self.manager.begin_update(0, number)]
+
+    async def publish(self, number: int, engine_ids: Sequence[str]) -> None:
+        """The engines hold version `number`, and generate."""
+        async with aiohttp.ClientSession() as http:
+            for url in self._urls:
+                body = {"weight_version": f"0.{number}"}
+                async with http.post(f"{url}/update_weights_from_disk", json=body) as answer:
+                    answer.raise_for_status()
+        await self.manager.end_update(0, number, engine_ids, False)
+
+    async def finish(self) -> Figures:
+        """Stop, and compare what engines reported with what is stored. Raises ValueError."""
+        async with aiohttp.ClientSession() as http:
+            for url in self._urls:
+                async with http.get(f"{url}/stub") as answer:
+                    self.figures.reported += (await answer.json())["reported"]
+        session = self.manager._session
+        assert session is not None
+        self.figures.warnings = dict(session.driver.statistics.warnings)
+        await self.manager.stop()
+        await self._check()
+        return self.figures
+
+    async def _check(self) -> None:
+        store = TrajectoryStore.open(self._store_file, lineage=1)
+        for trajectory in [t for g in store.unconsumed_groups() for t in g.trajectories]:
+            if not trajectory.segments:
+                continue
+            tokens = np.concatenate([s.token_ids for s in trajectory.segments])
+            logprobs = np.concatenate([s.logprobs for s in trajectory.segments])
+            last = int(trajectory.prompt.token_ids[-1])
+            if not np.array_equal(tokens, (last + 1 + np.arange(len(tokens))) % VOCABULARY):
+                raise ValueError(f"trajectory {trajectory.trajectory_id} holds tokens of another")
+            if not np.allclose(logprobs, logprob(tokens), atol=1e-6):
+                raise ValueError(f"trajectory {trajectory.trajectory_id} holds wrong log-probs")
+            self.figures.trajectories += 1
+            self.figures.found += len(tokens)
+        await store.close()
+        if self.figures.found != self.figures.reported:
+            raise ValueError(f"{self.figures.found} of {self.figures.reported} tokens are stored")
+
+
+async def _tick(phase: Phase) -> None:
+    while True:
+        wall, cpu = time.perf_counter(), time.thread_time()
+        await asyncio.sleep(_TICK_SECONDS)
+        late = time.perf_counter() - wall - _TICK_SECONDS
+        phase.loop_wall = max(phase.loop_wall, late)
+        phase.loop_cpu = max(phase.loop_cpu, time.thread_time() - cpu)
+
+
+async def measure(run: Run, streams: int, seconds: float) -> Figures:
+    """Submit, run, abort all, submit again, end."""
+    await run.manager.start()
+    gc.freeze()  # as the manager's actor does
+    await run.manager.attach(ResumePoint(0))
+    ids = await run.stop_generation(0)
+    async with run.phase("first submit"):
+        await run.publish(0, ids)
+        await run.until(streams)
+    await asyncio.sleep(_SETTLE_SECONDS)
+    async with run.phase("steady"):
+        await asyncio.sleep(seconds)
+    async with run.phase("abort all"):
+        ids = await run.stop_generation(1)
+    before = run.tokens
+    async with run.phase("submit again"):
+        await run.publish(1, ids)
+        await run.until(before + streams)
+    await asyncio.sleep(_SETTLE_SECONDS)
+    await run.stop_generation(2)
+    return await run.finish()
+
+
+def rows_of(figures: Figures, wanted: float) -> list[tuple[str, ...]]:
+    """`wanted`: tokens a second of the full rate."""
+    rows = []
+    for phase in figures.phases.values():
+        share, total = f"{phase.manager:.2f} s", f"{phase.manager + phase.actors:.2f} s"
+        if phase.name == "steady":
+            full = wanted / max(phase.tokens, 1)
+            share = f"{100 * phase.manager * full:.1f} %"
+            total = f"{100 * (phase.manager + phase.actors) * full:.1f} %"
+        rows.append(
+            (
+                phase.name,
+                f"{phase.wall:.2f} s",
+                f"{phase.tokens / phase.wall:,.0f}",
+                share,
+                total,
+                f"{1e3 * phase.loop_wall:.0f} ms",
+                f"{1e3 * phase.loop_cpu:.0f} ms",
+            )
+        )
+    return rows
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--streams", type=int, default=4096, help="N', requests in flight")
+    parser.add_argument("--engines", type=int, default=4)
+    parser.add_argument("--actors", type=int, default=4, help="processes that read streams")
+    parser.add_argument("--stubs", type=int, default=1, help="processes of the engines")
+    parser.add_argument("--rate", type=float, default=40, help="tokens a second of a stream")
+    parser.add_argument("--interval", type=int, default=64, help="engines.stream_interval")
+    parser.add_argument("--seconds", type=float, default=10, help="of the steady part")
+    parser.add_argument("--direct", action="store_true", help="the manager reads the streams")
+    parser.add_argument("--out", type=Path, help="append the table here too")
+    arguments = parser.parse_args()
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    folder = Path(tempfile.mkdtemp(prefix="streams-"))
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    actors: list[Any] = []
+    if not arguments.direct:
+        ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+        actors = [ray.remote(num_cpus=0)(Relays).remote() for _ in range(arguments.actors)]
+        ray.get([actor.cpu_seconds.remote() for actor in actors])
+    config = settings(arguments.streams, arguments.engines, arguments.interval)
+    try:
+        with stub_engines(
+            arguments.engines, arguments.stubs, arguments.interval, arguments.rate
+        ) as urls:
+            run = Run(config, urls, actors, folder)
+            figures = uvloop.run(measure(run, arguments.streams, arguments.seconds))
+    finally:
+        shutil.rmtree(folder)
+        if not arguments.direct:
+            ray.shutdown()
+    wanted = arguments.streams * arguments.rate
+    header = ("part", "took", "tokens/s", "manager CPU", "with actors", "loop", "loop, CPU")
+    load = os.getloadavg()[0]
+    text = (
+        f"{arguments.streams:,} streams over {arguments.engines} engines, full rate "
+        f"{wanted:,.0f} tokens/s; {figures.found:,} of {figures.reported:,} tokens stored, in "
+        f"{figures.trajectories:,} trajectories; load {load:.1f} on {os.cpu_count()} cores.\n\n"
+        f"{table(header, rows_of(figures, wanted))}"
+    )
+    print(text, *figures.warnings.items(), sep="\n")
+    if arguments.out is not None:
+        made = f"`{command_line('benchmarks.streams')}`, {datetime.date.today()}, "
+        new = "" if arguments.out.exists() else "# Thousands of streams\n"
+        with arguments.out.open("a") as file:
+            file.write(f"{new}\n{made}Python {platform.python_version()}\n\n{text}\n")
+
+
+if __name__ == "__main__":
+    main()

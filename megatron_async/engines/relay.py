@@ -1,0 +1,269 @@
+"""Reads an engine's streams where its server is, and hands them on in few messages.
+
+`StreamRelay` lives in the engine's actor: HTTP, JSON and versions are its work. `RelayedEngine` is
+the same engine for the rollout manager: an `EngineClient` whose streams come from the relay, all of
+them in one `TokenReport` about every 100 ms, and whose other calls go to the server as they are.
+
+Invariants
+- A stream is read on only while less than a chunk of it is unacknowledged, and what is read is
+  acknowledged when whoever iterates asks for more, which is after the store has committed it. So
+  the loss of the actor costs a stream one chunk, and a slow disk slows the engines.
+- The longer news waits, the fewer messages there are: as long as `Pace` says, which is little for
+  few streams.
+- A failure belongs to its stream; one of the relay itself reaches every open stream. None waits
+  for a relay that is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from megatron_async.engines.forwarding import ForwardingClient
+from megatron_async.engines.interface import (
+    EngineClient,
+    EngineError,
+    GenerationRequest,
+    TokenChunk,
+)
+from megatron_async.engines.token_report import Failure, Item, Outbox, TokenReport
+from megatron_async.errors import ComponentFailure
+
+_LONGEST_PAUSE_SECONDS = 0.1
+_PAUSE_PER_STREAM_SECONDS = 25e-6  # 4,096 streams: the longest pause
+_PAUSE_PER_ENGINE_SECONDS = 10e-3  # a message takes the manager about half a millisecond
+_MOST_ITEMS = 64  # of a report: what the manager's event loop takes up in one turn
+_MOST_STARTED = 256  # in one call
+_NEWS_SECONDS = 5.0
+# A stream that has no room waits for an acknowledgement, which comes with the next call.
+_NEWS_SECONDS_UNACKNOWLEDGED = 0.05
+
+Started = tuple[int, GenerationRequest]
+
+
+class StreamRelay:
+    """Reads the streams of one engine; all calls come from one event loop."""
+
+    def __init__(self, client: EngineClient, chunk_tokens: int) -> None:
+        self._client = client
+        self._outbox = Outbox(chunk_tokens)
+        self._readers: dict[int, asyncio.Task[None]] = {}
+        self._blocked: dict[int, asyncio.Event] = {}
+        self._news = asyncio.Event()
+
+    def update(self, started: Sequence[Started], cancelled: Sequence[int]) -> None:
+        """Begin to read these requests; stop reading those streams, which ends their requests."""
+        for stream, request in started:
+            task = asyncio.get_running_loop().create_task(self._read(stream, request))
+            self._readers[stream] = task
+            task.add_done_callback(partial(self._ended, stream))
+        for stream in cancelled:
+            if (reader := self._readers.get(stream)) is not None:
+                reader.cancel()
+            self._outbox.forget(stream)
+
+    def _ended(self, stream: int, _: asyncio.Task[None]) -> None:
+        del self._readers[stream]
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """See `EngineClient.abort`."""
+        await self._client.abort(request_ids)
+
+    async def report(self, acknowledged: Sequence[int]) -> TokenReport:
+        """What has come since the last report; waits a little while for the first of it."""
+        self._outbox.acknowledge(acknowledged)
+        for stream in [s for s in acknowledged if s in self._blocked]:
+            self._blocked[stream].set()
+        if not len(self._outbox):
+            self._news.clear()
+            waits = self._outbox.unacknowledged
+            try:
+                async with asyncio.timeout(
+                    _NEWS_SECONDS_UNACKNOWLEDGED if waits else _NEWS_SECONDS
+                ):
+                    await self._news.wait()
+            except TimeoutError:
+                pass  # an empty report: the manager asks again
+        return self._outbox.take(_MOST_ITEMS)
+
+    async def close(self) -> None:
+        """Stop reading."""
+        readers = list(self._readers.values())
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+        await self._client.close()
+
+    async def _read(self, stream: int, request: GenerationRequest) -> None:
+        try:
+            async for chunk in self._client.generate(request):
+                if not self._outbox.has_room(stream):
+                    await self._room(stream)
+                self._put(stream, chunk)
+        except (EngineError, ComponentFailure) as failure:
+            self._put(stream, failure)
+        except Exception as defect:  # noqa: BLE001 - it ends the run, from the manager
+            self._put(stream, ComponentFailure(f"reading a stream failed: {defect!r}"))
+
+    async def _room(self, stream: int) -> None:
+        """Until the manager has acknowledged what it has."""
+        event = self._blocked[stream] = asyncio.Event()
+        try:
+            while not self._outbox.has_room(stream):
+                event.clear()
+                await event.wait()
+        finally:
+            del self._blocked[stream]
+
+    def _put(self, stream: int, item: Item) -> None:
+        self._outbox.put(stream, item)
+        self._news.set()
+
+
+class RelayCalls(Protocol):
+    """A `StreamRelay` in another process. Every call has a limit and raises EngineError."""
+
+    async def update(self, started: Sequence[Started], cancelled: Sequence[int]) -> None: ...
+
+    async def abort(self, request_ids: Sequence[str]) -> None: ...
+
+    async def report(self, acknowledged: Sequence[int]) -> TokenReport: ...
+
+
+class Pace:
+    """How long the engines of a run rest between two reports; one for all of them.
+
+    It grows with the streams and engines that are read: the shortest responses of a small run come
+    almost at once, and a large one takes ten messages a second and engine.
+    """
+
+    def __init__(self) -> None:
+        self.streams = 0
+        self.engines = 0
+        self.turn = asyncio.Lock()
+        """Of the engine whose report is taken up in this turn of the event loop."""
+
+    @property
+    def seconds(self) -> float:
+        """From one report's arrival to the question for the next."""
+        return min(
+            _LONGEST_PAUSE_SECONDS,
+            max(
+                self.streams * _PAUSE_PER_STREAM_SECONDS,
+                self.engines * _PAUSE_PER_ENGINE_SECONDS,
+            ),
+        )
+
+
+class RelayedEngine(ForwardingClient):
+    """An engine whose streams are read by its relay."""
+
+    def __init__(self, client: EngineClient, relay: RelayCalls, pace: Pace) -> None:
+        super().__init__(client)
+        self._relay = relay
+        self._pace = pace
+        self._numbers = itertools.count()
+        self._inboxes: dict[int, asyncio.Queue[Item]] = {}
+        self._started: list[Started] = []
+        self._cancelled: list[int] = []
+        self._acknowledged: list[int] = []
+        self._sending: asyncio.Task[None] | None = None
+        self._receiving: asyncio.Task[None] | None = None
+        self._closed = False
+
+    async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
+        """Stream a response. Cancelling or closing the iteration aborts the request."""
+        if self._closed:
+            raise EngineError(f"{self.engine_id} ({self.url}): the client has been closed")
+        stream, inbox = next(self._numbers), asyncio.Queue[Item]()
+        self._inboxes[stream] = inbox
+        self._pace.streams += 1
+        self._started.append((stream, request))
+        self._send()
+        ended = False
+        try:
+            while not ended:
+                item = await inbox.get()
+                if not isinstance(item, TokenChunk):
+                    raise item
+                ended = item.end is not None
+                yield item
+                if inbox.empty():
+                    self._acknowledged.append(stream)
+        finally:
+            self._pace.streams -= 1
+            del self._inboxes[stream]
+            if not ended and not self._closed:
+                self._cancelled.append(stream)
+                self._send()
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End these requests; each stream ends with a chunk of `end="abort"`."""
+        if self._sending is not None:
+            await asyncio.wait([self._sending])  # an abort that comes first is lost
+        await self._relay.abort(request_ids)
+
+    async def close(self) -> None:
+        """Release connections (not the server)."""
+        self._closed = True
+        tasks = [task for task in (self._sending, self._receiving) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._fail(EngineError(f"{self.engine_id} ({self.url}): the client has been closed"))
+        await super().close()
+
+    def _send(self) -> None:
+        """What has been started and cancelled goes to the relay, and reports are asked for."""
+        if self._sending is None or self._sending.done():
+            self._sending = _task(self._guarded(self._send_all))
+        if self._receiving is None or self._receiving.done():
+            self._receiving = _task(self._guarded(self._receive))
+
+    async def _send_all(self) -> None:
+        while self._started or self._cancelled:
+            started, self._started = self._started[:_MOST_STARTED], self._started[_MOST_STARTED:]
+            cancelled: list[int] = []
+            if not self._started:  # never before its start
+                cancelled, self._cancelled = self._cancelled, []
+            await self._relay.update(started, cancelled)
+
+    async def _receive(self) -> None:
+        self._pace.engines += 1
+        try:
+            await self._receive_all()
+        finally:
+            self._pace.engines -= 1
+
+    async def _receive_all(self) -> None:
+        while self._inboxes:
+            acknowledged, self._acknowledged = self._acknowledged, []
+            report = await self._relay.report(acknowledged)
+            async with self._pace.turn:
+                for stream, item in report.items():
+                    if (inbox := self._inboxes.get(stream)) is not None:
+                        inbox.put_nowait(item)
+                await asyncio.sleep(0)
+            if len(report.runs_R5) < _MOST_ITEMS:  # else there is more already
+                await asyncio.sleep(self._pace.seconds)
+
+    async def _guarded(self, work: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await work()
+        except (EngineError, ComponentFailure) as failure:
+            self._fail(failure)
+        except Exception as defect:  # noqa: BLE001 - raised by every open stream
+            self._fail(ComponentFailure(f"the relay of {self.engine_id} failed: {defect!r}"))
+
+    def _fail(self, failure: Failure) -> None:
+        """No stream that is open gets anything more."""
+        self._started, self._cancelled = [], []
+        for inbox in self._inboxes.values():
+            inbox.put_nowait(type(failure)(str(failure)))
+
+
+def _task(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    return asyncio.get_running_loop().create_task(work)

@@ -1,0 +1,138 @@
+"""What the streams of one engine have brought, in columns: one message instead of one a stream.
+
+Pure: no process, no clock. `Outbox` is filled where the streams are read, `TokenReport` crosses to
+the rollout manager (`relay.py`).
+
+Invariants
+- What is put in comes out once, and of each stream in its order.
+- Of each stream fewer than `chunk_tokens` are unacknowledged before something is put in: together
+  with what it has read, whoever fills the outbox holds one chunk that a kill may lose.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_async.engines.interface import EngineError, RequestRefused, StreamEnd, TokenChunk
+from megatron_async.errors import ComponentFailure
+from megatron_async.trajectory.types import FloatArray, IntArray, PolicyVersion
+
+Failure = EngineError | ComponentFailure
+Item = TokenChunk | Failure
+
+_ENDS: Final[tuple[StreamEnd | None, ...]] = (None, "stop", "length", "abort")
+_FAILURES: Final[tuple[type[Failure], ...]] = (RequestRefused, EngineError, ComponentFailure)
+_FIRST_FAILURE = len(_ENDS)
+
+
+@dataclass(frozen=True, eq=False)
+class TokenReport:
+    """Runs of tokens, each of one stream and one version, one behind the other.
+
+    `runs_R5`: stream, tokens, lineage and number of the version, and how the stream ended with it
+    (an index into `_ENDS`, or behind it into `_FAILURES`; the failure's text is the next one of
+    `messages`).
+    """
+
+    runs_R5: npt.NDArray[np.int64]
+    token_ids_T: IntArray
+    logprobs_T: FloatArray
+    messages: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, items: Iterable[tuple[int, Item]]) -> TokenReport:
+        """The items of these streams, in this order."""
+        runs: list[tuple[int, int, int, int, int]] = []
+        chunks: list[TokenChunk] = []
+        messages: list[str] = []
+        for stream, item in items:
+            if isinstance(item, TokenChunk):
+                end = _ENDS.index(item.end)
+                runs.append((stream, len(item.token_ids), *item.version, end))
+                chunks.append(item)
+            else:
+                kind = next(i for i, known in enumerate(_FAILURES) if isinstance(item, known))
+                runs.append((stream, 0, 0, 0, _FIRST_FAILURE + kind))
+                messages.append(str(item))
+        return cls(
+            np.array(runs, np.int64).reshape(-1, 5),
+            np.concatenate([np.zeros(0, np.int32), *(c.token_ids for c in chunks)], dtype=np.int32),
+            np.concatenate(
+                [np.zeros(0, np.float32), *(c.logprobs for c in chunks)], dtype=np.float32
+            ),
+            tuple(messages),
+        )
+
+    def items(self) -> Iterator[tuple[int, Item]]:
+        """What `of` was given."""
+        start, messages = 0, iter(self.messages)
+        for stream, count, lineage, number, end in self.runs_R5.tolist():
+            if end >= _FIRST_FAILURE:
+                yield stream, _FAILURES[end - _FIRST_FAILURE](next(messages))
+                continue
+            part = slice(start, start + count)
+            start += count
+            yield (
+                stream,
+                TokenChunk(
+                    self.token_ids_T[part],
+                    self.logprobs_T[part],
+                    PolicyVersion(lineage, number),
+                    _ENDS[end],
+                ),
+            )
+
+
+class Outbox:
+    """What has been read and not yet been reported, and what was reported and not acknowledged."""
+
+    def __init__(self, chunk_tokens: int) -> None:
+        self._chunk_tokens = chunk_tokens
+        self._items: deque[tuple[int, Item]] = deque()
+        self._waiting: Counter[int] = Counter()
+        self._reported: Counter[int] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    @property
+    def unacknowledged(self) -> bool:
+        """Whether streams that go on have tokens in a report that was not acknowledged."""
+        return bool(self._reported)
+
+    def has_room(self, stream: int) -> bool:
+        """Whether something may be put in; else after an acknowledgement."""
+        return self._waiting[stream] + self._reported[stream] < self._chunk_tokens
+
+    def put(self, stream: int, item: Item) -> None:
+        """The next item of a stream."""
+        self._items.append((stream, item))
+        if isinstance(item, TokenChunk):
+            self._waiting[stream] += len(item.token_ids)
+
+    def take(self, most: int) -> TokenReport:
+        """The oldest items, `most` at most."""
+        items = [self._items.popleft() for _ in range(min(most, len(self._items)))]
+        for stream, item in items:
+            if not isinstance(item, TokenChunk) or item.end is not None:
+                self.forget(stream)
+            elif stream in self._waiting:
+                self._waiting[stream] -= len(item.token_ids)
+                self._reported[stream] += len(item.token_ids)
+        return TokenReport.of(items)
+
+    def acknowledge(self, streams: Iterable[int]) -> None:
+        """Everything of theirs that was reported is in the store."""
+        for stream in streams:
+            self._reported.pop(stream, None)
+
+    def forget(self, stream: int) -> None:
+        """It has ended, or nobody wants more of it."""
+        self._waiting.pop(stream, None)
+        self._reported.pop(stream, None)

@@ -1,0 +1,209 @@
+"""An engine read through its relay is the engine, and a lost relay costs a chunk a stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import cast
+
+import numpy as np
+import pytest
+
+from megatron_async.config.rollout import SamplingConfig
+from megatron_async.engines.interface import (
+    EngineClient,
+    EngineError,
+    GenerationRequest,
+    RequestRefused,
+    TokenChunk,
+)
+from megatron_async.engines.relay import Pace, RelayedEngine, Started, StreamRelay
+from megatron_async.engines.simulated.engine import SimulatedEngine, SimulatedEngineModel
+from megatron_async.engines.token_report import TokenReport
+from megatron_async.errors import ComponentFailure
+from megatron_async.trajectory.types import PolicyVersion
+
+MODEL = SimulatedEngineModel(mean_length=10**9, step_seconds=0.0005, stream_interval=8)
+
+
+def request(name: str, most: int = 40) -> GenerationRequest:
+    prompt = np.array([5, sum(map(ord, name))], np.int32)
+    return GenerationRequest(name, prompt, most, SamplingConfig())
+
+
+class Lossy(StreamRelay):
+    """A relay whose process may be lost: every call fails from then on."""
+
+    lost = False
+
+    async def update(self, started: Sequence[Started], cancelled: Sequence[int]) -> None:  # type: ignore[override]
+        self._check()
+        super().update(started, cancelled)
+
+    async def report(self, acknowledged: Sequence[int]) -> TokenReport:
+        self._check()
+        report = await super().report(acknowledged)
+        self._check()
+        return report
+
+    def _check(self) -> None:
+        if self.lost:
+            raise EngineError("the relay of e: its Ray actor has died")
+
+
+def relayed(engine: EngineClient, chunk_tokens: int = 16) -> tuple[RelayedEngine, Lossy]:
+    relay = Lossy(engine, chunk_tokens)
+    return RelayedEngine(engine, relay, Pace()), relay
+
+
+async def collect(engine: EngineClient, wanted: GenerationRequest) -> list[TokenChunk]:
+    return [chunk async for chunk in engine.generate(wanted)]
+
+
+def tokens(chunks: Sequence[TokenChunk]) -> list[int]:
+    return [int(token) for chunk in chunks for token in chunk.token_ids]
+
+
+def test_many_streams_bring_what_the_engine_itself_brings() -> None:
+    async def scenario() -> None:
+        engine = SimulatedEngine("e", MODEL)
+        client, relay = relayed(engine)
+        names = [f"r{i}" for i in range(40)]
+        through = await asyncio.gather(*(collect(client, request(name)) for name in names))
+        direct = await asyncio.gather(*(collect(engine, request(name)) for name in names))
+        for chunks, wanted in zip(through, direct, strict=True):
+            assert tokens(chunks) == tokens(wanted) and len(tokens(chunks)) == 40
+            assert [float(p) for c in chunks for p in c.logprobs] == [
+                float(p) for c in wanted for p in c.logprobs
+            ]
+            assert [c.end for c in chunks] == [*([None] * (len(chunks) - 1)), "length"]
+        assert not relay._readers and client._pace.streams == 0
+        await client.close()
+        await relay.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+def test_an_abort_ends_the_streams_with_what_they_have() -> None:
+    async def scenario() -> None:
+        client, relay = relayed(SimulatedEngine("e", MODEL))
+        streams = [asyncio.create_task(collect(client, request(n, 10**6))) for n in ("a", "b")]
+        await asyncio.sleep(0.05)
+        await client.abort(["a", "b"])
+        for chunks in await asyncio.gather(*streams):
+            assert chunks[-1].end == "abort"
+        await relay.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+def test_a_stream_that_is_not_read_on_is_ended_at_the_engine() -> None:
+    async def scenario() -> None:
+        engine = SimulatedEngine("e", MODEL)
+        client, relay = relayed(engine)
+        async for _ in client.generate(request("a", 10**6)):
+            break
+        while relay._readers or (await engine.status()).running_requests:
+            await asyncio.sleep(0.01)
+        await relay.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+def test_what_is_not_acknowledged_stays_below_two_chunks_and_others_go_on() -> None:
+    """The consumer that holds a chunk (its commit hangs, its version is not verified)."""
+
+    async def scenario() -> None:
+        client, relay = relayed(SimulatedEngine("e", MODEL))
+        held = cast(AsyncIterator[TokenChunk], client.generate(request("held", 10**6)))
+        await anext(held)
+        assert len(tokens(await collect(client, request("other", 200)))) == 200
+        outbox = relay._outbox
+        assert outbox._waiting[0] + outbox._reported[0] < 2 * 16
+        more = [await anext(held) for _ in range(20)]  # it flows again
+        assert len(tokens(more)) >= 20 * 8
+        await relay.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+def test_a_failure_belongs_to_its_stream() -> None:
+    class Refuses(SimulatedEngine):
+        def generate(self, wanted: GenerationRequest) -> AsyncIterator[TokenChunk]:
+            if wanted.request_id == "bad":
+                raise RequestRefused("too long")
+            if wanted.request_id == "defect":
+                raise KeyError("defect")
+            return super().generate(wanted)
+
+    async def scenario() -> None:
+        client, relay = relayed(Refuses("e", MODEL))
+        results = await asyncio.gather(
+            *(collect(client, request(name)) for name in ("good", "bad", "defect")),
+            return_exceptions=True,
+        )
+        assert isinstance(results[0], list) and len(tokens(results[0])) == 40
+        assert isinstance(results[1], RequestRefused) and str(results[1]) == "too long"
+        assert isinstance(results[2], ComponentFailure)  # no engine's fault
+        await relay.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+def test_a_lost_relay_is_heard_of_by_every_stream_and_costs_each_a_chunk() -> None:
+    async def scenario() -> None:
+        client, relay = relayed(SimulatedEngine("e", MODEL))
+        arrived: dict[str, int] = dict.fromkeys("abc", 0)
+
+        async def read(name: str) -> None:
+            async for chunk in client.generate(request(name, 10**6)):
+                arrived[name] += len(chunk.token_ids)
+
+        streams = [asyncio.create_task(read(name)) for name in arrived]
+        while min(arrived.values()) < 40:
+            await asyncio.sleep(0.005)
+        relay.lost = True
+        results = await asyncio.gather(*streams, return_exceptions=True)
+        assert [type(result) for result in results] == [EngineError] * 3
+        outbox = relay._outbox
+        for stream in range(3):
+            assert outbox._waiting[stream] + outbox._reported[stream] < 2 * 16
+        with pytest.raises(EngineError, match="has died"):
+            await collect(client, request("later"))
+        await client.close()
+        with pytest.raises(EngineError, match="has been closed"):
+            await collect(client, request("much later"))
+        await relay.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+def test_a_closed_client_leaves_no_stream_waiting() -> None:
+    async def scenario() -> None:
+        client, relay = relayed(SimulatedEngine("e", MODEL))
+        stream = asyncio.create_task(collect(client, request("a", 10**6)))
+        await asyncio.sleep(0.05)
+        await client.close()
+        with pytest.raises(EngineError, match="has been closed"):
+            await stream
+        await relay.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+def test_versions_reach_the_reader() -> None:
+    async def scenario() -> None:
+        engine = SimulatedEngine("e", MODEL)
+        engine.set_weights(PolicyVersion(2, 7))
+        client, relay = relayed(engine)
+        assert {c.version for c in await collect(client, request("a"))} == {PolicyVersion(2, 7)}
+        await relay.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+def test_the_pause_between_reports_grows_with_streams_and_engines() -> None:
+    pace, seconds = Pace(), []
+    for pace.streams, pace.engines in ((0, 0), (8, 1), (64, 4), (4096, 4), (16384, 64)):
+        seconds.append(pace.seconds)
+    assert seconds == sorted(seconds) and seconds[1] <= 0.01 and seconds[-2:] == [0.1, 0.1]

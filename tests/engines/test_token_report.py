@@ -1,0 +1,95 @@
+"""Columns of many streams: what goes in comes out, in order, and no more than a chunk is open."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_async.engines.interface import EngineError, RequestRefused, StreamEnd, TokenChunk
+from megatron_async.engines.token_report import Item, Outbox, TokenReport
+from megatron_async.errors import ComponentFailure, ProcessKilled
+from megatron_async.trajectory.types import PolicyVersion
+
+
+def chunk(first: int, count: int, number: int = 0, end: StreamEnd | None = None) -> TokenChunk:
+    tokens = np.arange(first, first + count, dtype=np.int32)
+    return TokenChunk(tokens, -tokens.astype(np.float32) / 7, PolicyVersion(3, number), end)
+
+
+def plain(items: list[tuple[int, Item]]) -> list[object]:
+    """Comparable values."""
+    return [
+        (s, i.token_ids.tolist(), i.logprobs.tolist(), tuple(i.version), i.end)
+        if isinstance(i, TokenChunk)
+        else (s, type(i), str(i))
+        for s, i in items
+    ]
+
+
+def test_a_report_holds_runs_ends_and_failures_of_many_streams() -> None:
+    items: list[tuple[int, Item]] = [
+        (1 << 40, chunk(5, 3)),
+        (2, EngineError("engine1: the stream broke off")),
+        (7, chunk(9, 2, number=4, end="stop")),
+        (8, RequestRefused("too long")),
+        (9, chunk(0, 0, end="abort")),
+        (10, ComponentFailure("no more files")),
+    ]
+    report = pickle.loads(pickle.dumps(TokenReport.of(items)))
+    assert plain(list(report.items())) == plain(items)
+
+
+def test_a_failure_of_another_kind_comes_as_its_nearest() -> None:
+    [(_, failure)] = TokenReport.of([(0, ProcessKilled("gone"))]).items()
+    assert type(failure) is ComponentFailure and str(failure) == "gone"
+
+
+def test_an_empty_report_holds_nothing() -> None:
+    assert list(Outbox(64).take(10).items()) == []
+
+
+@settings(deadline=None)  # a busy machine
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 90)), max_size=40), st.integers(1, 7))
+def test_what_is_put_in_comes_out_once_and_in_order(puts: list[tuple[int, int]], most: int) -> None:
+    outbox, items = Outbox(64), []
+    for place, (stream, count) in enumerate(puts):
+        items.append((stream, chunk(100 * place, count)))
+        outbox.put(*items[-1])
+    found: list[tuple[int, Item]] = []
+    while len(outbox):
+        report = outbox.take(most)
+        assert len(report.runs_R5) <= most
+        found += report.items()
+    assert plain(found) == plain(items)
+
+
+def test_a_stream_has_room_until_a_chunk_of_it_is_unacknowledged() -> None:
+    outbox = Outbox(64)
+    outbox.put(0, chunk(0, 63))
+    assert outbox.has_room(0) and outbox.has_room(1) and not outbox.unacknowledged
+    outbox.take(9)
+    assert outbox.has_room(0) and outbox.unacknowledged
+    outbox.put(0, chunk(63, 1))
+    assert not outbox.has_room(0) and outbox.has_room(1)
+    outbox.acknowledge([0])  # of what was reported: one token still waits
+    assert outbox.has_room(0) and not outbox.unacknowledged
+    outbox.put(0, chunk(64, 63))
+    assert not outbox.has_room(0)
+    outbox.take(9)
+    assert not outbox.has_room(0)
+    outbox.acknowledge([0])
+    assert outbox.has_room(0)
+
+
+def test_a_stream_that_has_ended_or_is_forgotten_waits_for_no_acknowledgement() -> None:
+    outbox = Outbox(64)
+    outbox.put(0, chunk(0, 64, end="length"))
+    outbox.put(1, chunk(0, 64))
+    outbox.put(2, chunk(0, 64))
+    outbox.put(2, EngineError("it broke off"))
+    outbox.forget(1)
+    assert len(list(outbox.take(9).items())) == 4
+    assert not outbox.unacknowledged
