@@ -1,20 +1,22 @@
 """`megatron-async`: the command line.
 
 Exit codes: 0 done; 1 a component that ran has failed; 2 bad input (one sentence that names the
-setting and its value); 130 ended by Ctrl-C. Heavy imports happen inside the commands, so that
-`--help` is instant.
+setting and its value); 130 ended by Ctrl-C, 143 by SIGTERM. Heavy imports happen inside the
+commands, so that `--help` is instant.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import warnings
 from pathlib import Path
+from types import FrameType
 from typing import Annotated
 
 import typer
 
-from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.errors import ComponentFailure, Terminated, UserError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -50,14 +52,21 @@ def main() -> None:
     # `doctor` says what is missing and what is used instead; Megatron's warnings at every import
     # would bury the progress lines.
     warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+    signal.signal(signal.SIGTERM, _terminate)
     try:
         app(standalone_mode=True)
     except UserError as error:
         _exit_with(f"error: {error}", 2)
     except ComponentFailure as error:
         _exit_with(f"error: {error}", 1)
+    except Terminated:
+        _exit_with("ended by SIGTERM", 128 + signal.SIGTERM)
     except KeyboardInterrupt:
         _exit_with("ended by Ctrl-C", 130)
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise Terminated
 
 
 def _exit_with(sentence: str, code: int) -> None:

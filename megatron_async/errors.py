@@ -6,7 +6,9 @@ is a defect and keeps its traceback.
 
 from __future__ import annotations
 
+import re
 import reprlib
+import signal
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 120
@@ -36,9 +38,69 @@ class ProcessKilled(ComponentFailure):
     """A process was ended by a signal, not by its own doing: starting it again may well work."""
 
 
+class Terminated(BaseException):
+    """SIGTERM has come: what runs is ended in order, as with Ctrl-C."""
+
+
 def shown(value: object) -> str:
     """`repr(value)`, cut to what a sentence can hold."""
     try:
         return _SHORT.repr(value)
     except ValueError:  # Python writes no number of more than 4300 digits
         return "a number of thousands of digits"
+
+
+_RANK = re.compile(r"^\[rank(\d+)\]:\s?")
+_EXCEPTION = re.compile(r"([A-Za-z_][\w.]*)(?::\s*(.*))?$")
+_KILLED = re.compile(r"Root Cause.*?rank\s*: (\d+).*?exitcode\s*: -(\d+)", re.DOTALL)
+_CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
+_TRACEBACK = "Traceback (most recent call last):"
+# What a launcher adds about its children, and how a process ends that was asked to.
+_NO_CAUSES = ("ChildFailedError", "KeyboardInterrupt", "SystemExit", "SignalException")
+_LONGEST_CAUSE = 400
+
+
+def one_line(error: BaseException | None) -> str:
+    """Type and first line of an error, e.g. `ValueError: no such key`."""
+    first = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {first}"[:_LONGEST_CAUSE].removesuffix(": ")
+
+
+def cause_in_log(text: str) -> str | None:
+    """Why a process ended, by its log: the signal that killed a rank of torchrun, else the first
+    Python exception, each as one line; None when the log shows neither.
+    """
+    killed = _KILLED.search(text)
+    if killed:
+        number = int(killed[2])
+        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+        hint = ""
+        if number == signal.SIGKILL:
+            hint = ": the kernel does that when memory runs out (`dmesg` shows it), or somebody did"
+        return f"rank {killed[1]} was killed by {name}{hint}"
+    for exception in _exceptions(text):
+        if exception.partition(":")[0].rpartition(".")[2] not in _NO_CAUSES:
+            return exception[:_LONGEST_CAUSE]
+    return None
+
+
+def _exceptions(text: str) -> list[str]:
+    """The last line of every traceback, the last one of a chain for all of it; `rank N: ` before
+    it where torch has marked the lines."""
+    found: list[str] = []
+    inside = chained = False
+    for line in text.splitlines():
+        marked = _RANK.match(line)
+        bare = line[marked.end() :] if marked else line
+        if _TRACEBACK in bare:
+            inside = True
+        elif inside and bare and not bare[0].isspace():
+            exception = _EXCEPTION.match(bare)
+            inside = False
+            if exception:
+                shown = f"rank {marked[1]}: {bare}" if marked else bare
+                found = [*(found[:-1] if chained else found), shown]
+                chained = False
+        elif bare.startswith(_CHAINED):
+            chained = True
+    return found

@@ -179,11 +179,14 @@ class RunDirectory:
         del found["attempt"]
         return found
 
-    def raise_failure(self) -> None:
+    def raise_failure(self, log_file: Path) -> None:
         """Raise what a process left as it would have: UserError or ComponentFailure."""
         left = self.take_failure()
-        if left is not None:
-            raise (UserError if left["exit_code"] == 2 else ComponentFailure)(left["sentence"])
+        if left is None:
+            return
+        if left["exit_code"] == 2:
+            raise UserError(left["sentence"])
+        raise ComponentFailure(f"{left['sentence']}; the log is {log_file}")
 
     @property
     def outcome_file(self) -> Path:

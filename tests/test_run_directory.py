@@ -113,6 +113,6 @@ def test_the_sentence_that_a_process_left_is_raised_as_what_it_was(tmp_path: Pat
     directory = RunDirectory.create(build_config({"name": "a", "root": str(tmp_path)}))
     for code, kind in ((2, UserError), (1, ComponentFailure)):
         directory.report_failure("the cause", code)
-        with pytest.raises(kind, match=r"^the cause$"):
-            directory.raise_failure()
-    directory.raise_failure()  # nothing is left
+        with pytest.raises(kind, match=r"^the cause($|; the log is .*trainer\.log$)"):
+            directory.raise_failure(directory.logs / "trainer.log")
+    directory.raise_failure(directory.logs / "trainer.log")  # nothing is left

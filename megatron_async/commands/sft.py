@@ -118,7 +118,7 @@ def run_sft(
     finally:
         child.stop()
     if first:
-        directory.raise_failure()
+        directory.raise_failure(child.log_file)
     if child.exit_code() != 0:
         raise child.failure("sft")
 

@@ -15,6 +15,7 @@ from megatron_async.commands.report import closing_table, summarise, where_thing
 from megatron_async.commands.rollback import Rollback, rollback_to
 from megatron_async.config import RunConfig
 from megatron_async.config.load import differences, load_config
+from megatron_async.errors import Terminated
 from megatron_async.launcher.claim import claimed, new_run
 from megatron_async.launcher.derived import Machine, derive
 from megatron_async.launcher.devices import DeviceSplit, split_of_this_machine
@@ -70,7 +71,7 @@ def _checked(config: RunConfig) -> tuple[Checked, DeviceSplit]:
 def _run(directory: RunDirectory, config: RunConfig, devices: DeviceSplit) -> None:
     try:
         Supervisor(config, directory, devices).run()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, Terminated):
         typer.echo(f"go on with: megatron-async train --resume {directory.path}", err=True)
         raise
 

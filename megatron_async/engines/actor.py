@@ -28,7 +28,7 @@ from megatron_async.engines.relay import Pace, RelayedEngine, Started, StreamRel
 from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.engines.sglang.process import SGLangProcess, resolve_device
 from megatron_async.engines.token_report import TokenReport
-from megatron_async.errors import ComponentFailure, ProcessKilled
+from megatron_async.errors import ComponentFailure, ProcessKilled, one_line
 
 _CALL_SECONDS = 30.0
 _STOP_SECONDS = 60.0
@@ -222,6 +222,6 @@ async def _answer(reference: Any, limit_seconds: float, what: str) -> Any:
     except RayTaskError as error:
         if isinstance(error.cause, ComponentFailure | EngineError):
             raise type(error.cause)(str(error.cause)) from error
-        raise
+        raise ComponentFailure(f"{what} failed: {one_line(error.cause)}") from error
     except RayActorError as error:
-        raise ProcessKilled(f"{what}: its Ray actor has died: {error}") from error
+        raise ProcessKilled(f"{what}: its Ray actor has died: {one_line(error)}") from error

@@ -8,10 +8,12 @@ placed there. In a cluster without labels the selector matches every node.
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import stat
+import threading
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import psutil
 
@@ -28,6 +30,17 @@ NODE_HOST: Final = "node"
 LOOPBACK: Final = ("127.0.0.1", "localhost")
 # Where Ray's head and torch's store listen.
 _EVERY_INTERFACE: Final = "0.0.0.0"
+
+
+def init_ray(**arguments: Any) -> Any:
+    """`ray.init` that leaves SIGTERM as it was: Ray's own handler prints its C++ stack."""
+    import ray
+
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    context = ray.init(**arguments)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, on_sigterm)
+    return context
 
 
 def ray_directory() -> Path:

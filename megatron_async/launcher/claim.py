@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 from megatron_async.config import RunConfig
 from megatron_async.disk import CannotWrite, check_room, writing
-from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.errors import ComponentFailure, Terminated, UserError
 from megatron_async.file_lock import (
     FileLock,
     Holder,
@@ -106,8 +106,8 @@ def new_run(config: RunConfig, what: str, *, resumable: bool = True) -> Iterator
             raise UserError(str(error)) from error
         try:
             yield directory
-        except (UserError, ComponentFailure, KeyboardInterrupt) as error:
-            directory.note_failed_start(str(error) or "ended by Ctrl-C")
+        except (UserError, ComponentFailure, KeyboardInterrupt, Terminated) as error:
+            directory.note_failed_start(str(error) or "ended by a signal")
             raise
 
 

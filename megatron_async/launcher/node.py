@@ -149,7 +149,7 @@ def _join_rollout(node: Node) -> int:
     with node.ray_node(f"--address={address}") as ray_node:
         while not node.session.closed() and node.session.is_current():
             if ray_node.exit_code() is not None:
-                raise ComponentFailure(f"Ray on {node.name} has ended:\n{ray_node.log_tail()}")
+                raise ray_node.failure(f"Ray on {node.name}")
             time.sleep(_POLL_SECONDS)
     return 0
 
@@ -269,7 +269,7 @@ def _trainer_code(node: Node, code: int, torchrun: Child) -> int:
     if code == 0:
         return REQUEUE_CODE if node.directory.outcome() is Outcome.STOPPED else 0
     if node.index == 0:
-        node.directory.raise_failure()
+        node.directory.raise_failure(torchrun.log_file)
     raise torchrun.failure(f"the trainer ranks of {node.name}")
 
 
@@ -277,7 +277,7 @@ def _wait_for_port(host: str, port: int, child: Child) -> None:
     deadline = time.monotonic() + MEET_SECONDS
     while time.monotonic() < deadline:
         if child.exit_code() is not None:
-            raise ComponentFailure(f"Ray's head did not start:\n{child.log_tail()}")
+            raise child.failure("Ray's head")
         with socket.socket() as probe:
             probe.settimeout(1.0)
             if probe.connect_ex((host, port)) == 0:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron_async.errors import ComponentFailure
+from megatron_async.errors import ComponentFailure, cause_in_log
 
 _PR_SET_PDEATHSIG = 1
 
@@ -43,6 +43,7 @@ class Child:
     ) -> None:
         self.log_file = log_file
         with log_file.open("ab") as log:
+            self._log_begins = log.tell()
             self._process = subprocess.Popen(
                 list(command),
                 stdout=log,
@@ -93,10 +94,15 @@ class Child:
         return "\n".join(self.log_file.read_text(errors="replace").splitlines()[-lines:])
 
     def failure(self, what: str) -> ComponentFailure:
-        """Of one that has ended badly without a sentence: its exit code and its last lines."""
+        """Of one that has ended badly without a sentence: the cause that its log shows."""
+        with self.log_file.open("rb") as log:
+            log.seek(self._log_begins)
+            cause = cause_in_log(log.read().decode(errors="replace"))
+        if cause is not None:
+            return ComponentFailure(f"{what} failed: {cause}; its log is {self.log_file}")
         return ComponentFailure(
-            f"{what} ended with exit code {self.exit_code()}; the end of {self.log_file}:\n"
-            f"{self.log_tail()}"
+            f"{what} ended with exit code {self.exit_code()}, and its log shows no error; the end "
+            f"of {self.log_file}:\n{self.log_tail()}"
         )
 
 

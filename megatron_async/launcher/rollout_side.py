@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -26,8 +27,8 @@ from ray.exceptions import (
 )
 
 from megatron_async.config import RunConfig, dump
-from megatron_async.engines.nodes import NOT_ON_TRAINER_NODES, ray_directory
-from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.engines.nodes import NOT_ON_TRAINER_NODES, init_ray, ray_directory
+from megatron_async.errors import ComponentFailure, UserError, one_line
 from megatron_async.launcher.devices import VISIBLE_VARIABLE
 from megatron_async.rollout.actors import MANAGER_NAME, NAMESPACE, ManagerActor
 from megatron_async.run_directory import RunDirectory
@@ -56,7 +57,7 @@ def connect_ray(address: str | None, *, private: bool = True, gpus: str | None =
     if gpus is not None:
         own["num_gpus"] = len(gpus.split(","))
     with _visible(None if address else gpus):
-        context = ray.init(
+        context = init_ray(
             **({"address": address} if address else own),
             namespace=NAMESPACE,
             log_to_driver=False,
@@ -109,14 +110,19 @@ class RolloutSide:
         except RayTaskError as error:
             if isinstance(error.cause, UserError | ComponentFailure):
                 raise type(error.cause)(str(error.cause)) from error
-            raise
+            log = self._log(f"the rollout manager failed: {error}")
+            raise ComponentFailure(
+                f"the rollout manager failed: {one_line(error.cause)}; its traceback is in {log}"
+            ) from error
         except ActorUnavailableError as error:
             self._log(f"the rollout manager is restarted: {error}")
             return {}
         except RayActorError as error:
+            log = self._log(f"the rollout manager has died: {error}")
             raise ComponentFailure(
                 "the rollout manager has died (engines.max_manager_restarts is "
-                f"{self._config.engines.max_manager_restarts}): {error}"
+                f"{self._config.engines.max_manager_restarts}); what Ray knows of it is in {log}, "
+                f"its output in {ray_directory()}/session_latest/logs"
             ) from error
         except GetTimeoutError:
             return {}
@@ -133,6 +139,8 @@ class RolloutSide:
         except (RayError, ComponentFailure, UserError) as error:
             self._log(f"stopping the rollout manager: {error!r}")
 
-    def _log(self, line: str) -> None:
-        with (self._directory.logs / "supervisor.log").open("a") as out:
+    def _log(self, line: str) -> Path:
+        log = self._directory.logs / "supervisor.log"
+        with log.open("a") as out:
             out.write(f"{line}\n")
+        return log

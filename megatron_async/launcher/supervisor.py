@@ -84,7 +84,7 @@ class Supervisor:
         if code == 0:
             self._directory.take_failure()  # torchrun's next attempt has mended what it tells of
             return
-        self._directory.raise_failure()
+        self._directory.raise_failure(self._trainers.log_file)
         raise self._trainers.failure("the trainer")
 
     def _stop(self) -> None:

@@ -17,7 +17,8 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayEr
 
 from megatron_async.config import RunConfig
 from megatron_async.engines.interface import EngineError
-from megatron_async.errors import ComponentFailure
+from megatron_async.engines.nodes import init_ray
+from megatron_async.errors import ComponentFailure, one_line
 from megatron_async.rollout.actors import MANAGER_NAME, NAMESPACE
 from megatron_async.rollout.evaluate import Evaluation
 from megatron_async.rollout.messages import NotAttached, ResumePoint, UpdateReport
@@ -93,7 +94,7 @@ class RayLink:
         self, config: RunConfig, ray_address: str, stop_asked: Callable[[], bool] = lambda: False
     ) -> None:
         """`stop_asked` is looked at during waits for batches and evaluations."""
-        ray.init(
+        init_ray(
             address=ray_address, namespace=NAMESPACE, log_to_driver=False, logging_level="error"
         )
         self._config = config
@@ -192,10 +193,11 @@ class RayLink:
             if isinstance(error.cause, ComponentFailure | EngineError):
                 raise ComponentFailure(str(error.cause)) from error
             # Ray's own wrapper cannot be sent to the other ranks; its text can.
-            raise RuntimeError(f"the rollout manager failed in {method}: {error}") from error
+            cause = one_line(error.cause)
+            raise RuntimeError(f"the rollout manager failed in {method}: {cause}") from error
         except RayActorError as error:
             raise ManagerLost(
-                f"the rollout manager has died (waiting for {method}): {error}"
+                f"the rollout manager has died (waiting for {method}): {one_line(error)}"
             ) from error
         except GetTimeoutError as error:
             raise ComponentFailure(

@@ -71,5 +71,13 @@ def test_a_child_that_ended_badly_is_told_by_its_code_and_its_last_words(tmp_pat
     child = Child([sys.executable, "-c", "raise SystemExit('no such layer')"], tmp_path / "log")
     assert child.wait(30) == 1
     sentence = str(child.failure("the trainer"))
-    assert sentence.startswith("the trainer ended with exit code 1; the end of ")
+    assert sentence.startswith("the trainer ended with exit code 1, and its log shows no error; ")
     assert sentence.endswith("no such layer")
+
+
+def test_the_cause_is_that_of_this_start_and_has_the_logs_path(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    for word in ("before", "now"):
+        child = Child([sys.executable, "-c", f"raise ValueError('{word}')"], log)
+        assert child.wait(30) == 1
+    assert str(child.failure("sft")) == f"sft failed: ValueError: now; its log is {log}"

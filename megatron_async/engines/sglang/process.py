@@ -10,7 +10,7 @@ Invariants
   left. If whoever started it dies without `stop`, the server ends itself (a lifeline pipe, see
   server.py); a death signal would be tied to the starting thread, not to the process.
 - `start` never waits longer than `engines.start_timeout_seconds`, and notices at once when the
-  process ends. Either failure is a ComponentFailure that quotes the end of the log.
+  process ends. Either failure is a ComponentFailure that quotes the cause from the log.
 - No port is fixed: the kernel picks a free one, and a start that loses the race for it is
   repeated with another.
 """
@@ -40,7 +40,7 @@ from megatron_async.engines.sglang.server import (
     KEY_VARIABLE,
     LIFELINE_VARIABLE,
 )
-from megatron_async.errors import ComponentFailure, ProcessKilled
+from megatron_async.errors import ComponentFailure, ProcessKilled, cause_in_log
 from megatron_async.trajectory.types import PolicyVersion
 
 _PORT_ATTEMPTS = 3
@@ -250,6 +250,18 @@ class SGLangProcess:
         if process is not None:
             _end_group(process, members)
 
+    def _why(self) -> str:
+        """The cause that the log of this start shows, or else its end."""
+        text = ""
+        if self._log_path.exists():
+            with self._log_path.open("rb") as file:
+                file.seek(self._log_begins)
+                text = file.read().decode(errors="replace")
+        cause = cause_in_log(text)
+        if cause is not None:
+            return f": {cause}; its log is {self._log_path}"
+        return f"; the end of its log ({self._log_path}):\n{self.log_tail()}"
+
     def log_tail(self, characters: int = _LOG_TAIL_CHARACTERS) -> str:
         """The last characters of the server's log, from a line's start."""
         if not self._log_path.exists():
@@ -275,6 +287,7 @@ class SGLangProcess:
         self._log_path.touch(mode=0o600)  # SGLang writes all of its settings, also the key
         try:
             with self._log_path.open("ab") as log:
+                self._log_begins = log.tell()
                 self._process = subprocess.Popen(
                     command,
                     env=environment,
@@ -297,8 +310,8 @@ class SGLangProcess:
                 code = None if self._process is None else self._process.returncode
                 kind = ProcessKilled if code is not None and code < 0 else ComponentFailure
                 raise kind(
-                    f"the inference server ended with exit code {code} before it was ready; the "
-                    f"end of its log ({self._log_path}):\n{self.log_tail()}"
+                    f"the inference server ended with exit code {code} before it was ready"
+                    f"{self._why()}"
                 )
             if answers_health(self._settings.host, port, self._settings.api_key):
                 self._url = f"http://{self._settings.host}:{port}"
@@ -306,8 +319,7 @@ class SGLangProcess:
             if time.monotonic() > deadline:
                 raise ComponentFailure(
                     "the inference server was not ready within engines.start_timeout_seconds = "
-                    f"{self._settings.start_timeout_seconds:g}; the end of its log "
-                    f"({self._log_path}):\n{self.log_tail()}"
+                    f"{self._settings.start_timeout_seconds:g}{self._why()}"
                 )
             time.sleep(_POLL_SECONDS)
 

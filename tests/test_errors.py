@@ -1,0 +1,79 @@
+"""The cause of a death, found in logs as torchrun, torch, SGLang and Ray write them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_async.errors import cause_in_log, one_line
+
+DATA = Path(__file__).parent / "data"
+
+
+@pytest.mark.parametrize(
+    ("file", "cause"),
+    [
+        ("torchrun_raised.log", "RuntimeError: shape [3] does not fit"),
+        ("torchrun_killed.log", "rank 1 was killed by SIGKILL: the kernel does that when memory"),
+    ],
+)
+def test_what_torchrun_writes_around_it_is_left_out(file: str, cause: str) -> None:
+    """Logs of two ranks of torch 2.11, of which the second failed."""
+    found = cause_in_log((DATA / file).read_text())
+    assert found is not None and found.startswith(cause)
+    assert "error_file" not in found and "\n" not in found
+
+
+def test_the_first_rank_to_fail_counts_and_not_those_that_lose_their_peer() -> None:
+    log = """
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "rank.py", line 3, in train
+[rank1]:     step()
+[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.
+[rank0]: Traceback (most recent call last):
+[rank0]:   File "rank.py", line 3, in train
+[rank0]: RuntimeError: Connection closed by peer
+"""
+    assert cause_in_log(log) == (
+        "rank 1: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+    )
+
+
+def test_of_a_chain_the_last_exception_counts() -> None:
+    log = """
+Traceback (most recent call last):
+  File "a.py", line 1
+KeyError: 'x'
+
+The above exception was the direct cause of the following exception:
+
+Traceback (most recent call last):
+  File "b.py", line 2
+megatron_async.errors.ComponentFailure: no layer x
+"""
+    assert cause_in_log(log) == "megatron_async.errors.ComponentFailure: no layer x"
+
+
+def test_a_traceback_behind_an_engines_time_stamp_is_found() -> None:
+    log = """
+[2026-11-22 10:00:00] Scheduler hit an exception: Traceback (most recent call last):
+  File "scheduler.py", line 9, in run
+    self.load()
+    ^^^^^^^^^^^
+ValueError: unsupported head size 7
+
+[2026-11-22 10:00:01] Received sigquit from a child process.
+"""
+    assert cause_in_log(log) == "ValueError: unsupported head size 7"
+
+
+@pytest.mark.parametrize("log", ["", "all is well\n", "Traceback (most recent call last):\n  cut"])
+def test_a_log_without_an_error_has_no_cause(log: str) -> None:
+    assert cause_in_log(log) is None
+
+
+def test_an_error_is_one_line_however_long_its_text() -> None:
+    assert one_line(ValueError("first\nsecond")) == "ValueError: first"
+    assert one_line(KeyboardInterrupt()) == "KeyboardInterrupt"
+    assert len(one_line(ValueError("x" * 5000))) <= 400
