@@ -5,17 +5,21 @@
 # launch/slurm is tested on a Slurm cluster of virtual nodes. As root on Debian, Slurm is installed
 # for that (13 MB); where it is not installed, the test is skipped and says so.
 #   MEGATRON_ASYNC_SLURM_TESTS=0    neither install Slurm nor run that test
+# The report is drawn in headless Chromium, which is installed likewise (MEGATRON_ASYNC_BROWSER=0: not).
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 cd "$ROOT"
-install_slurm() {
+install() {
   [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null &&
     timeout 120 apt-get -qq update >/dev/null &&
     DEBIAN_FRONTEND=noninteractive timeout 300 apt-get -qq install -y --no-install-recommends \
-      slurmctld slurmd slurm-client munge >/dev/null
+      "$@" >/dev/null
 }
 if [ "${MEGATRON_ASYNC_SLURM_TESTS:-}" != 0 ] && ! command -v slurmctld >/dev/null; then
-  install_slurm || echo "test: Slurm could not be installed; its test is skipped" >&2
+  install slurmctld slurmd slurm-client munge || echo "test: Slurm could not be installed; its test is skipped" >&2
+fi
+if [ "${MEGATRON_ASYNC_BROWSER:-}" != 0 ] && ! command -v chromium-headless-shell chromium >/dev/null; then
+  install chromium-headless-shell || echo "test: Chromium could not be installed; its test is skipped" >&2
 fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 if [ $# -eq 0 ]; then

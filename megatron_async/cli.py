@@ -270,12 +270,16 @@ def convert(
 
 
 @app.command()
-def report(run_directory: Annotated[Path, typer.Argument(help="runs/NAME")]) -> None:
-    """The closing table of a run, from its metrics file."""
-    from megatron_async.commands.train import show_closing
-    from megatron_async.run_directory import RunDirectory
+def report(
+    run_directory: Annotated[list[Path], typer.Argument(help="runs/NAME; several: side by side.")],
+    out: Annotated[
+        Path | None, typer.Option(help="The page; default: report.html in the first run.")
+    ] = None,
+) -> None:
+    """The closing table of a run, and a page about it that any browser shows (one HTML file)."""
+    from megatron_async.commands.report import report_command
 
-    show_closing(RunDirectory.find(run_directory, [])[0])
+    report_command(run_directory, out)
 
 
 @app.command()

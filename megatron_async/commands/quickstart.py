@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_async.commands.evaluation import evaluate_checkpoints
-from megatron_async.commands.report import closing_table, summarise, where_things_are
+from megatron_async.commands.report import closing_table, where_things_are, write_report
 from megatron_async.commands.sft import run_sft
 from megatron_async.config import RunConfig
 from megatron_async.launcher.claim import new_run
@@ -24,6 +24,7 @@ from megatron_async.launcher.supervisor import Supervisor
 from megatron_async.rollout.evaluate import Evaluation
 from megatron_async.run_directory import RunDirectory
 from megatron_async.tasks.tiny_model import build_tiny_model
+from megatron_async.telemetry.summary import summarise
 
 
 class _Phases:
@@ -80,3 +81,5 @@ def _run_in(directory: RunDirectory, config: RunConfig, devices: DeviceSplit) ->
         closing_table(summary, directory, before_sft=before.accuracy, extra_phases=phases.seconds)
     )
     console.print(where_things_are(directory), highlight=False)
+    page = write_report([directory.path], None)
+    console.print(f"report       {page} (open it in a browser)", highlight=False)

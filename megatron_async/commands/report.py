@@ -1,67 +1,17 @@
-"""The closing table of a run, made from its metrics file and nothing else."""
+"""`megatron-async report`: the closing table of a run, and its page in HTML."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
+from rich.console import Console
 from rich.table import Table
 
-from megatron_async.run_directory import RunDirectory
-from megatron_async.telemetry.metrics import first_accuracy, read_metrics
-
-_ESS = "off_policy/ess"  # raw, per token (docs/semantics.md section 4: "ESS" alone)
-
-
-@dataclass(frozen=True)
-class RunSummary:
-    """Totals of one run. Shares are of trained sequences or tokens; times are seconds."""
-
-    steps: int
-    accuracy_first: float | None
-    accuracy_last: float | None
-    generated_tokens: int
-    generation_tokens_per_second: float
-    training_tokens_per_second: float
-    resumed_share: float
-    lag_mean: float
-    lag_max: int
-    ess: float | None
-    seconds_by_phase: dict[str, float] = field(default_factory=dict)
-
-
-def summarise(directory: RunDirectory) -> RunSummary:
-    """Read the surviving line of a run's metrics."""
-    train = read_metrics(directory.metrics_file)
-    evaluations = read_metrics(directory.metrics_file, kind="eval")
-
-    def total(name: str) -> float:
-        return sum(line.get(name, 0.0) for line in train)
-
-    def weighted(name: str, weight: str = "train/trained_tokens") -> float:
-        known = [line for line in train if name in line]
-        weights = sum(line[weight] for line in known)
-        return sum(line[name] * line[weight] for line in known) / weights if weights else 0.0
-
-    generating = total("rollout/seconds")
-    training = total("time/train")
-    return RunSummary(
-        steps=len(train),
-        accuracy_first=first_accuracy(evaluations[0]) if evaluations else None,
-        accuracy_last=first_accuracy(evaluations[-1]) if len(evaluations) > 1 else None,
-        generated_tokens=int(total("rollout/tokens")),
-        generation_tokens_per_second=total("rollout/tokens") / generating if generating else 0.0,
-        training_tokens_per_second=total("train/tokens") / training if training else 0.0,
-        resumed_share=weighted("rollout/resumed_share"),
-        lag_mean=weighted("rollout/lag_mean"),
-        lag_max=int(max((line["rollout/lag_max"] for line in train), default=0)),
-        ess=weighted(_ESS) if any(_ESS in line for line in train) else None,
-        seconds_by_phase={
-            name.removeprefix("time/"): total(name)
-            for name in ("time/wait_for_batch", "time/train", "time/publish", "time/checkpoint")
-        },
-    )
+from megatron_async.disk import CannotWrite
+from megatron_async.errors import UserError
+from megatron_async.run_directory import RunDirectory, write_atomically
+from megatron_async.telemetry.summary import RunSummary, summarise
 
 
 def closing_table(
@@ -120,3 +70,31 @@ def where_things_are(directory: RunDirectory, base: Path | None = None) -> str:
         for line, path in places
         if path.exists()
     )
+
+
+def write_report(runs: Sequence[Path], out: Path | None) -> Path:
+    """The page about `runs`, in the first one's directory unless `out` is given. UserError."""
+    from megatron_async.telemetry.report_data import read_run
+    from megatron_async.telemetry.report_page import report_page
+
+    page = report_page([read_run(run) for run in runs])
+    file = out or runs[0] / "report.html"
+    try:
+        write_atomically(file, page)
+    except CannotWrite as error:
+        raise UserError(f"--out {file}: {error}" if out else str(error)) from error
+    return file
+
+
+def report_command(runs: Sequence[Path], out: Path | None) -> None:
+    """Print the closing table of each run, and where the page is."""
+    for run in runs:
+        show_closing(RunDirectory.find(run, [])[0])
+    Console(soft_wrap=True).print(f"report       {write_report(runs, out)}", highlight=False)
+
+
+def show_closing(directory: RunDirectory) -> None:
+    """The closing table, and where things are."""
+    console = Console(soft_wrap=True)
+    console.print(closing_table(summarise(directory), directory))
+    console.print(where_things_are(directory), highlight=False)

@@ -8,10 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import typer
-from rich.console import Console
 
 from megatron_async.checkpoint.manifest import list_checkpoints
-from megatron_async.commands.report import closing_table, summarise, where_things_are
+from megatron_async.commands.report import show_closing
 from megatron_async.commands.rollback import Rollback, rollback_to
 from megatron_async.config import RunConfig
 from megatron_async.config.load import differences, load_config
@@ -99,10 +98,3 @@ def resume_lines(
         again = f"steps {start + 1} to {done} are" if done > start + 1 else f"step {done} is"
         lines.append(f"repeated: {again} trained again")
     return lines + [f"changed: {change}" for change in differences(before, after)]
-
-
-def show_closing(directory: RunDirectory) -> None:
-    """The closing table, and where things are."""
-    console = Console(soft_wrap=True)
-    console.print(closing_table(summarise(directory), directory))
-    console.print(where_things_are(directory), highlight=False)

@@ -59,6 +59,7 @@ class MetricsWriter:
             "kind": "warning",
             "step": step,
             "lineage": self._lineage,
+            "time": round(time.time(), 3),
             "name": name,
             "message": message,
         }

@@ -77,6 +77,7 @@ class TrainLoop:
         self._colocated = not isinstance(parts.memory, AlwaysThere)
         self._untold: list[Finalised] = []
         self._unevaluated = False
+        self._update_seconds: dict[str, float] = {}
 
     def run(self) -> bool:
         """Until `config.steps` batches are trained on: True; False when asked to stop before.
@@ -171,10 +172,12 @@ class TrainLoop:
                 self._attach_again()
 
     def _publish_once(self) -> UpdateReport:
-        number = self._trainer.step
+        number, began = self._trainer.step, time.monotonic()
         self._parts.memory.hold(Residence.WEIGHTS)
         engines = self._parts.rank_zero.does(lambda: self._link.begin_update(number))
+        ready = time.monotonic()
         reached = self._parts.publisher.publish(engines, self._trainer.version)
+        sent = time.monotonic()
         wanted = self._config.weights.verify
         verify = wanted == "every" or (wanted == "first" and not self._verified_once)
         self._parts.memory.hold(Residence.NOTHING)
@@ -188,6 +191,11 @@ class TrainLoop:
         update = self._parts.rank_zero.does(
             lambda: self._link.verify_update(number, logprobs_T, float32)
         )
+        self._update_seconds = {
+            "weights/ready_seconds": ready - began,
+            "weights/transfer_seconds": sent - ready,
+            "weights/verify_seconds": time.monotonic() - sent,
+        }
         self._verified_once = self._verified_once or (verify and update.passed)
         if self._parts.metrics is not None:
             for name, message in update.warnings:  # of the step that made this version
@@ -269,6 +277,7 @@ class TrainLoop:
             "weights/probe_drift": update.probe_drift,
         }
         metrics |= {name: value for name, value in probe.items() if value is not None}
+        metrics |= self._update_seconds
         warnings = self._health.step(metrics)
         metrics |= {f"warning/{name}": 1.0 for name in self._health.holding}
         writer.write(report.step, metrics)

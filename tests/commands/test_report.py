@@ -4,10 +4,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_async.commands.report import closing_table, summarise, where_things_are
+from megatron_async.commands.report import closing_table, where_things_are
 from megatron_async.config import build_config
 from megatron_async.run_directory import RunDirectory
 from megatron_async.telemetry.metrics import MetricsWriter
+from megatron_async.telemetry.summary import summarise
 
 
 def test_totals_and_token_weighted_means(tmp_path: Path) -> None:

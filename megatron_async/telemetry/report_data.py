@@ -1,0 +1,148 @@
+"""What a report shows of one run: its metrics, warnings and a few trajectories, as plain values.
+
+Invariants
+- Reads the run directory and writes nothing; a run that still goes on can be looked at.
+- What the run does not have (no evaluation, an old version's metrics) is empty, never an error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_async.errors import UserError
+from megatron_async.run_directory import RunDirectory
+from megatron_async.store import exported
+from megatron_async.store.reader import StoreReader, TrajectorySummary
+from megatron_async.tasks.text_task import load_tokenizer
+from megatron_async.telemetry.metrics import read_metrics
+from megatron_async.telemetry.summary import RunSummary, summarise
+from megatron_async.trajectory.types import Trajectory
+
+Lines = list[dict[str, float]]
+_MOST_CHARACTERS = 4000
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of a response by one author; `version` is None for the environment."""
+
+    text: str
+    version: str | None
+    engine: str
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One trajectory to look at, and why it was chosen."""
+
+    why: str
+    facts: str
+    prompt: str
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class RunData:
+    """One run."""
+
+    name: str
+    summary: RunSummary
+    train: Lines
+    evaluations: Lines
+    warnings: list[dict[str, Any]]
+    samples: tuple[Sample, ...]
+
+    @property
+    def began(self) -> float:
+        """Seconds since the epoch at the end of the first step, or 0."""
+        return min((line["time"] for line in (*self.train, *self.evaluations)), default=0.0)
+
+
+def read_run(path: Path) -> RunData:
+    """Raises UserError when there is no run."""
+    directory, config = RunDirectory.find(path, [])
+    train = read_metrics(directory.metrics_file)
+    return RunData(
+        name=directory.path.name,
+        summary=summarise(directory),
+        train=train,
+        evaluations=read_metrics(directory.metrics_file, kind="eval"),
+        warnings=_warnings(directory.metrics_file, train),
+        samples=_samples(directory, _decoder(config.model.path)),
+    )
+
+
+def _warnings(metrics_file: Path, train: Lines) -> list[dict[str, Any]]:
+    """With a time each: their own, or that of their step (older versions wrote none)."""
+    if not metrics_file.exists():
+        return []
+    times = {line["step"]: line["time"] for line in train}
+    found = []
+    for text in metrics_file.read_text().splitlines():
+        if '"kind": "warning"' in text:
+            line = json.loads(text)
+            line.setdefault("time", times.get(line["step"], 0.0))
+            found.append(line)
+    return found
+
+
+def _decoder(model_path: str) -> Callable[[Sequence[int]], str]:
+    """Text of tokens, or their number where the tokenizer has gone."""
+    try:
+        tokenizer = load_tokenizer(model_path) if Path(model_path).is_dir() else None
+    except UserError:
+        tokenizer = None
+    if tokenizer is None:
+        return lambda ids: f"({len(ids)} tokens; the tokenizer of {model_path} is gone)"
+    return lambda ids: str(tokenizer.decode(list(ids)))
+
+
+def _samples(directory: RunDirectory, decode: Callable[[Sequence[int]], str]) -> tuple[Sample, ...]:
+    if not directory.store_file.exists():
+        return ()
+    with closing(StoreReader(directory.store_file)) as reader, reader.at_one_moment():
+        everything = [*reader.summaries(), *exported.summaries(reader)]
+        return tuple(
+            _sample(why, exported.find(reader, summary.trajectory_id), decode)
+            for why, summary in _chosen(everything)
+        )
+
+
+def _chosen(summaries: Sequence[TrajectorySummary]) -> list[tuple[str, TrajectorySummary]]:
+    """Best, worst, longest and most resumed of those with a reward, the newest where equal."""
+    scored = sorted((s for s in summaries if s.reward is not None), key=lambda s: s.trajectory_id)
+    if not scored:
+        return []
+    keys: dict[str, Callable[[TrajectorySummary], float]] = {
+        "highest reward": lambda s: s.reward or 0.0,
+        "lowest reward": lambda s: -(s.reward or 0.0),
+        "longest": lambda s: s.tokens,
+        "most policy versions": lambda s: len(s.versions),
+    }
+    return [(why, max(reversed(scored), key=key)) for why, key in keys.items()]
+
+
+def _sample(why: str, found: Trajectory, decode: Callable[[Sequence[int]], str]) -> Sample:
+    ended = "unfinished" if found.finish_reason is None else f"ended by {found.finish_reason}"
+    step = "" if found.batched_step is None else f", trained in step {found.batched_step + 1}"
+    facts = (
+        f"trajectory {found.trajectory_id}, reward {found.reward:.3g}, {found.response_length} "
+        f"tokens in {len(found.segments)} segment{'s'[: len(found.segments) != 1]}, {ended}{step}"
+    )
+    pieces = tuple(
+        Piece(
+            decode(segment.token_ids.tolist())[:_MOST_CHARACTERS],
+            None if segment.from_environment else str(segment.version),
+            segment.engine_id,
+            len(segment),
+        )
+        for segment in found.segments
+    )
+    prompt = decode(found.prompt.token_ids.tolist())[:_MOST_CHARACTERS]
+    return Sample(why, facts, prompt, pieces)

@@ -1,0 +1,306 @@
+"""The figures of a report: which metrics each shows, in which unit, and how they are drawn.
+
+Invariants
+- One quantity to an axis; every panel has a title and a unit.
+- A metric that a run does not have is left out of its panel, a panel without any out of the page.
+- Steps count from 1, as on the console.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias
+
+import plotly.graph_objects as go
+
+from megatron_async.telemetry.report_data import RunData
+
+# Okabe and Ito: told apart with every kind of colour vision, on white and on black.
+COLOURS: Final = (
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#CC79A7",
+    "#56B4E9",
+    "#D55E00",
+    "#999933",
+    "#888888",
+)
+_HEIGHT: Final = 260
+_MARGINS: Final = {"l": 58, "r": 12, "t": 34, "b": 62}
+_CERTAINTY: Final = 1.96  # of a normal distribution, 95 %
+_MOST_LAG: Final = 9
+
+Figure: TypeAlias = Any  # plotly has no types
+Series = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """`series`: (label, metric). `band`: (mean, spread) of a shaded area around the first, within
+    the least and the largest value."""
+
+    title: str
+    unit: str
+    series: tuple[Series, ...]
+    draws: Literal["lines", "bars", "areas"] = "lines"
+    band: Series | None = None
+    scale: float = 1.0
+    logarithmic: bool = False
+
+    def figure(self, run: RunData) -> Figure | None:
+        """None when the run has none of the metrics."""
+        figure = go.Figure()
+        if self.band is not None:
+            _add_band(figure, run, *self.band)
+        for index, (label, metric) in enumerate(self.series):
+            points = [
+                (line["step"] + 1, self.scale * line[metric])
+                for line in run.train
+                if metric in line
+            ]
+            drawn = [y for _, y in points if math.isfinite(y)]
+            if drawn and (any(drawn) or self.draws == "lines"):
+                figure.add_trace(self._trace(label, points, COLOURS[index % len(COLOURS)]))
+        if not figure.data:
+            return None
+        if self.draws == "bars":
+            figure.update_layout(barmode="stack", bargap=0.1)
+        if self.logarithmic:
+            figure.update_yaxes(type="log", exponentformat="power")
+        return styled(figure, self.title, self.unit)
+
+    def _trace(self, label: str, points: Sequence[tuple[float, float]], colour: str) -> Any:
+        x, y = zip(*points, strict=True)
+        if self.draws == "bars":
+            return go.Bar(x=x, y=y, name=label, marker_color=colour, marker_line_width=0)
+        stack = {"stackgroup": "one", "line": {"width": 0.5}} if self.draws == "areas" else {}
+        mode = "lines+markers" if len(x) < 3 and not stack else "lines"
+        return go.Scatter(x=x, y=y, name=label, mode=mode, marker_color=colour, **stack)
+
+
+def styled(figure: Figure, title: str, unit: str, x_title: str = "step") -> Figure:
+    """The same look for all: no background of its own, so that page and paper show through."""
+    figure.update_layout(
+        title={"text": title, "x": 0.0, "xref": "paper", "font": {"size": 14}},
+        height=_HEIGHT,
+        margin=_MARGINS,
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        font={"family": "system-ui, sans-serif", "size": 11},
+        legend={"orientation": "h", "y": -0.28, "x": 0, "font": {"size": 10}},
+        showlegend=True,
+        hovermode="x unified",
+    )
+    grid = {"gridcolor": "rgba(128,128,128,0.25)", "zeroline": False}
+    figure.update_xaxes(title={"text": x_title, "standoff": 4}, **grid)
+    figure.update_yaxes(
+        title=unit, rangemode="normal" if unit in ("weight", "loss") else "tozero", **grid
+    )
+    return figure
+
+
+def _add_band(figure: Figure, run: RunData, mean: str, spread: str) -> None:
+    lowest, highest = (mean.replace("mean", bound) for bound in ("min", "max"))
+    points = [
+        (
+            line["step"] + 1,
+            max(line[mean] - line[spread], line.get(lowest, -math.inf)),
+            min(line[mean] + line[spread], line.get(highest, math.inf)),
+        )
+        for line in run.train
+        if mean in line and spread in line
+    ]
+    if points:
+        x, low, high = zip(*points, strict=True)
+        _shade(figure, x, low, high, "one standard deviation")
+
+
+def _shade(
+    figure: Figure, x: Sequence[float], low: Sequence[float], high: Sequence[float], name: str
+) -> None:
+    figure.add_trace(
+        go.Scatter(
+            x=[*x, *reversed(x)],
+            y=[*high, *reversed(low)],
+            fill="toself",
+            fillcolor="rgba(0,114,178,0.18)",
+            line={"width": 0},
+            name=name,
+            hoverinfo="skip",
+        )
+    )
+
+
+def interval(share: float, count: float) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share seen in `count` answers."""
+    if count <= 0:
+        return 0.0, 1.0
+    z2 = _CERTAINTY**2
+    middle = (share + z2 / (2 * count)) / (1 + z2 / count)
+    half = _CERTAINTY * math.sqrt(share * (1 - share) / count + z2 / (4 * count**2))
+    half /= 1 + z2 / count
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def accuracy(run: RunData) -> Figure | None:
+    """Held-out accuracy, with the 95 % interval that its number of answers leaves."""
+    points = [line for line in run.evaluations if "eval/accuracy" in line]
+    if not points:
+        return None
+    figure = go.Figure()
+    x = [line["step"] for line in points]
+    y = [100 * line["eval/accuracy"] for line in points]
+    bounds = [interval(line["eval/accuracy"], line.get("eval/answers", 0.0)) for line in points]
+    error = {
+        "array": [100 * high - v for (_, high), v in zip(bounds, y, strict=True)],
+        "arrayminus": [v - 100 * low for (low, _), v in zip(bounds, y, strict=True)],
+    }
+    figure.add_trace(
+        go.Scatter(
+            x=x, y=y, error_y=error, mode="lines+markers", name="accuracy, 95 % interval",
+            marker_color=COLOURS[0],
+        )
+    )  # fmt: skip
+    return styled(figure, "Held-out accuracy", "%", "steps trained")
+
+
+def rollout_seconds(run: RunData) -> Figure | None:
+    """Where each second of the rollout side went, batch by batch."""
+    needed = ("rollout/seconds", "rollout/seconds_since_last_batch")
+    lines = [line for line in run.train if all(name in line for name in needed)]
+    if not lines:
+        return None
+    figure = go.Figure()
+    x = [line["step"] + 1 for line in lines]
+    generating = [line["rollout/seconds"] for line in lines]
+    paused = [line.get("rollout/update_pause_seconds", 0.0) for line in lines]
+    whole = [line["rollout/seconds_since_last_batch"] for line in lines]
+    idle = [max(0.0, w - g - p) for w, g, p in zip(whole, generating, paused, strict=True)]
+    parts = (("generating", generating), ("weight update", paused), ("idle or waiting", idle))
+    for (name, values), colour in zip(parts, COLOURS, strict=False):
+        figure.add_trace(go.Bar(x=x, y=values, name=name, marker_color=colour, marker_line_width=0))
+    figure.update_layout(barmode="stack", bargap=0.1)
+    return styled(figure, "Where the rollout side's seconds went", "s")
+
+
+def happenings(run: RunData) -> Figure | None:
+    """Warnings, lost engines and new lineages on the time axis."""
+    began = run.began
+    figure = go.Figure()
+    names = list(dict.fromkeys(str(line["name"]) for line in run.warnings))
+    for index, name in enumerate(names):
+        lines = [line for line in run.warnings if line["name"] == name]
+        figure.add_trace(
+            go.Scatter(
+                x=[max(0.0, line["time"] - began) / 60 for line in lines],
+                y=[name] * len(lines),
+                text=[str(line["message"])[:160] for line in lines],
+                mode="markers",
+                name=name,
+                marker={"color": COLOURS[index % len(COLOURS)], "size": 9},
+            )
+        )
+    for before, after in zip(run.train, run.train[1:], strict=False):
+        if after["lineage"] != before["lineage"]:
+            figure.add_vline(
+                x=(after["time"] - began) / 60, line_dash="dot", annotation_text="resume"
+            )
+    if not names and not figure.layout.shapes:
+        return None
+    styled(figure, "Warnings and restarts", "", "minutes since the first step")
+    figure.update_layout(showlegend=False, hovermode="closest", margin={**_MARGINS, "l": 150})
+    return figure
+
+
+def _lag_shares() -> tuple[Series, ...]:
+    last = _MOST_LAG - 1
+    return tuple(
+        (f"lag {k}" + (" or more" if k == last else ""), f"staleness/lag_share_{k}")
+        for k in range(_MOST_LAG)
+    )
+
+
+_TRAINER_PHASES: Final = (
+    ("waiting for a batch", "time/wait_for_batch"),
+    ("training", "time/train"),
+    ("weight update", "time/publish"),
+    ("checkpoint", "time/checkpoint"),
+)
+_UPDATE_PHASES: Final = (
+    ("until engines are ready", "weights/ready_seconds"),
+    ("transfer", "weights/transfer_seconds"),
+    ("verification", "weights/verify_seconds"),
+)
+
+PANELS: Final[tuple[Callable[[RunData], Figure | None], ...]] = (
+    Panel(
+        "Reward of a batch",
+        "reward",
+        (("mean", "reward/mean"),),
+        band=("reward/mean", "reward/std"),
+    ).figure,
+    accuracy,
+    Panel(
+        "Response length",
+        "tokens",
+        (("mean", "rollout/response_length_mean"), ("longest", "rollout/response_length_max")),
+    ).figure,
+    Panel(
+        "Throughput",
+        "tokens/s",
+        (
+            ("generation", "rollout/tokens_per_second"),
+            ("training, prompts included", "train/tokens_per_second"),
+        ),
+    ).figure,
+    Panel("Where the trainer's seconds went", "s", _TRAINER_PHASES, "bars").figure,
+    rollout_seconds,
+    Panel(
+        "Lag",
+        "policy versions",
+        (("mean over trained tokens", "rollout/lag_mean"), ("largest", "rollout/lag_max")),
+    ).figure,
+    Panel("Trained tokens by lag", "%", _lag_shares(), "areas", scale=100).figure,
+    Panel(
+        "Effective sample size (raw)",
+        "% of the samples",
+        (("per token", "off_policy/ess"), ("per response", "off_policy/ess_sequence")),
+        scale=100,
+    ).figure,
+    Panel(
+        "Importance weights, mean",
+        "weight",
+        (("per token", "off_policy/weight"), ("per response", "off_policy/weight_sequence")),
+    ).figure,
+    Panel(
+        "Clipped, truncated, filtered",
+        "%",
+        (
+            ("tokens clipped in the loss", "actor/clip_fraction"),
+            ("responses cut at the length limit", "rollout/truncated_share"),
+            ("groups with equal rewards", "reward/uninformative_groups"),
+            ("resumed responses", "rollout/resumed_share"),
+        ),
+        scale=100,
+    ).figure,
+    Panel(
+        "Engines against the trainer, same weights",
+        "|difference of log-probs|",
+        (("mean", "weights/probe_mean_error"), ("largest", "weights/probe_max_error")),
+        logarithmic=True,
+    ).figure,
+    Panel(
+        "KV cache in use",
+        "%",
+        (("mean", "rollout/kv_usage"), ("largest", "rollout/kv_usage_max")),
+        scale=100,
+    ).figure,
+    Panel("Weight updates by phase", "s", _UPDATE_PHASES, "bars").figure,
+    Panel("Loss", "loss", (("mean of the updates", "train/loss"),)).figure,
+    Panel("Gradient norm", "norm", (("before clipping", "train/grad_norm"),)).figure,
+    Panel("Entropy", "nats", (("mean over trained tokens", "actor/entropy"),)).figure,
+    happenings,
+)

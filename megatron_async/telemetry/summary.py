@@ -1,0 +1,60 @@
+"""Totals of a run, from its metrics file: for the closing table and the head of the report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from megatron_async.run_directory import RunDirectory
+from megatron_async.telemetry.metrics import read_metrics
+
+_ESS = "off_policy/ess"  # raw, per token (docs/semantics.md section 4: "ESS" alone)
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """Totals of one run. Shares are of trained sequences or tokens; times are seconds."""
+
+    steps: int
+    accuracy_first: float | None
+    accuracy_last: float | None
+    generated_tokens: int
+    generation_tokens_per_second: float
+    training_tokens_per_second: float
+    resumed_share: float
+    lag_mean: float
+    lag_max: int
+    ess: float | None
+    seconds_by_phase: dict[str, float] = field(default_factory=dict)
+
+
+def summarise(directory: RunDirectory) -> RunSummary:
+    """Read the surviving line of a run's metrics."""
+    train = read_metrics(directory.metrics_file)
+    evaluations = read_metrics(directory.metrics_file, kind="eval")
+
+    def total(name: str) -> float:
+        return sum(line.get(name, 0.0) for line in train)
+
+    def weighted(name: str, weight: str = "train/trained_tokens") -> float:
+        known = [line for line in train if name in line]
+        weights = sum(line[weight] for line in known)
+        return sum(line[name] * line[weight] for line in known) / weights if weights else 0.0
+
+    generating = total("rollout/seconds")
+    training = total("time/train")
+    return RunSummary(
+        steps=len(train),
+        accuracy_first=evaluations[0]["eval/accuracy"] if evaluations else None,
+        accuracy_last=evaluations[-1]["eval/accuracy"] if len(evaluations) > 1 else None,
+        generated_tokens=int(total("rollout/tokens")),
+        generation_tokens_per_second=total("rollout/tokens") / generating if generating else 0.0,
+        training_tokens_per_second=total("train/tokens") / training if training else 0.0,
+        resumed_share=weighted("rollout/resumed_share"),
+        lag_mean=weighted("rollout/lag_mean"),
+        lag_max=int(max((line["rollout/lag_max"] for line in train), default=0)),
+        ess=weighted(_ESS) if any(_ESS in line for line in train) else None,
+        seconds_by_phase={
+            name.removeprefix("time/"): total(name)
+            for name in ("time/wait_for_batch", "time/train", "time/publish", "time/checkpoint")
+        },
+    )

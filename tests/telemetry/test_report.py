@@ -1,0 +1,167 @@
+"""The report: one file that loads nothing, escapes what runs wrote, and that a browser can draw."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_async.config import build_config
+from megatron_async.run_directory import RunDirectory
+from megatron_async.store.store import TrajectoryStore
+from megatron_async.tasks.tokenizer import write_character_tokenizer
+from megatron_async.telemetry.metrics import MetricsWriter
+from megatron_async.telemetry.report_data import read_run
+from megatron_async.telemetry.report_page import report_page
+from megatron_async.telemetry.report_panels import interval
+from megatron_async.trajectory.types import FinishReason, PolicyVersion, Prompt
+
+BROWSER = shutil.which("chromium-headless-shell") or shutil.which("chromium")
+HOSTILE = "<script>alert('x')</script>"
+
+
+def make_run(root: Path, name: str, steps: int = 6) -> Path:
+    """A run of two lineages with metrics, warnings, evaluations and one resumed trajectory."""
+    config = build_config({"name": name, "root": str(root), "model": {"path": str(root / "model")}})
+    directory = RunDirectory.create(config)
+    for lineage, begin in ((0, 0), (1, steps // 2)):
+        with MetricsWriter(directory.metrics_file, None, lineage=lineage) as metrics:
+            metrics.write(begin, {"eval/accuracy": 0.5, "eval/answers": 64}, kind="eval")
+            for step in range(begin, steps):
+                metrics.write(step, step_metrics(step))
+            metrics.warn(begin, "engine_failed", f"engine0 has ended {HOSTILE}")
+    asyncio.run(_one_trajectory(directory))
+    return directory.path
+
+
+def step_metrics(step: int) -> dict[str, float]:
+    return {
+        "reward/mean": 0.1 * step,
+        "reward/std": 0.3,
+        "reward/min": 0.0,
+        "reward/max": 1.0,
+        "rollout/lag_mean": 0.5,
+        "rollout/lag_max": 1.0,
+        "rollout/tokens": 100.0,
+        "rollout/seconds": 2.0,
+        "rollout/seconds_since_last_batch": 3.0,
+        "rollout/update_pause_seconds": 0.5,
+        "rollout/resumed_share": 0.2,
+        "staleness/lag_share_0": 0.6,
+        "staleness/lag_share_1": 0.4,
+        "time/train": 1.0,
+        "time/wait_for_batch": 2.0,
+        "train/tokens": 50.0,
+        "train/trained_tokens": 40.0,
+        "train/loss": -0.1,
+        "weights/ready_seconds": 0.1,
+        "weights/transfer_seconds": 0.2,
+    }
+
+
+async def _one_trajectory(directory: RunDirectory) -> None:
+    model = directory.path.parent / "model"
+    model.mkdir(exist_ok=True)
+    write_character_tokenizer(model)
+    store = await asyncio.to_thread(TrajectoryStore.open, directory.store_file)
+    group = store.add_group(Prompt(np.array([5, 6], np.int32), "sum"), 1)
+    trajectory_id = group.trajectories[0].trajectory_id
+    for number, end in ((0, None), (1, FinishReason.STOP)):
+        key = store.begin_request(trajectory_id)
+        tokens = np.array([7, 8], np.int32)
+        logprobs = np.zeros(2, np.float32)
+        store.append(key, tokens, logprobs, PolicyVersion(0, number), "engine0", end=end)
+        store.end_request(key) if end is None else None
+    await store.set_reward(trajectory_id, 1.0, {})
+    await store.close()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("report"), "one")
+
+
+@pytest.fixture(scope="module")
+def page(run: Path) -> str:
+    return report_page([read_run(run)])
+
+
+def body(page: str) -> str:
+    return page.partition("<body>")[2]
+
+
+def test_the_page_loads_nothing_and_escapes_what_the_run_wrote(page: str) -> None:
+    assert not re.search(r"<(script|link|img|iframe)[^>]+(src|href)=", page)
+    assert "@import" not in body(page) and "url(" not in body(page)
+    assert HOSTILE not in body(page)
+    assert "engine0 has ended &lt;script&gt;" in page
+
+
+def test_it_shows_every_kind_of_panel_that_the_run_has_data_for(page: str) -> None:
+    for title in (
+        "Reward of a batch",
+        "Held-out accuracy",
+        "Where the trainer's seconds went",
+        "Where the rollout side's seconds went",
+        "Trained tokens by lag",
+        "Weight updates by phase",
+        "Warnings and restarts",
+    ):
+        assert title.replace("'", "\\u0027") in page or title in page, title
+    assert "KV cache in use" not in body(page), "the run has no such metrics"
+
+
+def test_segments_are_coloured_by_policy_version(page: str) -> None:
+    shown = re.findall(r'<span style="background:(#\w+)" title="policy (0\.\d) on engine0', page)
+    assert {version for _, version in shown} == {"0.0", "0.1"}
+    assert len({colour for colour, _ in shown}) == 2
+
+
+def test_runs_stand_side_by_side_with_the_same_axes(run: Path) -> None:
+    other = make_run(run.parent, "other", steps=9)
+    text = body(report_page([read_run(run), read_run(other)]))
+    ranges = re.findall(r'"range":\[([\d.,-]+)\]', text)
+    assert ranges and all(ranges.count(found) % 2 == 0 for found in ranges)
+    assert "one and other" in text
+
+
+def test_a_run_without_any_step_has_a_page_too(tmp_path: Path) -> None:
+    gone = {"path": str(tmp_path / "gone")}
+    directory = RunDirectory.create(
+        build_config({"name": "new", "root": str(tmp_path), "model": gone})
+    )
+    assert "no trajectory has a reward yet" in report_page([read_run(directory.path)])
+
+
+def test_the_interval_of_an_accuracy_is_wilsons() -> None:
+    low, high = interval(0.5, 100)
+    assert (low, high) == pytest.approx((0.4038, 0.5962), abs=1e-4)
+    assert interval(0.0, 10)[0] == 0.0 and interval(0.0, 10)[1] == pytest.approx(0.2775, abs=1e-4)
+    assert interval(0.3, 0) == (0.0, 1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium (Debian: chromium-headless-shell)")
+def test_a_browser_draws_every_figure_without_a_network(page: str, tmp_path: Path) -> None:
+    file = tmp_path / "report.html"
+    file.write_text(page)
+    done = subprocess.run(
+        [
+            *(str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu"),
+            *("--host-resolver-rules=MAP * ~NOTFOUND", "--virtual-time-budget=10000"),
+            *("--window-size=1280,2000", "--dump-dom", file.as_uri()),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    dom = done.stdout
+    assert 'data-ready="yes"' in dom, done.stderr[-2000:]
+    assert dom.count('class="plotly-graph-div') == len(re.findall(r"Plotly\.newPlot\(", body(page)))
+    assert dom.count("main-svg") >= dom.count('class="plotly-graph-div') > 8
+    assert "Uncaught" not in done.stderr
