@@ -65,7 +65,7 @@ def main() -> None:
         _exit_with("ended by Ctrl-C", 130)
 
 
-def _terminate(number: int, frame: FrameType | None) -> None:
+def _terminate(_number: int, _frame: FrameType | None) -> None:
     raise Terminated
 
 
