@@ -18,7 +18,7 @@ Invariants
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -46,8 +46,7 @@ class LoopParts:
     """What the loop works with; `link` and `metrics` only on rank 0.
 
     `resume` is where this line began; `memory` gives the trainer's device memory away where engines
-    share it; `rank_zero` is how ranks wait for the first one; `before` are the metrics of the last
-    step that a resume goes on from.
+    share it; `rank_zero` is how ranks wait for the first one.
     """
 
     config: RunConfig
@@ -60,7 +59,7 @@ class LoopParts:
     resume: ResumePoint = field(default_factory=ResumePoint)
     memory: TrainerMemory = field(default_factory=AlwaysThere)
     rank_zero: RankZero = field(default_factory=RankZero)
-    before: Mapping[str, float] = field(default_factory=dict)
+    health: HealthWatch = field(default_factory=HealthWatch)
 
 
 class TrainLoop:
@@ -71,7 +70,6 @@ class TrainLoop:
         self._config = parts.config
         self._trainer = parts.trainer
         self._verified_once = False
-        self._health = HealthWatch(parts.config.schedule.max_async_level, parts.before)
         self._saved_step = parts.trainer.step
         self._store_position = parts.resume.store_position
         self._colocated = not isinstance(parts.memory, AlwaysThere)
@@ -278,8 +276,8 @@ class TrainLoop:
         }
         metrics |= {name: value for name, value in probe.items() if value is not None}
         metrics |= self._update_seconds
-        warnings = self._health.step(metrics)
-        metrics |= {f"warning/{name}": 1.0 for name in self._health.holding}
+        warnings = self._parts.health.step(metrics)
+        metrics |= {f"warning/{name}": 1.0 for name in self._parts.health.holding}
         writer.write(report.step, metrics)
         for name, message in warnings:
             writer.warn(report.step, name, message)

@@ -28,6 +28,7 @@ def train(directory: RunDirectory, config: RunConfig, ray_address: str, stop: St
     from megatron_async.checkpoint.manager import CheckpointManager
     from megatron_async.models.save import save_hf
     from megatron_async.rollout.messages import ResumePoint
+    from megatron_async.telemetry.health import HealthWatch
     from megatron_async.telemetry.metrics import MetricsWriter, read_metrics
     from megatron_async.telemetry.trackers.base import TrackedRun
     from megatron_async.telemetry.trackers.build import start_trackers
@@ -100,7 +101,7 @@ def train(directory: RunDirectory, config: RunConfig, ray_address: str, stop: St
             resume=resume,
             memory=trainer_memory(config, trainer),
             rank_zero=rank_zero,
-            before=before,
+            health=HealthWatch(config.schedule.max_async_level, before),
         )
         complete = TrainLoop(parts).run()
         if complete and config.checkpoint.export_hf:
