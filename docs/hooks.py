@@ -50,55 +50,26 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def settings_page() -> str:
     """Every setting: name, type, default, range, description."""
-    from megatron_async.config import RunConfig
+    from megatron_async.config.reference import all_settings, section_doc
 
     lines = [
         "# Settings",
         "",
         "Every setting of a configuration file, by section. An unknown one is refused. Any can be "
-        "given on the command line: `section.setting=value`.",
-        "",
-        *_section(RunConfig, ""),
+        "given on the command line: `section.setting=value`. `megatron-async settings` shows the "
+        "same, `megatron-async settings --of FILE` with the values of a file.",
     ]
+    for section in dict.fromkeys(setting.section for setting in all_settings()):
+        if section:
+            lines += ["", f"## `{section}`", "", _one_line(section_doc(section))]
+        lines += ["", "| setting | type | default | range | |", "|---|---|---|---|---|"]
+        lines += [
+            f"| `{s.name}` | {_code(s.type)} | {_code(s.default)} | {_code(s.range)} | "
+            f"{_one_line(s.description)} |"
+            for s in all_settings()
+            if s.section == section
+        ]
     return "\n".join(lines) + "\n"
-
-
-def _section(model: Any, prefix: str) -> list[str]:
-    from pydantic import BaseModel
-
-    rows, below = [], []
-    for name, field in model.model_fields.items():
-        inner = field.annotation
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
-            below += ["", f"## `{prefix}{name}`", "", _one_line(inner.__doc__ or "")]
-            below += ["", *_section(inner, f"{prefix}{name}.")]
-            continue
-        limits = ", ".join(filter(None, map(_limit, field.metadata)))
-        rows.append(
-            f"| `{prefix}{name}` | {_code(_type(inner))} | {_code(_default(field))} | "
-            f"{_code(limits)} | {_one_line(field.description or '')} |"
-        )
-    head = ["| setting | type | default | range | |", "|---|---|---|---|---|"] if rows else []
-    return [*head, *rows, *below]
-
-
-def _limit(limit: Any) -> str:
-    for name, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<")):
-        if hasattr(limit, name):
-            return f"{sign} {getattr(limit, name)}"
-    return "not empty" if hasattr(limit, "min_length") else ""
-
-
-def _type(annotation: Any) -> str:
-    name = annotation.__name__ if isinstance(annotation, type) else str(annotation)
-    return name.replace("typing.", "").replace("megatron_async.config.", "")
-
-
-def _default(field: Any) -> str:
-    if field.is_required():
-        return "required"
-    default = field.default_factory() if field.default_factory is not None else field.default
-    return repr(getattr(default, "value", default))
 
 
 def _code(text: str) -> str:

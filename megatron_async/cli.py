@@ -401,6 +401,22 @@ def replay(
 
 
 @app.command()
+def settings(
+    section: Annotated[
+        str, typer.Argument(help="Section or setting, e.g. schedule or engines.count.")
+    ] = "",
+    overrides: Overrides = None,
+    of: Annotated[
+        Path | None, typer.Option("--of", help="Show the values of this configuration file too.")
+    ] = None,
+) -> None:
+    """Every setting: name, type, range, default, meaning; with --of also its value in a file."""
+    from megatron_async.commands.settings import settings_command
+
+    settings_command(section, of, overrides or [])
+
+
+@app.command()
 def doctor(overrides: Overrides = None, config: ConfigOption = None) -> None:
     """What is installed, what will be used, and why; with --config also what it would run as."""
     from megatron_async.commands.doctor import config_lines, report_lines

@@ -32,11 +32,17 @@ from megatron_async.telemetry.metrics import read_metrics
 
 def train_command(config_file: Path, overrides: Sequence[str]) -> None:
     """A new run. Raises UserError or ComponentFailure."""
-    checked, devices = _checked(load_config(config_file, overrides))
+    start_run(load_config(config_file, overrides), "megatron-async train")
+
+
+def start_run(config: RunConfig, what: str) -> RunDirectory:
+    """A new run of `config` to its end; `what` started it. Raises UserError or ComponentFailure."""
+    checked, devices = _checked(config)
     show_notices(checked)
-    with new_run(checked.config, "megatron-async train") as directory:
+    with new_run(checked.config, what) as directory:
         _run(directory, checked.config, devices)
     show_closing(directory)
+    return directory
 
 
 def resume_command(run: Path, overrides: Sequence[str], from_step: int | None) -> None:

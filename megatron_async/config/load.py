@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from megatron_async.config.files import parse_yaml, read_text
 from megatron_async.config.presets import SCHEDULE_PRESETS, schedule_defaults
 from megatron_async.config.recipes import RECIPES, recipe_defaults
+from megatron_async.config.reference import did_you_mean
 from megatron_async.config.run import RunConfig
 from megatron_async.errors import UserError, shown
 from megatron_async.import_path import anchored
@@ -121,7 +122,8 @@ def describe(error: ValidationError) -> str:
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"]) or "config"
     if first["type"] == "extra_forbidden":
-        return f"unknown setting {where} (value {shown(first['input'])})"
+        hint = did_you_mean(where)
+        return f"unknown setting {where} (value {shown(first['input'])}){hint}"
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "value_error":
         return f"{where}: {message}" if first["loc"] else message

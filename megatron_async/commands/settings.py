@@ -1,0 +1,57 @@
+"""`megatron-async settings [SECTION] [--of FILE]`: what can be set, and what a file sets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
+
+from megatron_async.config.load import load_config, read_yaml
+from megatron_async.config.reference import (
+    Setting,
+    all_settings,
+    did_you_mean,
+    section_doc,
+    shown_value,
+)
+from megatron_async.errors import UserError
+
+
+def settings_command(section: str, file: Path | None, overrides: Sequence[str]) -> None:
+    """Print the settings of a section (of all), with the values of `file`. Raises UserError."""
+    wanted = [s for s in all_settings() if _within(s.name, section)]
+    if not wanted:
+        sections = ", ".join(dict.fromkeys(s.name.split(".")[0] for s in all_settings()))
+        near = did_you_mean(section) or f"; the sections are {sections}"
+        raise UserError(f"there is no section or setting {section!r}{near}")
+    dumped = None
+    if file is not None:
+        read_yaml(file)
+        dumped = load_config(file, overrides).model_dump(mode="json")
+    console = Console(soft_wrap=False)
+    for name in dict.fromkeys(s.section for s in wanted):
+        console.print(Text(name or "top level", style="bold"), Text(section_doc(name)), sep="\n")
+        for setting in (s for s in wanted if s.section == name):
+            console.print(_head(setting, dumped), highlight=False)
+            console.print(Padding(Text(setting.description), (0, 0, 0, 6)))
+        typer.echo()
+
+
+def _within(name: str, section: str) -> bool:
+    return not section or name == section or name.startswith(f"{section}.")
+
+
+def _head(setting: Setting, dumped: dict[str, object] | None) -> Text:
+    """`name  type  default, range`, and the value in the file."""
+    limits = f" ({setting.range})" if setting.range else ""
+    text = Text.assemble(
+        "  ", (setting.name, "bold cyan"), f"  {setting.type}{limits}, default {setting.default}"
+    )
+    if dumped is not None:
+        value = shown_value(setting.value_in(dumped))
+        text.append(f"  = {value}", "bold" if value != setting.default else "")
+    return text

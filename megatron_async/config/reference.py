@@ -1,0 +1,122 @@
+"""Every setting as the typed models describe it: name, type, default, range, description.
+
+`megatron-async settings`, the documentation's page and the "did you mean" of a misspelt setting all
+read this list, so that none of them can be out of date.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+
+from megatron_async.config.run import RunConfig
+
+_SIGNS = (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
+_SUGGESTIONS = 3
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting; `name` is dotted, `section` the part before its last dot."""
+
+    name: str
+    type: str
+    default: str
+    range: str
+    description: str
+
+    @property
+    def section(self) -> str:
+        return self.name.rpartition(".")[0]
+
+    def value_in(self, settings: dict[str, Any]) -> Any:
+        """What a dumped configuration says of it."""
+        value: Any = settings
+        for part in self.name.split("."):
+            value = value[part]
+        return value
+
+
+@cache
+def all_settings() -> tuple[Setting, ...]:
+    """In the order of the models."""
+    return tuple(_settings(RunConfig, ""))
+
+
+def section_doc(name: str) -> str:
+    """The docstring of a section's model, on one line."""
+    model: Any = RunConfig
+    for part in name.split(".") if name else ():
+        model = model.model_fields[part].annotation
+    return " ".join((model.__doc__ or "").split())
+
+
+def _settings(model: type[BaseModel], prefix: str) -> Iterator[Setting]:
+    for name, field in model.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            yield from _settings(inner, f"{prefix}{name}.")
+            continue
+        limits = (_limit(limit) for limit in field.metadata)
+        yield Setting(
+            f"{prefix}{name}",
+            type_text(inner),
+            _default(field),
+            ", ".join(filter(None, limits)),
+            " ".join((field.description or "").split()),
+        )
+
+
+def type_text(annotation: Any) -> str:
+    """A type as a person writes it: `int or auto`, `sync | rapid | ...`."""
+    arguments = get_args(annotation)
+    if get_origin(annotation) is Literal:
+        return " | ".join(str(value) for value in arguments)
+    if get_origin(annotation) in (Union, types.UnionType):
+        return " or ".join(type_text(part) for part in arguments)
+    if annotation is type(None):
+        return "none"
+    if arguments:
+        inner = ", ".join(type_text(part) for part in arguments)
+        return f"{get_origin(annotation).__name__} of {inner}"  # type: ignore[union-attr]
+    return "text" if annotation is str else getattr(annotation, "__name__", str(annotation))
+
+
+def _limit(limit: Any) -> str:
+    for name, sign in _SIGNS:
+        if hasattr(limit, name):
+            return f"{sign} {getattr(limit, name)}"
+    return "not empty" if hasattr(limit, "min_length") else ""
+
+
+def _default(field: Any) -> str:
+    if field.is_required():
+        return "required"
+    default = field.default_factory() if field.default_factory is not None else field.default
+    return shown_value(default)
+
+
+def shown_value(value: Any) -> str:
+    """A value as YAML's readers write it."""
+    if value is None or isinstance(value, bool):
+        return {None: "none", True: "true", False: "false"}[value]
+    return '""' if value == "" else str(value)
+
+
+def did_you_mean(unknown: str) -> str:
+    """`; did you mean a.b or c.b?` for a name that is like others, else the empty string."""
+    names = [setting.name for setting in all_settings()]
+    names += sorted({setting.section for setting in all_settings()} - {""})
+    section, _, last = unknown.rpartition(".")
+    same_last = [name for name in names if name.rpartition(".")[2] == last]
+    beside = [name for name in names if name.rpartition(".")[0] == section]
+    near_beside = difflib.get_close_matches(unknown, beside, n=1, cutoff=0.75)
+    near = difflib.get_close_matches(unknown, names, n=1, cutoff=0.8)
+    found = near_beside or same_last[:_SUGGESTIONS] or near
+    return f"; did you mean {' or '.join(found)}?" if found else ""

@@ -1,0 +1,110 @@
+"""Every setting is listed once, and what is misspelt is told from what was meant."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from megatron_async.cli import app
+from megatron_async.config import build_config, load_config
+from megatron_async.config.reference import all_settings, did_you_mean, section_doc
+from megatron_async.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_setting_has_a_type_a_default_and_a_description() -> None:
+    names = [setting.name for setting in all_settings()]
+    assert len(names) == len(set(names)) > 100
+    found = {setting.name: setting for setting in all_settings()}
+    concurrency = found["schedule.concurrency"]
+    assert (concurrency.type, concurrency.default) == ("int or auto", "64")
+    assert found["sampling.top_p"].range == "> 0, ≤ 1"
+    assert found["schedule.overflow"].type == "block | drop_oldest"
+    assert all(s.description and s.type for s in all_settings())
+    assert section_doc("engines").startswith("Inference engines")
+
+
+def test_values_are_those_of_a_configuration() -> None:
+    dumped = build_config({"seed": 7}).model_dump(mode="json")
+    values = {setting.name: setting.value_in(dumped) for setting in all_settings()}
+    assert values["seed"] == 7 and values["schedule.overlap"] is False
+
+
+@pytest.mark.parametrize(
+    ("unknown", "meant"),
+    [
+        ("schedule.concurency", "schedule.concurrency"),
+        ("scheduler.concurrency", "schedule.concurrency"),
+        ("lr", "optimizer.lr or sft.optimizer.lr"),
+        ("engine", "engines"),
+        ("optimizer.learning_rate", ""),
+    ],
+)
+def test_a_misspelt_setting_is_told_from_what_was_meant(unknown: str, meant: str) -> None:
+    assert did_you_mean(unknown) == (f"; did you mean {meant}?" if meant else "")
+
+
+def test_the_refusal_of_an_unknown_setting_asks() -> None:
+    with pytest.raises(UserError, match=r"concurency \(value 4\); did you mean schedule\.concurr"):
+        build_config({"schedule": {"concurency": 4}})
+
+
+def test_the_command_shows_a_section_with_the_values_of_a_file() -> None:
+    file = ROOT / "configs" / "quickstart.yaml"
+    shown = CliRunner().invoke(app, ["settings", "schedule", "--of", str(file)])
+    assert shown.exit_code == 0, shown.output
+    assert "schedule.concurrency  int or auto, default 64  = 96" in shown.output
+    assert "engines.count" not in shown.output
+    assert load_config(file).schedule.concurrency == 96
+    assert "schedule.group_size" in CliRunner().invoke(app, ["settings"]).output
+
+
+def test_the_command_refuses_a_section_that_is_not_there() -> None:
+    refused = CliRunner().invoke(app, ["settings", "scedule"])
+    assert isinstance(refused.exception, UserError)
+    assert str(refused.exception).endswith("did you mean schedule?")
+
+
+def sentences() -> list[tuple[str, str]]:
+    """(file, text) of the package's strings; docstrings speak of modules too and are left out."""
+    return [
+        (file.name, node.value)
+        for file in (ROOT / "megatron_async").rglob("*.py")
+        if file.name != "__init__.py"
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        if "\n" not in node.value
+    ]
+
+
+def test_advice_names_settings_that_exist() -> None:
+    settings = {setting.name for setting in all_settings()}
+    sections = {setting.section for setting in all_settings()} - {""}
+    tops = "|".join(sorted({section.split(".")[0] for section in sections} - {"model"}))
+    named = re.compile(rf"(?<![\w./`{{])((?:{tops})\.[a-z_]+(?:\.[a-z_]+)*)(?![\w/(]|\.py)")
+    wrong = {
+        f"{file}: {name}"
+        for file, text in sentences()
+        for name in named.findall(text)
+        if name not in settings | sections and not name.startswith("task.params.")
+        if not name.endswith((".py", ".yaml", ".sqlite", ".log"))
+    }
+    assert not wrong
+
+
+def test_advice_names_commands_that_exist() -> None:
+    commands = {name for name in typer.main.get_command(app).commands}  # type: ignore[attr-defined]
+    named = re.compile(r"`?megatron-async ([a-z]+(?:-[a-z]+)?)")
+    wrong = {
+        f"{file}: {name}"
+        for file, text in sentences()
+        for name in named.findall(text)
+        if name not in commands
+    }
+    assert not wrong
