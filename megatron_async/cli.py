@@ -283,6 +283,17 @@ def report(
 
 
 @app.command()
+def trace(
+    run_directory: Annotated[Path, typer.Argument(help="runs/NAME")],
+    out: Annotated[Path | None, typer.Option(help="Default: trace.json in the run.")] = None,
+) -> None:
+    """Requests, weight updates, trainer phases and scores of the newest steps, for Perfetto."""
+    from megatron_async.commands.trace import trace_command
+
+    trace_command(run_directory, out)
+
+
+@app.command()
 def trajectories(
     run_directory: Annotated[Path, typer.Argument(help="runs/NAME")],
     state: Annotated[

@@ -20,6 +20,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -147,7 +148,11 @@ class RolloutManager:
                 most_bytes=telemetry.record_mib << 20,
             )
             recorder = Recorder(
-                files, self._config.schedule, first_step=resume.step, version=version
+                files,
+                self._config.schedule,
+                first_step=resume.step,
+                version=version,
+                clock=time.time,
             )
         # Prompts that became groups after the checkpoint are in the store already.
         prompts = TaskPrompts(

@@ -5,6 +5,7 @@ step and the policy version; every other one an event and its actions, each as `
 
     {"e": ["Finished", 17], "a": [["Score", 17], ["Submit", 93, "engine-0", false]]}
 
+With a clock, a third key `t` says when that was, in seconds since the epoch; a replay ignores it.
 An event at which the scheduler raised has the exception in place of actions, `["Raised", "..."]`.
 
 A long record goes on in further files, `events/<lineage>[.<lost>[.<segment>]].jsonl`: `lost` counts
@@ -112,11 +113,15 @@ class Header:
 
 @dataclass(frozen=True)
 class Exchange:
-    """One event and the actions it caused; `index` counts from 0 at the record's very beginning."""
+    """One event and the actions it caused; `index` counts from 0 at the record's very beginning.
+
+    `at`: seconds since the epoch, None where the record has no times.
+    """
 
     index: int
     event: ev.Event
     actions: tuple[RecordedAction, ...]
+    at: float | None = None
 
 
 @dataclass(frozen=True)
@@ -220,7 +225,9 @@ class Recorder:
         *,
         first_step: int,
         version: PolicyVersion,
+        clock: Callable[[], float] | None = None,
     ) -> None:
+        self._clock = clock
         self._files = to if isinstance(to, RecordFiles) else None
         self._stream = to.open_next() if isinstance(to, RecordFiles) else to
         self._events = 0
@@ -257,7 +264,10 @@ class Recorder:
     def write(self, event: ev.Event, actions: Sequence[RecordedAction]) -> None:
         """One event and what the scheduler answered."""
         self._events += 1
-        self._size += self._write({"e": encode(event), "a": [encode(a) for a in actions]})
+        line: dict[str, Any] = {"e": encode(event), "a": [encode(a) for a in actions]}
+        if self._clock is not None:
+            line["t"] = round(self._clock(), 4)
+        self._size += self._write(line)
 
     def flush(self) -> None:
         """Hand what was written to the operating system."""
@@ -376,11 +386,12 @@ def _exchanges(path: Path, lines: Iterator[tuple[int, Any]], before: int) -> Ite
         try:
             event = decode_event(line["e"])
             actions = tuple(decode_action(action) for action in line["a"])
+            at = None if line.get("t") is None else float(line["t"])
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(
                 f"schedule record {path}: line {number} is not an event with its actions ({error})"
             ) from error
-        yield Exchange(before + number - 2, event, actions)
+        yield Exchange(before + number - 2, event, actions, at)
 
 
 def replay(

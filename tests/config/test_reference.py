@@ -99,7 +99,7 @@ def test_advice_names_settings_that_exist() -> None:
 
 
 def test_advice_names_commands_that_exist() -> None:
-    commands = {name for name in typer.main.get_command(app).commands}  # type: ignore[attr-defined]
+    commands = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
     named = re.compile(r"`?megatron-async ([a-z]+(?:-[a-z]+)?)")
     wrong = {
         f"{file}: {name}"
