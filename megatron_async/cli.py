@@ -36,6 +36,7 @@ Overrides = Annotated[
         help="Settings that override the file, e.g. schedule.concurrency=128 optimizer.lr=1e-6",
     ),
 ]
+Wide = Annotated[bool, typer.Option("--wide", help="Every column, beyond 80 characters.")]
 FromStep = Annotated[
     int | None,
     typer.Option(help="With --resume: go on from the kept checkpoint of this step instead."),
@@ -342,12 +343,13 @@ def simulate(
         str, typer.Option(help="Schedules to compare: sync,copris,... or all; empty = the file's.")
     ] = "",
     plot: Annotated[Path | None, typer.Option(help="Write a PNG with the figures.")] = None,
+    wide: Wide = False,
 ) -> None:
     """Run the real scheduler on a virtual clock: throughput, idle shares, lag, recomputation."""
     from megatron_async.commands.simulate import simulate_command
 
     given = [*(overrides or []), *(setting or [])]
-    simulate_command(_need(config, "simulate"), given, sweep or [], presets, plot)
+    simulate_command(_need(config, "simulate"), given, sweep or [], presets, plot, wide)
 
 
 @app.command()
@@ -358,11 +360,12 @@ def plan(
         list[str] | None, typer.Option("--set", help="SETTING=VALUE; may be given several times.")
     ] = None,
     top: Annotated[int, typer.Option(min=1, help="Layouts that are simulated and shown.")] = 5,
+    wide: Wide = False,
 ) -> None:
     """The best split of the GPUs, parallel sizes that fit, and N'; with runner-ups."""
     from megatron_async.commands.simulate import plan_command
 
-    plan_command(_need(config, "plan"), [*(overrides or []), *(setting or [])], top)
+    plan_command(_need(config, "plan"), [*(overrides or []), *(setting or [])], top, wide)
 
 
 @app.command("fit-lengths")

@@ -14,13 +14,13 @@ from megatron_async.simulate.assumptions import assumptions, assumptions_of_all
 from megatron_async.simulate.fit_lengths import fit_lengths
 from megatron_async.simulate.planner import make_plan, plan_table
 from megatron_async.simulate.recorded_lengths import read_recorded
-from megatron_async.simulate.show import label, notes, plot, table
+from megatron_async.simulate.show import comments, label, notes, plot, table
 from megatron_async.simulate.sweep import Point, read_settings, run_points, sweep_points
 
 _GC_THRESHOLD = 100_000
 """New objects between two searches for unreachable cycles, of which a simulation makes few."""
 _WIDTH = 220
-"""Columns: a row of figures is not to be folded."""
+"""Columns of a table with --wide."""
 
 
 def simulate_command(
@@ -29,6 +29,7 @@ def simulate_command(
     sweeps: Sequence[str],
     presets: str,
     plot_file: Path | None,
+    wide: bool = False,
 ) -> None:
     """Simulate, print the table, what was noticed and what was assumed. Raises UserError."""
     settings = read_settings(config, overrides)
@@ -40,10 +41,12 @@ def simulate_command(
         spent = time.perf_counter() - began
         typer.echo(f"{' '.join(point.labels) or config}: done after {spent:.1f} s", err=True)
 
-    done = run_points(settings, points, told)
-    console = Console(width=_WIDTH)
-    console.print(table(done))
-    for line in notes(done):
+    done, failed = run_points(settings, points, told)
+    if not done:
+        raise failed[0][1]
+    console = Console(width=_WIDTH) if wide else Console()
+    console.print(table(done, wide=wide))
+    for line in [*(line for point in done for line in comments(point)), *notes(done)]:
         console.print(f"- {line}", highlight=False)
     console.print("Assumed and given:")
     for line in assumptions_of_all([(label(point), point.config) for point in done]):
@@ -51,6 +54,9 @@ def simulate_command(
     if plot_file is not None:
         plot(done, plot_file)
         console.print(f"plot in {plot_file}")
+    if failed:
+        where, error = failed[0]
+        raise type(error)(f"{where}: {error} ({len(done)} of {len(points)} points are above)")
 
 
 def fit_command(file: Path, cut: int | None) -> None:
@@ -76,11 +82,11 @@ def fit_command(file: Path, cut: int | None) -> None:
     typer.echo("  " + " ".join(f"--set simulate.lengths.{k}={v}" for k, v in best.items()))
 
 
-def plan_command(config: Path, overrides: Sequence[str], top: int) -> None:
+def plan_command(config: Path, overrides: Sequence[str], top: int, wide: bool = False) -> None:
     """Search, simulate the best, print them and what was assumed. Raises UserError."""
     plan = make_plan(read_settings(config, overrides), top)
-    console = Console(width=_WIDTH)
-    console.print(plan_table(plan))
+    console = Console(width=_WIDTH) if wide else Console()
+    console.print(plan_table(plan, wide=wide))
     console.print(plan.sentence)
     console.print("Assumed and given (for the best):")
     for line in assumptions(plan.candidates[0].config):

@@ -98,9 +98,9 @@ def resume_lines(
     done = 1 + int(trained[-1]["step"]) if trained else 0
     what = "its beginning (there is no checkpoint yet)"
     if newest is not None:
-        what = f"checkpoint {newest.path.name}, which holds steps 1 to {start}"
+        what = f"checkpoint {newest.path.name}, made after step {start - 1}"
     lines = [f"{directory.path.name} goes on from {what}"]
     if done > start:
-        again = f"steps {start + 1} to {done} are" if done > start + 1 else f"step {done} is"
+        again = f"steps {start} to {done - 1} are" if done > start + 1 else f"step {start} is"
         lines.append(f"repeated: {again} trained again")
     return lines + [f"changed: {change}" for change in differences(before, after)]

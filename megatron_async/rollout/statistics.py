@@ -26,6 +26,9 @@ from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.sample_lag import SamplesTrained
 from megatron_async.trajectory.types import DropReason
 
+_LEAST_GENERATING_SECONDS = 0.1
+"""A batch that was ready before its turn: what arrived in less time than this has no rate."""
+
 
 @dataclass
 class _Marks:
@@ -187,7 +190,6 @@ class RolloutStatistics:
         metrics = {
             "rollout/concurrency": float(view.concurrency),
             "rollout/tokens": float(tokens),
-            "rollout/tokens_per_second": tokens / generating,
             "rollout/seconds": generating,
             "rollout/slots_busy_share": (self._slot_seconds - self._marks.slot_seconds)
             / (self._peak_running * generating),
@@ -214,6 +216,8 @@ class RolloutStatistics:
             "rollout/scorers": float(scorers.count),
             "rollout/scorer_seconds": scorers.seconds,
         }
+        if generating >= _LEAST_GENERATING_SECONDS:
+            metrics["rollout/tokens_per_second"] = tokens / generating
         scores = self._scores - self._marks.scores
         if scores:
             waited = self._score_seconds - self._marks.score_seconds

@@ -17,7 +17,7 @@ mean age of a response, E[L^2] / (2 E[L]), plus its prompt (renewal theory). Tra
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,6 +43,8 @@ _SIZES = (1, 2, 4, 8, 16)
 ENOUGH_THROUGHPUT = 0.95
 """Share of the largest throughput at which N' is not raised further."""
 _KEPT = 3
+_TIE = 0.02
+"""Plans within this share of the best speed are as fast: the steps of a simulation vary by it."""
 """Trainer layouts and TP sizes that are combined when the GPUs can be split in one way only."""
 KV_FILL = 0.92
 """Share of the KV cache that N' may fill on average."""
@@ -128,8 +130,19 @@ def make_plan(settings: Mapping[str, Any], top: int) -> RankedPlans:
             "parameters; use more GPUs or larger ones, or set simulate.recompute_activations true"
         )
     tried = [replace(c, summary=simulate(c.config)) for c in found[:top]]
-    tried.sort(key=lambda c: -c.summary.tokens_per_second if c.summary else 0.0)
-    return RankedPlans(tried, len(found))
+    return RankedPlans(ranked(tried), len(found))
+
+
+def ranked(tried: Sequence[Candidate]) -> list[Candidate]:
+    """Sort by speed; of those that are as fast as the best, within a tie, by lag."""
+    rated = [(c, c.summary) for c in tried if c.summary is not None]
+    best = max((s.tokens_per_second for _, s in rated), default=0.0)
+
+    def order(pair: tuple[Candidate, Summary]) -> tuple[bool, float, float]:
+        speed, tied = pair[1].tokens_per_second, pair[1].tokens_per_second >= (1 - _TIE) * best
+        return not tied, pair[1].lag_mean if tied else -speed, -speed
+
+    return [candidate for candidate, _ in sorted(rated, key=order)]
 
 
 def _gpus(settings: Mapping[str, Any], config: RunConfig) -> int:
@@ -338,26 +351,31 @@ def _with_layout(
     )
 
 
-def plan_table(plan: RankedPlans) -> Table:
-    """Best first."""
+_COLUMNS = ("trainer GPUs", "TP x PP x DP", "engines", "N'", "step s", "tokens/s", "lag")
+_MORE_COLUMNS = ("memory", "estimated s", "engine idle", "trainer idle")
+
+
+def plan_table(plan: RankedPlans, *, wide: bool = False) -> Table:
+    """Best first; `wide`: every column."""
+    columns = _COLUMNS + _MORE_COLUMNS if wide else _COLUMNS
     out = Table(title="plans, best first")
-    columns = "trainer GPUs,TP x PP x DP,memory,engines,N',estimated s,step s,tokens/s,lag"
-    for name in [*columns.split(","), "engine idle", "trainer idle"]:
+    for name in columns:
         out.add_column(name, justify="right")
     for candidate in plan.candidates:
         layout, engines, summary = candidate.trainer.layout, candidate.engines, candidate.summary
         assert summary is not None
-        out.add_row(
-            str(layout.gpus),
-            f"{layout.tensor} x {layout.pipeline} x {layout.data}",
-            f"{candidate.trainer.memory / 1e9:.0f} GB",
-            f"{engines.count} of TP {engines.tensor}",
-            str(engines.concurrency),
-            f"{candidate.step_seconds:.1f}",
-            f"{summary.step_seconds:.1f}",
-            f"{summary.tokens_per_second:,.0f}",
-            f"{summary.lag_mean:.2f} / {summary.lag_max}",
-            f"{summary.engine_idle:.0%}",
-            f"{summary.trainer_idle:.0%}",
-        )
+        row = {
+            "trainer GPUs": str(layout.gpus),
+            "TP x PP x DP": f"{layout.tensor} x {layout.pipeline} x {layout.data}",
+            "memory": f"{candidate.trainer.memory / 1e9:.0f} GB",
+            "engines": f"{engines.count} of TP {engines.tensor}",
+            "N'": str(engines.concurrency),
+            "estimated s": f"{candidate.step_seconds:.1f}",
+            "step s": f"{summary.step_seconds:.1f}",
+            "tokens/s": f"{summary.tokens_per_second:,.0f}",
+            "lag": f"{summary.lag_mean:.2f} / {summary.lag_max}",
+            "engine idle": f"{summary.engine_idle:.0%}",
+            "trainer idle": f"{summary.trainer_idle:.0%}",
+        }
+        out.add_row(*(row[name] for name in columns))
     return out

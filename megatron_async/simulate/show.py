@@ -9,21 +9,23 @@ from rich.table import Table
 
 from megatron_async.simulate.sweep import Point
 
-_COLUMNS = (
-    "tokens/s",
-    "step s",
+_COLUMNS = ("tokens/s", "step s", "engine idle", "trainer idle", "lag")
+_MORE_COLUMNS = (
     "rollout s",
     "train s",
-    "engine idle",
-    "trainer idle",
     "gpu idle",
     "slots busy",
-    "lag",
-    "in samples",
+    "lag in samples",
     "off-policy",
     "recomputed",
     "wasted",
 )
+
+
+_MUCH_IDLE = 0.4
+_FEW_SLOTS = 0.6
+_MUCH_LOST = 0.15
+_LONG_LAG = 4.0
 
 
 def label(point: Point) -> str:
@@ -34,38 +36,79 @@ def label(point: Point) -> str:
     return " ".join(part.removeprefix("preset=") for part in parts)
 
 
-def cells(point: Point) -> tuple[str, ...]:
-    """The table's row."""
+def cells(point: Point) -> dict[str, str]:
+    """The table's row, by column."""
     s = point.summary
-    return (
-        f"{s.tokens_per_second:,.0f}",
-        f"{s.step_seconds:.4g}",
-        f"{s.rollout_seconds:.4g}",
-        f"{s.train_seconds:.4g}",
-        f"{s.engine_idle:.0%}",
-        f"{s.trainer_idle:.0%}",
-        f"{s.gpu_idle:.0%}",
-        f"{s.slots_busy:.0%} of {s.concurrency}",
-        f"{s.lag_mean:.2f} / {s.lag_max}",
-        f"{s.lag_samples_mean:,.0f} / {s.lag_samples_max:,}",
-        f"{s.off_policy:.0%}",
-        f"{s.recomputed:.0%}",
-        f"{s.wasted:.0%}",
-    )
+    return {
+        "tokens/s": f"{s.tokens_per_second:,.0f}",
+        "step s": f"{s.step_seconds:.4g}",
+        "rollout s": f"{s.rollout_seconds:.4g}",
+        "train s": f"{s.train_seconds:.4g}",
+        "engine idle": f"{s.engine_idle:.0%}",
+        "trainer idle": f"{s.trainer_idle:.0%}",
+        "gpu idle": f"{s.gpu_idle:.0%}",
+        "slots busy": f"{s.slots_busy:.0%} of {s.concurrency}",
+        "lag": f"{s.lag_mean:.2f} / {s.lag_max}",
+        "lag in samples": f"{s.lag_samples_mean:,.0f} / {s.lag_samples_max:,}",
+        "off-policy": f"{s.off_policy:.0%}",
+        "recomputed": f"{s.recomputed:.0%}",
+        "wasted": f"{s.wasted:.0%}",
+    }
 
 
-def table(points: Sequence[Point]) -> Table:
-    """All points, with the speed relative to the first one."""
-    out = Table(title="simulated; trained tokens a second, mean / max lag in versions and samples")
-    out.add_column("schedule", no_wrap=True)
-    for name in _COLUMNS:
-        out.add_column(name, justify="right", no_wrap=True)
+def table(points: Sequence[Point], *, wide: bool = False) -> Table:
+    """All points, with the speed relative to the first one; `wide`: every column."""
+    columns = _COLUMNS + _MORE_COLUMNS if wide else _COLUMNS
+    out = Table(title="simulated: trained tokens/s; lag, mean / largest, in policy versions")
+    out.add_column("schedule", overflow="fold")
+    for name in columns:
+        out.add_column(name, justify="right", no_wrap=wide)
     out.add_column("x first", justify="right", no_wrap=True)
     base = points[0].summary.tokens_per_second
     for point in points:
         ratio = point.summary.tokens_per_second / base if base else 0.0
-        out.add_row(label(point), *cells(point), f"{ratio:.2f}")
+        row = cells(point)
+        out.add_row(label(point), *(row[name] for name in columns), f"{ratio:.2f}")
     return out
+
+
+def comments(point: Point) -> list[str]:
+    """What is bad about a schedule, with what to try. The bounds are assumed."""
+    s, overlap = point.summary, point.config.schedule.overlap
+    found = []
+    if s.engine_idle > _MUCH_IDLE:
+        turns = "" if overlap else "schedule.overlap true (presets pipeline, async), "
+        found.append(
+            f"engines idle {s.engine_idle:.0%}: try {turns}a higher schedule.concurrency, or fewer "
+            "engines and more trainer GPUs (`megatron-async plan`)"
+        )
+    if s.trainer_idle > _MUCH_IDLE:
+        turns = "" if overlap else "schedule.overlap true, "
+        found.append(
+            f"trainer idle {s.trainer_idle:.0%}: try {turns}more engines and fewer trainer GPUs, "
+            "or a boundary that does not wait for the longest response (preset copris)"
+        )
+    if s.slots_busy < _FEW_SLOTS and s.engine_idle <= _MUCH_IDLE:
+        found.append(
+            f"{s.slots_busy:.0%} of {s.concurrency} slots are busy: the KV cache is full; lower "
+            "schedule.concurrency, or raise engines.max_total_tokens"
+        )
+    if s.recomputed > _MUCH_LOST:
+        found.append(
+            f"{s.recomputed:.0%} of the tokens are prefilled again: try fewer steps a response "
+            "spans (larger batches), schedule.kv keep, or a lower schedule.concurrency"
+        )
+    if s.wasted > _MUCH_LOST:
+        found.append(
+            f"{s.wasted:.0%} of the tokens are dropped: raise schedule.max_async_level, lower "
+            "schedule.concurrency, or set schedule.on_stale wait"
+        )
+    if s.lag_mean > _LONG_LAG:
+        found.append(
+            f"mean lag {s.lag_mean:.1f}: set schedule.max_async_level, or lower "
+            "schedule.concurrency"
+        )
+    return [f"{label(point)}: {text}" for text in found]
 
 
 def notes(points: Sequence[Point]) -> list[str]:
@@ -86,27 +129,33 @@ def plot(points: Sequence[Point], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    names = [label(point) for point in points]
-    places = range(len(points))
     summaries = [point.summary for point in points]
-    figure, axes = pyplot.subplots(3, 1, sharex=True, figsize=(max(6.0, 0.9 * len(points)), 9))
-    axes[0].bar(places, [s.tokens_per_second for s in summaries], color="tab:blue")
-    axes[0].set_ylabel("trained tokens / s")
-    width = 0.4
-    engine = [s.engine_idle for s in summaries]
-    trainer = [s.trainer_idle for s in summaries]
-    axes[1].bar([p - width / 2 for p in places], engine, width, label="engines")
-    axes[1].bar([p + width / 2 for p in places], trainer, width, label="trainer")
-    axes[1].set_ylabel("idle share")
-    axes[1].legend()
-    axes[2].bar(
-        [p - width / 2 for p in places], [s.lag_mean for s in summaries], width, label="lag"
-    )
-    recomputed = [s.recomputed for s in summaries]
-    axes[2].bar([p + width / 2 for p in places], recomputed, width, label="recomputed / generated")
-    axes[2].set_ylabel("mean lag, recomputed share")
-    axes[2].legend()
-    axes[2].set_xticks(list(places), names, rotation=45, ha="right")
+    quantities: list[tuple[str, str, list[tuple[str, list[float]]]]] = [
+        ("trained tokens/s", "%.0f", [("", [s.tokens_per_second for s in summaries])]),
+        (
+            "idle, %",
+            "%.0f",
+            [
+                ("engines", [100 * s.engine_idle for s in summaries]),
+                ("trainer", [100 * s.trainer_idle for s in summaries]),
+            ],
+        ),
+        ("mean lag, policy versions", "%.2f", [("", [s.lag_mean for s in summaries])]),
+        ("prefilled again, % of tokens", "%.0f", [("", [100 * s.recomputed for s in summaries])]),
+    ]
+    size = (max(6.0, 1.1 * len(points)), 11.0)
+    figure, axes = pyplot.subplots(len(quantities), 1, sharex=True, figsize=size)
+    for axis, (unit, form, series) in zip(axes, quantities, strict=True):
+        width = 0.8 / len(series)
+        for index, (name, values) in enumerate(series):
+            places = [p + (index - (len(series) - 1) / 2) * width for p in range(len(points))]
+            axis.bar_label(axis.bar(places, values, width, label=name), fmt=form, fontsize=8)
+        axis.set_ylabel(unit)
+        axis.margins(y=0.2)
+        if len(series) > 1:
+            axis.legend()
+    axes[-1].set_xticks(range(len(points)), [label(p) for p in points], rotation=45, ha="right")
+    figure.suptitle("megatron-async simulate")
     figure.tight_layout()
     figure.savefig(path)
     pyplot.close(figure)

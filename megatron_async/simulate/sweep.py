@@ -15,7 +15,7 @@ from typing import Any
 from megatron_async.config import RunConfig, build_config
 from megatron_async.config.load import merge, parse_override, read_yaml
 from megatron_async.config.presets import SCHEDULE_PRESETS
-from megatron_async.errors import UserError
+from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.simulate.build import simulate
 from megatron_async.simulate.statistics import Summary
 
@@ -60,18 +60,26 @@ def read_settings(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
 def run_points(
     settings: Mapping[str, Any],
     points: Iterable[Overrides],
-    told: Callable[[Point], None] | None = None,
-) -> list[Point]:
-    """Simulate each point; all are checked before the first one runs. Raises UserError."""
+    on_done: Callable[[Point], None] | None = None,
+) -> tuple[list[Point], list[tuple[str, UserError | ComponentFailure]]]:
+    """Simulate each point; returns those that were, and what the others failed with, by name.
+
+    All settings are checked before the first one runs. Raises UserError.
+    """
     configs = []
     for labels in points:
         merged = dict(settings)
         for text in labels:
             merged = merge(merged, parse_override(text))
         configs.append((labels, build_config(merged)))
-    out = []
+    out: list[Point] = []
+    failed: list[tuple[str, UserError | ComponentFailure]] = []
     for labels, config in configs:
-        out.append(Point(labels, config, simulate(config)))
-        if told is not None:
-            told(out[-1])
-    return out
+        try:
+            out.append(Point(labels, config, simulate(config)))
+        except (UserError, ComponentFailure) as error:
+            failed.append((" ".join(labels) or config.schedule.preset, error))
+            continue
+        if on_done is not None:
+            on_done(out[-1])
+    return out, failed

@@ -1,7 +1,11 @@
-"""What a person sees while a run goes on: one line for each step, and a live status below it.
+"""What a person sees while a run goes on: one line a step, and on a terminal a calm panel below.
 
 Reads only `metrics.jsonl` and the status that the supervisor hands in; a run that is watched and a
 run that is not are the same run.
+
+Invariants
+- Steps have the numbers that metrics.jsonl, TensorBoard and the store give them, from 0.
+- Lines and panel fit 80 columns.
 """
 
 from __future__ import annotations
@@ -9,13 +13,24 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
 from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
+
+from megatron_async.telemetry.metrics import first_accuracy
+
+_REMEMBERED = 8
+"""Steps that the time left is estimated from."""
+_COLUMNS = 80
+_SHOWN_WARNINGS = 3
 
 
 class Progress:
@@ -32,11 +47,14 @@ class Progress:
         self._live: Live | None = None
         self._offset = metrics_file.stat().st_size if metrics_file.exists() else 0
         self._began = time.monotonic()
-        self._shown_warnings: set[str] = set()
+        self._warnings: dict[str, str] = {}
+        self._last: dict[str, Any] = {}
+        self._accuracy: float | None = None
+        self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
 
     def __enter__(self) -> Progress:
         if self._live_wanted and not self._silent:
-            self._live = Live(Text("starting"), console=self._console, refresh_per_second=4)
+            self._live = Live(Text("starting"), console=self._console, refresh_per_second=2)
             self._live.__enter__()
         return self
 
@@ -50,19 +68,57 @@ class Progress:
             return
         for line in self._new_lines():
             if line["kind"] == "warning":
-                self._warn(line["name"], f"{line['message']} (step {line['step'] + 1})")
+                self._warn(line["name"], f"{line['message']} (step {line['step']})")
+                continue
+            self._console.print(format_step(line, self._steps), highlight=False)
+            if line["kind"] == "eval":
+                self._accuracy = first_accuracy(line)
             else:
-                self._console.print(format_step(line, self._steps), highlight=False)
+                self._last = line
+                self._seconds.append(line.get("time/step", 0.0))
         for name, message in status.get("warnings", {}).items():
             self._warn(name, message)
         if self._live is not None:
-            self._live.update(Text(format_status(status, time.monotonic() - self._began)))
+            self._live.update(self._panel(status))
 
     def _warn(self, name: str, message: str) -> None:
         """Each name once; metrics.jsonl has every one up to the newest weight update."""
-        if name not in self._shown_warnings:
-            self._shown_warnings.add(name)
+        if name not in self._warnings:
             self._console.print(f"warning {name}: {message}", highlight=False)
+        self._warnings[name] = message
+
+    def _panel(self, status: dict[str, Any]) -> Panel:
+        line, elapsed = self._last, time.monotonic() - self._began
+        done = int(line["step"]) + 1 if line else 0
+        rows: list[tuple[str, str]] = [("time", _times(elapsed, self._seconds, self._steps - done))]
+        if "rollout/reward_mean" in line:
+            accuracy = "" if self._accuracy is None else f"  accuracy {100 * self._accuracy:.1f} %"
+            rows += [
+                ("reward", f"{line['rollout/reward_mean']:.3f}{accuracy}"),
+                ("tokens/s", _speeds(line)),
+                (
+                    "lag",
+                    f"mean {line['rollout/lag_mean']:.2f}, largest {line['rollout/lag_max']:.0f}",
+                ),
+            ]
+        elif "train/loss" in line:
+            rows.append(("loss", f"{line['train/loss']:.4f}"))
+        rows.append(("now", format_status(status)))
+        names = list(self._warnings)
+        if names:
+            more = (
+                f" and {len(names) - _SHOWN_WARNINGS} more" if len(names) > _SHOWN_WARNINGS else ""
+            )
+            rows.append(("warnings", ", ".join(names[-_SHOWN_WARNINGS:]) + more))
+        table = Table.grid(padding=(0, 2))
+        for name, text in rows:
+            table.add_row(Text(name, style="dim"), Text(text))
+        bar = ProgressBar(total=self._steps, completed=done)
+        width = min(_COLUMNS, self._console.width)
+        rows_of_both = Table.grid(expand=True)
+        rows_of_both.add_row(bar)  # by itself it ends without a line break
+        rows_of_both.add_row(table)
+        return Panel(rows_of_both, title=f"{done} of {self._steps} steps", width=width)
 
     def _new_lines(self) -> list[dict[str, Any]]:
         if not self._metrics_file.exists():
@@ -77,20 +133,17 @@ class Progress:
 
 def format_step(line: dict[str, Any], steps: int) -> str:
     """One finished step, or one evaluation, as a line."""
+    place = f"{line['step']:>4}/{steps - 1}"
     if line["kind"] == "eval":
         return "\n".join(_accuracies(line))
     if line["kind"] == "sft":
         return (
-            f"sft {line['step'] + 1:>4}/{steps}  loss {line['train/loss']:.4f}  "
+            f"sft {place}  loss {line['train/loss']:.4f}  "
             f"{line['train/tokens_per_second']:,.0f} tok/s"
         )
     return (
-        f"step {line['step'] + 1:>4}/{steps}  reward {line['rollout/reward_mean']:.3f}  "
-        f"loss {line['train/loss']:+.4f}  "
-        f"gen {line['rollout/tokens_per_second']:,.0f} tok/s  "
-        f"train {line['train/tokens_per_second']:,.0f} tok/s  "
-        f"resumed {100 * line['rollout/resumed_share']:.0f} %  "
-        f"lag {line['rollout/lag_mean']:.2f}/{line['rollout/lag_max']:.0f}  "
+        f"step {place}  reward {line['rollout/reward_mean']:.3f}  {_speeds(line)} tok/s  "
+        f"lag {line['rollout/lag_mean']:.1f}/{line['rollout/lag_max']:.0f}  "
         f"{line['time/step']:.1f} s"
     )
 
@@ -107,13 +160,34 @@ def _accuracies(line: dict[str, Any]) -> Iterator[str]:
             )
 
 
-def format_status(status: dict[str, Any], elapsed: float) -> str:
+def _speeds(line: dict[str, Any]) -> str:
+    """Of both sides; a batch that was ready before its turn took no time to generate."""
+    generation = line.get("rollout/tokens_per_second")
+    shown = "-" if generation is None else f"{generation:,.0f}"
+    return f"gen {shown} train {line['train/tokens_per_second']:,.0f}"
+
+
+def _times(elapsed: float, seconds: deque[float], left: int) -> str:
+    """`3:20, about 12:30 left`."""
+    text = _clock(elapsed)
+    if seconds and left > 0:
+        text += f", about {_clock(left * sum(seconds) / len(seconds))} left"
+    return text
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def format_status(status: dict[str, Any]) -> str:
     """Queues and buffers, one line."""
     if not status:
-        return f"{elapsed:,.0f} s  starting engines and trainers"
+        return "engines load the model, trainer ranks start"
     states = status.get("states", {})
-    waiting = "  ".join(f"{name} {count}" for name, count in states.items() if count)
+    waiting = "".join(f", {count} {name}" for name, count in states.items() if count)
     return (
-        f"{elapsed:,.0f} s  engines {status['engines_up']}/{status['engines']}  "
-        f"in flight {status['running']}  {waiting}  weights {status['version']}"
+        f"engines {status['engines_up']}/{status['engines']}, version {status['version']}, "
+        f"{status['running']} in flight{waiting}"
     )

@@ -130,7 +130,7 @@ def _chosen(summaries: Sequence[TrajectorySummary]) -> list[tuple[str, Trajector
 
 def _sample(why: str, found: Trajectory, decode: Callable[[Sequence[int]], str]) -> Sample:
     ended = "unfinished" if found.finish_reason is None else f"ended by {found.finish_reason}"
-    step = "" if found.batched_step is None else f", trained in step {found.batched_step + 1}"
+    step = "" if found.batched_step is None else f", trained in step {found.batched_step}"
     facts = (
         f"trajectory {found.trajectory_id}, reward {found.reward:.3g}, {found.response_length} "
         f"tokens in {len(found.segments)} segment{'s'[: len(found.segments) != 1]}, {ended}{step}"

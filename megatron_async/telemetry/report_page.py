@@ -133,7 +133,7 @@ def _warnings(run: RunData) -> str:
     if not run.warnings:
         return "<p class=quiet>none</p>"
     rows = "".join(
-        f"<li><b>{html.escape(str(w['name']))}</b>, step {w['step'] + 1:.0f}: "
+        f"<li><b>{html.escape(str(w['name']))}</b>, step {w['step']:.0f}: "
         f"{html.escape(str(w['message']))}</li>"
         for w in run.warnings
     )

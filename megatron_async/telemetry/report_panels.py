@@ -3,7 +3,7 @@
 Invariants
 - One quantity to an axis; every panel has a title and a unit.
 - A metric that a run does not have is left out of its panel, a panel without any out of the page.
-- Steps count from 1, as on the console.
+- Steps have their numbers of metrics.jsonl, from 0.
 """
 
 from __future__ import annotations
@@ -57,9 +57,7 @@ class Panel:
             _add_band(figure, run, *self.band)
         for index, (label, metric) in enumerate(self.series):
             points = [
-                (line["step"] + 1, self.scale * line[metric])
-                for line in run.train
-                if metric in line
+                (line["step"], self.scale * line[metric]) for line in run.train if metric in line
             ]
             drawn = [y for _, y in points if math.isfinite(y)]
             if drawn and (any(drawn) or self.draws == "lines"):
@@ -106,7 +104,7 @@ def _add_band(figure: Figure, run: RunData, mean: str, spread: str) -> None:
     lowest, highest = (mean.replace("mean", bound) for bound in ("min", "max"))
     points = [
         (
-            line["step"] + 1,
+            line["step"],
             max(line[mean] - line[spread], line.get(lowest, -math.inf)),
             min(line[mean] + line[spread], line.get(highest, math.inf)),
         )
@@ -164,7 +162,7 @@ def accuracy(run: RunData) -> Figure | None:
             marker_color=COLOURS[0],
         )
     )  # fmt: skip
-    return styled(figure, "Held-out accuracy", "%", "steps trained")
+    return styled(figure, "Held-out accuracy", "%", "policy version")
 
 
 def rollout_seconds(run: RunData) -> Figure | None:
@@ -174,7 +172,7 @@ def rollout_seconds(run: RunData) -> Figure | None:
     if not lines:
         return None
     figure = go.Figure()
-    x = [line["step"] + 1 for line in lines]
+    x = [line["step"] for line in lines]
     generating = [line["rollout/seconds"] for line in lines]
     paused = [line.get("rollout/update_pause_seconds", 0.0) for line in lines]
     whole = [line["rollout/seconds_since_last_batch"] for line in lines]

@@ -26,7 +26,7 @@ from megatron_async.checkpoint.manager import CheckpointManager, Finalised
 from megatron_async.config import RunConfig
 from megatron_async.rollout.messages import ResumePoint, UpdateReport
 from megatron_async.telemetry.health import HealthWatch
-from megatron_async.telemetry.metrics import MetricsWriter
+from megatron_async.telemetry.metrics import SAME_NUMBERS, MetricsWriter
 from megatron_async.train_loop.manager_client import ManagerLost, RolloutLink
 from megatron_async.train_loop.rank_zero import RankZero
 from megatron_async.train_loop.stop import StopAsked, StopRequest
@@ -258,7 +258,8 @@ class TrainLoop:
         writer = self._parts.metrics
         if writer is None:
             return
-        metrics = {**batch.extra_metrics, **report.metrics, **times}
+        own = {name: v for name, v in report.metrics.items() if name not in SAME_NUMBERS}
+        metrics = {**batch.extra_metrics, **own, **times}
         metrics |= {
             "train/loss": report.loss,
             "train/grad_norm": report.grad_norm,

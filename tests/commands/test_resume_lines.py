@@ -31,8 +31,8 @@ def test_it_names_the_checkpoint_the_steps_and_the_changes(
     before = build_config({"optimizer": {"lr": 2e-4}})
     after = build_config({"optimizer": {"lr": 5e-5}})
     assert command.resume_lines(run, before, after, None) == [
-        "a goes on from checkpoint step_20, which holds steps 1 to 20",
-        "repeated: steps 21 to 25 are trained again",
+        "a goes on from checkpoint step_20, made after step 19",
+        "repeated: steps 20 to 24 are trained again",
         "changed: optimizer.lr 0.0002 → 5e-05",
     ]
 
@@ -41,7 +41,7 @@ def test_without_a_checkpoint_it_begins_again(run: RunDirectory) -> None:
     same = build_config({})
     assert command.resume_lines(run, same, same, None) == [
         "a goes on from its beginning (there is no checkpoint yet)",
-        "repeated: steps 1 to 25 are trained again",
+        "repeated: steps 0 to 24 are trained again",
     ]
 
 

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import yaml
 from typer.testing import CliRunner
 
 from megatron_async.cli import app
+from megatron_async.config import RunConfig
 from megatron_async.config.presets import SCHEDULE_PRESETS
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.scheduler import events as ev
 from megatron_async.scheduler.record import Raised, Recorder, encode
+from megatron_async.simulate import sweep
+from megatron_async.simulate.build import simulate
+from megatron_async.simulate.planner import Candidate, ranked
+from megatron_async.simulate.statistics import Summary
 from megatron_async.simulate.sweep import parse_sweep, sweep_points
 from megatron_async.trajectory.types import PolicyVersion
 from tests.simulate.test_world import SMALL, config, run
@@ -35,7 +42,7 @@ def call(*arguments: object) -> str:
 
 
 def test_simulate_prints_figures_and_assumptions(config_file: Path) -> None:
-    output = call("simulate", "--config", config_file, "--set", "simulate.steps=8")
+    output = call("simulate", "--config", config_file, "--set", "simulate.steps=8", "--wide")
     for words in ("tokens/s", "trainer idle", "recomputed", "simulate.efficiency.links: 0.7"):
         assert words in output
 
@@ -64,6 +71,52 @@ def test_simulate_sweeps_and_plots(config_file: Path, tmp_path: Path) -> None:
     for words in ("concurrency=24 kv=keep", "concurrency=40 kv=recompute"):
         assert words in output
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_table_fits_eighty_columns_unless_it_is_asked_to_be_wide(config_file: Path) -> None:
+    command = ("simulate", "--config", str(config_file), "--set", "simulate.steps=8")
+    result = CliRunner().invoke(app, command, env={"COLUMNS": "80"})
+    rows = [line for line in result.output.splitlines() if line.startswith(("│", "┃", "┏"))]
+    assert rows and max(map(len, rows)) <= 80 and "recomputed" not in "".join(rows)
+    plan = CliRunner().invoke(
+        app, ["plan", *command[1:], "--set", "simulate.gpus=4"], env={"COLUMNS": "80"}
+    )
+    rows = [line for line in plan.output.splitlines() if line.startswith(("│", "┃", "┏"))]
+    assert rows and max(map(len, rows)) <= 80
+
+
+def test_what_is_bad_about_a_schedule_is_said_with_what_to_try(config_file: Path) -> None:
+    output = call(
+        "simulate", "--config", config_file, "--set", "simulate.steps=8",
+        "--set", "schedule.preset=sync", "--set", "schedule.concurrency=1000",
+    )  # fmt: skip
+    assert re.search(r"sync: (engines|trainer) idle \d+%: try schedule\.overlap true", output)
+
+
+def test_a_preset_that_fails_does_not_throw_away_the_others(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def one_fails(settings: RunConfig) -> Summary:
+        if settings.schedule.preset == "copris":
+            raise UserError("simulate.steps is too few")
+        return simulate(settings)
+
+    monkeypatch.setattr(sweep, "simulate", one_fails)
+    command = ["simulate", "--config", str(config_file), "--presets", "sync,copris"]
+    result = CliRunner().invoke(app, command, env={"COLUMNS": "80"})
+    assert isinstance(result.exception, UserError)
+    assert str(result.exception) == (
+        "schedule.preset=copris: simulate.steps is too few (1 of 2 points are above)"
+    )
+    assert "sync" in result.output and "x first" in result.output
+
+
+def test_of_plans_that_are_as_fast_the_one_with_the_smallest_lag_is_best() -> None:
+    def plan(speed: float, lag: float) -> Candidate:
+        return Mock(summary=Mock(tokens_per_second=speed, lag_mean=lag))
+
+    fast, tied, slow = plan(1000.0, 3.0), plan(990.0, 0.5), plan(900.0, 0.0)
+    assert ranked([fast, slow, tied]) == [tied, fast, slow]
 
 
 def test_a_sweep_is_cartesian() -> None:

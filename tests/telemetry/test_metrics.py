@@ -1,8 +1,11 @@
 """metrics.jsonl: whole lines, and after a rollback the surviving line is what is read."""
 
+import re
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
+from rich.console import Console
 
 from megatron_async.config.run import TelemetryConfig
 from megatron_async.telemetry.health import HealthWatch, entropy_growth, ess_collapse
@@ -55,7 +58,7 @@ def test_progress_prints_each_step_once(tmp_path: Path, capsys) -> None:  # type
         progress.update({"warnings": {"queue_underflow": "the trainer waits"}})
         progress.update({"warnings": {"queue_underflow": "the trainer waits"}})
     out = capsys.readouterr().out
-    assert out.count("sft    4/10") == 1
+    assert out.count("sft    3/9") == 1
     assert out.count("queue_underflow") == 1
 
 
@@ -67,7 +70,48 @@ def test_status_line_names_queues_and_buffers() -> None:
         "version": "0.3",
         "states": {"partial": 4, "scored": 0},
     }
-    assert format_status(status, 12) == "12 s  engines 1/2  in flight 7  partial 4  weights 0.3"
+    assert format_status(status) == "engines 1/2, version 0.3, 7 in flight, 4 partial"
+    assert format_status({}).startswith("engines load the model")
+
+
+LARGE = {
+    "kind": "train",
+    "step": 998,
+    "rollout/reward_mean": 0.1234,
+    "rollout/tokens_per_second": 12_345.0,
+    "train/tokens_per_second": 123_456.0,
+    "rollout/lag_mean": 3.21,
+    "rollout/lag_max": 12.0,
+    "time/step": 345.6,
+}
+
+
+def test_a_step_is_a_line_of_eighty_columns_with_the_number_that_the_files_have() -> None:
+    text = format_step(LARGE, 1000)
+    assert text.startswith("step  998/999  reward 0.123  gen 12,345 train 123,456 tok/s")
+    assert len(text) <= 80
+    ready = {k: v for k, v in LARGE.items() if k != "rollout/tokens_per_second"}
+    assert "gen - train" in format_step(ready, 1000)
+
+
+def test_the_panel_of_a_terminal_shows_what_matters_in_eighty_columns(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    progress = Progress(path, 1000, "live")
+    screen = Console(width=80, height=40, file=StringIO(), force_terminal=True)
+    progress._console = screen
+    with progress, MetricsWriter(path, None, lineage=0) as writer:
+        writer.write(998, {k: v for k, v in LARGE.items() if k not in ("kind", "step")})
+        writer.write(
+            998, {"eval/accuracy": 0.5, "eval/answers": 9, "eval/length_mean": 3}, kind="eval"
+        )
+        writer.warn(3, "zero_reward", "no response has a reward above 0")
+        status = {"engines": 2, "engines_up": 2, "running": 64, "version": "0.998", "states": {}}
+        progress.update(status)
+    shown = screen.file.getvalue()  # type: ignore[attr-defined]
+    for words in ("999 of 1000 steps", "accuracy 50.0 %", "left", "64 in flight", "zero_reward"):
+        assert words in shown
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
+    assert max(len(line) for line in plain.splitlines() if "│" in line) <= 80
 
 
 def test_broken_health_rules_are_named_once(tmp_path: Path, capsys) -> None:  # type: ignore[no-untyped-def]
