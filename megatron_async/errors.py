@@ -67,7 +67,7 @@ def one_line(error: BaseException | None) -> str:
 
 
 def cause_in_log(text: str) -> str | None:
-    """Why a process ended, by its log: the signal that killed a rank of torchrun, else the first
+    """Find in a log why a process ended: the signal that killed a rank of torchrun, else the first
     Python exception, each as one line; None when the log shows neither.
     """
     killed = _KILLED.search(text)

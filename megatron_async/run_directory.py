@@ -87,7 +87,7 @@ class RunDirectory:
         return self.path / "failed_start"
 
     def never_began(self) -> bool:
-        """Whether a launch of it failed, and neither that nor a later one has trained a step."""
+        """Return whether a launch of it failed, and no launch has trained a step."""
         return self.failed_start_file.exists() and not self._has_trained()
 
     def note_failed_start(self, sentence: str) -> None:

@@ -26,16 +26,16 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, float]]:
-        """One mapping for each step that was trained (`pandas.DataFrame(run.metrics)`)."""
+        """List a mapping for each step that was trained (`pandas.DataFrame(run.metrics)`)."""
         return read_metrics(self.path / "metrics.jsonl")
 
     @property
     def evaluations(self) -> list[dict[str, float]]:
-        """One mapping for each evaluation."""
+        """List a mapping for each evaluation."""
         return read_metrics(self.path / "metrics.jsonl", kind="eval")
 
     def store(self) -> StoreReader:
-        """Its trajectories; close it, or use `contextlib.closing`."""
+        """Open its trajectories; close it, or use `contextlib.closing`."""
         return StoreReader(RunDirectory(self.path).store_file)
 
 

@@ -27,7 +27,7 @@ def trace_command(run: Path, out: Path | None) -> None:
 
 
 def make_trace(directory: RunDirectory) -> dict[str, object]:
-    """Of every record that the run keeps. Raises UserError when none has times."""
+    """Trace every record that the run keeps. Raises UserError when none has times."""
     trace, since = Trace(), None
     for path in record_files(directory.events).values():
         for exchange in read_record(path)[1]:

@@ -38,7 +38,7 @@ def list_command(run: Path, state: str | None, limit: int, with_exported: bool) 
 
 
 def show_command(run: Path, trajectory_id: int) -> None:
-    """One trajectory, exported or not: prompt, segments with versions, reward. UserError."""
+    """Print a trajectory, exported or not: prompt, segments with versions, reward. UserError."""
     directory, settings = RunDirectory.find(run, [])
     with closing(StoreReader(directory.store_file)) as reader, reader.at_one_moment():
         found = exported_store.find(reader, trajectory_id)

@@ -23,7 +23,7 @@ _SUGGESTIONS = 3
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting; `name` is dotted, `section` the part before its last dot."""
+    """A setting; `name` is dotted, `section` the part before its last dot."""
 
     name: str
     type: str
@@ -36,7 +36,7 @@ class Setting:
         return self.name.rpartition(".")[0]
 
     def value_in(self, settings: dict[str, Any]) -> Any:
-        """What a dumped configuration says of it."""
+        """Look it up in a dumped configuration."""
         value: Any = settings
         for part in self.name.split("."):
             value = value[part]

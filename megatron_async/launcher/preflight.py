@@ -1,4 +1,4 @@
-"""What is refused before any process starts: a missing model, an impossible layout, a bad task.
+"""Checks before any process starts: a missing model, an impossible layout, a bad task.
 
 Invariants
 - Every refusal is a `UserError` of one sentence that names the remedy.

@@ -94,7 +94,7 @@ class Child:
         return "\n".join(self.log_file.read_text(errors="replace").splitlines()[-lines:])
 
     def failure(self, what: str) -> ComponentFailure:
-        """Of one that has ended badly without a sentence: the cause that its log shows."""
+        """Explain the end of a child that has left no sentence by what its log shows."""
         with self.log_file.open("rb") as log:
             log.seek(self._log_begins)
             cause = cause_in_log(log.read().decode(errors="replace"))

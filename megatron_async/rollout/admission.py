@@ -46,7 +46,7 @@ class Admission:
         self._filtered = FilteredRounds(batch, config.trainer.max_filtered_rounds)
 
     def filtered(self, complete_groups: int) -> None:
-        """One more response of a group without reward variance; others wait for a batch."""
+        """Count a response of a group without reward variance; others wait for a batch."""
         self._filtered.kept(complete_groups)
         if self._filtered.dropped():
             self._statistics.warned("all_filtered", self._filtered.sentence())

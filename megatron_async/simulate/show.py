@@ -73,7 +73,7 @@ def table(points: Sequence[Point], *, wide: bool = False) -> Table:
 
 
 def comments(point: Point) -> list[str]:
-    """What is bad about a schedule, with what to try. The bounds are assumed."""
+    """List what is bad about a schedule, with what to try. The bounds are assumed."""
     s, overlap = point.summary, point.config.schedule.overlap
     found = []
     if s.engine_idle > _MUCH_IDLE:

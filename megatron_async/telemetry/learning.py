@@ -181,7 +181,7 @@ class FilteredRounds:
 
     @property
     def hopeless(self) -> bool:
-        """Whether `most` rounds are dropped in a row."""
+        """Return whether `most` rounds are dropped in a row."""
         return self.rounds >= self._most
 
     def kept(self, complete_groups: int) -> None:
@@ -195,7 +195,7 @@ class FilteredRounds:
         self._members = self._kept = 0
 
     def dropped(self) -> bool:
-        """One more response of a group without reward variance; whether a whole round is full."""
+        """Count a response of a group without variance; return whether a whole round is full."""
         self._members += 1
         return self._members == self._batch
 

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: one line a step, and on a terminal a calm panel below.
+"""The console while a run goes on: one line a step, and on a terminal a calm panel below.
 
 Reads only `metrics.jsonl` and the status that the supervisor hands in; a run that is watched and a
 run that is not are the same run.
@@ -132,7 +132,7 @@ class Progress:
 
 
 def format_step(line: dict[str, Any], steps: int) -> str:
-    """One finished step, or one evaluation, as a line."""
+    """Format a finished step, or an evaluation, as a line."""
     place = f"{line['step']:>4}/{steps - 1}"
     if line["kind"] == "eval":
         return "\n".join(_accuracies(line))
@@ -161,7 +161,7 @@ def _accuracies(line: dict[str, Any]) -> Iterator[str]:
 
 
 def _speeds(line: dict[str, Any]) -> str:
-    """Of both sides; a batch that was ready before its turn took no time to generate."""
+    """Format the speeds of both sides; a batch that was ready before its turn has none."""
     generation = line.get("rollout/tokens_per_second")
     shown = "-" if generation is None else f"{generation:,.0f}"
     return f"gen {shown} train {line['train/tokens_per_second']:,.0f}"

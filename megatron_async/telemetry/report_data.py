@@ -1,4 +1,4 @@
-"""What a report shows of one run: its metrics, warnings and a few trajectories, as plain values.
+"""Read what a report shows of a run: its metrics, warnings and a few trajectories, as plain values.
 
 Invariants
 - Reads the run directory and writes nothing; a run that still goes on can be looked at.
@@ -39,7 +39,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Sample:
-    """One trajectory to look at, and why it was chosen."""
+    """A trajectory to look at, and why it was chosen."""
 
     why: str
     facts: str
@@ -49,7 +49,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class RunData:
-    """One run."""
+    """Everything that the page shows of a run."""
 
     name: str
     summary: RunSummary

@@ -1,4 +1,4 @@
-"""One self-contained HTML page about one run, or several side by side.
+"""A self-contained HTML page about one run, or several side by side.
 
 Invariants
 - The page loads nothing: plotly's script is part of it (4.8 MB), and so is every value.

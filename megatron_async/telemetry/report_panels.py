@@ -17,7 +17,7 @@ import plotly.graph_objects as go
 
 from megatron_async.telemetry.report_data import RunData
 
-# Okabe and Ito: told apart with every kind of colour vision, on white and on black.
+# Okabe and Ito: distinct with every kind of colour vision, on white and on black.
 COLOURS: Final = (
     "#0072B2",
     "#E69F00",
@@ -166,7 +166,7 @@ def accuracy(run: RunData) -> Figure | None:
 
 
 def rollout_seconds(run: RunData) -> Figure | None:
-    """Where each second of the rollout side went, batch by batch."""
+    """Stack where each second of the rollout side went, batch by batch."""
     needed = ("rollout/seconds", "rollout/seconds_since_last_batch")
     lines = [line for line in run.train if all(name in line for name in needed)]
     if not lines:

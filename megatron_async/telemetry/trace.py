@@ -87,7 +87,7 @@ class Trace:
     # ------------------------------------------------------------ what the scheduler saw and did
 
     def take(self, exchange: Exchange, at: float) -> None:
-        """One event of the scheduler, with its actions, at a time in seconds."""
+        """Take an event of the scheduler, with its actions, at a time in seconds."""
         event = exchange.event
         match event:
             case ev.EngineUp():
