@@ -14,8 +14,8 @@ DATA = Path(__file__).parent / "data"
 @pytest.mark.parametrize(
     ("file", "cause"),
     [
-        ("torchrun_raised.log", "RuntimeError: shape [3] does not fit"),
-        ("torchrun_killed.log", "rank 1 was killed by SIGKILL: the kernel does that when memory"),
+        ("torchrun_raised.txt", "RuntimeError: shape [3] does not fit"),
+        ("torchrun_killed.txt", "rank 1 was killed by SIGKILL: the kernel does that when memory"),
     ],
 )
 def test_what_torchrun_writes_around_it_is_left_out(file: str, cause: str) -> None:
