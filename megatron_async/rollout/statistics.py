@@ -26,8 +26,9 @@ from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.sample_lag import SamplesTrained
 from megatron_async.trajectory.types import DropReason
 
-_LEAST_GENERATING_SECONDS = 0.1
-"""A batch that was ready before its turn: what arrived in less time than this has no rate."""
+_LEAST_GENERATING_SECONDS = 0.5
+"""Generation that a rate is measured over at least: a batch that was ready before its turn has
+none, and what arrived meanwhile counts for the next."""
 
 
 @dataclass
@@ -91,6 +92,8 @@ class RolloutStatistics:
         self._longest_queue = 0
         self._scores = 0
         self._score_seconds = 0.0
+        self._rated_generating = 0.0
+        self._rated_tokens = 0
         self._looked_for_answers = 0
         self._answers = 0
         self._cost = 0.0
@@ -216,8 +219,10 @@ class RolloutStatistics:
             "rollout/scorers": float(scorers.count),
             "rollout/scorer_seconds": scorers.seconds,
         }
-        if generating >= _LEAST_GENERATING_SECONDS:
-            metrics["rollout/tokens_per_second"] = tokens / generating
+        since_rate = self._generating - self._rated_generating
+        if since_rate >= _LEAST_GENERATING_SECONDS:
+            metrics["rollout/tokens_per_second"] = (self.tokens - self._rated_tokens) / since_rate
+            self._rated_generating, self._rated_tokens = self._generating, self.tokens
         scores = self._scores - self._marks.scores
         if scores:
             waited = self._score_seconds - self._marks.score_seconds

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import html
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import datetime
 
@@ -107,14 +108,28 @@ def _figures(runs: Sequence[RunData]) -> str:
 
 
 def _same_axes(figures: Sequence[Figure]) -> None:
-    values = [
-        float(y) for f in figures for t in f.data for y in t.y or () if isinstance(y, int | float)
-    ]
-    stacked = any(t.type == "bar" or t.stackgroup for f in figures for t in f.data)
-    if len(figures) > 1 and values and not stacked and figures[0].layout.yaxis.type != "log":
-        low, high = min(0.0, *values), max(values)
-        for figure in figures:
-            figure.update_yaxes(range=[low, high + 0.05 * (high - low or 1.0)])
+    if len(figures) < 2 or figures[0].layout.yaxis.type == "log":
+        return
+    low = min((bound for figure in figures for bound in _extent(figure)), default=0.0)
+    high = max((bound for figure in figures for bound in _extent(figure)), default=0.0)
+    for figure in figures:
+        figure.update_yaxes(range=[min(0.0, low), high + 0.05 * (high - low or 1.0)])
+
+
+def _extent(figure: Figure) -> tuple[float, ...]:
+    """Lowest and highest drawn value: of stacks their sum, of error bars their ends."""
+    ends: list[float] = []
+    stacks: defaultdict[float, float] = defaultdict(float)
+    for trace in figure.data:
+        errors = getattr(trace, "error_y", None)
+        above = (errors.array if errors is not None else None) or [0.0] * len(trace.y)
+        for x, y, more in zip(trace.x, trace.y, above, strict=False):
+            if isinstance(y, int | float):
+                ends.append(y + more)
+                stacks[x] += y
+    if any(trace.type == "bar" or trace.stackgroup for trace in figure.data):
+        ends += stacks.values()
+    return (min(ends), max(ends)) if ends else ()
 
 
 def _cell(figure: Figure | None, name: str) -> str:

@@ -81,6 +81,18 @@ def test_without_overlap_nothing_counts_between_a_batch_and_the_next_version() -
     assert second["rollout/update_pause_seconds"] == pytest.approx(1)
 
 
+def test_the_rate_of_generation_is_measured_over_the_time_generated() -> None:
+    """A batch that was ready before its turn has none; its tokens count for the next rate."""
+    clock = Clock()
+    statistics = RolloutStatistics(overlap=True, clock=clock)
+    rates = []
+    for step, (seconds, tokens) in enumerate([(2.0, 100), (0.001, 500), (3.0, 40)]):
+        clock.now += seconds
+        statistics.generated(tokens)
+        rates.append(told(statistics, batch(step), view()).get("rollout/tokens_per_second"))
+    assert rates == [pytest.approx(50), None, pytest.approx(540 / 3.001)]
+
+
 def test_with_overlap_only_the_pause_of_an_update_does_not_count() -> None:
     clock = Clock()
     statistics = RolloutStatistics(overlap=True, clock=clock)
