@@ -8,8 +8,11 @@
 - teacher: `sft --from-teacher`: what the reward accepts of a teacher's answers.
 - evaluation: `eval`: accuracy of checkpoints on held-out problems.
 - quickstart: build a small model, fine-tune it, train it by RL.
-- report: the totals of a run, from its metrics file and nothing else.
+- report: the totals of a run, and its page.
 - trajectories: list the trajectories of a run, print one, drop a group.
+- trace: the newest steps on a time axis, for Perfetto.
+- settings: every setting, with its value in a file.
+- library: the same from Python: `train`, `open_run`.
 - replay: recorded scheduler events, fed to today's scheduler; the first different action fails it.
 - simulate: output of `simulate`, `fit-lengths` and `plan`.
 - doctor: what is installed and what will be used.

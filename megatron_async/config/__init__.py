@@ -10,6 +10,7 @@
 - simulate: the simulator and the planner.
 - sampling_contract: when an engine's log-probs describe what it samples from.
 - thresholds: the threshold notations of the correction, parsed once.
+- reference: every setting as a list; "did you mean".
 - base, files, load: the settings' base; files read with refusals of one sentence; YAML and
   overrides.
 """

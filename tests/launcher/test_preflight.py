@@ -60,7 +60,7 @@ def test_none_held_out_at_all_is_refused(folder: Path) -> None:
 def test_a_generated_task_with_few_different_problems_is_counted_too(folder: Path) -> None:
     one_digit = {"min_terms": 1, "max_terms": 1, "min_digits": 1, "max_digits": 1}
     task = {"kind": "reasoning_gym", "name": "chain_sum", "params": one_digit}
-    few = settings(folder, task=task | {"heldout_share": 0.5})
+    few = build_config({"model": {"path": str(folder)}, "task": task | {"heldout_share": 0.5}})
     checked = check_run(few)
     assert 0 < checked.config.eval.prompts < 10 and len(checked.notices) == 1
 
