@@ -1,4 +1,5 @@
-"""`megatron-async settings [SECTION] [--of FILE]`: what can be set, and what a file sets."""
+"""`megatron-async settings [SECTION] [--of FILE]`: what can be set, and what a run of a file
+would use here: settings that nobody has set follow from the machine (`launcher.derived`)."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from megatron_async.config.load import load_config, read_yaml
+from megatron_async.config.load import load_config
 from megatron_async.config.reference import (
     Setting,
     all_settings,
@@ -19,6 +20,7 @@ from megatron_async.config.reference import (
     shown_value,
 )
 from megatron_async.errors import UserError
+from megatron_async.launcher.derived import Machine, derive
 
 
 def settings_command(section: str, file: Path | None, overrides: Sequence[str]) -> None:
@@ -30,8 +32,8 @@ def settings_command(section: str, file: Path | None, overrides: Sequence[str]) 
         raise UserError(f"there is no section or setting {section!r}{near}")
     dumped = None
     if file is not None:
-        read_yaml(file)
-        dumped = load_config(file, overrides).model_dump(mode="json")
+        config = load_config(file, overrides)
+        dumped = derive(config, Machine.here(config)).config.model_dump(mode="json")
     console = Console(soft_wrap=False)
     for name in dict.fromkeys(s.section for s in wanted):
         console.print(Text(name or "top level", style="bold"), Text(section_doc(name)), sep="\n")

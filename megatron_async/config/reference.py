@@ -118,5 +118,5 @@ def did_you_mean(unknown: str) -> str:
     beside = [name for name in names if name.rpartition(".")[0] == section]
     near_beside = difflib.get_close_matches(unknown, beside, n=1, cutoff=0.75)
     near = difflib.get_close_matches(unknown, names, n=1, cutoff=0.8)
-    found = near_beside or same_last[:_SUGGESTIONS] or near
+    found = near_beside or (near if section else []) or same_last[:_SUGGESTIONS] or near
     return f"; did you mean {' or '.join(found)}?" if found else ""
