@@ -8,6 +8,7 @@ Invariants
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -144,25 +145,34 @@ def interval(share: float, count: float) -> tuple[float, float]:
 
 
 def accuracy(run: RunData) -> Figure | None:
-    """Held-out accuracy, with the 95 % interval that its number of answers leaves."""
-    points = [line for line in run.evaluations if "eval/accuracy" in line]
-    if not points:
-        return None
+    """Accuracy of each evaluation set, with the 95 % interval that its number of answers leaves."""
     figure = go.Figure()
-    x = [line["step"] for line in points]
-    y = [100 * line["eval/accuracy"] for line in points]
-    bounds = [interval(line["eval/accuracy"], line.get("eval/answers", 0.0)) for line in points]
-    error = {
-        "array": [100 * high - v for (_, high), v in zip(bounds, y, strict=True)],
-        "arrayminus": [v - 100 * low for (low, _), v in zip(bounds, y, strict=True)],
-    }
-    figure.add_trace(
-        go.Scatter(
-            x=x, y=y, error_y=error, mode="lines+markers", name="accuracy, 95 % interval",
-            marker_color=COLOURS[0],
+    sets = dict.fromkeys(
+        name.removesuffix("/accuracy")
+        for line in run.evaluations
+        for name in line
+        if name.endswith("/accuracy")
+    )
+    for name, colour in zip(sets, itertools.cycle(COLOURS), strict=False):
+        lines = [line for line in run.evaluations if f"{name}/accuracy" in line]
+        shares = [line[f"{name}/accuracy"] for line in lines]
+        counts = [line.get(f"{name}/answers", 0.0) for line in lines]
+        bounds = [interval(share, count) for share, count in zip(shares, counts, strict=True)]
+        error = {
+            "array": [100 * (high - s) for (_, high), s in zip(bounds, shares, strict=True)],
+            "arrayminus": [100 * (s - low) for (low, _), s in zip(bounds, shares, strict=True)],
+        }
+        figure.add_trace(
+            go.Scatter(
+                x=[line["step"] for line in lines],
+                y=[100 * share for share in shares],
+                error_y=error,
+                mode="lines+markers",
+                name=f"{name.removeprefix('eval').removeprefix('/') or 'held-out'}, 95 % interval",
+                marker_color=colour,
+            )
         )
-    )  # fmt: skip
-    return styled(figure, "Held-out accuracy", "%", "policy version")
+    return styled(figure, "Accuracy of evaluations", "%", "policy version") if figure.data else None
 
 
 def rollout_seconds(run: RunData) -> Figure | None:

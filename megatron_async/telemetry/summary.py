@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megatron_async.run_directory import RunDirectory
-from megatron_async.telemetry.metrics import read_metrics
+from megatron_async.telemetry.metrics import first_accuracy, read_metrics
 
 _ESS = "off_policy/ess"  # raw, per token (docs/semantics.md section 4: "ESS" alone)
 
@@ -44,8 +44,8 @@ def summarise(directory: RunDirectory) -> RunSummary:
     training = total("time/train")
     return RunSummary(
         steps=len(train),
-        accuracy_first=evaluations[0]["eval/accuracy"] if evaluations else None,
-        accuracy_last=evaluations[-1]["eval/accuracy"] if len(evaluations) > 1 else None,
+        accuracy_first=first_accuracy(evaluations[0]) if evaluations else None,
+        accuracy_last=first_accuracy(evaluations[-1]) if len(evaluations) > 1 else None,
         generated_tokens=int(total("rollout/tokens")),
         generation_tokens_per_second=total("rollout/tokens") / generating if generating else 0.0,
         training_tokens_per_second=total("train/tokens") / training if training else 0.0,

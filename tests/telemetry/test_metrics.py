@@ -99,7 +99,7 @@ def test_the_panel_of_a_terminal_shows_what_matters_in_eighty_columns(tmp_path: 
     progress = Progress(path, 1000, "live")
     screen = Console(width=80, height=40, file=StringIO(), force_terminal=True)
     progress._console = screen
-    with progress, MetricsWriter(path, None, lineage=0) as writer:
+    with progress, MetricsWriter(path, lineage=0) as writer:
         writer.write(998, {k: v for k, v in LARGE.items() if k not in ("kind", "step")})
         writer.write(
             998, {"eval/accuracy": 0.5, "eval/answers": 9, "eval/length_mean": 3}, kind="eval"

@@ -30,7 +30,7 @@ def make_run(root: Path, name: str, steps: int = 6) -> Path:
     config = build_config({"name": name, "root": str(root), "model": {"path": str(root / "model")}})
     directory = RunDirectory.create(config)
     for lineage, begin in ((0, 0), (1, steps // 2)):
-        with MetricsWriter(directory.metrics_file, None, lineage=lineage) as metrics:
+        with MetricsWriter(directory.metrics_file, lineage=lineage) as metrics:
             metrics.write(begin, {"eval/accuracy": 0.5, "eval/answers": 64}, kind="eval")
             for step in range(begin, steps):
                 metrics.write(step, step_metrics(step))
@@ -105,7 +105,7 @@ def test_the_page_loads_nothing_and_escapes_what_the_run_wrote(page: str) -> Non
 def test_it_shows_every_kind_of_panel_that_the_run_has_data_for(page: str) -> None:
     for title in (
         "Reward of a batch",
-        "Held-out accuracy",
+        "Accuracy of evaluations",
         "Where the trainer's seconds went",
         "Where the rollout side's seconds went",
         "Trained tokens by lag",
