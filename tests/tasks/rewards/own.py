@@ -8,7 +8,7 @@ import os
 import time
 from pathlib import Path
 
-from megatron_async.tasks.rewards import Sample
+from megatron_async.tasks.rewards import Sample, Unavailable
 
 
 def by_hand(sample: Sample, unit: float = 1.0) -> float:
@@ -79,6 +79,19 @@ def returns_list(sample: Sample) -> list[float]:
 def sleeps(sample: Sample) -> float:
     time.sleep(600)
     return 1.0
+
+
+async def judge_that_hangs(sample: Sample) -> float:
+    await asyncio.sleep(600)
+    return 1.0
+
+
+def fails(sample: Sample) -> float:
+    raise KeyError("always")
+
+
+def not_there(sample: Sample) -> float:
+    raise Unavailable("nobody serves")
 
 
 def dies(sample: Sample) -> float:

@@ -1,0 +1,70 @@
+"""A live driver whose rewards hang, crash, raise or are unavailable goes on and counts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from megatron_async.config import build_config
+from megatron_async.config.load import merge
+from megatron_async.rollout.manager import ResumePoint
+from megatron_async.tasks.tokenizer import write_character_tokenizer
+from megatron_async.tasks.verifier import LocalVerifierPool
+from megatron_async.trajectory.types import Prompt
+from tests.rollout.stand_ins import Fixed, run, settings
+from tests.rollout.test_manager import Trainer
+
+OWN = Path(__file__).parents[1] / "tasks" / "rewards" / "own.py"
+STEPS = 3
+
+
+class Pooled(Fixed):
+    """The numbered prompts, scored by a pool of scorer processes."""
+
+    def __init__(self, pool: LocalVerifierPool) -> None:
+        self.pool = pool
+
+    async def score(
+        self, prompt: Prompt, response_ids: Sequence[int]
+    ) -> tuple[float | None, dict[str, float]]:
+        return await self.pool.score(prompt, response_ids)
+
+
+@pytest.mark.slow
+def test_failing_rewards_of_all_kinds_are_counted_and_stop_nothing(tmp_path: Path) -> None:
+    names = ("judge_that_hangs", "sleeps", "dies", "fails", "not_there")
+    rewards = [{"name": f"{OWN}:{name}", "label": name, "timeout_seconds": 0.2} for name in names]
+    waits = {"trainer": {"wait_for_batch_seconds": 120}}  # processes are started again and again
+    config = build_config(merge(settings("copris").model_dump(), {"reward": rewards, **waits}))
+    write_character_tokenizer(tmp_path)
+    pool = LocalVerifierPool(config.scorers, str(tmp_path))
+    counts: Counter[str] = Counter()
+
+    async def body() -> None:
+        trainer = Trainer(tmp_path, config, Pooled(pool))
+        await trainer.manager.start()
+        await trainer.begin(ResumePoint(0))
+        for step in range(STEPS):
+            batch = await trainer.batch()
+            assert not batch.rewards_S.any()
+            counts.update(
+                {
+                    name: int(value)
+                    for name, value in batch.extra_metrics.items()
+                    if name.startswith("rollout/scorer_")
+                }
+            )
+            await trainer.publish(0, step + 1)
+        await trainer.manager.stop()
+
+    try:
+        run(body())
+    finally:
+        pool.close()
+    each = STEPS * config.schedule.groups_per_batch * config.schedule.group_size
+    assert counts["rollout/scorer_timeouts"] >= 2 * each  # the hanging judge and the sleeper
+    for kind in ("crashes", "errors", "unavailable"):
+        assert counts[f"rollout/scorer_{kind}"] >= each, counts
