@@ -25,8 +25,8 @@ from megatron_async.tasks.scorer_work import Work, added_up, split
 from megatron_async.tasks.waiting_scorer import WaitingScorer
 from megatron_async.trajectory.types import Prompt
 
-_HELD_SECONDS: Final = 0.02
-_MOST_HELD: Final = 64
+_HELD_SECONDS: Final = 0.05
+_MOST_HELD: Final = 256
 
 
 class Worker(Protocol):

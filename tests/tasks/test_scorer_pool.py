@@ -98,7 +98,7 @@ def test_quick_scores_travel_together(tmp_path: Path) -> None:
         await pool.burst(1)
         assert await pool.burst(100) == [float(i % 9) for i in range(100)]
         assert len(pool.pool.workers) == 1
-        assert pool.all[0].held == [1, 1, 20, 20, 20, 20, 19]
+        assert pool.all[0].held == [1, 1, 50, 49]
 
     asyncio.run(body())
 
