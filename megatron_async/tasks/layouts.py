@@ -76,7 +76,7 @@ LAYOUTS: Final[Mapping[str, Layout]] = MappingProxyType(
 class Columns:
     """The columns of one file: those of its layout, and what the settings call otherwise.
 
-    `template`: how its prompts are put.
+    `template`: how its prompts are put; `named`: the columns in it.
     """
 
     layout: Layout
@@ -86,6 +86,7 @@ class Columns:
     response: str
     priority: str
     template: str
+    named: frozenset[str]
 
     @classmethod
     def of(cls, layout: str, settings: ColumnsConfig, template: str = "") -> Columns:
@@ -100,16 +101,8 @@ class Columns:
             known.response if settings.response is None else settings.response,
             "priority" if settings.priority is None else settings.priority,
             template or known.template,
+            _named(template or known.template),
         )
-
-    @property
-    def named(self) -> frozenset[str]:
-        """The columns that the template names."""
-        try:
-            names = {name for _, name, _, _ in string.Formatter().parse(self.template) if name}
-        except ValueError as error:
-            raise UserError(f"task.prompt_template {self.template!r}: {error}") from error
-        return frozenset(names - {"question"})
 
     def problem(self, row: Mapping[str, Any], where: str, *, answered: bool = True) -> Problem:
         """The problem of a row; without `answered` it needs no answer. Raises UserError."""
@@ -124,7 +117,8 @@ class Columns:
         metadata = {key: value for key, value in row.items() if key not in used}
         payload = row_payload(question, answer, metadata)
         priority = self._priority(row, where)
-        return Problem(question, payload, _fields(metadata), priority, messages, self.template)
+        fields = _fields(metadata) if self.named else {}
+        return Problem(question, payload, fields, priority, messages, self.template)
 
     def example(self, row: Mapping[str, Any], where: str) -> tuple[Problem, str]:
         """The problem and the response of a row to learn from. Raises UserError."""
@@ -167,6 +161,14 @@ class Columns:
             f"{where}: there is no column {wanted} among {shown(sorted(row))}; "
             "set task.columns or task.layout"
         )
+
+
+def _named(template: str) -> frozenset[str]:
+    try:
+        names = {name for _, name, _, _ in string.Formatter().parse(template) if name}
+    except ValueError as error:
+        raise UserError(f"task.prompt_template {template!r}: {error}") from error
+    return frozenset(names - {"question"})
 
 
 def _fields(metadata: Mapping[str, Any]) -> dict[str, str]:

@@ -182,13 +182,15 @@ class _JsonlRows:
         return len(self._begins)
 
     def __iter__(self) -> Iterator[Row]:
-        block, held, taken = b"", 0, 0
-        for index in range(len(self)):
-            begin, end = int(self._begins[index]), int(self._ends[index])
-            if end > held + len(block):
-                held, block = begin, self._read(begin, max(end, begin + _BLOCK_BYTES))
-            taken = begin - held
-            yield self._row(block[taken : taken + end - begin], index)
+        block, held, index = b"", 0, 0
+        for first in range(0, len(self), _BATCH_ROWS):  # numpy's own numbers are slow one by one
+            some = slice(first, first + _BATCH_ROWS)
+            pairs = zip(self._begins[some].tolist(), self._ends[some].tolist(), strict=True)
+            for begin, end in pairs:
+                if end > held + len(block):
+                    held, block = begin, self._read(begin, max(end, begin + _BLOCK_BYTES))
+                yield self._row(block[begin - held : end - held], index)
+                index += 1
 
     def __getitem__(self, index: int) -> Row:
         return self._row(self._read(int(self._begins[index]), int(self._ends[index])), index)

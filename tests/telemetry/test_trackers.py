@@ -175,9 +175,12 @@ def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     runs = sorted((tmp_path / "wandb").glob("offline-run-*"))
     assert len({run.name.rpartition("-")[2] for run in runs}) == 1, "both are one run of W&B"
     for run in runs:
-        content = next(run.glob("*.wandb")).read_bytes()
-        for text in (b"eval/aime/pass_at_4", b"rollout/lag", b"3 steps", b"prompts"):
-            assert text in content
+        wanted = (b"eval/aime/pass_at_4", b"rollout/lag", b"3 steps", b"prompts")
+        file, end = next(run.glob("*.wandb")), time.monotonic() + 60
+        # W&B's service, a process of its own, writes the file; `finish` may return before it has.
+        while not all(text in file.read_bytes() for text in wanted):
+            assert time.monotonic() < end, file.read_bytes()
+            time.sleep(0.1)
         assert list(run.glob("files/media/table/samples/*.json"))
 
 
