@@ -3,7 +3,7 @@
 # Sourced by quickstart.sh and test.sh; run by itself it only sets up.
 #
 #   MEGATRON_ASYNC_VENV    where the environment lives       (default: .venv in the repository)
-#   MEGATRON_ASYNC_PYTHON  interpreter, 3.11 or newer 3.11.x (default: python3.11, then python3)
+#   MEGATRON_ASYNC_PYTHON  interpreter, 3.11 or 3.12 (default: python3.11, python3.12, python3)
 #   MEGATRON_ASYNC_FLAVOUR cpu or gpu; default: gpu where nvidia-smi finds one. Set it to set up for
 #                          GPU nodes on a login node that has none.
 set -euo pipefail
@@ -15,14 +15,14 @@ fail() { echo "setup: $*" >&2; exit 2; }
 
 find_python() {
   local candidate
-  for candidate in "${MEGATRON_ASYNC_PYTHON:-}" python3.11 python3; do
+  for candidate in "${MEGATRON_ASYNC_PYTHON:-}" python3.11 python3.12 python3; do
     [ -n "$candidate" ] && command -v "$candidate" >/dev/null || continue
-    if "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))'; then
+    if "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))'; then
       command -v "$candidate"
       return
     fi
   done
-  fail "Python 3.11 is needed (the pinned packages are for it); set MEGATRON_ASYNC_PYTHON"
+  fail "Python 3.11 or 3.12 is needed (the pinned packages are for it); set MEGATRON_ASYNC_PYTHON"
 }
 
 has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; }
@@ -42,7 +42,12 @@ if [ "$(cat "$VENV/.megatron_async" 2>/dev/null)" != "$wanted" ]; then
     || fail "$PYTHON cannot make a virtual environment (Debian: apt install python3-venv)"
   pip() { "$VENV/bin/python" -m pip --quiet --disable-pip-version-check "$@"; }
   pip install --upgrade 'pip>=25' 'setuptools>=77' wheel
-  pip install -r "$ROOT/launch/requirements-$flavour.txt"
+  lock="$ROOT/launch/requirements-$flavour-lock.txt" # the CPU's requirements are one themselves
+  if [ -f "$lock" ]; then
+    pip install -r "$ROOT/launch/requirements-$flavour.txt" -c "$lock"
+  else
+    pip install -r "$ROOT/launch/requirements-$flavour.txt"
+  fi
   if [ "$flavour" = cpu ]; then pip install --no-deps -r "$ROOT/launch/requirements-nodeps.txt"; fi
   pip install --no-deps --no-build-isolation -e "$ROOT/kernels" -e "$ROOT"
   echo "$wanted" >"$VENV/.megatron_async"

@@ -432,7 +432,7 @@ def settings(
 
 @app.command()
 def doctor(overrides: Overrides = None, config: ConfigOption = None) -> None:
-    """What is installed, what will be used, and why; with --config also what it would run as."""
+    """Show what is installed, what will be used, and why; with --config also what would run."""
     from megatron_async.commands.doctor import config_lines, report_lines
     from megatron_async.config import load_config
 

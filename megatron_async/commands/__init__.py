@@ -15,5 +15,6 @@
 - library: the same from Python: `train`, `open_run`.
 - replay: recorded scheduler events, fed to today's scheduler; the first different action fails it.
 - simulate: output of `simulate`, `fit-lengths` and `plan`.
-- doctor: what is installed and what will be used.
+- doctor: what is installed and what will be used. machine_checks: what a machine must have beyond
+  Python packages.
 """

@@ -6,6 +6,7 @@ import importlib.metadata
 import platform
 import sys
 
+from megatron_async.commands.machine_checks import judge, look
 from megatron_async.config import RunConfig
 from megatron_async.config.model import ModelConfig
 from megatron_async.config.rollout import EngineConfig
@@ -45,7 +46,9 @@ def report_lines() -> list[str]:
         *choose(ModelConfig(), found).lines(),
         ("engines", f"SGLang on {device}, {resolve_dtype(EngineConfig(), device)}"),
     ]
-    return [*lines, "", "what will be used:", *(f"  {part}: {what}" for part, what in rows)]
+    used = ["what will be used:", *(f"  {part}: {what}" for part, what in rows)]
+    machine = ["this machine:", *(f"  {check}" for check in judge(look()))]
+    return [*lines, "", *machine, "", *used]
 
 
 def config_lines(config: RunConfig) -> list[str]:

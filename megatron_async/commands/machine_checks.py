@@ -1,0 +1,192 @@
+"""Checks of a machine beyond its Python packages, for `doctor`: each with its remedy.
+
+Invariants
+- Nothing is started but `nvidia-smi` and `nvcc --version`, within a limit, and nothing is written.
+- `judge` is pure: what was found in, sentences out.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import resource
+import shutil
+import subprocess
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+_GB: Final = 1e9
+_COMMAND_SECONDS: Final = 20.0
+# CUDA 13's own minimum; the glibc of SGLang's kernel wheels (manylinux_2_34).
+LEAST_DRIVER: Final = {13: 580, 12: 525}
+LEAST_GLIBC: Final = (2, 34)
+LEAST_OPEN_FILES: Final = 65_536
+LEAST_SHARED_MEMORY: Final = 16 * _GB
+LEAST_DISK: Final = 100 * _GB
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Facts about a machine; None: not there. Sizes are in bytes."""
+
+    driver: str | None = None
+    cuda: str | None = None
+    glibc: str = ""
+    nvcc: str | None = None
+    compiler: str | None = None
+    python_header: bool = False
+    open_files: int = 0
+    shared_memory: float = 0.0
+    disk: float = 0.0
+    nccl_torch: str | None = None
+    nccl_wheel: str | None = None
+
+
+@dataclass(frozen=True)
+class Check:
+    """A line of `doctor`; `problem` empty: as it should be."""
+
+    name: str
+    found: str
+    problem: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.found}" + (f" - {self.problem}" if self.problem else "")
+
+
+def judge(machine: Machine) -> list[Check]:
+    """Return each check in the order in which a start needs it; a CPU needs no CUDA."""
+    checks = [
+        Check(
+            "open files (ulimit -n)",
+            f"{machine.open_files:,}",
+            _below(machine.open_files, LEAST_OPEN_FILES, "raise it: ulimit -n 65536"),
+        ),
+        Check(
+            "shared memory (/dev/shm)",
+            f"{machine.shared_memory / _GB:.1f} GB",
+            _below(
+                machine.shared_memory,
+                LEAST_SHARED_MEMORY,
+                "Ray and NCCL want 16 GB: mount it larger (containers: --shm-size)",
+            ),
+        ),
+        Check(
+            "free disk here",
+            f"{machine.disk / _GB:.0f} GB",
+            _below(machine.disk, LEAST_DISK, "a checkpoint of a 7B alone takes 107 GB"),
+        ),
+    ]
+    if machine.cuda is None:
+        return checks
+    return [_driver(machine), _glibc(machine), *_build_tools(machine), _nccl(machine), *checks]
+
+
+def _below(value: float, least: float, remedy: str) -> str:
+    return remedy if value < least else ""
+
+
+def _driver(machine: Machine) -> Check:
+    if machine.driver is None:
+        return Check("driver", "not found", "nvidia-smi does not answer; is this a GPU node?")
+    needed = LEAST_DRIVER.get(_numbers(machine.cuda or "")[0], 0)
+    have = _numbers(machine.driver)[0]
+    problem = f"CUDA {machine.cuda} needs {needed} or newer" if have < needed else ""
+    return Check("driver", machine.driver, problem)
+
+
+def _glibc(machine: Machine) -> Check:
+    needed = ".".join(map(str, LEAST_GLIBC))
+    old = _numbers(machine.glibc) < LEAST_GLIBC
+    remedy = f"SGLang's kernels need {needed}: use a newer system or launch/Dockerfile"
+    return Check("glibc", machine.glibc or "unknown", remedy if old else "")
+
+
+def _build_tools(machine: Machine) -> list[Check]:
+    """Check what Triton, FlashInfer and torch.compile build with at the first call."""
+    header = "found" if machine.python_header else "not found"
+    return [
+        Check(
+            "nvcc",
+            machine.nvcc or "not found",
+            "" if machine.nvcc else "FlashInfer's kernels cannot be built: load a CUDA module",
+        ),
+        Check(
+            "C++ compiler",
+            machine.compiler or "not found",
+            "" if machine.compiler else "Triton cannot build its launchers: install g++",
+        ),
+        Check(
+            "Python.h",
+            header,
+            "" if machine.python_header else "Triton needs it: install python3-dev",
+        ),
+    ]
+
+
+def _nccl(machine: Machine) -> Check:
+    """Trainer and engines load the wheel's library; torch was built with one of its own."""
+    built, wheel = machine.nccl_torch, machine.nccl_wheel
+    found = f"torch built with {built or 'none'}, wheel {wheel or 'none'}"
+    same = built is None or wheel is None or _numbers(built)[:2] == _numbers(wheel)[:2]
+    problem = "" if same else "both sides must load one NCCL: reinstall from the lock file"
+    return Check("NCCL", found, problem)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)) or (0,)
+
+
+def look() -> Machine:
+    """Return what this machine has."""
+    import torch
+
+    cuda = torch.version.cuda if torch.cuda.is_available() else None
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    return Machine(
+        driver=_first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        cuda=cuda,
+        glibc=platform.libc_ver()[1],
+        nvcc=_last_line("nvcc", "--version"),
+        compiler=shutil.which("g++") or shutil.which("clang++"),
+        python_header=header.is_file(),
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        shared_memory=_free("/dev/shm"),
+        disk=_free(os.getcwd()),  # noqa: PTH109 - a name, which may be gone
+        nccl_torch=".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
+        nccl_wheel=_wheel(f"nvidia-nccl-cu{cuda.split('.')[0]}") if cuda else None,
+    )
+
+
+def _free(path: str) -> float:
+    try:
+        return float(shutil.disk_usage(path).free)
+    except OSError:
+        return 0.0
+
+
+def _wheel(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _lines(*command: str) -> list[str]:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return done.stdout.strip().splitlines() if done.returncode == 0 else []
+
+
+def _first_line(*command: str) -> str | None:
+    return next(iter(_lines(*command)), None)
+
+
+def _last_line(*command: str) -> str | None:
+    return next(iter(reversed(_lines(*command))), None)

@@ -1,0 +1,64 @@
+"""What `doctor` finds wrong with a machine, one sentence and remedy each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron_async.commands.machine_checks import Machine, judge, look
+
+GOOD = Machine(
+    driver="580.95.05",
+    cuda="13.0",
+    glibc="2.35",
+    nvcc="Build cuda_13.0.r13.0",
+    compiler="/usr/bin/g++",
+    python_header=True,
+    open_files=1_048_576,
+    shared_memory=500e9,
+    disk=5e12,
+    nccl_torch="2.28.9",
+    nccl_wheel="2.28.9",
+)
+
+
+def test_a_good_machine_has_no_problem() -> None:
+    assert [check for check in judge(GOOD) if check.problem] == []
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "remedy"),
+    [
+        ({"driver": "570.86.15"}, "driver", "CUDA 13.0 needs 580 or newer"),
+        ({"driver": None}, "driver", "nvidia-smi does not answer"),
+        ({"glibc": "2.31"}, "glibc", "SGLang's kernels need 2.34"),
+        ({"nvcc": None}, "nvcc", "load a CUDA module"),
+        ({"compiler": None}, "C++ compiler", "install g++"),
+        ({"python_header": False}, "Python.h", "install python3-dev"),
+        ({"open_files": 1024}, "open files (ulimit -n)", "ulimit -n 65536"),
+        ({"shared_memory": 64e6}, "shared memory (/dev/shm)", "--shm-size"),
+        ({"disk": 20e9}, "free disk here", "checkpoint"),
+        ({"nccl_wheel": "2.26.2"}, "NCCL", "both sides must load one NCCL"),
+    ],
+)
+def test_each_lack_is_named_with_its_remedy(change: dict[str, Any], name: str, remedy: str) -> None:
+    [found] = [check for check in judge(replace(GOOD, **change)) if check.problem]
+    assert found.name == name and remedy in found.problem
+
+
+def test_an_older_driver_serves_an_older_cuda() -> None:
+    older = replace(GOOD, driver="535.183.01", cuda="12.8")
+    assert [check for check in judge(older) if check.problem] == []
+
+
+def test_a_cpu_needs_no_cuda() -> None:
+    names = {check.name for check in judge(replace(GOOD, cuda=None, driver=None, nvcc=None))}
+    assert not names & {"driver", "nvcc", "NCCL", "glibc"}
+
+
+def test_this_machine_can_be_looked_at() -> None:
+    found = look()
+    assert found.open_files > 0 and found.disk > 0
+    assert all(str(check) for check in judge(found))

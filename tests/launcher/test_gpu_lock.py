@@ -1,0 +1,29 @@
+"""The lock file of the GPU environment holds every pin of its requirements, and far more."""
+
+from __future__ import annotations
+
+import re
+
+from megatron_async.shipped import ROOT
+
+
+def pins(name: str) -> dict[str, str]:
+    found = {}
+    for line in (ROOT / "launch" / name).read_text().splitlines():
+        match = re.match(r"([A-Za-z0-9._-]+)(?:\[[^\]]*\])?==([^ #]+)", line)
+        if match:
+            found[re.sub(r"[-_.]+", "-", match[1]).lower()] = match[2]
+    return found
+
+
+def test_every_requirement_is_locked_at_its_version() -> None:
+    lock = pins("requirements-gpu-lock.txt")
+    for name, version in pins("requirements-gpu.txt").items():
+        assert lock[name] == version, name
+
+
+def test_what_decides_numbers_is_locked() -> None:
+    lock = pins("requirements-gpu-lock.txt")
+    wanted = {"torch", "triton", "numpy", "transformers", "sglang-kernel", "flashinfer-python"}
+    assert wanted <= set(lock) and any(name.startswith("nvidia-nccl-cu") for name in lock)
+    assert len(lock) > 150
