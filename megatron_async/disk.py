@@ -99,6 +99,25 @@ def check_room(directory: Path, size: int) -> None:
                 trial.unlink(missing_ok=True)
 
 
+def replace_durably(temporary: Path, target: Path) -> None:
+    """`temporary` gets the name `target`; a power loss leaves it there whole, or what was before.
+
+    Raises OSError.
+    """
+    force_to_disk(temporary)
+    temporary.replace(target)
+    force_to_disk(target.parent)
+
+
+def force_to_disk(path: Path) -> None:
+    """A file's content, or a directory's names. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 class LineFile:
     """A file of JSON lines that is only appended to. Raises CannotWrite, then and at every later
     write; `close` does not raise what was raised before.

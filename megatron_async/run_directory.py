@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import secrets
 from dataclasses import dataclass
 from enum import Enum
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_async.config import RunConfig, dump, load_config
-from megatron_async.disk import CannotWrite, writing
+from megatron_async.disk import CannotWrite, replace_durably, writing
 from megatron_async.errors import ComponentFailure, UserError
 
 
@@ -219,18 +218,9 @@ def write_atomically(
             temporary.touch(mode=0o600 if private else 0o666)
             temporary.write_text(text)
             if durable:
-                _sync(temporary)
-            temporary.replace(path)
-            if durable:
-                _sync(path.parent)
+                replace_durably(temporary, path)
+            else:
+                temporary.replace(path)
         finally:
             with contextlib.suppress(OSError):  # the error of the write is the one that matters
                 temporary.unlink(missing_ok=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -17,6 +17,7 @@ ROOMS = (
     "errors",
     "disk",
     "file_lock",
+    "file_system",
     "import_path",
     "shipped",
     "config",

@@ -24,6 +24,7 @@ from megatron_async.launcher.preflight import (
     check_probe_tolerance,
     check_resume,
     check_run,
+    check_store,
 )
 from megatron_async.launcher.supervisor import Supervisor
 from megatron_async.run_directory import RunDirectory
@@ -37,7 +38,7 @@ def train_command(config_file: Path, overrides: Sequence[str]) -> None:
 
 def start_run(config: RunConfig, what: str) -> RunDirectory:
     """A new run of `config` to its end; `what` started it. Raises UserError or ComponentFailure."""
-    checked, devices = _checked(config)
+    checked, devices = _checked(config, RunDirectory.of(config))
     show_notices(checked)
     with new_run(checked.config, what) as directory:
         _run(directory, checked.config, devices)
@@ -51,7 +52,7 @@ def resume_command(run: Path, overrides: Sequence[str], from_step: int | None) -
     _, settings = RunDirectory.find(run, list(overrides), "--resume")
     with ExitStack() as stack:
         stack.enter_context(claimed(directory, "megatron-async train --resume"))
-        checked, devices = _checked(settings)
+        checked, devices = _checked(settings, directory)
         check_resume(directory)
         back = None if from_step is None else rollback_to(directory, from_step)
         show_notices(checked)
@@ -64,12 +65,13 @@ def resume_command(run: Path, overrides: Sequence[str], from_step: int | None) -
     show_closing(directory)
 
 
-def _checked(config: RunConfig) -> tuple[Checked, DeviceSplit]:
+def _checked(config: RunConfig, directory: RunDirectory) -> tuple[Checked, DeviceSplit]:
     check_one_machine(config)
     derived = derive(config, Machine.here(config))
     checked = check_run(derived.config)
     checked = replace(checked, notices=(*derived.changes(), *checked.notices))
     check_probe_tolerance(checked.config)
+    check_store(checked.config, directory)
     return checked, split_of_this_machine(checked.config)
 
 

@@ -32,6 +32,8 @@ def list_command(run: Path, state: str | None, limit: int, with_exported: bool) 
         # Its ids are older than most of the store's, but not than all of them.
         listed = sorted([*older, *reader.summaries()], key=lambda s: s.trajectory_id)
         console.print(listing(listed, state=wanted, limit=limit or None))
+        if reader.note:
+            console.print(reader.note, markup=False, highlight=False)
         missing = "" if with_exported else exported_store.missing_line(reader)
         if missing:
             console.print(missing, markup=False, highlight=False)
@@ -48,9 +50,11 @@ def show_command(run: Path, trajectory_id: int) -> None:
 
 def drop_command(run: Path, trajectory_id: int) -> None:
     """Take it out of a run that has stopped, with its group, for good. Raises UserError."""
-    directory, _ = RunDirectory.find(run, [])
+    directory, settings = RunDirectory.find(run, [])
     with claimed(directory, "trajectories --drop"):
         newest = next(iter(list_checkpoints(directory.checkpoints)), None)
         committed = None if newest is None else newest.manifest.version
-        gone = drop_group_of(directory.store_file, trajectory_id, committed)
+        gone = drop_group_of(
+            directory.store_file, trajectory_id, committed, settings.store.directory
+        )
     typer.echo(f"dropped (user), with its group: {', '.join(map(str, gone))}")

@@ -226,6 +226,12 @@ class WeightsConfig(Settings):
 class StoreConfig(Settings):
     """The durable trajectory store."""
 
+    directory: str = Field(
+        "",
+        pattern="^(/.*)?$",
+        description="Where its database lies on the rollout manager's node, an absolute path; "
+        "empty: in the run directory where that is on a local disk, else below TMPDIR.",
+    )
     chunk_tokens: int = Field(64, ge=1, description="Tokens after which a chunk is written.")
     chunk_seconds: float = Field(2.0, gt=0, description="... or this long, whichever is first.")
     compact_after_checkpoints: int = Field(

@@ -37,7 +37,7 @@ from megatron_async.engines.nodes import (
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.launcher.claim import RunInUse, claimed
 from megatron_async.launcher.environment import ray_node_environment, trainer_environment
-from megatron_async.launcher.preflight import check_probe_tolerance
+from megatron_async.launcher.preflight import check_probe_tolerance, check_store
 from megatron_async.launcher.processes import Child, start_torchrun
 from megatron_async.launcher.rendezvous import MEET_SECONDS, TrainerNode
 from megatron_async.launcher.session import Session
@@ -108,6 +108,7 @@ def run_rollout(node: Node) -> int:
         stack.callback(node.session.close)  # before the run is given up
         node.use_token()
         check_probe_tolerance(node.config)  # here: a login node may have other devices
+        check_store(node.config, node.directory)
         port = free_port()
         address = f"{node.address}:{port}"
         with node.ray_node(

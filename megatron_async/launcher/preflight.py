@@ -108,6 +108,13 @@ def check_probe_tolerance(config: RunConfig, device: str | None = None) -> None:
         )
 
 
+def check_store(config: RunConfig, directory: RunDirectory) -> None:
+    """Check, where the rollout manager runs, that the trajectory store has a disk for it."""
+    from megatron_async.store.place import check_place, place_of_writer
+
+    check_place(place_of_writer(directory.store_file, config.store.directory))
+
+
 def _check_checkpoint(path: Path) -> None:
     """Its manifest; the files are verified when they are read."""
     if not (path / MANIFEST_NAME).is_file():

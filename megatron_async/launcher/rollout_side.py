@@ -25,6 +25,7 @@ from ray.exceptions import (
     RayError,
     RayTaskError,
 )
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megatron_async.config import RunConfig, dump
 from megatron_async.engines.nodes import NOT_ON_TRAINER_NODES, init_ray, ray_directory
@@ -32,8 +33,11 @@ from megatron_async.errors import ComponentFailure, UserError, one_line
 from megatron_async.launcher.devices import VISIBLE_VARIABLE
 from megatron_async.rollout.actors import MANAGER_NAME, NAMESPACE, ManagerActor
 from megatron_async.run_directory import RunDirectory
+from megatron_async.store.place import place_of_writer
 
 _CALL_SECONDS = 20.0
+# To stop a manager whose store is outside the run directory, which leaves a copy of all of it.
+_COPY_SECONDS = 120.0
 
 
 def connect_ray(address: str | None, *, private: bool = True, gpus: str | None = None) -> str:
@@ -95,7 +99,10 @@ class RolloutSide:
         self._directory.forget_outcome()
         self._manager = ManagerActor.options(  # type: ignore[attr-defined]
             name=MANAGER_NAME,
-            label_selector=NOT_ON_TRAINER_NODES,
+            # This node, always: the database of the trajectory store is on its disk.
+            scheduling_strategy=NodeAffinitySchedulingStrategy(
+                ray.get_runtime_context().get_node_id(), soft=False
+            ),
             max_restarts=self._config.engines.max_manager_restarts,
         ).remote(dump(self._config), str(self._directory.path))
         self._manager.start.remote()
@@ -135,7 +142,9 @@ class RolloutSide:
         if self._manager is None:
             return
         try:
-            ray.get(self._manager.call.remote("stop"), timeout=_CALL_SECONDS)
+            place = place_of_writer(self._directory.store_file, self._config.store.directory)
+            limit = _CALL_SECONDS + (_COPY_SECONDS if place.away else 0)
+            ray.get(self._manager.call.remote("stop"), timeout=limit)
         except (RayError, ComponentFailure, UserError) as error:
             self._log(f"stopping the rollout manager: {error!r}")
 

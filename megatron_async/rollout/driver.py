@@ -130,8 +130,11 @@ class RolloutDriver:
         if recovered:
             self._feed(ev.Recovered(tuple(recovered)))
 
-    async def close(self) -> None:
-        """Abort what runs, keep its tokens, flush and close the store. Engines go on."""
+    async def close(self, *, leave: bool = False) -> None:
+        """Abort what runs, keep its tokens, flush and close the store. Engines go on.
+
+        `leave`: see `TrajectoryStore.close`.
+        """
         self._closed = True
         self._quiet = True  # first: what still ends meanwhile must start nothing
         self._monitor.close()
@@ -139,7 +142,7 @@ class RolloutDriver:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._store.close()
+        await self._store.close(leave=leave)
 
     # ------------------------------------------------------------ engines
 

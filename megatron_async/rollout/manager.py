@@ -125,7 +125,7 @@ class RolloutManager:
     async def _attach(self, resume: ResumePoint) -> None:
         if self._session is not None and resume.lineage < self._session.resume.lineage:
             raise _replaced(resume.lineage, self._session.resume.lineage)
-        await self._detach(lambda before: _replaced(before.resume.lineage, resume.lineage))
+        await self._detach(lambda s: _replaced(s.resume.lineage, resume.lineage), leave=False)
         # On a thread: a large file takes seconds, in which engines want to be heard.
         store = await asyncio.to_thread(
             TrajectoryStore.open,
@@ -159,7 +159,7 @@ class RolloutManager:
             self._task,
             self._config.task.difficulty,
             self._store_file.with_name("difficulty.jsonl"),
-            store.admitted_groups,
+            store.prompts_read,
         )
         driver = RolloutDriver(
             self._config,
@@ -178,12 +178,12 @@ class RolloutManager:
         self._fleet.attach(driver)
         await self._devices.rest(driver.engines())
 
-    async def _detach(self, why: Callable[[_Session], ComponentFailure]) -> None:
+    async def _detach(self, why: Callable[[_Session], ComponentFailure], leave: bool) -> None:
         session, self._session = self._session, None
         self._fleet.detach()
         if session is not None:
             session.driver.fail(why(session))  # whoever waits for it waits in vain
-            await session.driver.close()
+            await session.driver.close(leave=leave)
             session.prompts.close()
             if session.recorder is not None:
                 session.recorder.close()
@@ -191,7 +191,8 @@ class RolloutManager:
     async def stop(self) -> None:
         """Keep every token, close the store, end the engines."""
         async with self._attaching:
-            await self._detach(lambda _: ComponentFailure("the rollout manager was stopped"))
+            stopped = ComponentFailure("the rollout manager was stopped")
+            await self._detach(lambda _: stopped, leave=True)
             await self._fleet.stop()
 
     @property
@@ -450,6 +451,7 @@ class RolloutManager:
         session = self._session_of(lineage)
         await self._devices.rest(session.driver.engines())
         position = await session.store.sync(durable=True)
+        session.store.replicate()
         self._still(session)
         return {"store_position": position}
 

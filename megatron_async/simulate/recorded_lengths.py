@@ -28,6 +28,7 @@ import numpy.typing as npt
 from megatron_async.config.files import parse_json
 from megatron_async.errors import UserError, shown
 from megatron_async.run_directory import RunDirectory
+from megatron_async.store.place import has_store
 from megatron_async.store.reader import StoreReader
 
 _LONGEST = 1e15  # tokens; beyond it floats skip whole numbers
@@ -116,7 +117,7 @@ def _parsed(text: bytes, where: str) -> Any:
 def _committed_bytes(path: Path) -> float:
     """How far `path` may be read: no limit, unless it is the export of a run that is there."""
     store = RunDirectory(path.absolute().parent.parent).store_file
-    if not store.exists():
+    if not has_store(store):
         return math.inf
     with closing(StoreReader(store)) as reader:
         return reader.exported().bytes if reader.export_file == path.absolute() else math.inf

@@ -24,7 +24,8 @@ from typing import TypeVar
 from megatron_async.config.rollout import StoreConfig
 from megatron_async.errors import ComponentFailure
 from megatron_async.store import compaction as export
-from megatron_async.store import schema as schema
+from megatron_async.store.place import StorePlace
+from megatron_async.store.schema import connect
 from megatron_async.store.state import StoreState
 from megatron_async.store.writer import StoreWriter
 from megatron_async.trajectory.types import PolicyVersion
@@ -37,12 +38,11 @@ class Compactor:
     """Takes out of a store's state and file what no restorable checkpoint needs."""
 
     def __init__(
-        self, path: Path, state: StoreState, writer: StoreWriter, settings: StoreConfig
+        self, place: StorePlace, state: StoreState, writer: StoreWriter, settings: StoreConfig
     ) -> None:
-        """`path` is the store's file, which `writer` writes."""
-        self._path, self._state, self._writer = path, state, writer
+        self._place, self._state, self._writer = place, state, writer
         self._after = settings.compact_after_checkpoints
-        self._file = schema.export_file(path) if settings.export == "jsonl" else None
+        self._file = place.export_file if settings.export == "jsonl" else None
         self._task: asyncio.Task[None] | None = None
 
     def start(self, kept: Sequence[int | PolicyVersion]) -> None:
@@ -109,7 +109,10 @@ class Compactor:
         lock = self._writer.share_lock()
 
         def write() -> int:
-            with closing(lock), closing(schema.connect(self._path, read_only=True)) as connection:
+            with (
+                closing(lock),
+                closing(connect(self._place.file, read_only=True)) as connection,
+            ):
                 return export.write_lines(connection, change, file)
 
         try:

@@ -4,6 +4,7 @@ Invariants
 - Only the rows of the group's trajectories change, all in one durable transaction. Which batches
   are consumed is not touched: a trajectory that a surviving line has trained stays `batched` there.
 - Nobody else writes meanwhile: the store's lock is held.
+- The replica has it too, so that a group which was dropped does not come back from there.
 """
 
 from __future__ import annotations
@@ -16,26 +17,41 @@ from megatron_async.errors import UserError
 from megatron_async.store import schema as schema
 from megatron_async.store.lineage import Consumption
 from megatron_async.store.lock import lock_store
+from megatron_async.store.place import has_store, prepared_place, write_record
 from megatron_async.store.reader import StoreContent
-from megatron_async.store.recovery import read_store
+from megatron_async.store.recovery import bring_here, read_store
+from megatron_async.store.replica import copy_database
 from megatron_async.store.schema import DamagedStore, TrajectoryRow
 from megatron_async.trajectory.types import DropReason, PolicyVersion, TrajectoryState
 
 
-def drop_group_of(path: Path, trajectory_id: int, committed: PolicyVersion | None) -> list[int]:
+def drop_group_of(
+    path: Path, trajectory_id: int, committed: PolicyVersion | None, directory: str = ""
+) -> list[int]:
     """Drop the group of this trajectory as `user`; returns the trajectories that were dropped.
 
-    `committed`: the newest checkpoint, whose batches are trained for good. Raises UserError when
-    the store is in use or damaged, and when the trajectory is not there, trained or dropped.
+    `path` is RUN/trajectories.sqlite, `directory` is `store.directory`; `committed` the newest
+    checkpoint, whose batches are trained for good. Raises UserError when the store is in use,
+    damaged or on another node, and when the trajectory is not there, trained or dropped.
     """
-    if not path.is_file():
+    if not has_store(path):
         raise UserError(f"there is no trajectory store {path}")
-    with closing(lock_store(path)):
+    place = prepared_place(path, directory)
+    with closing(lock_store(place.file)):
         try:
-            rows = _droppable(read_store(path), trajectory_id, committed)
-        except (DamagedStore, sqlite3.Error) as error:
+            unusable = bring_here(place)
+            if unusable is not None:
+                raise DamagedStore(f"it {unusable}")
+            content = read_store(place.file)
+            rows = _droppable(content, trajectory_id, committed)
+            _write(place.file, rows)
+            copy_database(place.file, place.replica)
+            if place.away:  # as a stop leaves it
+                write_record(place, content.tree.newest, content.position)
+                for file in schema.files_of(place.file):
+                    file.unlink(missing_ok=True)
+        except (DamagedStore, sqlite3.Error, OSError) as error:
             raise UserError(f"trajectory store {path} cannot be changed: {error}") from error
-        _write(path, rows)
     return [row.trajectory_id for row in rows]
 
 

@@ -12,11 +12,16 @@ from pathlib import Path
 from megatron_async.disk import CannotWrite
 from megatron_async.errors import UserError
 from megatron_async.file_lock import FileLock, Holder, LockHeld, NoLocks
+from megatron_async.file_system import file_system_of
+from megatron_async.store.place import read_record
 
 
-def check_not_in_use(path: Path) -> None:
-    """Raises UserError while a process writes the store, that is while its run goes on."""
-    lock_store(path).close()
+def check_not_in_use(run_file: Path) -> None:
+    """Raises UserError while a process of this node writes the store (`run.lock` is for others)."""
+    record = read_record(run_file)
+    database = run_file if record is None else record.database(run_file)
+    if database.parent.exists():
+        lock_store(database).close()
 
 
 def lock_store(path: Path) -> FileLock:
@@ -31,8 +36,8 @@ def lock_store(path: Path) -> FileLock:
         raise UserError(str(error)) from error
     except NoLocks as error:
         raise UserError(
-            f"trajectory store {path} cannot be locked ({error}): its file system does not support "
-            "flock"
+            f"trajectory store {path} cannot be locked ({error}) on {file_system_of(path)}: set "
+            "store.directory to a local disk of the rollout manager's node"
         ) from error
     except LockHeld as held:
         if held.holder is not None and held.holder.is_here and held.holder.pid == os.getpid():

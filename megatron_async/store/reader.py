@@ -1,7 +1,7 @@
 """Reading a store: all rows checked, tokens put together, what is consumed derived.
 
 Used when a store is opened and by whoever looks at one while it runs (`StoreReader`: any number of
-them, in any process of the same host).
+them; on another node than the writer's they read the replica).
 
 Invariants
 - A row whose CRC is wrong raises DamagedStore; nothing unchecked leaves this module.
@@ -25,6 +25,7 @@ import numpy as np
 from megatron_async.errors import UserError
 from megatron_async.store import schema as schema
 from megatron_async.store.lineage import Consumption, Line, LineTree
+from megatron_async.store.place import place_of_reader
 from megatron_async.store.schema import (
     BatchRow,
     ChunkRow,
@@ -48,12 +49,14 @@ from megatron_async.trajectory.types import (
 class Counters:
     """What outlives rows; written by the event loop's side.
 
-    `lines` repeats the table of that name: (lineage, parent, branch step). Nothing is known about
-    consumption without the lines, so they lie in two places of the file.
+    `lines` repeats the table of that name: (lineage, parent, branch step). `prompts` is how far the
+    prompt source has been read; it is smaller than `next_group` where groups were lost, whose
+    prompts are read again.
     """
 
     next_group: int = 0
     next_trajectory: int = 0
+    prompts: int = 0
     lost_trajectories: int = 0
     lines: list[tuple[int, int | None, int]] = field(default_factory=list)
 
@@ -66,7 +69,7 @@ class Counters:
         """Inverse of `to_row`."""
         content = json.loads(text)
         content["lines"] = [(a, b, c) for a, b, c in content["lines"]]
-        return cls(**content)
+        return cls(**{"prompts": content["next_group"], **content})  # older formats have none
 
 
 @dataclass
@@ -159,17 +162,30 @@ def read_exported(connection: sqlite3.Connection) -> Exported:
     return Exported.from_json(documents[2]) if 2 in documents else Exported()
 
 
+def read_counters(connection: sqlite3.Connection) -> Counters:
+    """Raises DamagedStore or sqlite3.DatabaseError, also when there are none."""
+    row = connection.execute("SELECT * FROM document WHERE id = 1").fetchone()
+    if row is None:
+        raise DamagedStore("the counters are missing")
+    return Counters.from_json(str(schema.opened("document", row)[1]))
+
+
+def read_position(connection: sqlite3.Connection) -> int:
+    """Transactions ever committed. Raises DamagedStore or sqlite3.DatabaseError."""
+    progress = next(read_rows(connection, "progress"), None)
+    return 0 if progress is None else _integer(progress[1])
+
+
 def read_content(connection: sqlite3.Connection) -> StoreContent:
     """Raises DamagedStore or sqlite3.DatabaseError when anything is not what was written."""
     with at_one_moment(connection):
         exported = read_exported(connection)
-        progress = next(read_rows(connection, "progress"), None)
         documents = {row[0]: str(row[1]) for row in read_rows(connection, "document")}
         lines = [Line(*row) for row in read_rows(connection, "lines")]  # type: ignore[arg-type]
         if 1 not in documents and lines:
             raise DamagedStore("the counters are missing")
         content = StoreContent(
-            position=0 if progress is None else _integer(progress[1]),
+            position=read_position(connection),
             counters=Counters.from_json(documents[1]) if 1 in documents else Counters(),
             exported=exported,
             tree=LineTree(lines),
@@ -286,15 +302,16 @@ class StoreReader:
     """Looks at a store without changing it, also while its run goes on."""
 
     def __init__(self, path: Path) -> None:
-        """Raises UserError when there is no readable store at `path`."""
-        if not path.exists():
-            raise UserError(f"there is no trajectory store {path}")
-        self._path = path
+        """`path` is RUN/trajectories.sqlite. Raises UserError when there is no readable store."""
+        found = place_of_reader(path)
+        self._run_file, self._path, self.note = path, found.file, found.note
         try:
-            self._connection = schema.connect(path, read_only=True)
-            schema.check_identity(self._connection, path)
+            self._connection = schema.connect(
+                found.file, read_only=True, immutable=found.is_replica
+            )
+            schema.check_identity(self._connection, found.file)
         except sqlite3.Error as error:
-            raise _unreadable(path, error) from error
+            raise _unreadable(found.file, error) from error
 
     def close(self) -> None:
         """Release the file."""
@@ -303,7 +320,7 @@ class StoreReader:
     @property
     def export_file(self) -> Path:
         """Where compaction puts what it takes out; see `exported`."""
-        return schema.export_file(self._path)
+        return schema.export_file(self._run_file)
 
     def at_one_moment(self) -> AbstractContextManager[None]:
         """What is read inside belongs together, whatever the run writes meanwhile."""
@@ -410,7 +427,7 @@ _NO_PROMPT = Prompt(np.empty(0, dtype=np.int32), "")
 
 def _unreadable(path: Path, error: Exception) -> UserError:
     return UserError(
-        f"trajectory store {path} is damaged ({error}); resuming the run recovers what is intact"
+        f"trajectory store {path} is damaged ({error}); resuming the run goes on from its replica"
     )
 
 

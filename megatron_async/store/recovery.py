@@ -1,58 +1,55 @@
-"""Checking a store's file when it is opened, and making a new one out of a damaged one.
+"""Opening a store's database: checked, brought here from elsewhere, or replaced by its replica.
 
 Invariants
-- The damaged file stays beside the new one, under its name with `.damaged-N`, and so does its log.
-- The new file holds only rows that are what was written (CRC), of groups whose prompt is known.
-  A trajectory whose own row is lost starts again from its prompt; one whose chunks have a gap is
-  cut there when it is read (`reader.assemble`).
-- A crash during the salvage loses nothing: the new file gets the old one's name last.
+- Everything that is read is checked (SQLite's `quick_check`, the CRC of each row). What is damaged
+  keeps its bytes under its name with `.damaged-N`, and so does its log.
+- The replica takes the place of a database that is damaged, gone or on a node that cannot be
+  reached. What it does not hold is lost, and is named; rollouts can be generated again.
+- At most once comes before nothing lost: when transactions are missing that the run has seen
+  (`position`), every group that is not known to be consumed is set aside, never trained again.
+- Ids of lost groups are not given out again.
 """
 
 from __future__ import annotations
 
-import os
+import logging
+import socket
 import sqlite3
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_async.disk import replace_durably
 from megatron_async.store import schema as schema
-from megatron_async.store.carve import Pages, carve
-from megatron_async.store.lineage import Line, LineTree
+from megatron_async.store.place import Record, StorePlace, read_record
 from megatron_async.store.reader import (
     Counters,
-    Exported,
     StoreContent,
     read_chunks,
     read_content,
+    read_counters,
+    read_position,
+    read_rows,
 )
-from megatron_async.store.schema import (
-    BatchRow,
-    ChunkRow,
-    DamagedStore,
-    GroupRow,
-    Row,
-    TrajectoryRow,
-)
-from megatron_async.store.writer import insert_chunks, replace_statement
-from megatron_async.trajectory.types import TrajectoryState
+from megatron_async.store.replica import copy_database
+from megatron_async.store.schema import ChunkRow, DamagedStore
 
+logger = logging.getLogger(__name__)
 _ID_GAP = 1_000_000  # ids left out when it is not known which have been given
 
 
 @dataclass(frozen=True)
 class Recovery:
-    """What was wrong with a file and what became of it; `sentence` says it to a person.
+    """What was missing or damaged and what became of it; `sentence` says it to a person.
 
-    `behind`: the newest transactions are missing, so that what was found may be an older state.
+    `behind`: what was found may be an older state than the run has seen.
     """
 
     sentence: str
-    damaged_file: Path
+    damaged_file: Path | None
     behind: bool
     lost_trajectories: int
-    restarted_trajectories: int
-    cut_trajectories: int = 0
     set_aside_trajectories: int = 0
 
 
@@ -61,29 +58,22 @@ def read_store(path: Path) -> StoreContent:
 
     Raises DamagedStore or sqlite3.DatabaseError for a damaged file, UserError for a foreign one.
     """
-    _finish_interrupted_salvage(path)
     if path.exists() and 0 < path.stat().st_size < schema.PAGE_BYTES:
         raise DamagedStore("it ends within its first page")  # SQLite would take it for a new one
-    connection = schema.connect(path)
-    try:
+    with closing(schema.connect(path)) as connection:
         schema.check_identity(connection, path)
-        verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
-        if verdict != "ok":
-            raise DamagedStore(" ".join(str(verdict).split()))
+        result = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+        if result != "ok":
+            raise DamagedStore(" ".join(str(result).split()))
         schema.bring_up_to_date(connection)
         schema.create_tables(connection)
         return read_content(connection)
-    finally:
-        connection.close()
 
 
 def read_tokens(path: Path, trajectory_ids: Sequence[int]) -> Mapping[int, list[ChunkRow]]:
     """Chunks of these trajectories. Raises DamagedStore or sqlite3.DatabaseError."""
-    connection = schema.connect(path)
-    try:
+    with closing(schema.connect(path)) as connection:
         return read_chunks(connection, trajectory_ids)
-    finally:
-        connection.close()
 
 
 def is_damage(error: Exception) -> bool:
@@ -97,214 +87,106 @@ def is_damage(error: Exception) -> bool:
     )
 
 
-def salvage(path: Path, reason: str, position: int) -> Recovery:
-    """Put a new file with all that is intact in the place of `path`. Raises OSError.
+def bring_here(place: StorePlace) -> str | None:
+    """Put the run's database where `place` has it, if it was elsewhere.
 
-    The new file's position is at least `position`, that of the checkpoint it is opened for.
+    Returns what keeps it from being used, as the end of a sentence; None when it is there, or the
+    run is new. Raises OSError, sqlite3.Error.
     """
-    pages = Pages(path, _wal(path))
+    file, record = place.file, read_record(place.run_file)
+    if record is None:  # a new run, or one of a version without the record
+        if file.exists() or not (place.run_file.exists() or place.replica.exists()):
+            return None
+        record = Record(socket.gethostname(), None, 0)
+    elif record.names(place) and file.exists():
+        here = record.file is None or record.host == socket.gethostname()
+        # Another node may have a file of that name, from before the run went on elsewhere.
+        if here or _newest_lineage(file) == record.lineage:
+            return None
+        logger.warning("removing %s: the run has gone on elsewhere since", file)
+    for stale in schema.files_of(file):
+        stale.unlink(missing_ok=True)
+    database = record.database(place.run_file)
+    if database != file and record.reachable(place.run_file):
+        copy_database(database, file)
+    elif record.closed_at is not None and _position(place.replica) == record.closed_at:
+        copy_database(place.replica, file, from_replica=True)
+    elif record.host != socket.gethostname():
+        return f"is {database} on {record.host}, which this node does not reach"
+    else:
+        return "is not there any more"
+    return None
+
+
+def restored(place: StorePlace) -> Path | None:
+    """A copy of the replica beside the database, if there is a replica that can be read."""
+    candidate = place.file.with_name(place.file.name + ".restored")
     try:
-        found = _collect(pages)
-    finally:
-        pages.close()
-    restarted = found.complete_groups()
-    lost = found.lost()
-    found.counters.lost_trajectories += lost
-    behind = found.position < position
-    found.position = max(found.position, position)
-    ready = path.with_name(path.name + ".salvaged")
-    _write(ready, found)
-    damaged = _move_away(path)
-    ready.rename(path)
-    sentence = (
-        f"trajectory store {path} was damaged ({reason}): {len(found.trajectories)} trajectories "
-        f"were recovered, {restarted} of them start again from their prompt, {lost} are lost; "
-        f"the damaged file is kept as {damaged}"
-    )
-    return Recovery(sentence, damaged, behind, lost, restarted)
+        for leftover in schema.files_of(candidate):
+            leftover.unlink(missing_ok=True)
+        copy_database(place.replica, candidate, from_replica=True)
+    except FileNotFoundError:
+        return None
+    except (OSError, sqlite3.Error) as error:
+        logger.warning("replica %s cannot be read: %s", place.replica, error)
+        return None
+    return candidate
 
 
-# ---------------------------------------------------------------- what is found
+def put_in_place(copy: Path, file: Path) -> None:
+    """A database that was copied and closed gets its name. Durable."""
+    replace_durably(copy, file)
 
 
-@dataclass
-class _Found:
-    position: int = 0
-    counters: Counters = field(default_factory=Counters)
-    counters_known: bool = False
-    exported: Exported = field(default_factory=Exported)
-    lines: dict[int, Line] = field(default_factory=dict)
-    checkpoints: dict[int, Row] = field(default_factory=dict)
-    batches: dict[int, BatchRow] = field(default_factory=dict)
-    groups: dict[int, GroupRow] = field(default_factory=dict)
-    trajectories: dict[int, TrajectoryRow] = field(default_factory=dict)
-    chunks: dict[tuple[int, int, int], tuple[int, ChunkRow]] = field(default_factory=dict)
-
-    def take(self, table: str, key: int, row: Row) -> None:
-        """Keep a row, or the newer one of two that have the same key."""
-        match table:
-            case "progress":
-                self.position = max(self.position, int(str(row[1])))
-            case "document" if key == 1:
-                counters = Counters.from_json(str(row[1]))
-                self.counters_known = True
-                if counters.next_group >= self.counters.next_group:
-                    self.counters = counters
-            case "document":
-                exported = Exported.from_json(str(row[1]))
-                if exported.batched >= self.exported.batched:
-                    self.exported = exported
-            case "lines":
-                line = Line(*row)  # type: ignore[arg-type]
-                self.lines[line.lineage] = line
-            case "checkpoints":
-                self.checkpoints[key] = row
-            case "batches":
-                batch = BatchRow(*row)  # type: ignore[arg-type]
-                known = self.batches.get(key)
-                if known is None or len(batch.trajectory_ids) < len(known.trajectory_ids):
-                    self.batches[key] = batch
-            case "groups":
-                self.groups[key] = GroupRow.of(row)
-            case "trajectories":
-                trajectory = TrajectoryRow(*row)  # type: ignore[arg-type]
-                old = self.trajectories.get(key)
-                if old is None or trajectory.revision >= old.revision:
-                    self.trajectories[key] = trajectory
-            case "chunks":
-                chunk = ChunkRow(*row)  # type: ignore[arg-type]
-                place = chunk.trajectory_id, chunk.attempt, chunk.seq
-                if place not in self.chunks or self.chunks[place][0] < key:
-                    self.chunks[place] = key, chunk
-
-    def complete_groups(self) -> int:
-        """Leave out what has no prompt or was exported; give what has no row a new start.
-
-        Returns the number of trajectories that start again.
-        """
-        attempts: dict[int, int] = {}
-        for trajectory_id, attempt, _ in self.chunks:
-            attempts[trajectory_id] = max(attempt, attempts.get(trajectory_id, 0))
-        self.groups = {k: g for k, g in self.groups.items() if not self.exported.holds(k)}
-        kept: dict[int, TrajectoryRow] = {}
-        restarted = 0
-        for group in self.groups.values():
-            first = group.first_trajectory
-            for trajectory_id in range(first, first + group.size):
-                row = self.trajectories.get(trajectory_id)
-                if row is None:
-                    row = _fresh(trajectory_id, group.group_id, attempts.get(trajectory_id, -1) + 1)
-                    restarted += 1
-                kept[trajectory_id] = row
-        if not self.counters_known:
-            batched = [i for batch in self.batches.values() for i in batch.ids()]
-            self.counters.next_group = _ID_GAP + max(self.groups, default=0)
-            self.counters.next_trajectory = _ID_GAP + max(
-                [0, *self.trajectories, *attempts, *batched]
-            )
-        self.trajectories = kept
-        self.chunks = {
-            place: found
-            for place, found in self.chunks.items()
-            if place[0] in kept and kept[place[0]].attempt == place[1]
-        }
-        for lineage, parent, branch_step in self.counters.lines:
-            self.lines.setdefault(lineage, Line(lineage, parent, branch_step))
-        return restarted
-
-    def lost(self) -> int:
-        """Trajectories of which nothing was found; those that were admitted, less all known."""
-        if not self.counters_known:
-            return 0
-        exported = self.exported.batched + sum(self.exported.dropped.values())
-        known = len(self.trajectories) + exported + self.counters.lost_trajectories
-        return max(0, self.counters.next_trajectory - known)
-
-    def tree(self) -> LineTree:
-        """Lines whose ancestors are known too."""
-        known: dict[int, Line] = {}
-        for line in sorted(self.lines.values(), key=lambda line: line.lineage):
-            if line.parent is None or line.parent in known:
-                known[line.lineage] = line
-        return LineTree(known.values())
-
-
-def _collect(pages: Pages) -> _Found:
-    found = _Found()
-    for table, key, row in carve(pages):
-        found.take(table, key, row)
-    return found
-
-
-def _fresh(trajectory_id: int, group_id: int, attempt: int) -> TrajectoryRow:
-    state = TrajectoryState.PENDING.value
-    return TrajectoryRow(trajectory_id, group_id, 0, attempt, 0, state, None, None, "{}", None)
-
-
-# ---------------------------------------------------------------- files
-
-
-def _write(path: Path, found: _Found) -> None:
-    """A complete new store at `path`, on disk."""
-    temporary = path.with_name(path.name + ".part")
-    for leftover in (temporary, _wal(temporary), _shm(temporary)):
-        leftover.unlink(missing_ok=True)
-    connection = schema.connect(temporary)
-    try:
-        schema.create_tables(connection)
-        connection.execute("BEGIN")
-        rows: list[tuple[str, Row]] = [("progress", (1, found.position + 1))]
-        rows += [("document", found.counters.to_row()), ("document", found.exported.to_row())]
-        rows += [
-            ("lines", (line.lineage, line.parent, line.branch_step))
-            for line in found.tree().lines()
-        ]
-        rows += [("checkpoints", row) for row in found.checkpoints.values()]
-        rows += [("batches", row) for row in found.batches.values()]
-        rows += [("groups", row) for row in found.groups.values()]
-        rows += [("trajectories", row) for row in found.trajectories.values()]
-        for table, row in rows:
-            connection.execute(replace_statement(table), schema.sealed(table, row))
-        in_order = sorted(found.chunks.values(), key=lambda keyed: keyed[0])
-        insert_chunks(connection, [schema.sealed("chunks", chunk) for _, chunk in in_order])
-        connection.execute("COMMIT")
-    finally:
-        connection.close()
-    descriptor = os.open(temporary, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    temporary.rename(path)
-
-
-def _move_away(path: Path) -> Path:
-    """Give the damaged file (and its log) a name of its own; returns it."""
+def set_aside(file: Path) -> Path | None:
+    """Give a database and its log a name of their own; returns it, None if there is no file."""
     number = 1
-    while (target := path.with_name(f"{path.name}.damaged-{number}")).exists():
+    while (target := file.with_name(f"{file.name}.damaged-{number}")).exists():
         number += 1
-    _shm(path).unlink(missing_ok=True)
-    if _wal(path).exists():
-        _wal(path).rename(_wal(target))
-    if path.exists():
-        path.rename(target)
+    data, log, memory = schema.files_of(file)
+    memory.unlink(missing_ok=True)
+    if log.exists():
+        log.rename(schema.files_of(target)[1])
+    if not data.exists():
+        return None
+    data.rename(target)
     return target
 
 
-def _finish_interrupted_salvage(path: Path) -> None:
-    """A salvage that was killed before its last rename: the new file is complete, use it."""
-    ready = path.with_name(path.name + ".salvaged")
-    if not ready.exists():
-        return
-    if path.exists():
-        ready.unlink()  # the old file is still in its place; it will be salvaged again
+def counters_of(file: Path, needed: int) -> Counters | None:
+    """What a damaged database tells of the ids it has given; None: nothing that can be relied on.
+
+    It must have got as far as transaction `needed`.
+    """
+    try:
+        with closing(schema.connect(file, read_only=True)) as connection:
+            return read_counters(connection) if read_position(connection) >= needed else None
+    except (sqlite3.Error, DamagedStore, ValueError):
+        return None
+
+
+def continue_ids(counters: Counters, known: Counters | None) -> None:
+    """Ids that `known` has given, or may have been given, are not given again."""
+    if known is None:
+        counters.next_group += _ID_GAP
+        counters.next_trajectory += _ID_GAP
     else:
-        ready.rename(path)
+        counters.next_group = max(counters.next_group, known.next_group)
+        counters.next_trajectory = max(counters.next_trajectory, known.next_trajectory)
 
 
-def _wal(path: Path) -> Path:
-    return path.with_name(path.name + "-wal")
+def _newest_lineage(file: Path) -> int | None:
+    try:
+        with closing(schema.connect(file, read_only=True)) as connection:
+            lines = read_rows(connection, "lines")
+            return max((int(str(row[0])) for row in lines), default=None)
+    except (sqlite3.Error, DamagedStore):
+        return None
 
 
-def _shm(path: Path) -> Path:
-    return path.with_name(path.name + "-shm")
+def _position(replica: Path) -> int | None:
+    try:
+        with closing(schema.connect(replica, read_only=True, immutable=True)) as connection:
+            return read_position(connection)
+    except (sqlite3.Error, DamagedStore):
+        return None

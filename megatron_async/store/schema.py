@@ -3,9 +3,8 @@
 Invariants
 - Every row ends with a CRC-32 over its table's name and its other columns (the automatic key of
   `chunks` excepted). SQLite checks the structure of its pages, not their content; with the CRC a
-  row is either what was written or is known to be damaged, wherever it was found.
-- Rows are written whole and never updated in place by SQL expressions, so that a row that is found
-  twice (in an old copy of a page) can be ordered: trajectories by `revision`, chunks by `attempt`.
+  row is either what was written or is known to be damaged.
+- Rows are written whole and never updated in place by SQL expressions.
 - Bytes are in the last column before the CRC.
 - Chunks are only ever appended in the order of arrival; a trajectory's are found by index.
 - A file of an older format is read as it is, and brought to this one before anything is written.
@@ -22,15 +21,23 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_async.errors import UserError
+from megatron_async.file_system import file_system_of
 from megatron_async.trajectory.types import FloatArray, IntArray, PolicyVersion
 
-FORMAT = 3  # 1: groups without `priority`; 2: no drop reason `refused`
-READABLE_FORMATS = (1, 2, FORMAT)
+FORMAT = 4  # 1: groups without `priority`; 2: no drop reason `refused`; 3: no counter `prompts`
+READABLE_FORMATS = (1, 2, 3, FORMAT)
 APPLICATION_ID = 0x4D415453  # "MATS"
 PAGE_BYTES = 8192
 EXPORT_NAME = "trajectories.jsonl"
 _CACHE_KIB = 64 * 1024
 _WAL_PAGES = 16 * 1024 * 1024 // PAGE_BYTES
+_NO_SHARED_MEMORY = (
+    sqlite3.SQLITE_PROTOCOL,
+    sqlite3.SQLITE_IOERR_SHMOPEN,
+    sqlite3.SQLITE_IOERR_SHMSIZE,
+    sqlite3.SQLITE_IOERR_SHMLOCK,
+    sqlite3.SQLITE_IOERR_SHMMAP,
+)
 
 # name -> column definitions; the first column is the integer key, the last one the CRC
 TABLES: dict[str, tuple[str, ...]] = {
@@ -93,10 +100,6 @@ TABLES: dict[str, tuple[str, ...]] = {
         "data BLOB",
         "crc INTEGER",
     ),
-}
-# tables that were different in a format that can still be read
-FORMER_TABLES: dict[str, tuple[str, ...]] = {
-    "groups": tuple(c for c in TABLES["groups"] if c != "priority INTEGER")
 }
 Value = int | float | str | bytes | None
 Row = tuple[Value, ...]
@@ -225,13 +228,20 @@ def column_names(table: str) -> list[str]:
     return [definition.split()[0] for definition in TABLES[table]]
 
 
-def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
-    """A connection with the store's settings. Raises sqlite3.Error.
+def files_of(database: Path) -> tuple[Path, Path, Path]:
+    """The database, its log and the log's shared memory."""
+    name = database.name
+    return database, database.with_name(f"{name}-wal"), database.with_name(f"{name}-shm")
+
+
+def connect(path: Path, *, read_only: bool = False, immutable: bool = False) -> sqlite3.Connection:
+    """A connection with the store's settings; `immutable`: to a file that never changes.
 
     WAL with synchronous=NORMAL: a commit survives the death of every process; a power loss may
-    take the newest commits away, but never a part of one.
+    take the newest commits away, but never a part of one. Raises sqlite3.Error, UserError where
+    the file system cannot have a write-ahead log.
     """
-    mode = "ro" if read_only else "rwc"
+    mode = "ro&immutable=1" if immutable else "ro" if read_only else "rwc"
     connection = sqlite3.connect(
         f"{path.absolute().as_uri()}?mode={mode}",
         uri=True,
@@ -244,13 +254,30 @@ def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
         if not read_only:
             connection.execute(f"PRAGMA page_size={PAGE_BYTES}")
             connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
-            connection.execute("PRAGMA journal_mode=WAL")
+            _use_log(connection, path)
             connection.execute("PRAGMA synchronous=NORMAL")
             connection.execute(f"PRAGMA wal_autocheckpoint={_WAL_PAGES}")
-    except sqlite3.Error:
+    except BaseException:
         connection.close()
         raise
     return connection
+
+
+def _use_log(connection: sqlite3.Connection, path: Path) -> None:
+    """Raises UserError when SQLite goes on without its log, or cannot share the log's memory."""
+    try:
+        got = connection.execute("PRAGMA journal_mode=WAL").fetchone()[0]
+        connection.execute("SELECT count(*) FROM sqlite_master").fetchone()  # maps the memory
+    except sqlite3.OperationalError as error:
+        if getattr(error, "sqlite_errorcode", 0) not in _NO_SHARED_MEMORY:
+            raise
+        got = str(error)
+    if got != "wal":
+        raise UserError(
+            f"trajectory store {path} is on {file_system_of(path)}, which does not support the "
+            f"shared memory of SQLite's log ({got}): set store.directory to a local disk of the "
+            "rollout manager's node"
+        )
 
 
 def bring_up_to_date(connection: sqlite3.Connection) -> None:

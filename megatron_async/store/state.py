@@ -1,25 +1,27 @@
 """What a store knows in memory, and how it comes to know it: a resume is done here.
 
 Invariants
-- Opening an intact file changes two things: the new line is noted, and what ran is partial. In a
-  salvaged one a trajectory whose chunks have a gap is cut there, and is partial.
-- At most once comes before nothing lost: when a salvaged file does not tell of each batch on the
-  path, groups that may have been in a missing one are set aside (they stay in the damaged file),
-  never trained a second time.
-- A line continues a checkpoint that the store can still serve, or opening is refused.
+- Opening an intact file changes two things: the new line is noted, and what ran is partial.
+- At most once comes before nothing lost: in a store that is behind what the run has seen, groups
+  that are not known to be consumed are set aside, never trained a second time.
+- A line continues a checkpoint that the store can still serve, or opening is refused. What is
+  behind may not know the checkpoint's line; the new one then continues the newest that it knows.
 """
 
 from __future__ import annotations
 
 import sqlite3
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from megatron_async.errors import UserError
+from megatron_async.store import recovery as recovery
 from megatron_async.store.compaction import is_restorable
 from megatron_async.store.lineage import Consumption, Line, LineTree, reached
+from megatron_async.store.place import StorePlace
 from megatron_async.store.reader import (
     Counters,
     Exported,
@@ -28,14 +30,9 @@ from megatron_async.store.reader import (
     prompt_of,
 )
 from megatron_async.store.records import GroupRecord, TrajectoryRecord
-from megatron_async.store.recovery import (
-    Recovery,
-    is_damage,
-    read_store,
-    read_tokens,
-    salvage,
-)
+from megatron_async.store.recovery import Recovery
 from megatron_async.store.schema import BatchRow, ChunkRow, DamagedStore
+from megatron_async.store.writer import StoreWriter
 from megatron_async.trajectory.types import DropReason, PolicyVersion, TrajectoryState
 
 
@@ -58,15 +55,9 @@ class StoreState:
     groups: dict[int, GroupRecord] = field(default_factory=dict)
     records: dict[int, TrajectoryRecord] = field(default_factory=dict)
     changed: list[TrajectoryRecord] = field(default_factory=list)
-    cut: list[tuple[TrajectoryRecord, list[ChunkRow]]] = field(default_factory=list)
     set_aside: list[GroupRecord] = field(default_factory=list)
     undone_batches: list[BatchRow] = field(default_factory=list)
     recovery: Recovery | None = None
-
-    @property
-    def line(self) -> Line:
-        """The current line."""
-        return self.tree.line(self.lineage)
 
     def counts(self) -> dict[str, int]:
         """Trajectories by state along the current line, exported ones included."""
@@ -106,42 +97,122 @@ class StoreState:
 
 
 def load_state(
-    path: Path, *, lineage: int, step: int, parent: int | None, position: int | None
+    place: StorePlace, *, lineage: int, step: int, parent: int | None, position: int | None
 ) -> StoreState:
-    """Read the file and begin (or go on with) line `lineage` at policy number `step`.
+    """Read the database and begin (or go on with) line `lineage` at policy number `step`.
 
-    A damaged file is salvaged first. Raises UserError when the file cannot be opened at all, or the
+    One that is elsewhere is brought to `place`; for one that is damaged, gone, or ends before
+    `position`, see `recovery`. Raises UserError when the file cannot be opened at all, or the
     line cannot be begun.
     """
+    needed = position or 0
+    read = partial(_read_state, lineage=lineage, step=step, parent=parent, needed=needed)
     try:
-        state = _read_state(path, lineage, step, parent)
-        if position is not None and state.position < position:
-            raise DamagedStore(
-                f"it ends at transaction {state.position}, the checkpoint was made at {position}"
-            )
-        return state
+        reason = recovery.bring_here(place)
+        found = None
+        if reason is None:
+            found, reason = _tried(read, place.file)
+            if found is not None:
+                if found.position >= needed:
+                    return found
+                reason = f"ends at transaction {found.position}"
+        unknown = position is None and step > 0  # what the trainer has seen
+        return _replaced(place, read, found, reason, needed, unknown)
+    except (OSError, sqlite3.Error) as error:
+        raise UserError(f"trajectory store {place.file} cannot be opened: {error}") from error
+
+
+def first_writes(state: StoreState, writer: StoreWriter) -> None:
+    """What opening has changed."""
+    lines = [(line.lineage, line.parent, line.branch_step) for line in state.tree.lines()]
+    state.counters.lines = lines
+    writer.put("lines", lines[-1])
+    writer.put("document", state.counters.to_row())
+    for batch in state.undone_batches:
+        writer.execute("DELETE FROM batches WHERE id = ?", (batch.id,))
+    for record in state.changed:
+        writer.put("trajectories", record.row())
+    for group in state.set_aside:
+        writer.execute("DELETE FROM groups WHERE group_id = ?", (group.group_id,))
+        first, last = group.trajectory_ids[0], group.trajectory_ids[-1]
+        for table in ("trajectories", "chunks"):
+            statement = f"DELETE FROM {table} WHERE trajectory_id BETWEEN ? AND ?"
+            writer.execute(statement, (first, last))
+
+
+def _tried(read: Callable[[Path], StoreState], file: Path) -> tuple[StoreState | None, str | None]:
+    """The state, or what is damaged."""
+    try:
+        return read(file), None
     except (DamagedStore, sqlite3.Error) as error:
-        if not is_damage(error):
-            raise UserError(f"trajectory store {path} cannot be opened: {error}") from error
-        recovery = salvage(path, str(error), position or 0)
-    state = _read_state(path, lineage, step, parent)
-    set_aside = _set_aside(state, step, everything=recovery.behind)
-    more = ""
-    if state.cut:
-        more += f"; {len(state.cut)} trajectories are cut at a gap"
-    if set_aside:
-        more += f"; {set_aside} are set aside, they may have been trained already"
-    state.recovery = replace(
-        recovery,
-        sentence=recovery.sentence + more,
-        cut_trajectories=len(state.cut),
-        set_aside_trajectories=set_aside,
-    )
+        if not recovery.is_damage(error):
+            raise
+        return None, f"is damaged ({error})"
+
+
+def _replaced(
+    place: StorePlace,
+    read: Callable[[Path], StoreState],
+    found: StoreState | None,
+    reason: str | None,
+    needed: int,
+    unknown: bool,
+) -> StoreState:
+    """The better one of what was `found` and the replica, or an empty store; what is lost, named.
+
+    `unknown`: it is not known which position would do.
+    """
+    known = None if found is not None else recovery.counters_of(place.file, needed)
+    replica, damaged = None, None
+    copy = recovery.restored(place)
+    if copy is not None:
+        replica, fault = _tried(read, copy)
+        reason = reason if fault is None else f"{reason} and its replica {fault}"
+    if (
+        copy is not None
+        and replica is not None
+        and replica.position > (-1 if found is None else found.position)
+    ):
+        state = replica
+        instead = f"its replica takes its place, which ends at transaction {state.position}"
+        damaged = recovery.set_aside(place.file)
+        recovery.put_in_place(copy, place.file)
+    elif found is not None:
+        state, instead = found, "it goes on from there"
+    else:
+        damaged = recovery.set_aside(place.file)
+        state, instead = read(place.file), "there is no replica of it: it begins anew"
+    behind = state.position < needed or (unknown and state is not found)
+    if state.position < needed:
+        instead += f" (the run has seen transaction {needed})"
+    first = state.counters.next_trajectory
+    recovery.continue_ids(state.counters, known)
+    if behind and known is not None:
+        state.counters.prompts = max(state.counters.prompts, known.prompts)
+    aside = [i for group in _set_aside(state) for i in group.trajectory_ids] if behind else []
+    lost = 0 if known is None else state.counters.next_trajectory - first
+    state.counters.lost_trajectories += lost + len(aside)
+    state.position = max(state.position, needed)
+    sentence = f"trajectory store {place.file} {reason}; {instead}"
+    if known is None:
+        sentence += f"; trajectories from {first} on are lost"
+    elif lost:
+        sentence += f"; trajectories {first} to {first + lost - 1} are lost"
+    if aside:
+        sentence += (
+            f"; {len(aside)} trajectories ({min(aside)} to {max(aside)}) are set aside, since "
+            "they may have been trained"
+        )
+    if damaged is not None:
+        sentence += f"; the damaged file is kept as {damaged}"
+    state.recovery = Recovery(sentence, damaged, behind, lost, len(aside))
     return state
 
 
-def _read_state(path: Path, lineage: int, step: int, parent: int | None) -> StoreState:
-    content = read_store(path)
+def _read_state(
+    path: Path, *, lineage: int, step: int, parent: int | None, needed: int
+) -> StoreState:
+    content = recovery.read_store(path)
     state = StoreState(
         lineage=lineage,
         tree=content.tree,
@@ -152,7 +223,7 @@ def _read_state(path: Path, lineage: int, step: int, parent: int | None) -> Stor
         next_batch=max((batch.id for batch in content.batches), default=0) + 1,
         checkpoints=content.checkpoints,
     )
-    _begin_line(state, path, step, parent)
+    _begin_line(state, path, step, parent, behind=state.position < needed)
     undone = {i for batch in state.undone_batches for i in batch.ids()}
     batched = {
         trajectory_id: batched_step
@@ -166,59 +237,24 @@ def _read_state(path: Path, lineage: int, step: int, parent: int | None) -> Stor
         for row in content.trajectories.values()
         if row.trajectory_id not in batched and row.drop_reason is None
     ]
-    _fill(state, content, read_tokens(path, live), batched)
+    _fill(state, content, recovery.read_tokens(path, live), batched)
     return state
 
 
-def _set_aside(state: StoreState, step: int, *, everything: bool) -> int:
-    """Take out groups that may have been in a batch of which there is no record.
-
-    Such a group was complete, and the batch not older than any of its tokens. With `everything` the
-    states that are known may be old ones, so that it can be any group. Returns the number of
-    trajectories.
-    """
-    missing = _newest_missing_step(state, step)
-    if missing < 0:
-        return 0
-    points = state.tree.branch_points(state.lineage)
-    count = 0
+def _set_aside(state: StoreState) -> list[GroupRecord]:
+    """Take out every group that is not consumed: any of them may be in a batch that is missing."""
     for group in list(state.groups.values()):
-        live = [r for i in group.trajectory_ids if (r := state.records[i]).live]
-        complete = all(r.state is TrajectoryState.SCORED for r in live)
-        if not live or not (complete or everything):
-            continue
-        numbers = [
-            version.number
-            if version.lineage == state.lineage
-            else min(version.number, points.get(version.lineage, 0))
-            for record in live
-            for version in record.versions()
-        ]
-        if everything or max(numbers, default=0) <= missing:
+        if any(state.records[i].live for i in group.trajectory_ids):
             state.set_aside.append(group)
             del state.groups[group.group_id]
             for trajectory_id in group.trajectory_ids:
                 del state.records[trajectory_id]
-            count += len(group.trajectory_ids)
-    state.counters.lost_trajectories += count
-    return count
+    return state.set_aside
 
 
-def _newest_missing_step(state: StoreState, step: int) -> int:
-    """The last update before `step` on the current path whose batch is not known; -1: none."""
-    known = {(batch.lineage, batch.step) for batch in state.batches.values()}
-    missing = [-1]
-    for lineage, limit in state.tree.path(state.lineage).items():
-        line = state.tree.line(lineage)
-        first = line.branch_step
-        if line.parent is None and lineage == state.lineage:
-            first = 0  # what came before this line was in the part that is lost
-        end = step if limit is None else limit
-        missing += [n for n in range(first, end) if (lineage, n) not in known]
-    return max(missing)
-
-
-def _begin_line(state: StoreState, path: Path, step: int, parent: int | None) -> None:
+def _begin_line(
+    state: StoreState, path: Path, step: int, parent: int | None, *, behind: bool
+) -> None:
     tree, lineage = state.tree, state.lineage
     if tree and lineage < tree.newest:
         raise UserError(
@@ -233,9 +269,11 @@ def _begin_line(state: StoreState, path: Path, step: int, parent: int | None) ->
         for batch in state.undone_batches:
             del state.batches[batch.id]
         return
-    if tree and parent is None:
+    if behind and (parent is None or parent not in tree):
+        parent = tree.newest if tree else None  # what that has consumed is not consumed again
+    elif tree and parent is None:
         parent = _parent_of(state, step)
-    if parent is not None:
+    if parent is not None and not behind:
         check_serves(path, tree, state.exported, PolicyVersion(parent, step))
     tree.add(Line(lineage, parent, step))
 
@@ -287,14 +325,10 @@ def _fill(
         else:
             tokens = assemble(stored, chunks.get(trajectory_id, ()))
             record = TrajectoryRecord(stored, tokens.segments)
-            was_running = record.state is TrajectoryState.RUNNING
+            if not tokens.complete:
+                raise DamagedStore(f"tokens of trajectory {trajectory_id} are missing")
             record.chunks = len(tokens.chunks)
-            if was_running or not tokens.complete:
+            if record.state is TrajectoryState.RUNNING:
                 record.interrupt()
                 state.changed.append(record)
-            if not tokens.complete:
-                # a new attempt: whatever is left of the old one beyond the gap can never come back
-                record.attempt += 1
-                kept = [chunk._replace(attempt=record.attempt) for chunk in tokens.chunks]
-                state.cut.append((record, kept))
         state.records[trajectory_id] = record

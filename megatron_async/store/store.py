@@ -38,11 +38,13 @@ from megatron_async.store import schema as schema
 from megatron_async.store.compaction import cut_uncommitted
 from megatron_async.store.compactor import Compactor
 from megatron_async.store.lock import lock_store
+from megatron_async.store.place import StorePlace, prepared_place, write_record
 from megatron_async.store.reader import assemble, read_chunks
 from megatron_async.store.records import GroupRecord, TrajectoryRecord, running
 from megatron_async.store.recovery import Recovery
+from megatron_async.store.replica import Replicator
 from megatron_async.store.schema import BatchRow, GroupRow, pack_ids
-from megatron_async.store.state import StoreState, load_state
+from megatron_async.store.state import StoreState, first_writes, load_state
 from megatron_async.store.writer import StoreWriter
 from megatron_async.trajectory.packing import line_number
 from megatron_async.trajectory.types import (
@@ -79,56 +81,41 @@ class TrajectoryStore:
     ) -> TrajectoryStore:
         """Begin line `lineage` at policy number `step`, or go on with it if it is the newest.
 
-        On a resume, `parent` is the line of the restored checkpoint and `position` what its
-        manifest keeps of `position()`. Without `parent` it is the newest line that has a finalised
+        `path` is RUN/trajectories.sqlite; the database may be elsewhere (`place`). On a
+        resume, `parent` is the line of the restored checkpoint and `position` what its manifest
+        keeps of `position()`. Without `parent` it is the newest line that has a finalised
         checkpoint of `step`. Trajectories that ran are partial now; what was batched at `step` or
-        later is scored again. A damaged file is salvaged: see `recovery`. Raises UserError.
+        later is scored again. For a damaged file see `recovery`. Raises UserError.
         """
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = lock_store(path)
+        settings = settings or StoreConfig()
+        place = prepared_place(Path(path), settings.directory)
+        lock = lock_store(place.file)
         try:
-            state = load_state(path, lineage=lineage, step=step, parent=parent, position=position)
+            state = load_state(place, lineage=lineage, step=step, parent=parent, position=position)
             if state.recovery is not None:
                 logger.warning("%s", state.recovery.sentence)
-            cut_uncommitted(schema.export_file(path), state.exported.bytes)
+            cut_uncommitted(place.export_file, state.exported.bytes)
+            write_record(place, lineage)
         except BaseException:
             lock.close()
             raise
-        return cls(path, settings or StoreConfig(), lock, state)
+        return cls(place, settings, lock, state)
 
     def __init__(
-        self, path: Path, settings: StoreConfig, lock: FileLock, state: StoreState
+        self, place: StorePlace, settings: StoreConfig, lock: FileLock, state: StoreState
     ) -> None:
         """Use `open`."""
-        self._path, self._settings, self._state = path, settings, state
+        self._place, self._settings, self._state = place, settings, state
         self._branch_points = state.tree.branch_points(state.lineage)
         self._counts = state.counts()  # kept: a person's status is asked for again and again
         self._serials = itertools.count(1)
         self._due: dict[int, float] = {}  # trajectory -> when its buffer got its first token
         self._timer: asyncio.TimerHandle | None = None
         self._reading: sqlite3.Connection | None = None
-        self._writer = StoreWriter(path, state.position, lock)
-        self._compactor = Compactor(path, state, self._writer, settings)
-        line = state.line
-        self._writer.put("lines", (line.lineage, line.parent, line.branch_step))
-        state.counters.lines = [
-            (line.lineage, line.parent, line.branch_step) for line in state.tree.lines()
-        ]
-        self._writer.put("document", state.counters.to_row())
-        for batch in state.undone_batches:
-            self._writer.execute("DELETE FROM batches WHERE id = ?", (batch.id,))
-        for record in state.changed:
-            self._put(record)
-        for record, chunks in state.cut:
-            for chunk in chunks:
-                self._writer.add_chunk(schema.sealed("chunks", chunk), len(chunk.data))
-            self._delete_old_attempts(record)
-        for group in state.set_aside:
-            self._writer.execute("DELETE FROM groups WHERE group_id = ?", (group.group_id,))
-            for i in group.trajectory_ids:
-                for table in ("trajectories", "chunks"):
-                    self._writer.execute(f"DELETE FROM {table} WHERE trajectory_id = ?", (i,))
+        self._writer = StoreWriter(place.file, state.position, lock)
+        self._compactor = Compactor(place, state, self._writer, settings)
+        self._replicator = Replicator(place, self._writer, state.lineage)
+        first_writes(state, self._writer)
 
     @property
     def lineage(self) -> int:
@@ -137,25 +124,30 @@ class TrajectoryStore:
 
     @property
     def recovery(self) -> Recovery | None:
-        """What opening found damaged and what became of it; None when all was well."""
+        """What opening found damaged or gone, and what became of it; None when all was well."""
         return self._state.recovery
 
     @property
     def export_file(self) -> Path:
         """Where compaction puts consumed trajectories."""
-        return schema.export_file(self._path)
+        return self._place.export_file
 
-    async def close(self) -> None:
+    async def close(self, *, leave: bool = False) -> None:
         """Write what is buffered, let compaction end, then the thread, which releases the file.
 
-        Raises ComponentFailure when the thread does not end in time; the file stays locked then.
+        `leave`: this node may not have the run again; the replica gets all that a database outside
+        the run directory has, which is removed. Raises ComponentFailure when the thread does not
+        end in time; the file stays locked then.
         """
         if self._timer is not None:
             self._timer.cancel()
-        async with AsyncExitStack() as ending:  # each in turn, whatever became of the one before
+        last = self._replicator.last if leave and self._place.away else self._replicator.finish
+        async with AsyncExitStack() as ending:  # from the last, each whatever became of the others
+            ending.callback(self._replicator.leave)
             if self._reading is not None:
                 ending.callback(self._reading.close)
             ending.push_async_callback(asyncio.to_thread, self._writer.close)
+            ending.push_async_callback(last)
             ending.push_async_callback(self._compactor.finish)
             self.flush()
 
@@ -177,6 +169,7 @@ class TrajectoryStore:
         )
         self._state.counters.next_trajectory += size
         self._state.counters.next_group += 1
+        self._state.counters.prompts += 1
         self._state.groups[group_id] = GroupRecord(group_id, prompt, ids)
         for trajectory_id in ids:
             self._state.records[trajectory_id] = TrajectoryRecord.new(trajectory_id, group_id)
@@ -361,6 +354,10 @@ class TrajectoryStore:
             return await self._writer.wait(self._writer.barrier(durable=True))
         return await self._writer.committed()
 
+    def replicate(self) -> None:
+        """Begin to copy what is committed into the run directory; `close` waits for the copy."""
+        self._replicator.start()
+
     def position(self) -> int:
         """Transactions committed so far, for the checkpoint manifest (after `sync`)."""
         return self._writer.position
@@ -411,9 +408,9 @@ class TrajectoryStore:
         return line_number(version, self.lineage, self._branch_points)
 
     @property
-    def admitted_groups(self) -> int:
-        """Groups ever added, which is how far the prompt source has been read."""
-        return self._state.counters.next_group
+    def prompts_read(self) -> int:
+        """How far the prompt source has been read: each group that is not lost took one."""
+        return self._state.counters.prompts
 
     def batch_sizes(self) -> dict[int, int]:
         """Step -> trajectories of its batch along the current line that the store still has.
@@ -436,13 +433,13 @@ class TrajectoryStore:
     def _record(self, trajectory_id: int) -> TrajectoryRecord:
         record = self._state.records.get(trajectory_id)
         if record is None:
-            raise LookupError(f"trajectory {trajectory_id} is not in {self._path}")
+            raise LookupError(f"trajectory {trajectory_id} is not in {self._place.file}")
         return record
 
     def _group(self, group_id: int) -> GroupRecord:
         group = self._state.groups.get(group_id)
         if group is None:
-            raise LookupError(f"group {group_id} is not in {self._path}")
+            raise LookupError(f"group {group_id} is not in {self._place.file}")
         return group
 
     def _move(self, record: TrajectoryRecord, state: TrajectoryState) -> None:
@@ -499,6 +496,6 @@ class TrajectoryStore:
         if not self._writer.is_committed(record.in_flight):
             self._writer.barrier().result(_WAIT_SECONDS)
         if self._reading is None:
-            self._reading = schema.connect(self._path, read_only=True)
+            self._reading = schema.connect(self._place.file, read_only=True)
         chunks = read_chunks(self._reading, [record.trajectory_id])
         return assemble(record.row(), chunks.get(record.trajectory_id, ())).segments

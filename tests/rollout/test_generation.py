@@ -503,7 +503,7 @@ KILLED = {
 def test_a_manager_that_was_killed_before_it_noted_the_end_does_not_go_on(
     tmp_path: Path, tokens: list[int], reason: FinishReason
 ) -> None:
-    """Such a file is what a version before this one left, or a salvage."""
+    """Such a file is what a version before this one left."""
 
     async def body() -> None:
         config = config_of()

@@ -1,7 +1,8 @@
-"""A rollout manager whose trainer takes some batches and no checkpoint; see test_power_loss.py.
+"""A rollout manager whose trainer takes some batches; see test_power_loss.py.
 
-`python -m tests.store.powerless_process FOLDER BATCHES` says of each batch that the trainer got,
-one line: its step, the store's position that came with it, and its trajectories. Then it is gone.
+`python -m tests.store.powerless_process RUN BATCHES STORE_DIRECTORY` says of each batch that the
+trainer got, one line: its step, the store's position that came with it, and its trajectories. After
+the first there is a checkpoint, whose position is the first line. Then it is gone.
 """
 
 from __future__ import annotations
@@ -17,22 +18,26 @@ from tests.rollout.stand_ins import settings
 from tests.rollout.test_manager import Trainer
 
 
-async def live(folder: Path, batches: int) -> None:
-    trainer = Trainer(folder, settings("async"))
+def say(**line: object) -> None:
+    os.write(1, (json.dumps(line) + "\n").encode())
+
+
+async def live(run: Path, batches: int, directory: str) -> None:
+    config = settings("async")
+    store = config.store.model_copy(update={"directory": directory})
+    trainer = Trainer(run, config.model_copy(update={"store": store}))
     await trainer.manager.start()
     await trainer.begin(ResumePoint(0))
     for step in range(batches):
         batch = await trainer.batch()
-        line = {
-            "step": batch.step,
-            "position": batch.store_position,
-            "ids": batch.trajectory_ids_S.tolist(),
-        }
-        os.write(1, (json.dumps(line) + "\n").encode())
-        if step + 1 < batches:
-            await trainer.publish(0, step + 1)
+        say(step=batch.step, position=batch.store_position, ids=batch.trajectory_ids_S.tolist())
+        await trainer.publish(0, step + 1)
+        if step == 0:
+            say(checkpoint=(await trainer.manager.position(0))["store_position"])
+            assert trainer.manager._session is not None
+            await trainer.manager._session.store._replicator.finish()
     os._exit(0)
 
 
 if __name__ == "__main__":
-    asyncio.run(live(Path(sys.argv[1]), int(sys.argv[2])))
+    asyncio.run(live(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -16,7 +18,7 @@ from megatron_async.store import schema as schema
 from megatron_async.store.reader import StoreReader
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.types import DropReason, Group
-from tests.trajectory.builders import STORE, expected, prompt, response, scored_group
+from tests.trajectory.builders import REPLICA, STORE, expected, prompt, response, scored_group
 
 FORMAT_1_GROUPS = (
     "group_id INTEGER PRIMARY KEY, first_trajectory INTEGER, size INTEGER, task TEXT, "
@@ -102,28 +104,35 @@ def test_a_run_goes_on_with_an_old_file_and_loses_nothing(old: Path) -> None:
         assert newest.prompt.priority == 4
 
 
-def test_what_is_intact_of_a_damaged_old_file_comes_back(old: Path) -> None:
-    """The root page of an index: the rows are all there, and the file is searched for them."""
-    with closing(sqlite3.connect(old)) as connection:
-        query = "SELECT rootpage FROM sqlite_master WHERE name = 'chunks_of'"
-        page = connection.execute(query).fetchone()[0]
-    with old.open("r+b") as file:
-        file.seek((page - 1) * schema.PAGE_BYTES)
-        file.write(bytes(schema.PAGE_BYTES))
-    with opened(old, lineage=1) as store:
-        assert store.recovery is not None
-        check(store.unconsumed_groups())
-    assert version_of(old) == schema.FORMAT
-
-
 def test_a_damaged_prompt_in_an_old_file_is_found_before_it_is_rewritten(old: Path) -> None:
+    shutil.copy(old, old.with_name(REPLICA))
     with closing(sqlite3.connect(old)) as connection:
         connection.execute("UPDATE groups SET payload = '{}' WHERE group_id = 1")
         connection.commit()
     with opened(old, lineage=1) as store:
         assert store.recovery is not None
-        assert store.recovery.lost_trajectories == 2
-        assert [g.group_id for g in store.unconsumed_groups()] == [0, 2]
+        assert "a row of table groups does not have its checksum" in store.recovery.sentence
+        check(store.unconsumed_groups())
+    assert version_of(old) == schema.FORMAT
+    assert version_of(old.with_name(REPLICA)) == 1, "a replica never changes"
+
+
+def test_a_file_whose_counters_do_not_count_prompts_goes_on_with_its_groups(tmp_path: Path) -> None:
+    path = tmp_path / STORE
+    with opened(path) as store:
+        for _ in range(3):
+            store.add_group(prompt(), 2)
+    with closing(sqlite3.connect(path)) as connection:
+        found = connection.execute("SELECT content FROM document WHERE id = 1").fetchone()[0]
+        counters = json.loads(found)
+        del counters["prompts"]
+        row = schema.sealed("document", (1, json.dumps(counters)))
+        connection.execute("REPLACE INTO document VALUES (?, ?, ?)", row)
+        connection.execute("PRAGMA user_version = 3")
+        connection.commit()
+    with opened(path, lineage=1) as store:
+        assert store.prompts_read == 3
+    assert version_of(path) == schema.FORMAT
 
 
 def test_a_file_from_before_refused_prompts_is_marked_when_it_may_hold_them(tmp_path: Path) -> None:
@@ -136,13 +145,13 @@ def test_a_file_from_before_refused_prompts_is_marked_when_it_may_hold_them(tmp_
         assert store.recovery is None
         (trajectory,) = store.add_group(prompt(), 1).trajectories
         store.drop(trajectory.trajectory_id, DropReason.REFUSED)
-    assert version_of(tmp_path / STORE) == 3
+    assert version_of(tmp_path / STORE) == schema.FORMAT
     with opened(tmp_path / STORE, lineage=2) as store:
         assert store.load_trajectory(0).drop_reason is DropReason.REFUSED
 
 
 def test_a_format_of_the_future_is_refused_by_number(old: Path) -> None:
     with closing(sqlite3.connect(old)) as connection:
-        connection.execute("PRAGMA user_version = 4")
-    with pytest.raises(UserError, match=r"has format 4, this version reads formats 1 to 3"):
+        connection.execute("PRAGMA user_version = 5")
+    with pytest.raises(UserError, match=r"has format 5, this version reads formats 1 to 4"):
         TrajectoryStore.open(old, lineage=1)

@@ -20,6 +20,7 @@ from megatron_async.trajectory.types import (
 )
 
 STORE = "trajectories.sqlite"
+REPLICA = "trajectories.replica.sqlite"
 V0 = PolicyVersion(0, 0)
 
 

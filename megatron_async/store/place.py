@@ -1,0 +1,210 @@
+"""Where a run's store lies: the database on a disk of the manager's node, a replica for the others.
+
+    RUN/trajectories.sqlite          the database, where the run directory is on a local disk
+    DIR/NAME-HASH/trajectories.sqlite    else: below `store.directory` or the temporary directory
+    RUN/trajectories.replica.sqlite  a copy that never changes, replaced at every checkpoint
+    RUN/store.json                   the node and the database that count
+
+Invariants
+- The database is on a file system that belongs to one node, unless `store.directory` says
+  otherwise: SQLite's log is memory that processes of one node share.
+- A database that store.json does not name is stale: the run has gone on elsewhere since.
+- Whoever is not on the database's node reads the replica.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import socket
+import sqlite3
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megatron_async.disk import reason, replace_durably, writing
+from megatron_async.errors import UserError
+from megatron_async.file_system import existing, file_system_of
+from megatron_async.store import schema as schema
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StorePlace:
+    """`run_file` is the store's name, RUN/trajectories.sqlite, `file` the database."""
+
+    run_file: Path
+    file: Path
+
+    @property
+    def away(self) -> bool:
+        """Whether the database is outside the run directory."""
+        return self.file != self.run_file
+
+    @property
+    def replica(self) -> Path:
+        return self.run_file.with_name(f"{self.run_file.stem}.replica{self.run_file.suffix}")
+
+    @property
+    def export_file(self) -> Path:
+        """Where compaction puts consumed trajectories."""
+        return schema.export_file(self.run_file)
+
+
+def place_of_writer(run_file: Path, directory: str) -> StorePlace:
+    """On this node; `directory` is `store.directory`. Makes nothing. Raises UserError."""
+    run = run_file.parent.resolve()
+    run_file = run / run_file.name
+    if directory:
+        base = Path(directory)
+        if base.resolve() == run:
+            return StorePlace(run_file, run_file)
+    elif file_system_of(run).local:
+        return StorePlace(run_file, run_file)
+    else:
+        base = Path(tempfile.gettempdir())
+        if not file_system_of(base).local:
+            raise UserError(
+                f"run directory {run} is on {file_system_of(run)} and the temporary directory on "
+                f"{file_system_of(base)}, which other nodes share: set store.directory to a disk "
+                "of the rollout manager's node"
+            )
+        base /= f"megatron_async-{os.getuid()}"
+    digest = hashlib.sha256(str(run).encode()).hexdigest()[:8]
+    return StorePlace(run_file, base / f"{run.name}-{digest}" / run_file.name)
+
+
+def prepared_place(run_file: Path, directory: str) -> StorePlace:
+    """`place_of_writer`, where a database is or can be made. Raises UserError."""
+    place = place_of_writer(run_file, directory)
+    if not place.file.exists():
+        check_place(place)
+        make_folder(place)
+    return place
+
+
+def check_place(place: StorePlace) -> None:
+    """Whether a database would work there; leaves nothing behind. Raises UserError."""
+    folder = existing(place.file.parent)
+    probe = folder / f".probe-{socket.gethostname()}-{os.getpid()}"
+    try:
+        schema.connect(probe).close()
+    except sqlite3.Error as error:
+        raise UserError(
+            f"trajectory store {place.file} cannot be made in {folder}: {reason(error)}"
+        ) from error
+    finally:
+        for file in schema.files_of(probe):
+            with contextlib.suppress(OSError):  # the error of the database is the one that matters
+                file.unlink(missing_ok=True)
+
+
+def make_folder(place: StorePlace) -> None:
+    """Of the database; outside the run directory for this user alone. Raises UserError."""
+    folder = place.file.parent
+    try:
+        folder.parent.mkdir(mode=0o700 if place.away else 0o777, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700 if place.away else 0o777, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"{folder}, for the trajectory store, cannot be made: {reason(error)}"
+        ) from error
+    if place.away and folder.lstat().st_uid != os.getuid():
+        raise UserError(f"{folder}, for the trajectory store, belongs to somebody else")
+
+
+# ---------------------------------------------------------------- the record
+
+
+@dataclass(frozen=True)
+class Record:
+    """Content of store.json; `file` is None in the run directory, which may be moved.
+
+    `lineage` is the newest that the database has; `closed_at` the position at which its writer has
+    closed it and made its last replica.
+    """
+
+    host: str
+    file: str | None
+    lineage: int
+    closed_at: int | None = None
+
+    def names(self, place: StorePlace) -> bool:
+        """Whether this is the database of `place`, as far as names tell."""
+        return not place.away if self.file is None else self.file == str(place.file)
+
+    def database(self, run_file: Path) -> Path:
+        """Which may be on another node."""
+        return run_file if self.file is None else Path(self.file)
+
+    def reachable(self, run_file: Path) -> bool:
+        """Whether the database can be opened on this node."""
+        file = self.database(run_file)
+        here = self.host == socket.gethostname() or file_system_of(file).local
+        return here and file.exists()
+
+
+def read_record(run_file: Path) -> Record | None:
+    """None: the run is new, or older than the record."""
+    try:
+        return Record(**json.loads(_record_file(run_file).read_text()))
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError) as error:
+        logger.warning("%s cannot be read: %s", _record_file(run_file), error)
+        return None
+
+
+def write_record(place: StorePlace, lineage: int, closed_at: int | None = None) -> None:
+    """This node's database counts from now on. Durable. Raises CannotWrite."""
+    file = str(place.file) if place.away else None
+    record = Record(socket.gethostname(), file, lineage, closed_at)
+    target = _record_file(place.run_file)
+    temporary = target.with_name(f".{target.name}.{socket.gethostname()}.{os.getpid()}")
+    with writing(target):
+        temporary.write_text(json.dumps(asdict(record)))
+        replace_durably(temporary, target)
+
+
+def _record_file(run_file: Path) -> Path:
+    return run_file.with_name("store.json")
+
+
+# ---------------------------------------------------------------- readers
+
+
+@dataclass(frozen=True)
+class Readable:
+    """A file that this process may read; `note` says what a replica does not hold."""
+
+    file: Path
+    is_replica: bool = False
+    note: str = ""
+
+
+def has_store(run_file: Path) -> bool:
+    """Whether the run has a trajectory store, wherever that lies."""
+    record = read_record(run_file)
+    away = record is not None and record.file is not None
+    return away or run_file.exists() or StorePlace(run_file, run_file).replica.exists()
+
+
+def place_of_reader(run_file: Path) -> Readable:
+    """The database where it can be reached, else the replica. Raises UserError."""
+    record = read_record(run_file) or Record(socket.gethostname(), None, 0)
+    if record.reachable(run_file):
+        return Readable(record.database(run_file))
+    replica = StorePlace(run_file, run_file).replica
+    where = f"{record.database(run_file)} on {record.host}"
+    if replica.exists():
+        note = f"the run's trajectory store is {where}; this is its replica of the last checkpoint"
+        return Readable(replica, True, "" if record.closed_at is not None else note)
+    if record.file is not None:
+        raise UserError(
+            f"the trajectory store of {run_file.parent} is {where}, and it has no replica yet"
+        )
+    raise UserError(f"there is no trajectory store {run_file}")
