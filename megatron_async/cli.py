@@ -16,6 +16,7 @@ from typing import Annotated
 
 import typer
 
+from megatron_async.disk import naming_disk_errors
 from megatron_async.errors import ComponentFailure, Terminated, UserError
 
 app = typer.Typer(
@@ -55,7 +56,8 @@ def main() -> None:
     warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
     signal.signal(signal.SIGTERM, _terminate)
     try:
-        app(standalone_mode=True)
+        with naming_disk_errors():
+            app(standalone_mode=True)
     except UserError as error:
         _exit_with(f"error: {error}", 2)
     except ComponentFailure as error:

@@ -13,10 +13,11 @@ import contextlib
 import errno
 import json
 import os
+import re
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from megatron_async.errors import ComponentFailure
 
@@ -43,6 +44,7 @@ _SQLITE_REMEDIES: Final = {
 }
 # These are a disk's, whatever was done; the others only where the error names a file.
 _SURELY_DISK: Final = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
+_RUST_ERROR: Final = re.compile(r"\(os error (\d+)\)")
 _TAIL_BYTES: Final = 1 << 16
 _BUFFER_BYTES: Final = 1 << 16
 
@@ -63,28 +65,51 @@ def reason(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def writing(path: Path | str, what: str = "") -> Iterator[None]:
+def writing(path: Path | str | None, what: str = "") -> Iterator[None]:
     """What the system refuses inside the block is raised as CannotWrite.
 
     `what` says what the file is, where its name does not.
     """
     try:
         yield
-    except OSError as error:
+    except Exception as error:
+        found = _system_error(error)
+        if found is None:
+            raise
         name = f"{what} {path}" if what else str(path)
-        raise CannotWrite(f"{name} cannot be written: {reason(error)}") from error
+        raise CannotWrite(f"{name} cannot be written: {reason(found)}") from error
+
+
+def _system_error(error: Exception) -> OSError | None:
+    """What the system said; libraries in Rust (safetensors) hand it on as text."""
+    if isinstance(error, OSError):
+        return error
+    number = _RUST_ERROR.search(str(error))
+    return None if number is None else OSError(int(number[1]), os.strerror(int(number[1])))
 
 
 def disk_failure(error: BaseException) -> CannotWrite | None:
     """The sentence of an error that got out of a write without one; None for any other error.
 
-    For the entry points of processes: every write whose path is known is inside `writing`.
+    Every write whose path is known is inside `writing`; this is for what others write for us.
     """
     if not isinstance(error, OSError) or error.errno not in _REMEDIES:
         return None
     if error.filename is None and error.errno not in _SURELY_DISK:
         return None
     return CannotWrite(f"{error.filename or 'a file'} cannot be used: {reason(error)}")
+
+
+@contextlib.contextmanager
+def naming_disk_errors() -> Iterator[None]:
+    """Around all that a process does: what `disk_failure` knows is raised as its sentence."""
+    try:
+        yield
+    except OSError as error:
+        failure = disk_failure(error)
+        if failure is None:
+            raise
+        raise failure from error
 
 
 def check_room(directory: Path, size: int) -> None:
@@ -182,7 +207,7 @@ def append_json_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
         file.close()
 
 
-def json_lines(data: bytes) -> Iterator[dict[str, object]]:
+def json_lines(data: bytes) -> Iterator[dict[str, Any]]:
     """The objects in the lines of `data`; a line that is none, as a torn one, is left out."""
     for line in data.split(b"\n"):
         with contextlib.suppress(ValueError):

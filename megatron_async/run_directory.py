@@ -18,11 +18,13 @@ import secrets
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from megatron_async.config import RunConfig, dump, load_config
-from megatron_async.disk import CannotWrite, replace_durably, writing
+from megatron_async.disk import CannotWrite, check_room, replace_durably, writing
 from megatron_async.errors import ComponentFailure, UserError
+
+_FAILURE_BYTES: Final = 1 << 16
 
 
 class Outcome(Enum):
@@ -174,15 +176,19 @@ class RunDirectory:
         if not self.failure_file.exists():
             return None
         found: dict[str, Any] = json.loads(self.failure_file.read_text())
-        self.failure_file.unlink()
+        with writing(self.failure_file):
+            self.failure_file.unlink()
         del found["attempt"]
         return found
 
     def raise_failure(self, log_file: Path) -> None:
-        """Raise what a process left as it would have: UserError or ComponentFailure."""
+        """Raise what a process left as it would have: UserError or ComponentFailure.
+
+        A process that could not even write that left nothing; then the disk is the cause.
+        """
         left = self.take_failure()
         if left is None:
-            return
+            return check_room(self.path, _FAILURE_BYTES)
         if left["exit_code"] == 2:
             raise UserError(left["sentence"])
         raise ComponentFailure(f"{left['sentence']}; the log is {log_file}")

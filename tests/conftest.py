@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+from tests.small_disk import SmallDisk, small_disk
 
 if TYPE_CHECKING:
     from tests.engine import EngineUnderTest
@@ -22,3 +25,10 @@ def sglang_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineUn
         yield engine
     finally:
         engine.process.stop()
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[SmallDisk]:
+    """Eight megabytes that a test may fill or make read-only."""
+    with small_disk(tmp_path / "disk", 8 << 20) as found:
+        yield found

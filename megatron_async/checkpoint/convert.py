@@ -48,6 +48,7 @@ from megatron_async.checkpoint.progress import ByteProgress
 from megatron_async.checkpoint.tally import TensorTally, compare, dtype_name, dtype_named, tally
 from megatron_async.config.load import load_config
 from megatron_async.config.model import ParallelConfig
+from megatron_async.disk import writing
 from megatron_async.errors import UserError
 from megatron_async.models.architecture import Architecture
 from megatron_async.models.export import buckets
@@ -333,7 +334,8 @@ def _partial(destination: Path) -> Iterator[Path]:
     except OSError as error:
         raise UserError(f"--dst {destination} cannot be made: {error.strerror}") from error
     try:
-        yield partial
+        with writing(destination):
+            yield partial
     finally:
         if partial.exists():
             shutil.rmtree(partial)

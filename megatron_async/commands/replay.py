@@ -117,6 +117,9 @@ def replay_command(run_directory: Path, lineage: int | None, timeline: bool) -> 
         if not path.exists():
             typer.echo(f"{path}: removed meanwhile, for what the run records now")
             continue
+        if not path.stat().st_size:
+            typer.echo(f"{path}: empty, as its manager ended before it could write")
+            continue
         seen = Timeline()
         before = read_record(path)[0].events_before
         if before:

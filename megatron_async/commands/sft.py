@@ -20,7 +20,7 @@ import typer
 
 from megatron_async.config import RunConfig, load_config
 from megatron_async.engines.nodes import node_address
-from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.errors import UserError
 from megatron_async.launcher.claim import new_run
 from megatron_async.launcher.devices import check_trainer_here
 from megatron_async.launcher.environment import trainer_environment
@@ -31,6 +31,7 @@ from megatron_async.launcher.session import Session, check_name
 from megatron_async.run_directory import RunDirectory
 from megatron_async.tasks.base import WorkedExample
 from megatron_async.telemetry.progress import Progress
+from megatron_async.train_loop.rank_exit import exit_code, leave
 from megatron_async.trainer.report import StepReport
 from megatron_async.trajectory.batch import TokenBatch
 
@@ -117,9 +118,9 @@ def run_sft(
             progress.update({})
     finally:
         child.stop()
-    if first:
-        directory.raise_failure(child.log_file)
     if child.exit_code() != 0:
+        if first:
+            directory.raise_failure(child.log_file)
         raise child.failure("sft")
 
 
@@ -221,19 +222,10 @@ def _sft_metrics(report: StepReport) -> dict[str, float]:
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code of one rank: 0, 1 for a failed component, 2 for bad input."""
+    """Exit code of one rank (`train_loop.rank_exit.py`)."""
     directory, config = RunDirectory.find(arguments[0], [])
-    try:
-        train(config, directory, Path(arguments[1]))
-    except (UserError, ComponentFailure) as error:
-        code = 2 if isinstance(error, UserError) else 1
-        directory.report_failure(str(error), code)
-        return code
-    return 0
+    return exit_code(directory, lambda: train(config, directory, Path(arguments[1])))
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # gloo threads of a failed collective would keep the interpreter alive
+    leave(main(sys.argv[1:]))

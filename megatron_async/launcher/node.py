@@ -27,6 +27,7 @@ from pathlib import Path
 from types import FrameType
 
 from megatron_async.config import RunConfig
+from megatron_async.disk import naming_disk_errors
 from megatron_async.engines.nodes import (
     ROLE_LABEL,
     TRAINER_ROLE,
@@ -212,7 +213,7 @@ def run_trainer(node: Node) -> int:
     """Role `trainer`. When it fails, the session is over for all."""
     try:
         return _run_trainer(node)
-    except (UserError, ComponentFailure):
+    except (UserError, ComponentFailure, OSError):
         node.session.close()
         raise
 
@@ -307,10 +308,11 @@ def main(arguments: list[str]) -> int:
 
     signal.signal(signal.SIGTERM, end)
     try:
-        node = Node(parsed)
-        stop_file = node.session.stop_file
-        signal.signal(signal.SIGUSR2, lambda number, _frame: stop_file.touch())
-        return run_rollout(node) if parsed.role == "rollout" else run_trainer(node)
+        with naming_disk_errors():
+            node = Node(parsed)
+            stop_file = node.session.stop_file
+            signal.signal(signal.SIGUSR2, lambda number, _frame: stop_file.touch())
+            return run_rollout(node) if parsed.role == "rollout" else run_trainer(node)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from megatron_async.disk import writing
 from megatron_async.errors import ComponentFailure, cause_in_log
 
 _PR_SET_PDEATHSIG = 1
@@ -42,7 +43,9 @@ class Child:
         self, command: Sequence[str], log_file: Path, extra_env: Mapping[str, str] | None = None
     ) -> None:
         self.log_file = log_file
-        with log_file.open("ab") as log:
+        with writing(log_file):
+            log = log_file.open("ab")
+        with log:
             self._log_begins = log.tell()
             self._process = subprocess.Popen(
                 list(command),

@@ -12,6 +12,7 @@ Invariants
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +29,7 @@ from ray.exceptions import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megatron_async.config import RunConfig, dump
-from megatron_async.engines.nodes import NOT_ON_TRAINER_NODES, init_ray, ray_directory
+from megatron_async.engines.nodes import init_ray, ray_directory
 from megatron_async.errors import ComponentFailure, UserError, one_line
 from megatron_async.launcher.devices import VISIBLE_VARIABLE
 from megatron_async.rollout.actors import MANAGER_NAME, NAMESPACE, ManagerActor
@@ -93,6 +94,7 @@ class RolloutSide:
         self._config = config
         self._directory = directory
         self._manager: Any = None
+        self._failure = ""
 
     def start(self) -> None:
         """Create the manager; engines start in the background (`status` tells how that went)."""
@@ -134,6 +136,7 @@ class RolloutSide:
         except GetTimeoutError:
             return {}
         if status.get("failure"):
+            self._failure = status["failure"]
             raise ComponentFailure(status["failure"])
         return status
 
@@ -146,10 +149,15 @@ class RolloutSide:
             limit = _CALL_SECONDS + (_COPY_SECONDS if place.away else 0)
             ray.get(self._manager.call.remote("stop"), timeout=limit)
         except (RayError, ComponentFailure, UserError) as error:
-            self._log(f"stopping the rollout manager: {error!r}")
+            cause = error.cause if isinstance(error, RayTaskError) else error
+            self._log(f"stopping the rollout manager: {cause!r}")
 
     def _log(self, line: str) -> Path:
         log = self._directory.logs / "supervisor.log"
-        with log.open("a") as out:
-            out.write(f"{line}\n")
+        try:
+            with log.open("a") as out:
+                out.write(f"{line}\n")
+        except OSError:  # a full disk must not hide the failure that is about to be raised
+            if not self._failure:
+                print(line, file=sys.stderr)
         return log

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import json
 import secrets
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_async.disk import reason, writing
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.run_directory import RunDirectory, write_atomically
 
@@ -43,7 +45,8 @@ class Session:
         """Make or find the session. Raises UserError for a name that is no file name."""
         check_name(name)
         path = directory.path / "launch" / name
-        path.mkdir(parents=True, exist_ok=True)
+        with writing(path):
+            path.mkdir(parents=True, exist_ok=True)
         return cls(path)
 
     @classmethod
@@ -76,9 +79,7 @@ class Session:
             raise UserError(
                 f"--session {self.path.name!r} was used by an earlier launch of the run"
             )
-        token = self.token_file
-        token.touch(mode=0o600)
-        token.write_text(secrets.token_hex(32))
+        write_atomically(self.token_file, secrets.token_hex(32), private=True)
         write_atomically(self._owner_file, self.path.name)
 
     def follows(self, other: str) -> bool:
@@ -108,8 +109,14 @@ class Session:
         return self.path.parent / "current"
 
     def close(self) -> None:
-        """The session has ended: every role of it ends too."""
-        (self.path / "closed").touch()
+        """The session has ended: every role of it ends too.
+
+        Where that cannot be written, the others end because Ray is gone.
+        """
+        try:
+            (self.path / "closed").touch()
+        except OSError as error:  # what ended the session matters more
+            print(f"{self.path / 'closed'} cannot be written: {reason(error)}", file=sys.stderr)
 
     def closed(self) -> bool:
         """Whether a role or the job script has ended the session."""

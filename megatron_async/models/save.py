@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
+from megatron_async.disk import writing
 from megatron_async.errors import UserError
 from megatron_async.models.architecture import Architecture
 from megatron_async.models.export import SENDER, NamedTensor, export_buckets
@@ -71,18 +72,21 @@ def write_model_directory(
 ) -> None:
     """Each bucket of `stream` becomes one safetensors file of a new directory `destination`."""
     partial = destination.with_name(f".{destination.name}.partial-{os.getpid()}")
-    partial.parent.mkdir(parents=True, exist_ok=True)
-    partial.mkdir()
+    with writing(destination):
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        partial.mkdir()
     try:
         _write_weights(stream, partial)
         for path in sorted(source.iterdir()):
             if path.is_file() and path.suffix in COPIED_SUFFIXES and path.name != INDEX_FILE:
-                shutil.copyfile(path, partial / path.name)
-        for path in partial.iterdir():
-            _sync(path)
-        _sync(partial)
-        partial.rename(destination)
-        _sync(destination.parent)
+                with writing(destination / path.name):
+                    shutil.copyfile(path, partial / path.name)
+        with writing(destination):
+            for path in partial.iterdir():
+                _sync(path)
+            _sync(partial)
+            partial.rename(destination)
+            _sync(destination.parent)
     finally:
         if partial.exists():
             shutil.rmtree(partial)
@@ -96,7 +100,8 @@ def _write_weights(stream: Iterator[list[NamedTensor]], folder: Path) -> None:
         names_of_file.append(list(tensors))
         total += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         path = folder / _numbered(len(names_of_file), 0)
-        save_file(tensors, path, metadata={"format": "pt"})
+        with writing(path):
+            save_file(tensors, path, metadata={"format": "pt"})
         # While the next bucket fills, nothing of this one may be left.
         bucket.clear()
         tensors.clear()
@@ -110,7 +115,8 @@ def _write_weights(stream: Iterator[list[NamedTensor]], folder: Path) -> None:
         (folder / _numbered(number, 0)).rename(folder / final)
         weight_map.update(dict.fromkeys(names, final))
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    with writing(folder / INDEX_FILE):
+        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def _numbered(number: int, count: int) -> str:

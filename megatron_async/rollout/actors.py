@@ -17,6 +17,8 @@ from typing import Any, Final
 
 import ray
 
+from megatron_async.disk import naming_disk_errors
+
 NAMESPACE: Final = "megatron_async"
 MANAGER_NAME: Final = "rollout_manager"
 
@@ -85,12 +87,14 @@ class ManagerActor:
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """Any method of the manager, once it has started."""
-        await self.start()
-        result = getattr(self._manager, method)(*arguments)
-        return await result if hasattr(result, "__await__") else result
+        with naming_disk_errors():
+            await self.start()
+            result = getattr(self._manager, method)(*arguments)
+            return await result if hasattr(result, "__await__") else result
 
     async def status(self) -> dict[str, Any]:
         """The manager's status; empty until it has started. Raises what its start raised."""
         if self._begin().done():
-            self._begin().result()
+            with naming_disk_errors():
+                self._begin().result()
         return {} if self._manager is None else self._manager.status()  # type: ignore[no-any-return]

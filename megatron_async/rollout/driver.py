@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_async.config import RunConfig
+from megatron_async.disk import disk_failure
 from megatron_async.engines.awake import AwakeClock
 from megatron_async.engines.interface import EngineClient, EngineError, PromptSource, Verifier
 from megatron_async.errors import ComponentFailure
@@ -138,11 +139,13 @@ class RolloutDriver:
         self._closed = True
         self._quiet = True  # first: what still ends meanwhile must start nothing
         self._monitor.close()
-        await self._generation.close()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._store.close(leave=leave)
+        try:
+            await self._generation.close()
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await self._store.close(leave=leave)
 
     # ------------------------------------------------------------ engines
 
@@ -440,7 +443,9 @@ class RolloutDriver:
         elif isinstance(error, ComponentFailure):
             self.fail(error)
         elif error is not None:
-            failure = ComponentFailure(f"the rollout driver failed: {error!r}")
+            failure = disk_failure(error) or ComponentFailure(
+                f"the rollout driver failed: {error!r}"
+            )
             failure.__cause__ = error
             self.fail(failure)
 

@@ -20,6 +20,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -37,13 +38,15 @@ from megatron_async.rollout.probe import PROMPTS, Sample, packed
 from megatron_async.rollout.prompts import CountingVerifier, TaskPrompts
 from megatron_async.rollout.shared_devices import SharedDevices
 from megatron_async.rollout.weight_checks import CheckedEngines, WeightChecks
-from megatron_async.scheduler.record import Recorder, RecordFiles
+from megatron_async.scheduler.record import Recorder, new_record
 from megatron_async.scheduler.scheduler import Scheduler
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.tasks.base import Task
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import DropReason, FloatArray, IntArray, PolicyVersion
 from megatron_async.weight_sync.http import EngineAddress
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +128,10 @@ class RolloutManager:
     async def _attach(self, resume: ResumePoint) -> None:
         if self._session is not None and resume.lineage < self._session.resume.lineage:
             raise _replaced(resume.lineage, self._session.resume.lineage)
-        await self._detach(lambda s: _replaced(s.resume.lineage, resume.lineage), leave=False)
+        try:
+            await self._detach(lambda s: _replaced(s.resume.lineage, resume.lineage), leave=False)
+        except ComponentFailure as error:  # of the trainer before, who has been given it already
+            _logger.warning("the session before could not be closed: %s", error)
         # On a thread: a large file takes seconds, in which engines want to be heard.
         store = await asyncio.to_thread(
             TrajectoryStore.open,
@@ -137,23 +143,11 @@ class RolloutManager:
             position=resume.store_position,
         )
         version = PolicyVersion(resume.lineage, resume.step)
-        recorder = None
-        if self._events_directory is not None:
-            self._events_directory.mkdir(exist_ok=True)
-            telemetry = self._config.telemetry
-            files = RecordFiles(
-                self._events_directory,
-                resume.lineage,
-                keep_steps=telemetry.record_steps,
-                most_bytes=telemetry.record_mib << 20,
-            )
-            recorder = Recorder(
-                files,
-                self._config.schedule,
-                first_step=resume.step,
-                version=version,
-                clock=time.time,
-            )
+        try:
+            recorder = new_record(self._events_directory, self._config, version, time.time)
+        except BaseException:
+            await store.close()
+            raise
         # Prompts that became groups after the checkpoint are in the store already.
         prompts = TaskPrompts(
             self._task,
@@ -183,17 +177,21 @@ class RolloutManager:
         self._fleet.detach()
         if session is not None:
             session.driver.fail(why(session))  # whoever waits for it waits in vain
-            await session.driver.close(leave=leave)
-            session.prompts.close()
-            if session.recorder is not None:
-                session.recorder.close()
+            try:
+                await session.driver.close(leave=leave)
+            finally:
+                session.prompts.close()
+                if session.recorder is not None:
+                    session.recorder.close()
 
     async def stop(self) -> None:
         """Keep every token, close the store, end the engines."""
         async with self._attaching:
             stopped = ComponentFailure("the rollout manager was stopped")
-            await self._detach(lambda _: stopped, leave=True)
-            await self._fleet.stop()
+            try:
+                await self._detach(lambda _: stopped, leave=True)
+            finally:
+                await self._fleet.stop()
 
     @property
     def _attached(self) -> _Session:

@@ -41,7 +41,9 @@ from typing import Any, NamedTuple, TextIO, TypeVar
 import orjson
 from pydantic import ValidationError
 
+from megatron_async.config import RunConfig
 from megatron_async.config.schedule import ScheduleConfig
+from megatron_async.disk import LineFile, writing
 from megatron_async.errors import UserError
 from megatron_async.scheduler import events as ev
 from megatron_async.scheduler.scheduler import Scheduler
@@ -183,12 +185,14 @@ class RecordFiles:
         self._most_bytes = most_bytes
         self._steps = 0
 
-    def open_next(self) -> TextIO:
-        """The next file, empty; what need not be kept any more is removed."""
+    def open_next(self) -> LineFile:
+        """The next file, empty; what need not be kept any more is removed. Raises CannotWrite."""
         self._steps = 0
         self._key = self._key._replace(segment=self._key.segment + 1)
-        stream = (self._directory / self._key.name).open("x", encoding="utf-8")
-        self._prune()
+        with writing(self._directory):
+            self._directory.mkdir(exist_ok=True)
+            stream = LineFile(self._directory / self._key.name, new=True)
+            self._prune()
         return stream
 
     def full(self, actions: Sequence[object], size: int) -> bool:
@@ -229,7 +233,7 @@ class Recorder:
     ) -> None:
         self._clock = clock
         self._files = to if isinstance(to, RecordFiles) else None
-        self._stream = to.open_next() if isinstance(to, RecordFiles) else to
+        self._stream: TextIO | LineFile = to.open_next() if isinstance(to, RecordFiles) else to
         self._events = 0
         self._size = 0
         self._header: dict[str, Any] = {
@@ -240,6 +244,7 @@ class Recorder:
             "version": list(version),
         }
         self._write(self._header)
+        self.flush()  # a file without its header is no record
 
     def step(self, scheduler: Scheduler, event: ev.Event) -> list[ev.Action]:
         """`scheduler.step(event)`, recorded; what it raises is recorded and raised on."""
@@ -279,6 +284,24 @@ class Recorder:
 
     def _write(self, line: dict[str, Any]) -> int:
         return self._stream.write(orjson.dumps(line).decode() + "\n")
+
+
+def new_record(
+    directory: Path | None,
+    config: RunConfig,
+    version: PolicyVersion,
+    clock: Callable[[], float] | None = None,
+) -> Recorder | None:
+    """The next record of the lineage of `version`; None without a directory. Raises CannotWrite."""
+    if directory is None:
+        return None
+    files = RecordFiles(
+        directory,
+        version.lineage,
+        keep_steps=config.telemetry.record_steps,
+        most_bytes=config.telemetry.record_mib << 20,
+    )
+    return Recorder(files, config.schedule, first_step=version.number, version=version, clock=clock)
 
 
 def encode(message: ev.Event | RecordedAction) -> list[Any]:

@@ -40,6 +40,7 @@ import typer
 import yaml
 
 from megatron_async.config.rollout import EngineConfig, SamplingConfig
+from megatron_async.disk import writing
 from megatron_async.engines.interface import EngineClient, EngineError, GenerationRequest
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.simulate.engine_costs import FORMAT, FORMAT_VERSION, fit_engine_costs
@@ -287,7 +288,8 @@ def profile_command(
             f"profile-engine: {url} took more than {_MEASUREMENT_SECONDS:.0f} s"
         ) from error
     fitted = fit_engine_costs(data)
-    out.write_text(yaml.safe_dump(data, sort_keys=False))
+    with writing(out):
+        out.write_text(yaml.safe_dump(data, sort_keys=False))
     for batch, fixed, per_kv in zip(fitted.batches, fitted.fixed, fitted.per_kv_token, strict=True):
         typer.echo(f"batch {batch}: {1e3 * fixed:.3f} ms + {1e6 * per_kv:.4f} us per KV token")
     typer.echo(f"cost model in {out}; use it with simulate.cost_model={out}")

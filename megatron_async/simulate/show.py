@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from megatron_async.disk import writing
 from megatron_async.simulate.sweep import Point
 
 _COLUMNS = ("tokens/s", "step s", "engine idle", "trainer idle", "lag")
@@ -157,5 +158,6 @@ def plot(points: Sequence[Point], path: Path) -> None:
     axes[-1].set_xticks(range(len(points)), [label(p) for p in points], rotation=45, ha="right")
     figure.suptitle("megatron-async simulate")
     figure.tight_layout()
-    figure.savefig(path)
+    with writing(path):
+        figure.savefig(path)
     pyplot.close(figure)

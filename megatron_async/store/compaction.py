@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import orjson
 
+from megatron_async.disk import writing
 from megatron_async.store import schema as schema
 from megatron_async.store.lineage import Consumption, LineTree, reached
 from megatron_async.store.reader import Exported, assemble, read_chunks
@@ -175,14 +176,17 @@ def removal(
 def write_lines(connection: sqlite3.Connection, change: Removal, export_file: Path) -> int:
     """Append the lines of what `change` removes, and force them to disk; returns the file's length.
 
-    Raises OSError, DamagedStore.
+    What an append that failed before has left there is cut off first. Raises CannotWrite,
+    DamagedStore.
     """
     lines = (
         line
         for group_id in change.groups
         for line in _lines(connection, group_id, change.consumed_by)
     )
-    return append_lines(export_file, lines)
+    with writing(export_file):
+        cut_uncommitted(export_file, change.exported.bytes)
+        return append_lines(export_file, lines)
 
 
 def apply_removal(connection: sqlite3.Connection, change: Removal) -> None:

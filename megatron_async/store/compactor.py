@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from megatron_async.config.rollout import StoreConfig
+from megatron_async.disk import reason
 from megatron_async.errors import ComponentFailure
 from megatron_async.store import compaction as export
 from megatron_async.store.place import StorePlace
@@ -53,7 +54,12 @@ class Compactor:
         """Wait for the one that runs, if any. Raises what stopped it."""
         if self._task is not None:
             task, self._task = self._task, None
-            await task
+            try:
+                await task
+            except sqlite3.Error as error:
+                raise ComponentFailure(
+                    f"trajectory store {self._place.file} cannot be compacted: {reason(error)}"
+                ) from error
 
     async def _compact(self, kept: Sequence[int | PolicyVersion]) -> None:
         state = self._state

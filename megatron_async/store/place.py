@@ -92,8 +92,9 @@ def check_place(place: StorePlace) -> None:
     folder = existing(place.file.parent)
     probe = folder / f".probe-{socket.gethostname()}-{os.getpid()}"
     try:
+        probe.touch()  # where not even that is possible the system's reason is better than SQLite's
         schema.connect(probe).close()
-    except sqlite3.Error as error:
+    except (OSError, sqlite3.Error) as error:
         raise UserError(
             f"trajectory store {place.file} cannot be made in {folder}: {reason(error)}"
         ) from error

@@ -102,24 +102,21 @@ def load_state(
     """Read the database and begin (or go on with) line `lineage` at policy number `step`.
 
     One that is elsewhere is brought to `place`; for one that is damaged, gone, or ends before
-    `position`, see `recovery`. Raises UserError when the file cannot be opened at all, or the
-    line cannot be begun.
+    `position`, see `recovery`. Raises UserError when the line cannot
+    be begun, OSError or sqlite3.Error when the file cannot be opened at all.
     """
     needed = position or 0
     read = partial(_read_state, lineage=lineage, step=step, parent=parent, needed=needed)
-    try:
-        reason = recovery.bring_here(place)
-        found = None
-        if reason is None:
-            found, reason = _tried(read, place.file)
-            if found is not None:
-                if found.position >= needed:
-                    return found
-                reason = f"ends at transaction {found.position}"
-        unknown = position is None and step > 0  # what the trainer has seen
-        return _replaced(place, read, found, reason, needed, unknown)
-    except (OSError, sqlite3.Error) as error:
-        raise UserError(f"trajectory store {place.file} cannot be opened: {error}") from error
+    reason = recovery.bring_here(place)
+    found = None
+    if reason is None:
+        found, reason = _tried(read, place.file)
+        if found is not None:
+            if found.position >= needed:
+                return found
+            reason = f"ends at transaction {found.position}"
+    unknown = position is None and step > 0  # what the trainer has seen
+    return _replaced(place, read, found, reason, needed, unknown)
 
 
 def first_writes(state: StoreState, writer: StoreWriter) -> None:

@@ -33,6 +33,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_async.config.rollout import StoreConfig
+from megatron_async.disk import reason
+from megatron_async.errors import UserError
 from megatron_async.file_lock import FileLock
 from megatron_async.store import schema as schema
 from megatron_async.store.compaction import cut_uncommitted
@@ -96,8 +98,12 @@ class TrajectoryStore:
                 logger.warning("%s", state.recovery.sentence)
             cut_uncommitted(place.export_file, state.exported.bytes)
             write_record(place, lineage)
-        except BaseException:
+        except BaseException as error:
             lock.close()
+            if isinstance(error, OSError | sqlite3.Error):
+                raise UserError(
+                    f"trajectory store {place.file} cannot be opened: {reason(error)}"
+                ) from error
             raise
         return cls(place, settings, lock, state)
 

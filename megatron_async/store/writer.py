@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from megatron_async.disk import reason
 from megatron_async.errors import ComponentFailure
 from megatron_async.file_lock import FileLock
 from megatron_async.store import schema as schema
@@ -215,7 +216,10 @@ class StoreWriter:
             raise self._failure() from self._error
 
     def _failure(self) -> ComponentFailure:
-        return ComponentFailure(f"trajectory store {self._path} cannot be written: {self._error}")
+        assert self._error is not None
+        return ComponentFailure(
+            f"trajectory store {self._path} cannot be written: {reason(self._error)}"
+        )
 
     def _check(self) -> None:
         if self._error is not None:

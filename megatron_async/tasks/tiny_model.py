@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from megatron_async.disk import writing
 from megatron_async.errors import UserError
 from megatron_async.tasks.tokenizer import (
     EOS_ID,
@@ -69,11 +70,12 @@ def build_tiny_model(directory: Path, seed: int, shape: TinyModel | None = None)
         raise UserError(f"model directory {directory} exists already")
     partial = directory.with_name(f".{directory.name}.{os.getpid()}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     model = random_model(shape or TinyModel(), seed)
-    model.save_pretrained(str(partial))
-    write_character_tokenizer(partial)
-    partial.rename(directory)
+    with writing(directory):
+        partial.mkdir(parents=True)
+        model.save_pretrained(str(partial))
+        write_character_tokenizer(partial)
+        partial.rename(directory)
     return sum(parameter.numel() for parameter in model.parameters())
 
 

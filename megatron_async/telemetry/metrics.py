@@ -1,7 +1,9 @@
 """`metrics.jsonl`, a line for each step, and the trackers that get the same.
 
 Invariants
-- A line is written whole and flushed before the next step begins.
+- A line is written whole or not at all, and flushed before the next step begins; one that an
+  earlier process left torn is cut off when the file is opened. What cannot be written raises
+  CannotWrite.
 - After a resume from step n, lines of later steps of the abandoned line stay; every line carries
   its lineage, and readers keep the newest line of a step (`read_metrics`).
 """
@@ -17,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_async.disk import writing
+from megatron_async.disk import LineFile, json_lines, writing
 from megatron_async.telemetry.trackers.background import CLOSE_SECONDS, BackgroundTracker
 
 SAME_NUMBERS = frozenset(
@@ -41,7 +43,7 @@ class MetricsWriter:
     def __init__(
         self, metrics_file: Path, trackers: Sequence[BackgroundTracker] = (), *, lineage: int
     ) -> None:
-        self._file = metrics_file.open("a", encoding="utf-8")
+        self._file = LineFile(metrics_file)
         self._path = metrics_file
         self._lineage = lineage
         self._trackers = trackers
@@ -88,8 +90,8 @@ class MetricsWriter:
     def samples(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Responses of an evaluation set; `evaluations/` has them too."""
         folder = self._path.parent / "evaluations"
-        folder.mkdir(exist_ok=True)
         with writing(file := folder / f"{name}-{step}.jsonl"):
+            folder.mkdir(exist_ok=True)
             file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         self._track("samples", step, name, list(rows))
 
@@ -104,9 +106,11 @@ class MetricsWriter:
     def close(self) -> None:
         """Close the file, and the trackers within `CLOSE_SECONDS`."""
         end = time.monotonic() + CLOSE_SECONDS
-        for tracker in self._trackers:
-            tracker.close(max(0.0, end - time.monotonic()))
-        self._file.close()
+        try:
+            for tracker in self._trackers:
+                tracker.close(max(0.0, end - time.monotonic()))
+        finally:
+            self._file.close()
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -121,15 +125,11 @@ def first_accuracy(line: Mapping[str, float]) -> float:
 
 
 def read_metrics(path: Path, *, kind: str = "train") -> list[dict[str, float]]:
-    """Lines of one kind along the surviving line, by step. A torn last line is left out."""
+    """Lines of one kind along the surviving line, by step. Torn lines are left out."""
     newest: dict[int, dict[str, float]] = {}
     if not path.exists():
         return []
-    for text in path.read_text().splitlines():
-        try:
-            line = json.loads(text)
-        except json.JSONDecodeError:
-            continue
+    for line in json_lines(path.read_bytes()):
         if line.get("kind") != kind:
             continue
         known = newest.get(line["step"])

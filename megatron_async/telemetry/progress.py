@@ -10,7 +10,6 @@ Invariants
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections import deque
@@ -25,6 +24,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from megatron_async.disk import json_lines, whole_lines_end
 from megatron_async.telemetry.metrics import first_accuracy
 
 _REMEMBERED = 8
@@ -45,7 +45,7 @@ class Progress:
         self._live_wanted = choice == "live" or (choice == "auto" and sys.stdout.isatty())
         self._silent = choice == "off"
         self._live: Live | None = None
-        self._offset = metrics_file.stat().st_size if metrics_file.exists() else 0
+        self._offset = whole_lines_end(metrics_file)
         self._began = time.monotonic()
         self._warnings: dict[str, str] = {}
         self._last: dict[str, Any] = {}
@@ -128,7 +128,7 @@ class Progress:
             data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
-        return [json.loads(text) for text in whole.splitlines()]
+        return list(json_lines(whole))
 
 
 def format_step(line: dict[str, Any], steps: int) -> str:

@@ -18,7 +18,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayEr
 from megatron_async.config import RunConfig
 from megatron_async.engines.interface import EngineError
 from megatron_async.engines.nodes import init_ray
-from megatron_async.errors import ComponentFailure, one_line
+from megatron_async.errors import ComponentFailure, UserError, one_line
 from megatron_async.rollout.actors import MANAGER_NAME, NAMESPACE
 from megatron_async.rollout.evaluate import Evaluation
 from megatron_async.rollout.messages import NotAttached, ResumePoint, UpdateReport
@@ -190,6 +190,8 @@ class RayLink:
         except RayTaskError as error:
             if isinstance(error.cause, NotAttached):
                 raise ManagerLost(str(error.cause)) from error
+            if isinstance(error.cause, UserError):
+                raise UserError(str(error.cause)) from error
             if isinstance(error.cause, ComponentFailure | EngineError):
                 raise ComponentFailure(str(error.cause)) from error
             # Ray's own wrapper cannot be sent to the other ranks; its text can.

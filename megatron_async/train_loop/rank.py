@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 
 from megatron_async.config import RunConfig
-from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.import_path import load_object
 from megatron_async.run_directory import Outcome, RunDirectory
+from megatron_async.train_loop.rank_exit import exit_code, leave
 from megatron_async.train_loop.stop import StopRequest
 
 # Set by whoever starts both sides.
@@ -113,24 +113,12 @@ def train(directory: RunDirectory, config: RunConfig, ray_address: str, stop: St
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code: 0, 1 for a failed component, 2 for bad input."""
+    """Exit code of one rank (`train_loop/rank_exit.py`)."""
     stop = StopRequest.from_environment()
     directory, config = RunDirectory.find(arguments[0], [])
-    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    try:
-        train(directory, config, os.environ[RAY_ADDRESS_VARIABLE], stop)
-    except UserError as error:
-        directory.report_failure(str(error), 2, attempt)
-        return 2
-    except ComponentFailure as error:
-        directory.report_failure(str(error), 1, attempt)
-        return 1
-    return 0
+    address = os.environ[RAY_ADDRESS_VARIABLE]
+    return exit_code(directory, lambda: train(directory, config, address, stop))
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Not sys.exit: gloo threads of a failed collective would keep the interpreter alive.
-    os._exit(code)
+    leave(main(sys.argv[1:]))

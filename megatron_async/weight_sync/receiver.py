@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_async.disk import CannotWrite
 from megatron_async.errors import ComponentFailure
 from megatron_async.weight_sync.blocks import DeltaError, apply
 from megatron_async.weight_sync.version_directory import (
@@ -127,7 +128,7 @@ class WeightReceiver:
             path = target.finish(
                 VersionManifest(manifest.version, manifest.shards, manifest.owners)
             )
-        except OSError as error:
+        except (OSError, CannotWrite) as error:
             raise ComponentFailure(f"weights cannot be kept in {self._root}: {error}") from error
         finally:
             target.discard()

@@ -22,6 +22,7 @@ from typing import Any
 
 from safetensors.torch import save
 
+from megatron_async.disk import writing
 from megatron_async.errors import ComponentFailure
 from megatron_async.weight_sync.transports.base import Bucket
 
@@ -147,7 +148,7 @@ def serialise(bucket: Bucket) -> bytes:
 
 
 def _write(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
+    with writing(path), path.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

@@ -46,7 +46,7 @@ def run(*arguments: str) -> tuple[int, str]:
         ("weights.transport=pigeon", "weights.transport is 'pigeon'"),
         ("engines.host=0.0.0.0", "engines.host is '0.0.0.0', which other hosts can reach"),
         ("store.directory=scratch", "store.directory is 'scratch'"),
-        ("store.directory=/proc/none", "sqlite cannot be made in /proc: unable to open database"),
+        ("store.directory=/proc/none", "sqlite cannot be made in /proc: No such file"),
         ("model.trust_remote_code=true", "unknown setting model.trust_remote_code"),
         ("engines.health_interval_seconds=120", "engines.no_progress_seconds 120"),
         ("engines.request_timeout_seconds=60", "engines.request_timeout_seconds 60 is less than"),

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,8 +21,9 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_async.cli import app
-from megatron_async.config import RunConfig, build_config
-from megatron_async.errors import UserError
+from megatron_async.config import RunConfig, build_config, dump
+from megatron_async.disk import CannotWrite
+from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.file_lock import Holder
 from megatron_async.launcher import node as node_module
 from megatron_async.launcher.claim import RunInUse, claimed, new_run
@@ -30,6 +32,8 @@ from megatron_async.run_directory import RunDirectory
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.tasks.tiny_model import build_tiny_model
 from megatron_async.telemetry.metrics import MetricsWriter
+from megatron_async.train_loop.rank_exit import exit_code
+from tests.small_disk import SmallDisk
 
 HOLD = """
 import sys
@@ -256,3 +260,105 @@ class TestSessions:
         for other in ("70.2", "70.3", "71.0", "70", "", "monday", "70.x"):
             assert not session.follows(other), other
         assert not Session.join(run, "monday").follows("sunday")
+
+
+class TestDisk:
+    """A run directory on a disk that is full, or read-only."""
+
+    @staticmethod
+    def files(folder: Path) -> list[str]:
+        return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+
+    @pytest.mark.parametrize("command", ["train", "sft", "launch"])
+    def test_a_new_run_on_a_full_disk_is_a_sentence_and_leaves_nothing(
+        self, config: RunConfig, disk: SmallDisk, tmp_path: Path, command: str
+    ) -> None:
+        settings = tmp_path / "c.yaml"
+        settings.write_text(dump(config))
+        words = [command, "--config", str(settings), f"root={disk.path}"]
+        words += ["--out", str(tmp_path / "out")] if command == "sft" else []
+        words += ["--gpus-per-node", "0"] if command == "launch" else []
+        for leave in (0, 4096, 8192, 1 << 19):
+            disk.fill(leave)
+            result = CliRunner().invoke(app, words)
+            assert isinstance(result.exception, UserError), result.output
+            assert re.search(
+                rf"{disk.path}/live\S* cannot be (written: No space left on device"
+                rf"|made in {disk.path}: database or disk is full); free space",
+                str(result.exception),
+            )
+            assert self.files(disk.path) == []
+            disk.make_room()
+
+    @pytest.mark.parametrize(
+        "words",
+        [
+            ("train", "--resume", "{run}", "steps=9"),
+            ("train", "--resume", "{run}", "--from-step", "1"),
+            ("launch", "--resume", "{run}", "--gpus-per-node", "0", "steps=9"),
+            ("rollout", "{run}", "--ray-address", "127.0.0.1:1"),
+        ],
+        ids=lambda words: " ".join(words[:3]),
+    )
+    def test_going_on_with_a_run_is_a_sentence_and_changes_nothing(
+        self, config: RunConfig, disk: SmallDisk, words: tuple[str, ...]
+    ) -> None:
+        run = RunDirectory.create(config.model_copy(update={"root": str(disk.path)}))
+        before = contents(run)
+        command = [word.format(run=run.path) for word in words]
+        disk.fill()
+        result = CliRunner().invoke(app, command)
+        assert isinstance(result.exception, UserError), result.output
+        assert "cannot be written: No space left on device; free space" in str(result.exception)
+        disk.make_room()
+        disk.read_only()
+        result = CliRunner().invoke(app, command)
+        assert isinstance(result.exception, UserError), result.output
+        assert "cannot be written: Read-only file system; mount" in str(result.exception)
+        assert {name: data for name, data in contents(run).items() if name != "run.lock"} == before
+
+    def test_a_report_of_a_run_on_a_read_only_disk(
+        self, config: RunConfig, disk: SmallDisk
+    ) -> None:
+        run = RunDirectory.create(config.model_copy(update={"root": str(disk.path)}))
+        with MetricsWriter(run.metrics_file, None, lineage=0) as metrics:
+            metrics.write(0, {"rollout/lag_max": 0, "train/trained_tokens": 1})
+        disk.read_only()
+        result = CliRunner().invoke(app, ["report", str(run.path)])
+        assert result.exit_code == 0, result.output
+
+    def test_a_rank_that_cannot_leave_its_sentence_keeps_its_exit_code(
+        self, config: RunConfig, disk: SmallDisk, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Whoever started it then says what is wrong with the disk."""
+
+        def fails() -> None:
+            raise ComponentFailure("the cause")
+
+        run = RunDirectory.create(config.model_copy(update={"root": str(disk.path)}))
+        assert exit_code(run, fails) == 1
+        with pytest.raises(ComponentFailure, match=r"^the cause; the log is"):
+            run.raise_failure(run.logs / "trainer.log")
+        disk.fill()
+        assert exit_code(run, fails) == 1
+        assert capsys.readouterr().err == "error: the cause\n"
+        with pytest.raises(CannotWrite, match=f"^{run.path} cannot be written: No space left on"):
+            run.raise_failure(run.logs / "trainer.log")
+
+    def test_what_a_rank_writes_without_us_is_a_sentence_too(self, run: RunDirectory) -> None:
+        def prints() -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        assert exit_code(run, prints) == 1
+        with pytest.raises(ComponentFailure, match=r"^a file cannot be used: No space left on"):
+            run.raise_failure(run.logs / "trainer.log")
+
+    def test_a_session_on_a_full_disk_is_a_sentence(
+        self, config: RunConfig, disk: SmallDisk, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        run = RunDirectory.create(config.model_copy(update={"root": str(disk.path)}))
+        disk.fill()
+        assert TestSessions.take(run, "70.0") == 2
+        said = capsys.readouterr().err.splitlines()
+        assert said[-1].startswith(f"error: {run.path}/")
+        assert "cannot be written: No space left on device; free space" in said[-1]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_async.config.rollout import StoreConfig
+from megatron_async.disk import CannotWrite
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.store import compaction as store_export
 from megatron_async.store.lock import lock_store
@@ -71,7 +72,7 @@ def test_a_store_whose_compaction_has_failed_keeps_its_rows_and_leaves_no_thread
         store.export_file.parent.write_text("a file where the directory should be")
         await store.checkpoint_finalised(1, [1])
         late = store.add_group(prompt(), 1).trajectories[0].trajectory_id
-        with pytest.raises(OSError, match="export"):
+        with pytest.raises(CannotWrite, match="export"):
             await store.close()
         assert not store._writer._thread.is_alive()
         reader = StoreReader(tmp_path / STORE)

@@ -5,15 +5,18 @@ from io import StringIO
 from pathlib import Path
 
 import numpy as np
+import pytest
 from rich.console import Console
 
 from megatron_async.config.run import TelemetryConfig
+from megatron_async.disk import CannotWrite
 from megatron_async.telemetry.health import HealthWatch, entropy_growth, ess_collapse
 from megatron_async.telemetry.metrics import MetricsWriter, read_metrics
 from megatron_async.telemetry.progress import Progress, format_status, format_step
 from megatron_async.telemetry.trackers.background import BackgroundTracker
 from megatron_async.telemetry.trackers.base import TrackedRun
 from megatron_async.telemetry.trackers.build import start_trackers
+from tests.small_disk import SmallDisk
 
 
 def board(folder: Path) -> list[BackgroundTracker]:
@@ -185,3 +188,51 @@ def test_every_set_of_an_evaluation_is_a_line_of_the_display() -> None:
         "held-out accuracy at step 4: 50.0 % of 10 answers, 7.0 tokens each",
         "aime accuracy at step 4: 25.0 % of 120 answers, 900.5 tokens each",
     ]
+
+
+def test_a_record_after_a_torn_line_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    with MetricsWriter(path, lineage=0) as writer:
+        writer.write(0, {"x": 1})
+    with path.open("a") as file:
+        file.write('{"kind": "train", "st')
+    with MetricsWriter(path, lineage=1) as writer:
+        writer.write(1, {"x": 2})
+    assert [line["x"] for line in read_metrics(path)] == [1, 2]
+
+
+def test_progress_begins_before_a_torn_line_and_shows_what_takes_its_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"kind": "train", "st' + 200 * "x")
+    with Progress(path, 10, "lines") as progress:
+        progress.update({})
+        with MetricsWriter(path, lineage=0) as writer:
+            writer.write(3, {"train/loss": 0.5, "train/tokens_per_second": 1200}, kind="sft")
+        progress.update({})
+    assert capsys.readouterr().out.count("sft    4/10") == 1
+
+
+def test_a_full_disk_is_a_sentence_and_every_line_that_is_there_is_whole(disk: SmallDisk) -> None:
+    path = disk.path / "m.jsonl"
+    writer = MetricsWriter(path, lineage=0)
+    disk.fill(leave=2 * 4096)
+    metrics = {f"metric/{n}": float(n) for n in range(40)}
+    step = 0
+    with pytest.raises(CannotWrite, match=f"^{path} cannot be written: No space left on device;"):
+        for step in range(100):
+            writer.write(step, metrics)
+    writer.close()
+    assert step > 2
+    assert len(read_metrics(path)) == step
+    disk.make_room()
+    with MetricsWriter(path, lineage=1) as again:
+        again.write(step, metrics)
+    assert len(read_metrics(path)) == step + 1
+
+
+def test_a_read_only_disk_is_a_sentence(disk: SmallDisk) -> None:
+    disk.read_only()
+    with pytest.raises(CannotWrite, match="cannot be written: Read-only file system; mount"):
+        MetricsWriter(disk.path / "m.jsonl", lineage=0)

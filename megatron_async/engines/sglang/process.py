@@ -32,6 +32,7 @@ import psutil
 
 from megatron_async.config.rollout import EngineConfig
 from megatron_async.config.sampling_contract import without_breaking_variables
+from megatron_async.disk import writing
 from megatron_async.engines.environment import communication_environment
 from megatron_async.engines.nodes import LOOPBACK, free_port
 from megatron_async.engines.sglang.server import (
@@ -283,10 +284,12 @@ class SGLangProcess:
             )
         read_end, write_end = os.pipe()
         environment[LIFELINE_VARIABLE] = str(read_end)
-        self._log_path.parent.mkdir(parents=True, exist_ok=True)
-        self._log_path.touch(mode=0o600)  # SGLang writes all of its settings, also the key
         try:
-            with self._log_path.open("ab") as log:
+            with writing(self._log_path):
+                self._log_path.parent.mkdir(parents=True, exist_ok=True)
+                self._log_path.touch(mode=0o600)  # SGLang writes all of its settings, also the key
+                log = self._log_path.open("ab")
+            with log:
                 self._log_begins = log.tell()
                 self._process = subprocess.Popen(
                     command,
