@@ -33,7 +33,7 @@ from megatron_async.store.records import GroupRecord, TrajectoryRecord
 from megatron_async.store.recovery import Recovery
 from megatron_async.store.schema import BatchRow, ChunkRow, DamagedStore
 from megatron_async.store.writer import StoreWriter
-from megatron_async.trajectory.types import DropReason, PolicyVersion, TrajectoryState
+from megatron_async.trajectory.types import PolicyVersion, TrajectoryState
 
 
 @dataclass
@@ -65,17 +65,6 @@ class StoreState:
         counts.update(record.shown_state.value for record in self.records.values())
         counts[TrajectoryState.BATCHED.value] += self.exported.batched
         counts[TrajectoryState.DROPPED.value] += sum(self.exported.dropped.values())
-        return dict(counts)
-
-    def drop_counts(self) -> dict[str, int]:
-        """Dropped trajectories by reason, exported ones included."""
-        counts = Counter({reason.value: 0 for reason in DropReason})
-        counts.update(
-            record.drop_reason.value
-            for record in self.records.values()
-            if record.drop_reason is not None and record.batched_step is None
-        )
-        counts.update(self.exported.dropped)
         return dict(counts)
 
     def batch_sizes(self) -> dict[int, int]:

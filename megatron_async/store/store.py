@@ -264,11 +264,6 @@ class TrajectoryStore:
         record.finish_reason = reason
         self._flush(record, with_row=True)
 
-    async def finish(self, trajectory_id: int, reason: FinishReason) -> None:
-        """`end`, and returns when that is committed."""
-        self.end(trajectory_id, reason)
-        await self.sync()
-
     async def set_reward(
         self, trajectory_id: int, reward: float, detail: dict[str, float] | None = None
     ) -> None:
@@ -429,10 +424,6 @@ class TrajectoryStore:
     def counts(self) -> dict[str, int]:
         """Trajectories by state along the current line, exported ones included; O(states)."""
         return dict(self._counts)
-
-    def drop_counts(self) -> dict[str, int]:
-        """Dropped trajectories by reason, exported ones included."""
-        return self._state.drop_counts()
 
     # ------------------------------------------------------------ inside
 

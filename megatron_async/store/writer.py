@@ -87,11 +87,6 @@ class StoreWriter:
         """Transactions ever committed to this store."""
         return self._position
 
-    @property
-    def pending_bytes(self) -> int:
-        """What waits for the next transaction."""
-        return self._pending.size
-
     def share_lock(self) -> FileLock:
         """The store stays locked until this is closed too. For who writes beside it."""
         with self._changed:

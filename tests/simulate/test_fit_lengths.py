@@ -116,7 +116,8 @@ def export(tmp_path: Path) -> Path:
             i = trajectory.trajectory_id
             store.begin_request(i)
             append(store, i, 0, 10 + i)
-            await store.finish(i, FinishReason.LENGTH if i >= 20 else FinishReason.STOP)
+            store.end(i, FinishReason.LENGTH if i >= 20 else FinishReason.STOP)
+            await store.sync()
             await store.set_reward(i, 1.0)
         store.mark_batched([group.group_id], 0)
         half, none = store.add_group(prompt(), 2).trajectories

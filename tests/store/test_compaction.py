@@ -122,7 +122,8 @@ def test_dropped_trajectories_leave_with_their_reason(tmp_path: Path) -> None:
         await checkpoint(store, 1, [1])
         lines = exported(tmp_path)
         assert [line["drop_reason"] for line in lines] == ["nonfinite", "nonfinite", None, None]
-        assert store.drop_counts()["nonfinite"] == 2
+        with closing(StoreReader(tmp_path / STORE)) as reader:
+            assert reader.exported().dropped == {"nonfinite": 2}
         assert store.counts()["dropped"] == 3
         assert [g.group_id for g in store.unconsumed_groups()] == [waiting.group_id]
         await store.close()
@@ -229,7 +230,8 @@ def test_a_log_prob_that_is_not_finite_is_exported_as_it_is(tmp_path: Path) -> N
         i = store.add_group(prompt(), 1).trajectories[0].trajectory_id
         store.begin_request(i)
         store.append(current(store, i), [1, 2, 3], values, V0, "e0")
-        await store.finish(i, FinishReason.STOP)
+        store.end(i, FinishReason.STOP)
+        await store.sync()
         await store.set_reward(i, 1.0)
         store.mark_batched([0], 0)
         await checkpoint(store, 1, [1])

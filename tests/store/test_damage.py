@@ -68,7 +68,8 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Healthy:
                 store.begin_request(i)
                 append(store, i, 0, 64, PolicyVersion(0, step))
                 append(store, i, 64, LENGTHS[i] - 64, PolicyVersion(0, step))
-                await store.finish(i, FinishReason.STOP)
+                store.end(i, FinishReason.STOP)
+                await store.sync()
                 await store.set_reward(i, float(i))
             if g < BATCHED and g % 2:
                 store.mark_batched([g - 1, g], g // 2)

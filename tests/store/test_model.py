@@ -180,7 +180,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     def finish(self, rng: random.Random) -> None:
         i = self.pick(rng, S.RUNNING)
-        self.wait(self.store.finish(i, FinishReason.STOP))
+        self.store.end(i, FinishReason.STOP)
+        self.wait(self.store.sync())
         self.lives[i].state = S.FINISHED
 
     def score(self, rng: random.Random) -> None:
@@ -196,7 +197,8 @@ class StoreMachine(RuleBasedStateMachine):
                 self.begin(i)
             if self.shown(i) is S.RUNNING:
                 self.add_tokens(i, rng)
-                self.wait(self.store.finish(i, FinishReason.STOP))
+                self.store.end(i, FinishReason.STOP)
+                self.wait(self.store.sync())
                 life.state = S.FINISHED
             if self.shown(i) is S.FINISHED:
                 self.wait(self.store.set_reward(i, 1.0))

@@ -72,7 +72,8 @@ class Manager:
             say("appended", trajectory_id, done)
             await store.written(trajectory_id)
             await asyncio.sleep(self.rng.random() * 0.002)
-        await store.finish(trajectory_id, FinishReason.STOP)
+        store.end(trajectory_id, FinishReason.STOP)
+        await store.sync()
         say("finished", trajectory_id)
 
     async def work(self) -> None:

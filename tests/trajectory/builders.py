@@ -54,7 +54,8 @@ async def generate(
     """From pending to scored, with a reward that is the id."""
     store.begin_request(trajectory_id)
     append(store, trajectory_id, 0, count, version)
-    await store.finish(trajectory_id, FinishReason.STOP)
+    store.end(trajectory_id, FinishReason.STOP)
+    await store.sync()
     await store.set_reward(trajectory_id, float(trajectory_id), {"right": 1.0})
 
 
