@@ -64,6 +64,12 @@ def reason(error: BaseException) -> str:
     return said if remedy is None else f"{said}; {remedy}"
 
 
+def reason_and_file(error: BaseException) -> str:
+    """`reason`, after the file that the error names, if any."""
+    file = getattr(error, "filename", None)
+    return reason(error) if file is None else f"{file}: {reason(error)}"
+
+
 @contextlib.contextmanager
 def writing(path: Path | str | None, what: str = "") -> Iterator[None]:
     """What the system refuses inside the block is raised as CannotWrite.

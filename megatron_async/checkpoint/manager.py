@@ -34,6 +34,7 @@ from megatron_async.checkpoint.manifest import (
     step_directory,
 )
 from megatron_async.config.run import CheckpointConfig
+from megatron_async.disk import reason_and_file
 from megatron_async.errors import ComponentFailure, UserError
 
 if TYPE_CHECKING:  # Megatron is imported where it is used: finding a checkpoint does not need it.
@@ -157,7 +158,7 @@ class CheckpointManager:
             try:
                 work()
             except OSError as error:
-                box[0] = str(error)
+                box[0] = reason_and_file(error)
         dist.broadcast_object_list(box, src=0)
         if box[0] is not None:
             raise self._failure(step, box[0])

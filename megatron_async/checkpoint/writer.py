@@ -46,6 +46,7 @@ from megatron_async.checkpoint.state import (
     tensor_names,
 )
 from megatron_async.checkpoint.tally import TensorTally, tally
+from megatron_async.disk import reason_and_file
 
 _POLL_SECONDS = 0.02
 
@@ -172,7 +173,7 @@ class SaveJob:
                 self._commit()
             self.error = None
         except (OSError, CorruptCheckpoint) as error:
-            self.error = str(error)
+            self.error = reason_and_file(error)
 
     def _write_share(self) -> None:
         try:
@@ -182,7 +183,7 @@ class SaveJob:
             # Make room first: on a full disk the report itself would not fit.
             for path in self._own_files():
                 path.unlink(missing_ok=True)
-            self._report(RankStatus(error=str(error)))
+            self._report(RankStatus(error=reason_and_file(error)))
             raise
         self._report(RankStatus(files, tensors))
 

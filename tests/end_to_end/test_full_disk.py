@@ -1,0 +1,94 @@
+"""A whole run whose disk fills up: one sentence, no process left, and with room it goes on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from benchmarks.crash.checks import DONE
+from benchmarks.crash.evidence import look
+from benchmarks.crash.run import configuration, prepare
+from megatron_async.run_directory import RunDirectory
+from megatron_async.store.reader import StoreReader
+from tests.end_to_end.test_survives_kills import Run, assert_trained_once, steps_done
+from tests.small_disk import SmallDisk, small_disk
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(540)]
+
+CHANGES = {
+    "steps": 200,
+    "trainer": {"max_restarts": 0},
+    "engines": {"count": 1, "max_manager_restarts": 0},
+    "store": {"compact_after_checkpoints": 1000},
+    "experiment": {"ledger": None},
+}
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[SmallDisk]:
+    with small_disk(tmp_path / "disk", 64 << 20) as found:
+        yield found
+
+
+def settings(folder: Path, disk: SmallDisk) -> Path:
+    """The model, the problems and the launcher's output are elsewhere."""
+    prepare(folder)
+    config = configuration("async", "simulated", folder, "filled", CHANGES)
+    file = folder / "c.yaml"
+    file.write_text(yaml.safe_dump({**config, "root": str(disk.path)}))
+    return file
+
+
+def test_it_ends_with_a_sentence_and_goes_on_when_there_is_room(
+    tmp_path: Path, disk: SmallDisk
+) -> None:
+    directory = RunDirectory(disk.path / "filled")
+    first = Run("--config", str(settings(tmp_path, disk)), log=tmp_path / "first.log")
+    try:
+        first.wait_until(lambda: steps_done(directory) >= 3, 240)
+        family = first.family()
+        before = look(directory)
+        disk.fill()
+        assert first.process.wait(120) == 1
+    finally:
+        if first.process.poll() is None:
+            first.kill_everything()
+    said = first.log.read_text()
+    sentence = said.strip().splitlines()[-1]
+    assert re.match(
+        rf"error: .*{disk.path}\S* c(annot|ould not) be \w+.*; (free|look at)", sentence
+    )
+    assert "Traceback" not in said
+    _, left = psutil.wait_procs(family, timeout=30)
+    assert left == []
+
+    full = Run("--resume", str(directory.path), log=tmp_path / "full.log")
+    assert full.process.wait(120) == 2
+    assert re.fullmatch(
+        r"error: .* cannot be written: No space left on device; free space on .*\n",
+        full.log.read_text(),
+    )
+
+    disk.make_room()
+    steps = steps_done(directory) + 2
+    again = Run("--resume", str(directory.path), f"steps={steps}", log=tmp_path / "again.log")
+    try:
+        assert again.process.wait(240) == 0, again.log.read_text()[-3000:]
+    finally:
+        if again.process.poll() is None:
+            again.kill_everything()
+    assert steps_done(directory) == steps
+    after = look(directory)
+    done = {i: seen for i, seen in before.items() if seen.state in DONE}
+    assert done
+    for trajectory_id, seen in done.items():
+        now = after[trajectory_id]
+        assert (now.state in DONE, now.tokens) == (True, seen.tokens), trajectory_id
+    with closing(StoreReader(directory.store_file)) as reader:
+        assert_trained_once(directory, reader.content())
