@@ -54,7 +54,7 @@ class CannotWrite(ComponentFailure):
 
 
 def reason(error: BaseException) -> str:
-    """Why a file cannot be written and what to do, as the end of a sentence."""
+    """Return why a file cannot be written and what to do, as the end of a sentence."""
     if isinstance(error, OSError):
         remedy = _REMEDIES.get(error.errno or 0)
         said = error.strerror or str(error)
@@ -72,9 +72,9 @@ def reason_and_file(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def writing(path: Path | str | None, what: str = "") -> Iterator[None]:
-    """What the system refuses inside the block is raised as CannotWrite.
+    """Raise as CannotWrite what the system refuses inside the block.
 
-    `what` says what the file is, where its name does not.
+    `what` names the file's purpose where its name does not.
     """
     try:
         yield
@@ -87,7 +87,7 @@ def writing(path: Path | str | None, what: str = "") -> Iterator[None]:
 
 
 def _system_error(error: Exception) -> OSError | None:
-    """What the system said; libraries in Rust (safetensors) hand it on as text."""
+    """Return the system's error; libraries in Rust (safetensors) pass it on as text."""
     if isinstance(error, OSError):
         return error
     number = _RUST_ERROR.search(str(error))
@@ -108,7 +108,7 @@ def disk_failure(error: BaseException) -> CannotWrite | None:
 
 @contextlib.contextmanager
 def naming_disk_errors() -> Iterator[None]:
-    """Around all that a process does: what `disk_failure` knows is raised as its sentence."""
+    """Raise the sentence of `disk_failure` for an OSError of a process's work that has one."""
     try:
         yield
     except OSError as error:
@@ -119,7 +119,7 @@ def naming_disk_errors() -> Iterator[None]:
 
 
 def check_room(directory: Path, size: int) -> None:
-    """Whether files of `size` bytes can be made in `directory`. Raises CannotWrite."""
+    """Check that files of `size` bytes can be made in `directory`. Raises CannotWrite."""
     trial = directory / f".room-{os.getpid()}"
     with writing(directory):
         try:

@@ -1,4 +1,4 @@
-"""What file system a path is on, by the table of mounts, and whether it belongs to one node.
+"""The file system of a path, by the table of mounts, and whether it belongs to one node.
 
 Memory that processes share through a file, as SQLite's write-ahead log, reaches over one node: on a
 file system of several nodes it may seem to work and is wrong. So only kinds that are known to be
@@ -27,7 +27,7 @@ class FileSystem:
 
     @property
     def local(self) -> bool:
-        """Whether it is known to belong to this node alone."""
+        """Return whether it is known to belong to this node alone."""
         return self.kind in _LOCAL
 
     def __str__(self) -> str:
@@ -35,7 +35,7 @@ class FileSystem:
 
 
 def file_system_of(path: Path) -> FileSystem:
-    """Of `path`, or of the nearest folder of it that exists."""
+    """Return the file system of `path`, or of the nearest folder of it that exists."""
     real = existing(path.resolve())
     mounts = {m.mountpoint: m.fstype for m in psutil.disk_partitions(all=True)}  # the last one wins
     for place in (real, *real.parents):

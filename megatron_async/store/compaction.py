@@ -37,7 +37,7 @@ _PAGES_GIVEN_BACK = 256  # at once: about 4 ms
 
 @dataclass(frozen=True)
 class Situation:
-    """What a plan is made from; `dropped` gives the reason of each dropped trajectory."""
+    """Material of a plan; `dropped` gives the reason of each dropped trajectory."""
 
     tree: LineTree
     lineage: int
@@ -59,7 +59,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Removal:
-    """One transaction of compaction: groups that go, batches without them, the new tallies."""
+    """A transaction of compaction: groups that go, batches without them, the new tallies."""
 
     groups: tuple[int, ...]
     batches: tuple[BatchRow, ...]
@@ -68,7 +68,7 @@ class Removal:
 
 
 def plan(now: Situation, kept: Sequence[int | PolicyVersion], compact_after: int) -> Plan:
-    """What can be removed when `kept` can be restored (see the module's first invariant)."""
+    """Plan what can be removed when `kept` can be restored (see the module's first invariant)."""
     oldest = horizon(now.tree, now.lineage, now.checkpoints, compact_after)
     if oldest is None:
         return Plan()
@@ -130,7 +130,7 @@ def restorable(
 
 
 def is_restorable(tree: LineTree, checkpoint: PolicyVersion, exported: Exported) -> bool:
-    """Whether nothing that was removed would be needed from this checkpoint on."""
+    """Return whether nothing that was removed would be needed from this checkpoint on."""
     if not exported.at:
         return True
     limits = Consumption.at_checkpoint(tree, checkpoint).limits

@@ -1,4 +1,4 @@
-"""Who may write a store: one process at a time, which holds the lock of the file beside it.
+"""The right to write a store: one process at a time, which holds the lock of the file beside it.
 
 The lock is the kernel's and ends with its process; the file names that process. The writer's thread
 holds it to its own end (`writer`), however long its last write takes.

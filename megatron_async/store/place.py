@@ -1,4 +1,4 @@
-"""Where a run's store lies: the database on a disk of the manager's node, a replica for the others.
+"""Place of a run's store: the database on a disk of the manager's node, a replica for the others.
 
     RUN/trajectories.sqlite          the database, where the run directory is on a local disk
     DIR/NAME-HASH/trajectories.sqlite    else: below `store.directory` or the temporary directory
@@ -6,8 +6,8 @@
     RUN/store.json                   the node and the database that count
 
 Invariants
-- The database is on a file system that belongs to one node, unless `store.directory` says
-  otherwise: SQLite's log is memory that processes of one node share.
+- The database is on a file system that belongs to one node, unless `store.directory` names
+  another: SQLite's log is memory that processes of one node share.
 - A database that store.json does not name is stale: the run has gone on elsewhere since.
 - Whoever is not on the database's node reads the replica.
 """
@@ -42,7 +42,7 @@ class StorePlace:
 
     @property
     def away(self) -> bool:
-        """Whether the database is outside the run directory."""
+        """Return whether the database is outside the run directory."""
         return self.file != self.run_file
 
     @property
@@ -51,7 +51,7 @@ class StorePlace:
 
     @property
     def export_file(self) -> Path:
-        """Where compaction puts consumed trajectories."""
+        """Return the file in which compaction puts consumed trajectories."""
         return schema.export_file(self.run_file)
 
 
@@ -88,7 +88,7 @@ def prepared_place(run_file: Path, directory: str) -> StorePlace:
 
 
 def check_place(place: StorePlace) -> None:
-    """Whether a database would work there; leaves nothing behind. Raises UserError."""
+    """Check that a database would work there; leaves nothing behind. Raises UserError."""
     folder = existing(place.file.parent)
     probe = folder / f".probe-{socket.gethostname()}-{os.getpid()}"
     try:
@@ -105,7 +105,10 @@ def check_place(place: StorePlace) -> None:
 
 
 def make_folder(place: StorePlace) -> None:
-    """Of the database; outside the run directory for this user alone. Raises UserError."""
+    """Make the database's folder; outside the run directory only this user can enter it.
+
+    Raises UserError.
+    """
     folder = place.file.parent
     try:
         folder.parent.mkdir(mode=0o700 if place.away else 0o777, parents=True, exist_ok=True)
@@ -135,15 +138,15 @@ class Record:
     closed_at: int | None = None
 
     def names(self, place: StorePlace) -> bool:
-        """Whether this is the database of `place`, as far as names tell."""
+        """Return whether this names the database of `place`."""
         return not place.away if self.file is None else self.file == str(place.file)
 
     def database(self, run_file: Path) -> Path:
-        """Which may be on another node."""
+        """Return its path, which may be on another node."""
         return run_file if self.file is None else Path(self.file)
 
     def reachable(self, run_file: Path) -> bool:
-        """Whether the database can be opened on this node."""
+        """Return whether the database can be opened on this node."""
         file = self.database(run_file)
         here = self.host == socket.gethostname() or file_system_of(file).local
         return here and file.exists()
@@ -180,7 +183,7 @@ def _record_file(run_file: Path) -> Path:
 
 @dataclass(frozen=True)
 class Readable:
-    """A file that this process may read; `note` says what a replica does not hold."""
+    """A file that this process may read; `note` names what a replica does not hold."""
 
     file: Path
     is_replica: bool = False
@@ -188,7 +191,7 @@ class Readable:
 
 
 def has_store(run_file: Path) -> bool:
-    """Whether the run has a trajectory store, wherever that lies."""
+    """Return whether the run has a trajectory store, wherever that lies."""
     record = read_record(run_file)
     away = record is not None and record.file is not None
     return away or run_file.exists() or StorePlace(run_file, run_file).replica.exists()

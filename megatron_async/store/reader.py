@@ -6,7 +6,7 @@ them; on another node than the writer's they read the replica).
 Invariants
 - A row whose CRC is wrong raises DamagedStore; nothing unchecked leaves this module.
 - A trajectory's tokens are the longest unbroken sequence of chunks from its first one. If its row
-  tells of more chunks than that, it was damaged and is said to be (`complete` is false).
+  counts more chunks than that, it was damaged and is marked so (`complete` is false).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from megatron_async.trajectory.types import (
 
 @dataclass
 class Counters:
-    """What outlives rows; written by the event loop's side.
+    """Counts that outlive rows; written by the event loop's side.
 
     `lines` repeats the table of that name: (lineage, parent, branch step). `prompts` is how far the
     prompt source has been read; it is smaller than `next_group` where groups were lost, whose
@@ -74,7 +74,7 @@ class Counters:
 
 @dataclass
 class Exported:
-    """What compaction removed from the tables; written together with the removal.
+    """Tallies of what compaction removed; written together with the removal.
 
     `bytes` is the length of the export file then, `groups` are closed intervals of group ids, `at`
     are the checkpoints that could be restored then.
@@ -99,7 +99,7 @@ class Exported:
         return cls(**content)
 
     def holds(self, group_id: int) -> bool:
-        """Whether this group has been removed."""
+        """Return whether this group has been removed."""
         return any(low <= group_id <= high for low, high in self.groups)
 
     def with_groups(self, group_ids: Iterable[int]) -> list[tuple[int, int]]:
@@ -285,7 +285,7 @@ def trajectory_of(
 
 @dataclass(frozen=True)
 class TrajectorySummary:
-    """One line of a listing; `tokens` counts the response."""
+    """A line of a listing; `tokens` counts the response."""
 
     trajectory_id: int
     group_id: int
@@ -319,20 +319,20 @@ class StoreReader:
 
     @property
     def export_file(self) -> Path:
-        """Where compaction puts what it takes out; see `exported`."""
+        """Return the file in which compaction puts what it takes out; see `exported`."""
         return schema.export_file(self._run_file)
 
     def at_one_moment(self) -> AbstractContextManager[None]:
-        """What is read inside belongs together, whatever the run writes meanwhile."""
+        """Read what belongs together inside, whatever the run writes meanwhile."""
         return at_one_moment(self._connection)
 
     def holds(self, trajectory_id: int) -> bool:
-        """Whether this trajectory is in the store now."""
+        """Return whether this trajectory is in the store now."""
         query = f"SELECT 1 FROM trajectories WHERE trajectory_id = {int(trajectory_id)}"
         return any(True for _ in self._execute(query))
 
     def exported(self) -> Exported:
-        """What compaction has taken out by now. Raises UserError for a damaged file."""
+        """Return what compaction has taken out by now. Raises UserError for a damaged file."""
         try:
             return read_exported(self._connection)
         except (sqlite3.Error, DamagedStore) as error:
@@ -372,7 +372,7 @@ class StoreReader:
         return listed
 
     def trajectory(self, trajectory_id: int) -> Trajectory:
-        """One trajectory with its tokens. Raises UserError when it is not in the store."""
+        """Return a trajectory with its tokens. Raises UserError when it is not in the store."""
         content = self.content()
         row = content.trajectories.get(trajectory_id)
         if row is None:

@@ -242,7 +242,7 @@ class TrajectoryRecord:
         self.finish_reason, self.reward, self.reward_detail = None, None, {}
 
     def restart(self) -> None:
-        """Back to the prompt: all tokens and the judgement are gone."""
+        """Back to the prompt: all tokens and the reward are gone."""
         self.move_to(TrajectoryState.PENDING)
         self.attempt += 1
         self.chunks = 0

@@ -41,7 +41,7 @@ _ID_GAP = 1_000_000  # ids left out when it is not known which have been given
 
 @dataclass(frozen=True)
 class Recovery:
-    """What was missing or damaged and what became of it; `sentence` says it to a person.
+    """Damage that was found and what became of it; `sentence` is for a person.
 
     `behind`: what was found may be an older state than the run has seen.
     """
@@ -77,7 +77,7 @@ def read_tokens(path: Path, trajectory_ids: Sequence[int]) -> Mapping[int, list[
 
 
 def is_damage(error: Exception) -> bool:
-    """Whether an error means that the file's content is wrong (and not, say, that it is locked)."""
+    """Return whether the error means wrong content (and not, for one, that the file is locked)."""
     if isinstance(error, DamagedStore):
         return True
     code = getattr(error, "sqlite_errorcode", 0)
@@ -154,7 +154,7 @@ def set_aside(file: Path) -> Path | None:
 
 
 def counters_of(file: Path, needed: int) -> Counters | None:
-    """What a damaged database tells of the ids it has given; None: nothing that can be relied on.
+    """Read from a damaged database which ids it has given; None: nothing to rely on.
 
     It must have got as far as transaction `needed`.
     """

@@ -32,7 +32,7 @@ _PART = ".part-"
 
 
 class Copying:
-    """One copy; `progress` grows while it comes on."""
+    """A copy under way; `progress` grows while it comes on."""
 
     def __init__(self, source: Path, target: Path, *, from_replica: bool = False) -> None:
         self._source, self._target, self._immutable = source, target, from_replica
@@ -48,7 +48,7 @@ class Copying:
             self._part.unlink(missing_ok=True)
 
     def _copy(self) -> None:
-        # No locks: nobody else knows the file yet, and its file system may have none.
+        # No locks: nobody else opens the file yet, and its file system may have none.
         writing = f"{self._part.absolute().as_uri()}?vfs=unix-none"
         with (
             closing(
@@ -77,7 +77,7 @@ def copy_database(source: Path, target: Path, *, from_replica: bool = False) -> 
 
 
 def _remove_parts(target: Path) -> None:
-    """What a process that was killed had copied. The store is locked: no copy is under way."""
+    """Remove what a killed process had copied. The store is locked: no copy is under way."""
     for part in target.parent.glob(f"{target.name}{_PART}*"):
         with contextlib.suppress(OSError):
             part.unlink()

@@ -124,7 +124,7 @@ class BatchRow(NamedTuple):
 
 
 def export_file(store: Path) -> Path:
-    """Where compaction puts the consumed trajectories of a store."""
+    """Return the file in which compaction puts the consumed trajectories of a store."""
     return store.parent / "export" / EXPORT_NAME
 
 
@@ -146,7 +146,7 @@ class GroupRow(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[Value]) -> GroupRow:
-        """Of any format; a group without a priority has the default one."""
+        """Rows of a table of any format; a group without a priority has the default one."""
         if len(values) < len(cls._fields):
             values = (*values[:-1], 0, values[-1])
         return cls(*values)  # type: ignore[arg-type]

@@ -1,11 +1,11 @@
-"""What a store knows in memory, and how it comes to know it: a resume is done here.
+"""State of a store in memory, read from its file: the part of a resume that is the store's.
 
 Invariants
 - Opening an intact file changes two things: the new line is noted, and what ran is partial.
 - At most once comes before nothing lost: in a store that is behind what the run has seen, groups
   that are not known to be consumed are set aside, never trained a second time.
 - A line continues a checkpoint that the store can still serve, or opening is refused. What is
-  behind may not know the checkpoint's line; the new one then continues the newest that it knows.
+  behind may not have the checkpoint's line; the new one then continues the newest that it has.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def load_state(
 
 
 def first_writes(state: StoreState, writer: StoreWriter) -> None:
-    """What opening has changed."""
+    """Write what opening has changed."""
     lines = [(line.lineage, line.parent, line.branch_step) for line in state.tree.lines()]
     state.counters.lines = lines
     writer.put("lines", lines[-1])

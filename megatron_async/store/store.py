@@ -130,12 +130,12 @@ class TrajectoryStore:
 
     @property
     def recovery(self) -> Recovery | None:
-        """What opening found damaged or gone, and what became of it; None when all was well."""
+        """Return what opening found damaged or gone; None when all was well."""
         return self._state.recovery
 
     @property
     def export_file(self) -> Path:
-        """Where compaction puts consumed trajectories."""
+        """Return the file in which compaction puts consumed trajectories."""
         return self._place.export_file
 
     async def close(self, *, leave: bool = False) -> None:
@@ -193,7 +193,7 @@ class TrajectoryStore:
         return record.request
 
     def end_request(self, request: RequestKey) -> None:
-        """Its trajectory is partial. Raises SupersededRequest when it does not run that now."""
+        """Make its trajectory partial. Raises SupersededRequest when it does not run that now."""
         self._turn(running(self._state.records, request), TrajectoryState.PARTIAL)
 
     def _turn(self, record: TrajectoryRecord, state: TrajectoryState) -> None:
@@ -215,7 +215,7 @@ class TrajectoryStore:
     ) -> None:
         """More tokens of a running trajectory, [n] and [n]. Never waits for the disk.
 
-        With `end` they are its last ones, and it is finished; `sync` tells when that is committed.
+        With `end` they are its last ones; that it is finished is committed when `sync` returns.
         Raises SupersededRequest when another request (or none) runs the trajectory now, ValueError
         when the arrays do not agree.
         """
@@ -258,7 +258,7 @@ class TrajectoryStore:
             self._flush(self._state.records[waiting])
 
     def end(self, trajectory_id: int, reason: FinishReason) -> None:
-        """Its last token has been appended; `sync` tells when its end is committed."""
+        """Finish it: its last token has been appended. Its end is committed when `sync` returns."""
         record = self._record(trajectory_id)
         self._move(record, TrajectoryState.FINISHED)
         record.finish_reason = reason
@@ -288,7 +288,7 @@ class TrajectoryStore:
         self._delete_old_attempts(record)
 
     def drop(self, trajectory_id: int, reason: DropReason) -> None:
-        """It leaves the run, for good and on every line."""
+        """Take it out of the run, for good and on every line."""
         record = self._record(trajectory_id)
         self._move(record, TrajectoryState.DROPPED)
         self._flush(record)
@@ -410,7 +410,7 @@ class TrajectoryStore:
 
     @property
     def prompts_read(self) -> int:
-        """How far the prompt source has been read: each group that is not lost took one."""
+        """Prompts read from their source: each group that is not lost took one."""
         return self._state.counters.prompts
 
     def batch_sizes(self) -> dict[int, int]:

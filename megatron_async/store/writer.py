@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass
 class _Pending:
-    """One future transaction."""
+    """A future transaction."""
 
     chunks: list[Row] = field(default_factory=list)
     rows: dict[tuple[str, int], Row] = field(default_factory=dict)
@@ -129,7 +129,7 @@ class StoreWriter:
             return self._submitted
 
     def is_committed(self, transaction: int) -> bool:
-        """Whether that transaction is in the file. Raises ComponentFailure after an error."""
+        """Return whether it is in the file. Raises ComponentFailure after an error."""
         self._check()
         return transaction <= self._committed
 
@@ -158,7 +158,7 @@ class StoreWriter:
         return await waiter
 
     async def _acknowledge(self) -> None:
-        """One barrier after the other while somebody waits."""
+        """Await one barrier after the other while somebody waits."""
         try:
             while self._waiters:
                 waiters, self._waiters = self._waiters, []
@@ -257,7 +257,7 @@ class StoreWriter:
             self._lock.close()
 
     def _take(self) -> _Pending | None:
-        """What has gathered; None when closing and empty."""
+        """Take what has gathered; None when closing and empty."""
         with self._changed:
             self._changed.wait_for(
                 lambda: (

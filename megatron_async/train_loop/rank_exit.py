@@ -1,4 +1,4 @@
-"""How a rank under torchrun ends: with an exit code, and a sentence for whoever started it.
+"""End of a rank under torchrun: an exit code, and a sentence for whoever started it.
 
 Invariants
 - A failure with a sentence is left in the run directory; a disk that takes no more changes neither
@@ -19,7 +19,7 @@ from megatron_async.run_directory import RunDirectory
 
 
 def exit_code(directory: RunDirectory, work: Callable[[], None]) -> int:
-    """Of a rank that does `work`: 0, 1 for a failed component, 2 for bad input."""
+    """Do a rank's `work`; return 0, 1 for a failed component, 2 for bad input."""
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     try:
         with naming_disk_errors():
