@@ -197,6 +197,14 @@ class RunConfig(Settings):
         """The evaluation sets, each with its settings."""
         return self.eval.settled(self.sampling, heldout=self.task.heldout_share > 0)
 
+    @property
+    def resolved_schedule(self) -> ScheduleConfig:
+        """Return the schedule with what follows from other sections: `expected_tokens`."""
+        if self.schedule.expected_tokens is not None:
+            return self.schedule
+        expected = max(1, self.sampling.max_new_tokens // 2)
+        return self.schedule.model_copy(update={"expected_tokens": expected})
+
     @model_validator(mode="after")
     def _cross_checks(self) -> Self:
         check_labels(self.reward)

@@ -24,6 +24,12 @@ class ScheduleConfig(Settings):
     concurrency: int | Literal["auto"] = Field(
         64, description="N': requests in flight over all engines, or `auto` (closed loop)."
     )
+    expected_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Tokens of a request in flight, prompt included, that `concurrency: auto` "
+        "expects at its start; none = half of sampling.max_new_tokens.",
+    )
     refill: Literal["continuous", "batch"] = Field(
         "continuous",
         description="`continuous`: a replacement at every completion; `batch`: only what the "

@@ -157,7 +157,9 @@ class RolloutManager:
         )
         driver = RolloutDriver(
             self._config,
-            scheduler=Scheduler(self._config.schedule, first_step=resume.step, version=version),
+            scheduler=Scheduler(
+                self._config.resolved_schedule, first_step=resume.step, version=version
+            ),
             store=store,
             prompts=prompts,
             verifier=CountingVerifier(self._verifier, prompts),

@@ -7,13 +7,15 @@ needs a model. (Tokens as they arrive would mislead: a larger N' first fills the
 values of N' that yield the same, the smallest is wanted: more requests in flight mean more lag and
 more recomputation.
 
-The loop probes: N' is doubled while that pays, then both sides are tried in steps of sqrt(2), then
-it rests for a while at the best and probes again (lengths change while a policy learns).
+The start is feed-forward: as many requests as the KV cache holds at their expected length, at most
+`START_BATCHES`. From there the loop probes: N' is doubled while that pays, then both sides are
+tried in steps of sqrt(2), then it rests for a while at the best and probes again (lengths change
+while a policy learns). The first round has short windows: what it compares differs much.
 
 Invariants
 - N' stays within [floor, cap].
-- N' is judged by a *window*: first `SETTLING_TURNOVERS` turnovers are let pass (a turnover: as many
-  completions as the larger of the old and the new N'; until then short responses are over- or
+- N' is measured by a *window*: first `SETTLING_TURNOVERS` turnovers are let pass (a turnover: as
+  many completions as the larger of the old and the new N'; until then short responses are over- or
   under-represented in batches), then at least `WINDOW_BATCHES` batches and a turnover are measured.
 - A doubling must pay `GAIN_PER_DOUBLING`, a smaller step its share of that; going down may cost as
   much. Nothing is compared but with the best that is known, so small losses do not add up.
@@ -33,10 +35,15 @@ from dataclasses import dataclass, replace
 
 GAIN_PER_DOUBLING = 0.02
 """What doubling N' must add to the rate of trained tokens."""
-SETTLING_TURNOVERS = 2
-"""Turnovers after a change of N' that are not measured."""
-WINDOW_BATCHES = 6
-"""Batches that a window spans at least."""
+START_BATCHES = 2
+"""Batches' worth of requests that the start does not exceed, however large the KV cache: each more
+is a step of lag more."""
+START_FILL = 0.9
+"""Share of the KV cache that the start would fill with requests of the expected length."""
+SETTLING_TURNOVERS = (1, 2)
+"""Turnovers after a change of N' that are not measured, in the first round and later."""
+WINDOW_BATCHES = (3, 6)
+"""Batches that a window spans at least, in the first round and later."""
 COARSE, FINE = 1.0, 0.5
 """Probe steps in powers of two."""
 LEAST_STEP = 1.05
@@ -49,7 +56,7 @@ OVERCOMMIT = 1.25
 """No probe goes beyond this much of the N' at which the KV cache would be full. (Some over it may
 pay: a request that an engine has queued takes the room of another as soon as that ends.)"""
 PREEMPTION_LIMIT = 1.0
-"""Preemptions per completion above which N' is far over the KV capacity, whatever the rate says."""
+"""Preemptions per completion above which N' is far over the KV capacity, whatever the rate."""
 SATURATED = 0.9
 """Share of N' that must have been in flight for more of it to be of use."""
 BACK_OFF = 0.93
@@ -88,14 +95,17 @@ class Window:
 class AutoConcurrency:
     """State of the loop. `limit` is N', `first` what it begins with.
 
-    `best` is the N' with the best known rate, 0 before the first measurement; `step` the next
-    probe from there in powers of two; `refused` the probes in a row that did not pay; `resting`
-    the windows until the next round.
+    `batch` is a batch's worth of requests, `expected` the tokens of one request. `best` is the N'
+    with the best known rate, 0 before the first measurement; `step` the next probe from there in
+    powers of two; `refused` the probes in a row that did not pay; `resting` the windows until the
+    next round; `later` is 1 once the first round is over.
     """
 
     limit: int
     floor: int
     first: int
+    batch: int
+    expected: int
     window: Window
     cap: int | None = None
     ceiling: float | None = None
@@ -104,12 +114,15 @@ class AutoConcurrency:
     step: float = COARSE
     refused: int = 0
     resting: int = 0
+    later: int = 0
 
 
-def start(groups_per_batch: int, group_size: int) -> AutoConcurrency:
-    """Return the state to start from: requests of one batch, never below one group."""
-    limit = groups_per_batch * group_size
-    return AutoConcurrency(limit, floor=group_size, first=limit, window=_unsettled(limit))
+def start(groups_per_batch: int, group_size: int, expected_tokens: int) -> AutoConcurrency:
+    """Return the state before engines are there: requests of one batch, never below one group."""
+    batch = groups_per_batch * group_size
+    return AutoConcurrency(
+        batch, group_size, batch, batch, expected_tokens, Window(SETTLING_TURNOVERS[0] * batch)
+    )
 
 
 def completed(state: AutoConcurrency) -> AutoConcurrency:
@@ -122,14 +135,19 @@ def completed(state: AutoConcurrency) -> AutoConcurrency:
     return replace(state, window=replace(window, completions=window.completions + 1))
 
 
-def capped(state: AutoConcurrency, cap: int | None) -> AutoConcurrency:
+def capped(state: AutoConcurrency, cap: int | None, kv_tokens: int) -> AutoConcurrency:
     """Engines came or went; `cap` is what they run together, None = no limit known.
 
-    What was measured with other engines says nothing any more: the search starts again from here.
+    Together they hold `kv_tokens`. What was measured with other engines does not count any more: a
+    search begins, from here or, if nothing was measured, from what the KV cache should hold.
     """
-    limit = state.limit if state.best else state.first
-    fresh = replace(state, cap=cap, ceiling=None, best=0, step=COARSE, refused=0, resting=0)
-    return _at(fresh, limit)
+    room = START_FILL * kv_tokens / state.expected
+    first = round(min(START_BATCHES * state.batch, room)) if kv_tokens else state.batch
+    limit = state.limit if state.best else first
+    fresh = replace(
+        state, first=first, cap=cap, ceiling=None, best=0, step=COARSE, refused=0, resting=0
+    )
+    return _at(replace(fresh, later=0), limit)
 
 
 def loaded(
@@ -171,18 +189,18 @@ def taken(state: AutoConcurrency, at_seconds: float, batched_tokens: int) -> Aut
     seconds = at_seconds - window.began_at
     window = replace(window, batches=window.batches + 1)
     state = replace(state, window=window)
-    enough = window.batches >= WINDOW_BATCHES and window.completions >= window.busiest
+    enough = window.batches >= WINDOW_BATCHES[state.later] and window.completions >= window.busiest
     if not enough or not window.reports or seconds <= 0:
         return state
     if window.preemptions > PREEMPTION_LIMIT * window.completions:
         return _over(state)
-    return _judged(state, (batched_tokens - window.began_tokens) / seconds)
+    return _measured(state, (batched_tokens - window.began_tokens) / seconds)
 
 
 # ---------------------------------------------------------------- decisions
 
 
-def _judged(state: AutoConcurrency, rate: float) -> AutoConcurrency:
+def _measured(state: AutoConcurrency, rate: float) -> AutoConcurrency:
     """A window under the present N' is complete."""
     if not state.best:
         return _probe(replace(state, best=state.limit, best_rate=rate))
@@ -213,7 +231,7 @@ def _probe(state: AutoConcurrency) -> AutoConcurrency:
             return _at(state, wanted)
         state = _refuse(state)
     ceiling = None if state.ceiling is None else state.ceiling * CEILING_GROWTH
-    state = replace(state, ceiling=ceiling, step=FINE, refused=0, resting=REST_WINDOWS)
+    state = replace(state, ceiling=ceiling, step=FINE, refused=0, resting=REST_WINDOWS, later=1)
     return _at(state, state.best)
 
 
@@ -246,11 +264,8 @@ def _at(state: AutoConcurrency, wanted: float) -> AutoConcurrency:
     if limit == before:
         left = state.window
         return replace(state, window=Window(left.settling, left.falling))
-    return replace(state, limit=limit, window=_unsettled(max(limit, before), limit < before))
-
-
-def _unsettled(turnover: int, falling: bool = False) -> Window:
-    return Window(SETTLING_TURNOVERS * turnover, falling)
+    settling = SETTLING_TURNOVERS[state.later] * max(limit, before)
+    return replace(state, limit=limit, window=Window(settling, limit < before))
 
 
 def _clamp(state: AutoConcurrency, wanted: float) -> int:

@@ -70,6 +70,10 @@ class ServingEngines:
         known = [limit for limit in limits if limit is not None]
         return sum(known) if known and len(known) == len(limits) else None
 
+    def kv_capacity(self) -> int:
+        """Tokens that the KV caches of all engines hold together."""
+        return sum(engine.kv_capacity for engine in self.engines.values())
+
     def room(self, version: PolicyVersion) -> int | None:
         """Requests that engines of `version` can still take; None = no limit."""
         total = 0

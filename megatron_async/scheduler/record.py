@@ -301,7 +301,13 @@ def new_record(
         keep_steps=config.telemetry.record_steps,
         most_bytes=config.telemetry.record_mib << 20,
     )
-    return Recorder(files, config.schedule, first_step=version.number, version=version, clock=clock)
+    return Recorder(
+        files,
+        config.resolved_schedule,
+        first_step=version.number,
+        version=version,
+        clock=clock,
+    )
 
 
 def encode(message: ev.Event | RecordedAction) -> list[Any]:

@@ -56,7 +56,9 @@ class Scheduler:
         self._draining = False
         self._auto: auto_concurrency.AutoConcurrency | None = None
         if config.concurrency == "auto":
-            self._auto = auto_concurrency.start(config.groups_per_batch, config.group_size)
+            self._auto = auto_concurrency.start(
+                config.groups_per_batch, config.group_size, config.expected_tokens or 1
+            )
         self._watch = warnings.Watch(config)
         self.bind()
 
@@ -185,7 +187,9 @@ class Scheduler:
 
     def _fleet_changed(self, out: Actions) -> None:
         if self._auto is not None:
-            self._auto = auto_concurrency.capped(self._auto, self._fleet.request_limit())
+            self._auto = auto_concurrency.capped(
+                self._auto, self._fleet.request_limit(), self._fleet.kv_capacity()
+            )
         self._advance(out)
 
     def _engine_load(self, event: ev.EngineLoad, out: Actions) -> None:

@@ -116,7 +116,7 @@ def build_world(config: RunConfig, recorder: Recorder | None = None) -> World:
         seed=config.seed,
     )
     return World(
-        config.schedule,
+        config.resolved_schedule,
         settings,
         engines=[Engine(f"engine-{i}", costs, limits) for i in range(config.engines.count)],
         max_running=config.engines.max_running_requests,

@@ -29,8 +29,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 SHAPE = TinyModel(hidden_size=32, layers=2, heads=2, kv_heads=1, head_dim=16, ffn_size=64)
-FIRST = 4
-"""One batch's worth of requests."""
+FIRST = 8
+"""Two batches' worth of requests: the KV cache would hold more."""
 
 
 def most_in_flight(record: Path) -> int:
@@ -89,7 +89,7 @@ def test_auto_concurrency_moves_and_the_metrics_tell_it(
     tmp_path: Path, model: Path, engine: SGLangProcess
 ) -> None:
     changes = {
-        "steps": 16,
+        "steps": 12,  # a second probe needs more
         "schedule": {"preset": "copris", "concurrency": "auto"},
         "experiment": {"forced_lengths": [20, 30, 20, 60]},
         "telemetry": {"record_steps": 100},  # all of it in one file

@@ -78,7 +78,7 @@ class Engine:
 def throughput(fixed: int | None, seed: int = 1, steps: int = 10_000) -> float:
     """Useful tokens a second over the second half of the run; a batch is 16 completions."""
     engine = Engine(seed)
-    state = auto.start(groups_per_batch=4, group_size=4)
+    state = auto.start(groups_per_batch=4, group_size=4, expected_tokens=100)
     reported = completed = 0
     mark = (0, 0.0)
     for step in range(steps):
@@ -110,7 +110,7 @@ class Loop:
     """An `auto` loop that is told windows: one call is a settled, complete window at a rate."""
 
     def __init__(self, groups: int = 4, size: int = 4) -> None:
-        self.state = auto.start(groups, size)
+        self.state = auto.start(groups, size, 100)
         self.seconds = 1.0
         self.tokens = 0
 
@@ -132,7 +132,7 @@ class Loop:
             self.state = auto.completed(self.state)
         for _ in range(reports):
             self.state = auto.loaded(self.state, usage, preemptions, in_flight)
-        for _ in range(auto.WINDOW_BATCHES):
+        for _ in range(auto.WINDOW_BATCHES[self.state.later]):
             self._batch(rate, 1.0)
         return self.state.limit
 
@@ -140,6 +140,18 @@ class Loop:
         self.seconds += seconds
         self.tokens += int(rate * seconds)
         self.state = auto.taken(self.state, self.seconds, self.tokens)
+
+
+@pytest.mark.parametrize(
+    ("kv_tokens", "first"),
+    [(1_000, 9), (2_000, 18), (1_000_000, 32), (100, 4)],
+    ids=["what the cache holds", "more of it", "two batches at most", "one group at least"],
+)
+def test_it_begins_with_what_the_cache_holds_of_expected_requests(
+    kv_tokens: int, first: int
+) -> None:
+    state = auto.capped(auto.start(4, 4, 100), None, kv_tokens)
+    assert state.limit == first
 
 
 def test_it_begins_with_one_batch_and_doubles_while_that_pays() -> None:
@@ -187,12 +199,12 @@ def test_it_probes_again_after_a_rest() -> None:
 
 
 def test_nothing_is_judged_before_a_turnover_and_a_window_of_batches() -> None:
-    state = auto.start(4, 4)
-    for _ in range(31):
+    state = auto.start(4, 4, 100)
+    for _ in range(15):
         state = auto.completed(state)
     assert auto.taken(state, 5.0, 100) == state
     state = auto.completed(state)
-    for batch in range(auto.WINDOW_BATCHES + 1):
+    for batch in range(auto.WINDOW_BATCHES[0] + 1):
         state = auto.taken(auto.loaded(state, 0.1, 0, 16), float(batch), 100 * batch)
     assert (state.best, state.limit) == (0, 16)
     for _ in range(16):
@@ -201,7 +213,7 @@ def test_nothing_is_judged_before_a_turnover_and_a_window_of_batches() -> None:
 
 
 def test_without_times_it_never_probes() -> None:
-    state = auto.start(4, 4)
+    state = auto.start(4, 4, 100)
     for batch in range(50):
         for _ in range(16):
             state = auto.completed(state)
@@ -230,16 +242,16 @@ def test_preemptions_are_a_ceiling_that_is_remembered() -> None:
 
 
 def test_a_storm_is_not_waited_for() -> None:
-    assert auto.loaded(auto.start(16, 8), 1.0, 64, 128).limit == 119
+    assert auto.loaded(auto.start(16, 8, 100), 1.0, 64, 128).limit == 119
 
 
 def test_the_end_of_a_storm_is_not_taken_for_another_one() -> None:
-    state = auto.loaded(auto.start(16, 8), 1.0, 64, 128)
+    state = auto.loaded(auto.start(16, 8, 100), 1.0, 64, 128)
     assert auto.loaded(state, 1.0, 64, 128) == state
 
 
 def test_too_large_an_off_policy_share_lowers_it() -> None:
-    state = auto.start(16, 8)
+    state = auto.start(16, 8, 100)
     for _ in range(256):
         state = auto.completed(state)
     lowered = auto.batched(state, 0.6, 0.5)
@@ -249,7 +261,7 @@ def test_too_large_an_off_policy_share_lowers_it() -> None:
 
 
 def test_it_stays_between_one_group_and_what_engines_run() -> None:
-    state = auto.capped(auto.start(4, 4), 10)
+    state = auto.capped(auto.start(4, 4, 100), 10, 0)
     assert state.limit == 10
     for _ in range(50):
         for _ in range(20):
@@ -262,21 +274,21 @@ def test_other_engines_start_the_search_again() -> None:
     loop = Loop()
     loop.window(1000)
     loop.window(1500)
-    state = auto.capped(loop.state, 40)
+    state = auto.capped(loop.state, 40, 0)
     assert (state.limit, state.best) == (40, 0)
 
 
 def test_the_scheduler_uses_it() -> None:
-    run = Script("pipeline", concurrency="auto")
-    assert run.told == [ev.RequestPrompts(2)]  # one batch's worth at first
+    run = Script("pipeline", concurrency="auto", expected_tokens=2250)
+    assert run.told == [ev.RequestPrompts(2)]  # the cache holds four such requests
     run.prompts(4)
     seen = []
-    for step in range(8):
+    for step in range(4):
         run.tell(ev.EngineLoad("a", 0.2, 0))
         run.finish(*run.running[:4])
         run.prompts(4)
         run.tell(ev.BatchTaken(step, 1.0 + step), ev.UpdateRequested(step + 1))
         run.publish(step + 1)
         seen.append(run.scheduler.view().concurrency)
-    assert seen == [4, 4, 4, 4, 4, 4, 4, 8]
+    assert seen == [4, 4, 4, 8]
     assert len(run.running) == 8

@@ -1,7 +1,7 @@
 """`concurrency: auto` in the simulator: at least 95 % of the best fixed N' of a sweep.
 
-Both are measured over the same batches, after `WARM_UP`: auto begins with one batch's worth of
-requests and needs some windows to find N'; a fixed N' has filled its buffer by then.
+Both are measured over the same batches, after `WARM_UP`, probes included: auto begins with what the
+KV cache should hold, two batches' worth at most, and has settled by then.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from megatron_async.simulate.statistics import Summary
 pytestmark = pytest.mark.slow
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "simulate"
-WARM_UP = 60
-STEPS = 90
+WARM_UP = 15
+STEPS = 45
 NEEDED = 0.95
 
 WORKLOADS = {
