@@ -19,7 +19,7 @@ from megatron_async.store.reader import StoreReader
 from tests.end_to_end.test_survives_kills import Run, assert_trained_once, steps_done
 from tests.small_disk import SmallDisk, small_disk
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(540)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 CHANGES = {
     "steps": 200,
