@@ -51,7 +51,7 @@ class Said:
                 self.batches[numbers[0]] = numbers[1:]
 
 
-def live_and_die(run: Path, lineage: int, seconds: float) -> Said:
+def live_and_die(run: Path, lineage: int, directory: str, seconds: float) -> Said:
     """Start a writer, let it work for `seconds` from its first word, SIGKILL it."""
     said = Said()
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -59,7 +59,10 @@ def live_and_die(run: Path, lineage: int, seconds: float) -> Said:
     log = run / f"life-{lineage}.log"
     with log.open("wb") as out, (run / "errors.log").open("ab") as errors:
         child = subprocess.Popen(
-            [*command, str(lineage), str(lineage)], stdout=out, stderr=errors, env=environment
+            [*command, str(lineage), str(lineage), directory],
+            stdout=out,
+            stderr=errors,
+            env=environment,
         )
         try:
             deadline = time.monotonic() + 60
@@ -88,12 +91,13 @@ def exported_groups(run: Path) -> set[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kills", [6])
-def test_kills_lose_no_finished_trajectory_and_at_most_a_chunk(tmp_path: Path, kills: int) -> None:
-    rng = random.Random(5)
+@pytest.mark.parametrize("where", ["in the run directory", "on a disk of the node"])
+def test_kills_lose_no_finished_trajectory_and_at_most_a_chunk(tmp_path: Path, where: str) -> None:
+    rng, kills = random.Random(5), 3
+    directory = str(tmp_path / "scratch") if where != "in the run directory" else ""
     lives: list[Said] = []
     for lineage in range(kills):
-        said = live_and_die(tmp_path, lineage, rng.uniform(0.3, 1.2))
+        said = live_and_die(tmp_path, lineage, directory, rng.uniform(0.3, 1.2))
         lives.append(said)
         reader = StoreReader(tmp_path / STORE)
         kept = {s.trajectory_id: s for s in reader.summaries()}
@@ -120,7 +124,7 @@ def test_kills_lose_no_finished_trajectory_and_at_most_a_chunk(tmp_path: Path, k
     assert len(trained) >= 2 * kills, "too little happened to mean anything"
 
     async def last_life() -> None:
-        manager = Manager(tmp_path, kills, kills)
+        manager = Manager(tmp_path, kills, kills, directory)
         state = manager.store._state
         assert manager.store.recovery is None
         unconsumed = {g.group_id for g in manager.store.unconsumed_groups()}

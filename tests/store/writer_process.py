@@ -1,6 +1,7 @@
-"""One life of a rollout manager with a tiny trainer in it, to be killed: see test_store_kill.py.
+"""One life of a rollout manager with a tiny trainer in it, to be killed: see test_kill.py.
 
-`python -m tests.store.writer_process RUN_DIR LINEAGE SEED` goes on from the newest manifest.
+`python -m tests.store.writer_process RUN_DIR LINEAGE SEED STORE_DIRECTORY` goes on from the newest
+manifest.
 What it has appended, finished, batched and committed it says on stdout, one unbuffered line each,
 always after the store's promise (never before).
 """
@@ -42,13 +43,13 @@ def newest_manifest(run: Path) -> dict[str, int]:
 class Manager:
     """Generates at random paces, batches what is complete, makes a checkpoint now and then."""
 
-    def __init__(self, run: Path, lineage: int, seed: int) -> None:
+    def __init__(self, run: Path, lineage: int, seed: int, directory: str) -> None:
         restored = newest_manifest(run)
         self.run, self.rng = run, random.Random(seed)
         self.step, self.lineage = restored["step"], lineage
         self.store = TrajectoryStore.open(
             run / STORE,
-            StoreConfig(chunk_tokens=CHUNK, compact_after_checkpoints=2),
+            StoreConfig(directory=directory, chunk_tokens=CHUNK, compact_after_checkpoints=2),
             lineage=lineage,
             step=restored["step"],
             parent=restored["lineage"] if lineage else None,
@@ -111,6 +112,7 @@ class Manager:
 
     async def checkpoint(self) -> None:
         position = await self.store.sync(durable=True)
+        self.store.replicate()
         content = {"lineage": self.lineage, "step": self.step, "position": position}
         target = self.run / f"checkpoint-{self.step}.json"
         temporary = target.with_suffix(".part")
@@ -121,5 +123,5 @@ class Manager:
 
 
 if __name__ == "__main__":
-    manager = Manager(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    manager = Manager(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
     asyncio.run(manager.work())
