@@ -41,7 +41,7 @@ from benchmarks.command import command_line
 from benchmarks.papers.report import table
 from megatron_async.config.rollout import StoreConfig
 from megatron_async.store.reader import StoreReader
-from megatron_async.store.replica import copy_database
+from megatron_async.store.recovery import copy_database
 from megatron_async.store.schema import PAGE_BYTES, chunk_data
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.types import (

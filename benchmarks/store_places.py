@@ -36,7 +36,7 @@ from benchmarks.command import command_line
 from benchmarks.papers.report import table
 from megatron_async.file_system import file_system_of
 from megatron_async.store import schema as schema
-from megatron_async.store.replica import copy_database
+from megatron_async.store.recovery import copy_database
 from megatron_async.store.writer import insert_chunks
 
 _CHUNK, _AT_ONCE = 64, 64

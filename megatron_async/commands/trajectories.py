@@ -1,23 +1,35 @@
-"""`megatron-async trajectories`: list the trajectories of a run, print one, drop a group."""
+"""`megatron-async trajectories`: list the trajectories of a run, print one, drop a group.
+
+What a `StoreReader` finds becomes rich renderables in pure functions. Tokens become text through
+the `decode` that the caller gives (a tokenizer's); without one their numbers are shown.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.console import Group as Together
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
 
 from megatron_async.checkpoint.manifest import list_checkpoints
 from megatron_async.errors import UserError
 from megatron_async.launcher.claim import claimed
 from megatron_async.run_directory import RunDirectory
-from megatron_async.store import exported as exported_store
+from megatron_async.store import export
 from megatron_async.store.drop import drop_group_of
-from megatron_async.store.reader import StoreReader
-from megatron_async.store.view import details, listing
+from megatron_async.store.reader import StoreReader, TrajectorySummary
 from megatron_async.tasks.text_task import load_tokenizer
-from megatron_async.trajectory.types import TrajectoryState
+from megatron_async.trajectory.types import PolicyVersion, Segment, Trajectory, TrajectoryState
+
+Decode = Callable[[Sequence[int]], str]
+_SHOWN_IDS = 24
 
 
 def list_command(run: Path, state: str | None, limit: int, with_exported: bool) -> None:
@@ -28,13 +40,13 @@ def list_command(run: Path, state: str | None, limit: int, with_exported: bool) 
     wanted = None if state is None else TrajectoryState(state)
     console = Console(soft_wrap=True)
     with closing(StoreReader(directory.store_file)) as reader, reader.at_one_moment():
-        older = exported_store.summaries(reader) if with_exported else []
+        older = export.summaries(reader) if with_exported else []
         # Its ids are older than most of the store's, but not than all of them.
         listed = sorted([*older, *reader.summaries()], key=lambda s: s.trajectory_id)
         console.print(listing(listed, state=wanted, limit=limit or None))
         if reader.note:
             console.print(reader.note, markup=False, highlight=False)
-        missing = "" if with_exported else exported_store.missing_line(reader)
+        missing = "" if with_exported else export.missing_line(reader)
         if missing:
             console.print(missing, markup=False, highlight=False)
 
@@ -43,7 +55,7 @@ def show_command(run: Path, trajectory_id: int) -> None:
     """Print a trajectory, exported or not: prompt, segments with versions, reward. UserError."""
     directory, settings = RunDirectory.find(run, [])
     with closing(StoreReader(directory.store_file)) as reader, reader.at_one_moment():
-        found = exported_store.find(reader, trajectory_id)
+        found = export.find(reader, trajectory_id)
         tokenizer = load_tokenizer(settings.model.path)
         Console(soft_wrap=True).print(details(found, lambda ids: tokenizer.decode(list(ids))))
 
@@ -58,3 +70,107 @@ def drop_command(run: Path, trajectory_id: int) -> None:
             directory.store_file, trajectory_id, committed, settings.store.directory
         )
     typer.echo(f"dropped (user), with its group: {', '.join(map(str, gone))}")
+
+
+# ---------------------------------------------------------------- what is shown
+
+
+def listing(
+    summaries: Sequence[TrajectorySummary],
+    *,
+    state: TrajectoryState | None = None,
+    limit: int | None = 50,
+) -> RenderableType:
+    """Counts by state, then a line for each trajectory (of `state`), the newest `limit` ones."""
+    chosen = [s for s in summaries if state is None or s.state is state]
+    table = Table(box=None, pad_edge=False)
+    for name in ("id", "group", "tokens", "reward"):
+        table.add_column(name, justify="right")
+    for name in ("state", "versions", "ended by"):
+        table.add_column(name)
+    shown = chosen if limit is None else chosen[-limit:]
+    for summary in shown:
+        table.add_row(
+            str(summary.trajectory_id),
+            str(summary.group_id),
+            str(summary.tokens),
+            "" if summary.reward is None else f"{summary.reward:.3g}",
+            state_text(summary.state, summary.batched_step, summary.drop_reason),
+            version_range(summary.versions),
+            "" if summary.finish_reason is None else summary.finish_reason.value,
+        )
+    parts: list[RenderableType] = [Text(counts_line(summaries))]
+    if not chosen:
+        what = "trajectories" if state is None else f"{state} trajectories"
+        return Together(*parts, Text(f"no {what}"))
+    parts.append(table)
+    if len(shown) < len(chosen):
+        parts.append(Text(f"{len(chosen) - len(shown)} older ones are not shown (--limit 0: all)"))
+    return Together(*parts)
+
+
+def details(trajectory: Trajectory, decode: Decode | None = None) -> RenderableType:
+    """Render a trajectory: identity, prompt, each segment with its author, and score."""
+    t = trajectory
+    head = Table.grid(padding=(0, 2))
+    facts = [
+        ("trajectory", f"{t.trajectory_id} (group {t.group_id})"),
+        ("state", state_text(t.state, t.batched_step, t.drop_reason)),
+        ("task", t.prompt.task),
+        ("prompt", f"{len(t.prompt.token_ids)} tokens"),
+        ("response", f"{t.response_length} tokens in {len(t.segments)} segments"),
+        ("ended by", "" if t.finish_reason is None else t.finish_reason.value),
+        ("reward", "not scored" if t.reward is None else f"{t.reward:.4g}"),
+    ]
+    if t.prompt.priority:
+        facts.append(("priority", str(t.prompt.priority)))
+    facts += [(f"  {name}", f"{value:.4g}") for name, value in sorted(t.reward_detail.items())]
+    for name, value in facts:
+        head.add_row(name, escape(value))
+    parts: list[RenderableType] = [head, Text()]
+    parts += [Text("prompt", style="bold"), Text(_tokens(t.prompt.token_ids.tolist(), decode))]
+    for i, segment in enumerate(t.segments):
+        parts += [Text(), Text(segment_title(i, segment), style="bold")]
+        parts.append(Text(_tokens(segment.token_ids.tolist(), decode)))
+    return Together(*parts)
+
+
+def counts_line(summaries: Sequence[TrajectorySummary]) -> str:
+    """`12 trajectories: 3 partial, 9 batched`, in the order of a life."""
+    counts = Counter(s.state for s in summaries)
+    parts = ", ".join(f"{counts[state]} {state}" for state in TrajectoryState if counts[state])
+    return f"{len(summaries)} trajectories" + (f": {parts}" if parts else "")
+
+
+def state_text(state: TrajectoryState, batched_step: int | None, drop_reason: str | None) -> str:
+    """The state, with the step or the reason that belongs to it."""
+    if batched_step is not None:
+        return f"{state} (step {batched_step})"
+    return state.value if drop_reason is None else f"{state} ({drop_reason})"
+
+
+def segment_title(index: int, segment: Segment) -> str:
+    """Return the author of a segment and the mean log-prob of its tokens."""
+    if segment.from_environment:
+        return f"segment {index}: environment, {len(segment)} tokens"
+    mean = float(segment.logprobs.mean()) if len(segment) else 0.0
+    return (
+        f"segment {index}: policy {segment.version} on {segment.engine_id}, "
+        f"{len(segment)} tokens, mean log-prob {mean:.3f}"
+    )
+
+
+def version_range(versions: Sequence[PolicyVersion]) -> str:
+    """`0.3`, or the oldest and the newest: `0.3 to 1.5`."""
+    if not versions:
+        return ""
+    oldest, newest = min(versions), max(versions)
+    return str(oldest) if oldest == newest else f"{oldest} to {newest}"
+
+
+def _tokens(token_ids: Sequence[int], decode: Decode | None) -> str:
+    if decode is not None:
+        return decode(token_ids)
+    shown = " ".join(str(token) for token in token_ids[:_SHOWN_IDS])
+    more = len(token_ids) - _SHOWN_IDS
+    return f"token ids {shown}" + (f" and {more} more" if more > 0 else "")

@@ -7,32 +7,44 @@ Invariants
 - A line is in the export file exactly when its trajectory is out of the database: lines are on disk
   before the removal is committed, and the length of the file is committed with the removal. What a
   crash leaves beyond that length is cut off at the next open.
-- Lines are read and written on a thread and a connection of their own; the writer's thread only
-  removes, in pieces of milliseconds (`apply_removal`, `give_back_pages`), between commits.
+- Neither commits nor the event loop wait for it: lines are read and written on a thread and a
+  connection of their own; the writer's thread only removes, a few groups for each transaction, in
+  pieces of milliseconds (`apply_removal`, `give_back_pages`), between commits.
+- One compaction at a time; its error is raised by the next `finish`, which everybody calls before
+  the next one starts and before the store is closed.
+- Every piece is limited in time, and so is `finish`. A thread that still writes lines after its
+  limit keeps the store locked to its end: nobody else appends to the file meanwhile.
+- What is in memory is forgotten after the removal is committed, never before.
 """
 
 from __future__ import annotations
 
-import json
-import os
+import asyncio
 import sqlite3
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
-import numpy as np
-import orjson
-
-from megatron_async.disk import writing
+from megatron_async.config.rollout import StoreConfig
+from megatron_async.disk import reason
+from megatron_async.errors import ComponentFailure
+from megatron_async.store import export as export
 from megatron_async.store import schema as schema
 from megatron_async.store.lineage import Consumption, LineTree, reached
-from megatron_async.store.reader import Exported, assemble, read_chunks
-from megatron_async.store.schema import BatchRow, GroupRow, TrajectoryRow, pack_ids
-from megatron_async.trajectory.types import PolicyVersion, Segment
+from megatron_async.store.place import StorePlace
+from megatron_async.store.reader import Exported, read_group
+from megatron_async.store.schema import BatchRow, pack_ids
+from megatron_async.store.state import StoreState
+from megatron_async.store.writer import StoreWriter
+from megatron_async.trajectory.types import PolicyVersion
 
+_CHUNKS_PER_REMOVAL = 2048  # removed in about 5 ms; a larger group is removed whole all the same
 _PAGES_GIVEN_BACK = 256  # at once: about 4 ms
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -101,12 +113,8 @@ def horizon(
     tree: LineTree, lineage: int, checkpoints: Iterable[PolicyVersion], compact_after: int
 ) -> PolicyVersion | None:
     """The checkpoint on the current path after which `compact_after` - 1 newer ones exist."""
-    path = tree.path(lineage)
-    on_path = {
-        point.number: point
-        for point in sorted(checkpoints)
-        if point.lineage in path and _within(point.number, path[point.lineage])
-    }
+    here = Consumption.at(tree, lineage)
+    on_path = {p.number: p for p in sorted(checkpoints) if here.reaches(p.lineage, p.number)}
     numbers = sorted(on_path, reverse=True)
     return on_path[numbers[compact_after - 1]] if len(numbers) >= compact_after else None
 
@@ -127,16 +135,6 @@ def restorable(
             if line.branch_step <= point <= numbers[line.lineage]
         ]
     return sorted(set(points))
-
-
-def is_restorable(tree: LineTree, checkpoint: PolicyVersion, exported: Exported) -> bool:
-    """Return whether nothing that was removed would be needed from this checkpoint on."""
-    if not exported.at:
-        return True
-    limits = Consumption.at_checkpoint(tree, checkpoint).limits
-    return any(
-        lineage in limits and _within(number, limits[lineage]) for lineage, number in exported.at
-    )
 
 
 def removal(
@@ -173,28 +171,12 @@ def removal(
     )
 
 
-def write_lines(connection: sqlite3.Connection, change: Removal, export_file: Path) -> int:
-    """Append the lines of what `change` removes, and force them to disk; returns the file's length.
-
-    What an append that failed before has left there is cut off first. Raises CannotWrite,
-    DamagedStore.
-    """
-    lines = (
-        line
-        for group_id in change.groups
-        for line in _lines(connection, group_id, change.consumed_by)
-    )
-    with writing(export_file):
-        cut_uncommitted(export_file, change.exported.bytes)
-        return append_lines(export_file, lines)
-
-
 def apply_removal(connection: sqlite3.Connection, change: Removal) -> None:
     """Remove, in one transaction. Raises DamagedStore."""
     connection.execute("BEGIN IMMEDIATE")
     try:
         for group_id in change.groups:
-            group = _group(connection, group_id)
+            group = read_group(connection, group_id)
             ids = (group.first_trajectory, group.first_trajectory + group.size - 1)
             connection.execute("DELETE FROM chunks WHERE trajectory_id BETWEEN ? AND ?", ids)
             connection.execute("DELETE FROM trajectories WHERE trajectory_id BETWEEN ? AND ?", ids)
@@ -215,79 +197,107 @@ def give_back_pages(connection: sqlite3.Connection) -> bool:
     return bool(connection.execute("PRAGMA freelist_count").fetchone()[0])
 
 
-def append_lines(path: Path, lines: Iterable[bytes]) -> int:
-    """Append, force to disk; returns the length of the file. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as file:
-        file.writelines(line + b"\n" for line in lines)
-        file.flush()
-        os.fsync(file.fileno())
-        return file.tell()
-
-
-def cut_uncommitted(path: Path, length: int) -> None:
-    """Remove lines whose removal from the database was never committed. Raises OSError."""
-    if path.exists() and path.stat().st_size > length:
-        os.truncate(path, length)
-
-
-def _within(number: int, limit: int | None) -> bool:
-    return limit is None or number <= limit
-
-
 def _replace(connection: sqlite3.Connection, table: str, values: schema.Row) -> None:
     row = schema.sealed(table, values)
     connection.execute(f"INSERT OR REPLACE INTO {table} VALUES ({', '.join('?' * len(row))})", row)
 
 
-def _group(connection: sqlite3.Connection, group_id: int) -> GroupRow:
-    found = connection.execute("SELECT * FROM groups WHERE group_id = ?", (group_id,)).fetchone()
-    if found is None:
-        raise schema.DamagedStore(f"group {group_id} is missing")
-    return GroupRow.of(schema.opened("groups", found))
+class Compactor:
+    """Takes out of a store's state and file what no restorable checkpoint needs."""
 
+    def __init__(
+        self, place: StorePlace, state: StoreState, writer: StoreWriter, settings: StoreConfig
+    ) -> None:
+        self._place, self._state, self._writer = place, state, writer
+        self._after = settings.compact_after_checkpoints
+        self._file = place.export_file if settings.export == "jsonl" else None
+        self._task: asyncio.Task[None] | None = None
 
-def _lines(
-    connection: sqlite3.Connection, group_id: int, consumed_by: Mapping[int, PolicyVersion]
-) -> Iterator[bytes]:
-    group = _group(connection, group_id)
-    found = connection.execute(
-        "SELECT * FROM trajectories WHERE trajectory_id BETWEEN ? AND ? ORDER BY trajectory_id",
-        (group.first_trajectory, group.first_trajectory + group.size - 1),
-    )
-    for values in found.fetchall():
-        row = TrajectoryRow(*schema.opened("trajectories", values))  # type: ignore[arg-type]
-        chunks = read_chunks(connection, [row.trajectory_id])
-        tokens = assemble(row, chunks.get(row.trajectory_id, ()))
-        batch = consumed_by.get(row.trajectory_id)
-        line = {
-            "trajectory_id": row.trajectory_id,
-            "group_id": row.group_id,
-            "task": group.task,
-            "prompt": {
-                "token_ids": np.frombuffer(group.token_ids, dtype="<i4"),
-                "payload": orjson.Fragment(group.payload),
-                "priority": group.priority,
+    def start(self, kept: Sequence[int | PolicyVersion]) -> None:
+        """Begin, with the checkpoints that can still be restored."""
+        self._task = asyncio.create_task(self._compact(kept))
+
+    async def finish(self) -> None:
+        """Wait for the one that runs, if any. Raises what stopped it."""
+        if self._task is not None:
+            task, self._task = self._task, None
+            try:
+                await task
+            except sqlite3.Error as error:
+                raise ComponentFailure(
+                    f"trajectory store {self._place.file} cannot be compacted: {reason(error)}"
+                ) from error
+
+    async def _compact(self, kept: Sequence[int | PolicyVersion]) -> None:
+        state = self._state
+        now = Situation(
+            tree=state.tree,
+            lineage=state.lineage,
+            batches=list(state.batches.values()),
+            checkpoints=list(state.checkpoints),
+            groups={group_id: group.trajectory_ids for group_id, group in state.groups.items()},
+            dropped={
+                record.trajectory_id: record.drop_reason.value
+                for record in state.records.values()
+                if record.drop_reason is not None
             },
-            "segments": [_segment(segment) for segment in tokens.segments],
-            "complete": tokens.complete,
-            "finish_reason": row.finish_reason,
-            "reward": row.reward,
-            "reward_detail": orjson.Fragment(row.reward_detail),
-            "batch": None if batch is None else {"lineage": batch[0], "step": batch[1]},
-            "drop_reason": row.drop_reason if batch is None else None,
-        }
-        yield orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY)
+        )
+        whole = await asyncio.to_thread(plan, now, kept, self._after)
+        for groups in self._pieces(whole.groups):
+            change = removal(
+                groups,
+                whole,
+                groups=now.groups,
+                batches=state.batches,
+                dropped=now.dropped,
+                exported=state.exported,
+            )
+            if self._file is not None:
+                length = await self._write_lines(change, self._file)
+                change = replace(change, exported=replace(change.exported, bytes=length))
+            await self._run(partial(apply_removal, change=change))
+            state.exported = change.exported
+            state.batches.update((batch.id, batch) for batch in change.batches)
+            for group_id in change.groups:
+                for trajectory_id in state.groups.pop(group_id).trajectory_ids:
+                    del state.records[trajectory_id]
+        while await self._run(give_back_pages):
+            pass
 
+    def _pieces(self, groups: Sequence[int]) -> Iterator[list[int]]:
+        """Groups that are removed together."""
+        piece: list[int] = []
+        chunks = 0
+        for group_id in groups:
+            piece.append(group_id)
+            members = self._state.groups[group_id].trajectory_ids
+            chunks += sum(self._state.records[i].chunks for i in members)
+            if chunks >= _CHUNKS_PER_REMOVAL:
+                yield piece
+                piece, chunks = [], 0
+        if piece:
+            yield piece
 
-def _segment(segment: Segment) -> dict[str, Any]:
-    logprobs: Any = segment.logprobs
-    if not np.isfinite(logprobs).all():  # JSON has no infinity, Python's dialect of it has
-        logprobs = orjson.Fragment(json.dumps(logprobs.tolist()))
-    return {
-        "version": str(segment.version),
-        "engine_id": segment.engine_id,
-        "from_environment": segment.from_environment,
-        "token_ids": segment.token_ids,
-        "logprobs": logprobs,
-    }
+    async def _write_lines(self, change: Removal, file: Path) -> int:
+        lock = self._writer.share_lock()
+
+        def write() -> int:
+            with (
+                closing(lock),
+                closing(schema.connect(self._place.file, read_only=True)) as connection,
+            ):
+                return export.write_lines(
+                    connection, change.groups, change.consumed_by, file, change.exported.bytes
+                )
+
+        try:
+            async with asyncio.timeout(self._writer.stall_seconds):
+                return await asyncio.to_thread(write)
+        except TimeoutError as error:
+            raise ComponentFailure(
+                f"export {file} took no line for {self._writer.stall_seconds:g} s"
+            ) from error
+
+    async def _run(self, job: Callable[[sqlite3.Connection], T]) -> T:
+        """On the writer's thread; what waits to be committed goes first."""
+        return await self._writer.wait(self._writer.run(job))

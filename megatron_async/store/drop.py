@@ -16,11 +16,9 @@ from pathlib import Path
 from megatron_async.errors import UserError
 from megatron_async.store import schema as schema
 from megatron_async.store.lineage import Consumption
-from megatron_async.store.lock import lock_store
-from megatron_async.store.place import has_store, prepared_place, write_record
+from megatron_async.store.place import has_store, lock_store, prepared_place, write_record
 from megatron_async.store.reader import StoreContent
-from megatron_async.store.recovery import bring_here, read_store
-from megatron_async.store.replica import copy_database
+from megatron_async.store.recovery import bring_here, copy_database, read_store
 from megatron_async.store.schema import DamagedStore, TrajectoryRow
 from megatron_async.trajectory.types import DropReason, PolicyVersion, TrajectoryState
 

@@ -125,6 +125,11 @@ class Consumption:
         limit = self.limits[lineage]
         return limit is None or step < limit
 
+    def reaches(self, lineage: int, number: int) -> bool:
+        """Return whether policy (lineage, number) is on the path to this place."""
+        limit = self.limits.get(lineage, -1)
+        return limit is None or number <= limit
+
 
 def reached(tree: LineTree, batches: Iterable[tuple[int, int]]) -> dict[int, int]:
     """Line -> the largest policy number that it can have made, from its batches (line, step)."""

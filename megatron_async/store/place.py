@@ -10,6 +10,9 @@ Invariants
   another: SQLite's log is memory that processes of one node share.
 - A database that store.json does not name is stale: the run has gone on elsewhere since.
 - Whoever is not on the database's node reads the replica.
+- One process at a time writes: it holds the lock of the file beside the database, which is the
+  kernel's and ends with its process. The file names that process. The writer's thread holds it to
+  its own end (`writer`), however long its last write takes.
 """
 
 from __future__ import annotations
@@ -25,8 +28,9 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron_async.disk import reason, replace_durably, writing
+from megatron_async.disk import CannotWrite, reason, replace_durably, writing
 from megatron_async.errors import UserError
+from megatron_async.file_lock import FileLock, Holder, LockHeld, NoLocks
 from megatron_async.file_system import existing, file_system_of
 from megatron_async.store import schema as schema
 
@@ -212,3 +216,37 @@ def place_of_reader(run_file: Path) -> Readable:
             f"the trajectory store of {run_file.parent} is {where}, and it has no replica yet"
         )
     raise UserError(f"there is no trajectory store {run_file}")
+
+
+# ---------------------------------------------------------------- the lock
+
+
+def check_not_in_use(run_file: Path) -> None:
+    """Raises UserError while a process of this node writes the store (`run.lock` is for others)."""
+    record = read_record(run_file)
+    database = run_file if record is None else record.database(run_file)
+    if database.parent.exists():
+        lock_store(database).close()
+
+
+def lock_store(path: Path) -> FileLock:
+    """Keep other writers out until the lock is closed.
+
+    Raises UserError when a writer has it, where there are no locks, and when it cannot be written.
+    """
+    file = path.with_name(path.name + ".lock")
+    try:
+        return FileLock.take(file, Holder.this_process("trajectory store"))
+    except CannotWrite as error:
+        raise UserError(str(error)) from error
+    except NoLocks as error:
+        raise UserError(
+            f"trajectory store {path} cannot be locked ({error}) on {file_system_of(path)}: set "
+            "store.directory to a local disk of the rollout manager's node"
+        ) from error
+    except LockHeld as held:
+        if held.holder is not None and held.holder.is_here and held.holder.pid == os.getpid():
+            raise UserError(
+                f"{path} is in use by this process, in which an earlier write has not ended"
+            ) from held
+        raise UserError(f"{path} is in use by {held}") from held

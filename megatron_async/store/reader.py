@@ -210,6 +210,14 @@ def read_content(connection: sqlite3.Connection) -> StoreContent:
     return content
 
 
+def read_group(connection: sqlite3.Connection, group_id: int) -> GroupRow:
+    """Raises DamagedStore when it is not there."""
+    found = connection.execute("SELECT * FROM groups WHERE group_id = ?", (group_id,)).fetchone()
+    if found is None:
+        raise DamagedStore(f"group {group_id} is missing")
+    return GroupRow.of(schema.opened("groups", found))
+
+
 def read_chunks(
     connection: sqlite3.Connection, trajectory_ids: Sequence[int]
 ) -> dict[int, list[ChunkRow]]:
@@ -319,7 +327,7 @@ class StoreReader:
 
     @property
     def export_file(self) -> Path:
-        """Return the file in which compaction puts what it takes out; see `exported`."""
+        """Return the file in which compaction puts what it takes out; see `export`."""
         return schema.export_file(self._run_file)
 
     def at_one_moment(self) -> AbstractContextManager[None]:

@@ -19,7 +19,6 @@ from pathlib import Path
 
 from megatron_async.errors import UserError
 from megatron_async.store import recovery as recovery
-from megatron_async.store.compaction import is_restorable
 from megatron_async.store.lineage import Consumption, Line, LineTree, reached
 from megatron_async.store.place import StorePlace
 from megatron_async.store.reader import (
@@ -271,7 +270,8 @@ def check_serves(path: Path, tree: LineTree, exported: Exported, restored: Polic
             f"checkpoint {restored} cannot be resumed from: {path} holds no lineage "
             f"{restored.lineage}"
         )
-    if not is_restorable(tree, restored, exported):
+    consumed = Consumption.at_checkpoint(tree, restored)
+    if exported.at and not any(consumed.reaches(*point) for point in exported.at):
         oldest = " or ".join(f"{a}.{b}" for a, b in exported.at)
         raise UserError(
             f"checkpoint {restored} cannot be resumed from: {path} has exported trajectories "

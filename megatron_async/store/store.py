@@ -37,14 +37,12 @@ from megatron_async.disk import reason
 from megatron_async.errors import UserError
 from megatron_async.file_lock import FileLock
 from megatron_async.store import schema as schema
-from megatron_async.store.compaction import cut_uncommitted
-from megatron_async.store.compactor import Compactor
-from megatron_async.store.lock import lock_store
-from megatron_async.store.place import StorePlace, prepared_place, write_record
+from megatron_async.store.compaction import Compactor
+from megatron_async.store.export import cut_uncommitted
+from megatron_async.store.place import StorePlace, lock_store, prepared_place, write_record
 from megatron_async.store.reader import assemble, read_chunks
 from megatron_async.store.records import GroupRecord, TrajectoryRecord, running
-from megatron_async.store.recovery import Recovery
-from megatron_async.store.replica import Replicator
+from megatron_async.store.recovery import Recovery, Replicator
 from megatron_async.store.schema import BatchRow, GroupRow, pack_ids
 from megatron_async.store.state import StoreState, first_writes, load_state
 from megatron_async.store.writer import StoreWriter

@@ -123,6 +123,6 @@ def test_the_newest_checkpoint_says_what_is_committed(
         version = COMMITTED
 
     newest = Checkpoint(run.checkpoints / "step_000001", Manifest())  # type: ignore[arg-type]
-    monkeypatch.setattr("megatron_async.checkpoint.manifest.list_checkpoints", lambda _: [newest])
+    monkeypatch.setattr("megatron_async.commands.trajectories.list_checkpoints", lambda _: [newest])
     with pytest.raises(UserError, match=r"checkpoint 0\.1 holds that"):
         call(run, "--drop", "1")

@@ -14,7 +14,7 @@ from megatron_async.config import build_config
 from megatron_async.config.rollout import StoreConfig
 from megatron_async.errors import UserError
 from megatron_async.run_directory import RunDirectory
-from megatron_async.store import exported as store_exported
+from megatron_async.store import export as store_export
 from megatron_async.store.reader import StoreReader, TrajectorySummary
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.tasks.tokenizer import write_character_tokenizer
@@ -97,7 +97,7 @@ def test_what_compaction_moves_during_a_look_is_listed_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run(tmp_path)
-    file, read = run.path / "export" / "trajectories.jsonl", store_exported.summaries
+    file, read = run.path / "export" / "trajectories.jsonl", store_export.summaries
 
     async def compact() -> None:
         settings = StoreConfig(compact_after_checkpoints=1)
@@ -111,7 +111,7 @@ def test_what_compaction_moves_during_a_look_is_listed_once(
         asyncio.run(compact())
         return found
 
-    monkeypatch.setattr(store_exported, "summaries", read_then_compact)
+    monkeypatch.setattr(store_export, "summaries", read_then_compact)
     assert rows(call(run, "--limit", "0", "--exported")) == list(range(70))
     assert len(file.read_text().splitlines()) == EXPORTED + 4
 

@@ -15,10 +15,9 @@ import pytest
 
 from megatron_async.config.rollout import StoreConfig
 from megatron_async.errors import UserError
-from megatron_async.store import compaction as store_export
-from megatron_async.store import compactor as store_compactor
-from megatron_async.store.compaction import apply_removal, restorable, write_lines
-from megatron_async.store.exported import find
+from megatron_async.store import compaction, export
+from megatron_async.store.compaction import apply_removal, restorable
+from megatron_async.store.export import find, write_lines
 from megatron_async.store.lineage import Line, LineTree
 from megatron_async.store.reader import StoreReader
 from megatron_async.store.schema import BatchRow
@@ -161,7 +160,7 @@ def test_commits_and_the_event_loop_go_on_while_lines_are_written(
         assert go_on.wait(30)
         return write_lines(*arguments)
 
-    monkeypatch.setattr(store_export, "write_lines", on_a_slow_disk)
+    monkeypatch.setattr(export, "write_lines", on_a_slow_disk)
 
     async def scenario() -> None:
         store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
@@ -182,15 +181,15 @@ def test_commits_come_between_the_pieces_of_a_removal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is submitted during one piece does not wait for the next."""
-    monkeypatch.setattr(store_compactor, "_CHUNKS_PER_REMOVAL", 2)
+    monkeypatch.setattr(compaction, "_CHUNKS_PER_REMOVAL", 2)
     commits: list[int] = []
 
-    def noted(connection: sqlite3.Connection, change: store_export.Removal) -> None:
+    def noted(connection: sqlite3.Connection, change: compaction.Removal) -> None:
         apply_removal(connection, change)
         commits.append(store.position())
         store._writer.put("document", store._state.counters.to_row())
 
-    monkeypatch.setattr(store_export, "apply_removal", noted)
+    monkeypatch.setattr(compaction, "apply_removal", noted)
 
     async def scenario() -> None:
         nonlocal store

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console, RenderableType
 
+from megatron_async.commands import trajectories as view
 from megatron_async.errors import UserError
-from megatron_async.store import view
 from megatron_async.store.reader import StoreReader
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.types import (
@@ -85,7 +85,7 @@ def test_one_trajectory_is_shown_with_prompt_segments_versions_and_reward(
     assert "segment 0: policy 0.0 on e0, 3 tokens, mean log-prob" in text
     assert "segment 1: policy 0.2 on e0, 4 tokens" in text
     assert "segment 2: environment, 1 tokens" in text
-    assert "not judged" in text
+    assert "not scored" in text
     done = printed(view.details(reader.trajectory(1)))
     assert "batched (step 0)" in done
     assert "token ids" in done

@@ -1,23 +1,37 @@
-"""Reading what compaction has taken out of a store: the lines of its export file.
+"""Lines of the export file, in which compaction puts what it takes out: written, and read again.
 
 Invariants
 - Only lines whose removal from the database is committed are read; what a crash left beyond them is
   in the database still. So with the store's own rows every trajectory is there once, if both are
   read at one moment (`StoreReader.at_one_moment`): compaction may go on.
+- Lines are on disk before their removal is committed.
 - A line that is not what compaction writes raises UserError naming the file and the line.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import os
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 
+from megatron_async.disk import writing
 from megatron_async.errors import UserError
-from megatron_async.store.reader import Exported, StoreReader, TrajectorySummary
+from megatron_async.store import schema as schema
+from megatron_async.store.reader import (
+    Exported,
+    StoreReader,
+    TrajectorySummary,
+    assemble,
+    read_chunks,
+    read_group,
+)
+from megatron_async.store.schema import TrajectoryRow
 from megatron_async.trajectory.types import (
     DropReason,
     FinishReason,
@@ -29,8 +43,86 @@ from megatron_async.trajectory.types import (
 )
 
 
+def write_lines(
+    connection: sqlite3.Connection,
+    groups: Iterable[int],
+    consumed_by: Mapping[int, PolicyVersion],
+    file: Path,
+    committed: int,
+) -> int:
+    """Append the lines of `groups` and force them to disk; returns the file's length.
+
+    What an append that failed before has left beyond `committed` bytes is cut off first. Raises
+    CannotWrite, DamagedStore.
+    """
+    lines = (line for group_id in groups for line in _lines(connection, group_id, consumed_by))
+    with writing(file):
+        cut_uncommitted(file, committed)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("ab") as out:
+            out.writelines(line + b"\n" for line in lines)
+            out.flush()
+            os.fsync(out.fileno())
+            return out.tell()
+
+
+def cut_uncommitted(path: Path, length: int) -> None:
+    """Remove lines whose removal from the database was never committed. Raises OSError."""
+    if path.exists() and path.stat().st_size > length:
+        os.truncate(path, length)
+
+
+def _lines(
+    connection: sqlite3.Connection, group_id: int, consumed_by: Mapping[int, PolicyVersion]
+) -> Iterator[bytes]:
+    group = read_group(connection, group_id)
+    found = connection.execute(
+        "SELECT * FROM trajectories WHERE trajectory_id BETWEEN ? AND ? ORDER BY trajectory_id",
+        (group.first_trajectory, group.first_trajectory + group.size - 1),
+    )
+    for values in found.fetchall():
+        row = TrajectoryRow(*schema.opened("trajectories", values))  # type: ignore[arg-type]
+        chunks = read_chunks(connection, [row.trajectory_id])
+        tokens = assemble(row, chunks.get(row.trajectory_id, ()))
+        batch = consumed_by.get(row.trajectory_id)
+        line = {
+            "trajectory_id": row.trajectory_id,
+            "group_id": row.group_id,
+            "task": group.task,
+            "prompt": {
+                "token_ids": np.frombuffer(group.token_ids, dtype="<i4"),
+                "payload": orjson.Fragment(group.payload),
+                "priority": group.priority,
+            },
+            "segments": [_segment_line(segment) for segment in tokens.segments],
+            "complete": tokens.complete,
+            "finish_reason": row.finish_reason,
+            "reward": row.reward,
+            "reward_detail": orjson.Fragment(row.reward_detail),
+            "batch": None if batch is None else {"lineage": batch[0], "step": batch[1]},
+            "drop_reason": row.drop_reason if batch is None else None,
+        }
+        yield orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def _segment_line(segment: Segment) -> dict[str, Any]:
+    logprobs: Any = segment.logprobs
+    if not np.isfinite(logprobs).all():  # JSON has no infinity, Python's dialect of it has
+        logprobs = orjson.Fragment(json.dumps(logprobs.tolist()))
+    return {
+        "version": str(segment.version),
+        "engine_id": segment.engine_id,
+        "from_environment": segment.from_environment,
+        "token_ids": segment.token_ids,
+        "logprobs": logprobs,
+    }
+
+
+# ---------------------------------------------------------------- reading
+
+
 def missing_line(reader: StoreReader) -> str:
-    """Says how many trajectories have left the database, and where they are; empty: none has."""
+    """Return how many trajectories have left the database, and for where; empty: none has."""
     exported = reader.exported()
     count = exported.batched + sum(exported.dropped.values())
     if not count:
