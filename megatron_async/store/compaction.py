@@ -2,7 +2,7 @@
 
 Invariants
 - A group is removed only when each of its trajectories is dropped, or consumed as seen from the
-  current line, from the checkpoint that is `compact_after` checkpoints old, and from every
+  current lineage, from the checkpoint that is `compact_after` checkpoints old, and from every
   checkpoint that can still be restored.
 - A line is in the export file exactly when its trajectory is out of the database: lines are on disk
   before the removal is committed, and the length of the file is committed with the removal. What a
@@ -34,7 +34,7 @@ from megatron_async.disk import reason
 from megatron_async.errors import ComponentFailure
 from megatron_async.store import export as export
 from megatron_async.store import schema as schema
-from megatron_async.store.lineage import Consumption, LineTree, reached
+from megatron_async.store.lineage import Consumption, LineageTree, reached
 from megatron_async.store.place import StorePlace
 from megatron_async.store.reader import Exported, read_group
 from megatron_async.store.schema import BatchRow, pack_ids
@@ -51,7 +51,7 @@ T = TypeVar("T")
 class Situation:
     """Material of a plan; `dropped` gives the reason of each dropped trajectory."""
 
-    tree: LineTree
+    tree: LineageTree
     lineage: int
     batches: Sequence[BatchRow]
     checkpoints: Sequence[PolicyVersion]
@@ -110,7 +110,7 @@ def plan(now: Situation, kept: Sequence[int | PolicyVersion], compact_after: int
 
 
 def horizon(
-    tree: LineTree, lineage: int, checkpoints: Iterable[PolicyVersion], compact_after: int
+    tree: LineageTree, lineage: int, checkpoints: Iterable[PolicyVersion], compact_after: int
 ) -> PolicyVersion | None:
     """The checkpoint on the current path after which `compact_after` - 1 newer ones exist."""
     here = Consumption.at(tree, lineage)
@@ -120,9 +120,9 @@ def horizon(
 
 
 def restorable(
-    tree: LineTree, kept: Sequence[int | PolicyVersion], batches: Sequence[BatchRow]
+    tree: LineageTree, kept: Sequence[int | PolicyVersion], batches: Sequence[BatchRow]
 ) -> list[PolicyVersion]:
-    """Checkpoints that may be restored. A bare step stands for every line that reached it."""
+    """Checkpoints that may be restored. A bare step stands for every lineage that reached it."""
     numbers = reached(tree, ((batch.lineage, batch.step) for batch in batches))
     points: list[PolicyVersion] = []
     for point in kept:
@@ -130,9 +130,9 @@ def restorable(
             points.append(point)
             continue
         points += [
-            PolicyVersion(line.lineage, point)
-            for line in tree.lines()
-            if line.branch_step <= point <= numbers[line.lineage]
+            PolicyVersion(lineage.number, point)
+            for lineage in tree.lineages()
+            if lineage.branch_step <= point <= numbers[lineage.number]
         ]
     return sorted(set(points))
 

@@ -2,7 +2,8 @@
 
 Invariants
 - Only the rows of the group's trajectories change, all in one durable transaction. Which batches
-  are consumed is not touched: a trajectory that a surviving line has trained stays `batched` there.
+  are consumed is not touched: a trajectory that a surviving lineage has trained stays `batched`
+  there.
 - Nobody else writes meanwhile: the store's lock is held.
 - The replica has it too, so that a group which was dropped does not come back from there.
 """

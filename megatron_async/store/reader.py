@@ -24,7 +24,7 @@ import numpy as np
 
 from megatron_async.errors import UserError
 from megatron_async.store import schema as schema
-from megatron_async.store.lineage import Consumption, Line, LineTree
+from megatron_async.store.lineage import Consumption, Lineage, LineageTree
 from megatron_async.store.place import place_of_reader
 from megatron_async.store.schema import (
     BatchRow,
@@ -120,7 +120,7 @@ class StoreContent:
     position: int
     counters: Counters
     exported: Exported
-    tree: LineTree
+    tree: LineageTree
     checkpoints: list[PolicyVersion]
     batches: list[BatchRow]
     groups: dict[int, GroupRow]
@@ -181,14 +181,14 @@ def read_content(connection: sqlite3.Connection) -> StoreContent:
     with at_one_moment(connection):
         exported = read_exported(connection)
         documents = {row[0]: str(row[1]) for row in read_rows(connection, "document")}
-        lines = [Line(*row) for row in read_rows(connection, "lines")]  # type: ignore[arg-type]
-        if 1 not in documents and lines:
+        lineages = [Lineage(*row) for row in read_rows(connection, "lines")]  # type: ignore[arg-type]
+        if 1 not in documents and lineages:
             raise DamagedStore("the counters are missing")
         content = StoreContent(
             position=read_position(connection),
             counters=Counters.from_json(documents[1]) if 1 in documents else Counters(),
             exported=exported,
-            tree=LineTree(lines),
+            tree=LineageTree(lineages),
             checkpoints=[
                 PolicyVersion(_integer(row[1]), _integer(row[2]))
                 for row in read_rows(connection, "checkpoints")
@@ -275,7 +275,7 @@ def prompt_of(row: GroupRow) -> Prompt:
 def trajectory_of(
     row: TrajectoryRow, prompt: Prompt, segments: tuple[Segment, ...], batched_step: int | None
 ) -> Trajectory:
-    """The public form; a trajectory consumed on the line that is looked at is `batched`."""
+    """The public form; a trajectory consumed on the lineage that is looked at is `batched`."""
     batched = batched_step is not None
     return Trajectory(
         trajectory_id=row.trajectory_id,

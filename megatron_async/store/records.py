@@ -114,12 +114,12 @@ class TrajectoryRecord:
 
     @property
     def shown_state(self) -> TrajectoryState:
-        """The state along the current line."""
+        """The state along the current lineage."""
         return TrajectoryState.BATCHED if self.batched_step is not None else self.state
 
     @property
     def live(self) -> bool:
-        """Neither consumed along the current line nor dropped."""
+        """Neither consumed along the current lineage nor dropped."""
         return self.batched_step is None and self.state is not TrajectoryState.DROPPED
 
     @property

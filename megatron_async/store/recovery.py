@@ -191,8 +191,8 @@ def continue_ids(counters: Counters, known: Counters | None) -> None:
 def _newest_lineage(file: Path) -> int | None:
     try:
         with closing(schema.connect(file, read_only=True)) as connection:
-            lines = read_rows(connection, "lines")
-            return max((int(str(row[0])) for row in lines), default=None)
+            rows = read_rows(connection, "lines")
+            return max((int(str(row[0])) for row in rows), default=None)
     except (sqlite3.Error, DamagedStore):
         return None
 

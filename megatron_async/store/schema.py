@@ -110,7 +110,7 @@ class DamagedStore(Exception):
 
 
 class BatchRow(NamedTuple):
-    """`trajectory_ids` of the batch (line, step), int64 bytes; empty when it was dropped."""
+    """`trajectory_ids` of the batch (lineage, step), int64 bytes; empty when it was dropped."""
 
     id: int
     lineage: int

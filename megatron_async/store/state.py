@@ -1,11 +1,11 @@
 """State of a store in memory, read from its file: the part of a resume that is the store's.
 
 Invariants
-- Opening an intact file changes two things: the new line is noted, and what ran is partial.
+- Opening an intact file changes two things: the new lineage is noted, and what ran is partial.
 - At most once comes before nothing lost: in a store that is behind what the run has seen, groups
   that are not known to be consumed are set aside, never trained a second time.
-- A line continues a checkpoint that the store can still serve, or opening is refused. What is
-  behind may not have the checkpoint's line; the new one then continues the newest that it has.
+- A lineage continues a checkpoint that the store can still serve, or opening is refused. What is
+  behind may not have the checkpoint's lineage; the new one then continues the newest that it has.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from megatron_async.errors import UserError
 from megatron_async.store import recovery as recovery
-from megatron_async.store.lineage import Consumption, Line, LineTree, reached
+from megatron_async.store.lineage import Consumption, Lineage, LineageTree, reached
 from megatron_async.store.place import StorePlace
 from megatron_async.store.reader import (
     Counters,
@@ -37,14 +37,14 @@ from megatron_async.trajectory.types import PolicyVersion, TrajectoryState
 
 @dataclass
 class StoreState:
-    """Everything but the writer. `batches` is keyed by row, of all lines.
+    """Everything but the writer. `batches` is keyed by row, of all lineages.
 
     `next_batch` is larger than every row's key, those of `undone_batches` too: their deletion may
     be in one transaction with the first new batch.
     """
 
     lineage: int
-    tree: LineTree
+    tree: LineageTree
     counters: Counters
     exported: Exported
     position: int
@@ -59,7 +59,7 @@ class StoreState:
     recovery: Recovery | None = None
 
     def counts(self) -> dict[str, int]:
-        """Trajectories by state along the current line, exported ones included."""
+        """Trajectories by state along the current lineage, exported ones included."""
         counts = Counter({state.value: 0 for state in TrajectoryState})
         counts.update(record.shown_state.value for record in self.records.values())
         counts[TrajectoryState.BATCHED.value] += self.exported.batched
@@ -77,7 +77,7 @@ class StoreState:
         }
 
     def batch_at(self, step: int) -> BatchRow | None:
-        """The batch of update `step` on the current line, dropped or not."""
+        """The batch of update `step` on the current lineage, dropped or not."""
         for batch in reversed(self.batches.values()):
             if (batch.lineage, batch.step) == (self.lineage, step):
                 return batch
@@ -87,10 +87,10 @@ class StoreState:
 def load_state(
     place: StorePlace, *, lineage: int, step: int, parent: int | None, position: int | None
 ) -> StoreState:
-    """Read the database and begin (or go on with) line `lineage` at policy number `step`.
+    """Read the database and begin (or go on with) lineage `lineage` at policy number `step`.
 
     One that is elsewhere is brought to `place`; for one that is damaged, gone, or ends before
-    `position`, see `recovery`. Raises UserError when the line cannot
+    `position`, see `recovery`. Raises UserError when the lineage cannot
     be begun, OSError or sqlite3.Error when the file cannot be opened at all.
     """
     needed = position or 0
@@ -109,9 +109,9 @@ def load_state(
 
 def first_writes(state: StoreState, writer: StoreWriter) -> None:
     """Write what opening has changed."""
-    lines = [(line.lineage, line.parent, line.branch_step) for line in state.tree.lines()]
-    state.counters.lines = lines
-    writer.put("lines", lines[-1])
+    rows = [(one.number, one.parent, one.branch_step) for one in state.tree.lineages()]
+    state.counters.lines = rows
+    writer.put("lines", rows[-1])
     writer.put("document", state.counters.to_row())
     for batch in state.undone_batches:
         writer.execute("DELETE FROM batches WHERE id = ?", (batch.id,))
@@ -260,11 +260,13 @@ def _begin_line(
         parent = _parent_of(state, step)
     if parent is not None and not behind:
         check_serves(path, tree, state.exported, PolicyVersion(parent, step))
-    tree.add(Line(lineage, parent, step))
+    tree.add(Lineage(lineage, parent, step))
 
 
-def check_serves(path: Path, tree: LineTree, exported: Exported, restored: PolicyVersion) -> None:
-    """Raises UserError unless a line can go on from the checkpoint `restored`."""
+def check_serves(
+    path: Path, tree: LineageTree, exported: Exported, restored: PolicyVersion
+) -> None:
+    """Raises UserError unless a lineage can go on from the checkpoint `restored`."""
     if restored.lineage not in tree:
         raise UserError(
             f"checkpoint {restored} cannot be resumed from: {path} holds no lineage "
@@ -280,15 +282,15 @@ def check_serves(path: Path, tree: LineTree, exported: Exported, restored: Polic
 
 
 def _parent_of(state: StoreState, step: int) -> int:
-    """The line whose checkpoint of `step` is the newest, as far as the store knows."""
+    """The lineage whose checkpoint of `step` is the newest, as far as the store has them."""
     recorded = [point.lineage for point in state.checkpoints if point.number == step]
     if recorded:
         return max(recorded)
     numbers = reached(state.tree, ((b.lineage, b.step) for b in state.batches.values()))
     holding = [
-        line.lineage
-        for line in state.tree.lines()
-        if line.branch_step <= step <= numbers[line.lineage]
+        lineage.number
+        for lineage in state.tree.lineages()
+        if lineage.branch_step <= step <= numbers[lineage.number]
     ]
     return max(holding, default=state.tree.newest)
 

@@ -8,9 +8,9 @@ Invariants
   source awaits `written` after `append`.
 - The end of a trajectory is in one transaction with its last tokens (`append(..., end=...)`): no
   process may find those without the end, and ask for more.
-- The truth about consumption is in no state column: batches name the line and step that they were
-  made at, and a checkpoint manifest commits those on its path (`lineage`). So a resume from
-  any kept checkpoint sees what it must, and changes nothing but to begin a new line.
+- The truth about consumption is in no state column: batches name the lineage and step that they
+  were made at, and a checkpoint manifest commits those on its path (`lineage`). So a resume from
+  any kept checkpoint sees what it must, and changes nothing but to begin a new lineage.
 - Ids only grow and are never used twice.
 - A trajectory has one writer: `append` and `end_request` refuse every request but its current one,
   so that a stream that outlives its request cannot add to what its successor writes.
@@ -79,11 +79,11 @@ class TrajectoryStore:
         parent: int | None = None,
         position: int | None = None,
     ) -> TrajectoryStore:
-        """Begin line `lineage` at policy number `step`, or go on with it if it is the newest.
+        """Begin lineage `lineage` at policy number `step`, or go on with it if it is the newest.
 
         `path` is RUN/trajectories.sqlite; the database may be elsewhere (`place`). On a
-        resume, `parent` is the line of the restored checkpoint and `position` what its manifest
-        keeps of `position()`. Without `parent` it is the newest line that has a finalised
+        resume, `parent` is the lineage of the restored checkpoint and `position` what its manifest
+        keeps of `position()`. Without `parent` it is the newest lineage that has a finalised
         checkpoint of `step`. Trajectories that ran are partial now; what was batched at `step` or
         later is scored again. For a damaged file see `recovery`. Raises UserError.
         """
@@ -123,7 +123,7 @@ class TrajectoryStore:
 
     @property
     def lineage(self) -> int:
-        """The current line."""
+        """The current lineage."""
         return self._state.lineage
 
     @property
@@ -286,7 +286,7 @@ class TrajectoryStore:
         self._delete_old_attempts(record)
 
     def drop(self, trajectory_id: int, reason: DropReason) -> None:
-        """Take it out of the run, for good and on every line."""
+        """Take it out of the run, for good and on every lineage."""
         record = self._record(trajectory_id)
         self._move(record, TrajectoryState.DROPPED)
         self._flush(record)
@@ -304,7 +304,7 @@ class TrajectoryStore:
         """
         found = self._state.batch_at(step)
         if found is not None and found.drop_reason is None:
-            raise ValueError(f"step {step} of line {self.lineage} has a batch already")
+            raise ValueError(f"step {step} of lineage {self.lineage} has a batch already")
         members: list[TrajectoryRecord] = []
         for group_id in group_ids:
             of_group = [self._state.records[i] for i in self._group(group_id).trajectory_ids]
@@ -332,7 +332,7 @@ class TrajectoryStore:
         """The trainer could not use the batch of `step`: its trajectories, so many, are dropped."""
         batch = self._state.batch_at(step)
         if batch is None:
-            raise LookupError(f"step {step} of line {self.lineage} has no batch")
+            raise LookupError(f"step {step} of lineage {self.lineage} has no batch")
         for trajectory_id in (ids := batch.ids()):
             record = self._record(trajectory_id)
             before = record.shown_state
@@ -364,7 +364,7 @@ class TrajectoryStore:
     async def checkpoint_finalised(self, step: int, kept: Sequence[int | PolicyVersion]) -> None:
         """The manifest of `step` is on disk, and those of `kept` can still be restored.
 
-        A bare number in `kept` stands for every line that may have a checkpoint of that step.
+        A bare number in `kept` stands for every lineage that may have a checkpoint of that step.
         Consumed trajectories are compacted in the background.
         """
         await self._compactor.finish()
@@ -399,11 +399,11 @@ class TrajectoryStore:
         ]
 
     def branch_points(self) -> dict[int, int]:
-        """Every other line -> the policy number at which it parted from this one."""
+        """Every other lineage -> the policy number at which it parted from this one."""
         return dict(self._branch_points)
 
     def lag_number(self, version: PolicyVersion) -> int:
-        """The policy number of `version` counted along the current line."""
+        """The policy number of `version` counted along the current lineage."""
         return line_number(version, self.lineage, self._branch_points)
 
     @property
@@ -412,7 +412,7 @@ class TrajectoryStore:
         return self._state.counters.prompts
 
     def batch_sizes(self) -> dict[int, int]:
-        """Step -> trajectories of its batch along the current line that the store still has.
+        """Step -> trajectories of its batch along the current lineage that the store still has.
 
         0 if the trainer dropped the batch; of what compaction has begun to take, only what is left,
         and a batch that it has taken whole is not in there.
@@ -420,7 +420,7 @@ class TrajectoryStore:
         return self._state.batch_sizes()
 
     def counts(self) -> dict[str, int]:
-        """Trajectories by state along the current line, exported ones included; O(states)."""
+        """Trajectories by state along the current lineage, exported ones included; O(states)."""
         return dict(self._counts)
 
     # ------------------------------------------------------------ inside

@@ -18,7 +18,7 @@ from megatron_async.errors import UserError
 from megatron_async.store import compaction, export
 from megatron_async.store.compaction import apply_removal, restorable
 from megatron_async.store.export import find, write_lines
-from megatron_async.store.lineage import Line, LineTree
+from megatron_async.store.lineage import Lineage, LineageTree
 from megatron_async.store.reader import StoreReader
 from megatron_async.store.schema import BatchRow
 from megatron_async.store.store import TrajectoryStore
@@ -103,7 +103,7 @@ def test_nothing_leaves_that_a_kept_checkpoint_of_an_abandoned_line_needs(tmp_pa
 
 
 def test_a_bare_step_stands_for_every_line_that_reached_it() -> None:
-    tree = LineTree([Line(0, None, 0), Line(1, 0, 2)])
+    tree = LineageTree([Lineage(0, None, 0), Lineage(1, 0, 2)])
     batches = [BatchRow(i, 0, i, None, b"") for i in range(3)]
     assert restorable(tree, [2, 3, 5], batches) == [(0, 2), (0, 3), (1, 2)]
     batches.append(BatchRow(9, 1, 4, None, b""))

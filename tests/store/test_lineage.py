@@ -6,13 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_async.store.lineage import Consumption, Line, LineTree, reached
+from megatron_async.store.lineage import Consumption, Lineage, LineageTree, reached
 from megatron_async.trajectory.types import PolicyVersion
 
 
-def two_rollbacks() -> LineTree:
+def two_rollbacks() -> LineageTree:
     """0 to step 15; 1 from its checkpoint 10; 2 from 1's checkpoint 20; 3 from 0's 10 again."""
-    return LineTree([Line(0, None, 0), Line(1, 0, 10), Line(2, 1, 20), Line(3, 0, 10)])
+    return LineageTree(
+        [Lineage(0, None, 0), Lineage(1, 0, 10), Lineage(2, 1, 20), Lineage(3, 0, 10)]
+    )
 
 
 def test_a_batch_is_consumed_where_its_line_leads_through_it() -> None:
@@ -35,7 +37,7 @@ def test_a_checkpoint_commits_the_batches_before_its_step() -> None:
 def test_going_back_to_a_line_that_was_abandoned_brings_its_batches_back() -> None:
     tree = two_rollbacks()
     assert not Consumption.at(tree, 3).holds(1, 15)
-    tree.add(Line(4, 1, 20))
+    tree.add(Lineage(4, 1, 20))
     assert Consumption.at(tree, 4).holds(1, 15)
 
 
@@ -43,16 +45,16 @@ def test_branch_points_are_where_the_lines_part() -> None:
     tree = two_rollbacks()
     assert tree.branch_points(2) == {0: 10, 1: 20, 3: 10}
     assert tree.branch_points(3) == {0: 10, 1: 10, 2: 10}
-    tree.add(Line(4, 0, 5))
+    tree.add(Lineage(4, 0, 5))
     assert tree.branch_points(4) == {0: 5, 1: 5, 2: 5, 3: 5}
 
 
 def test_line_numbers_grow_and_parents_are_known() -> None:
     tree = two_rollbacks()
     with pytest.raises(ValueError, match="not newer"):
-        tree.add(Line(3, 0, 1))
+        tree.add(Lineage(3, 0, 1))
     with pytest.raises(ValueError, match="unknown"):
-        tree.add(Line(9, 8, 1))
+        tree.add(Lineage(9, 8, 1))
 
 
 def test_reached_is_one_past_the_newest_batch() -> None:
@@ -63,14 +65,14 @@ def test_reached_is_one_past_the_newest_batch() -> None:
 @given(st.data())
 def test_consumption_equals_replaying_the_run(data: st.DataObject) -> None:
     """Against a plain simulation that carries the list of batches in each checkpoint."""
-    tree = LineTree([Line(0, None, 0)])
+    tree = LineageTree([Lineage(0, None, 0)])
     line, done = 0, [(0, s) for s in range(data.draw(st.integers(0, 4)))]
     checkpoints = {(0, n): done[:n] for n in range(len(done) + 1)}
     every = list(done)
     for new in range(1, data.draw(st.integers(1, 5)) + 1):
         line, number = data.draw(st.sampled_from(sorted(checkpoints)))
         done = list(checkpoints[line, number])
-        tree.add(Line(new, line, number))
+        tree.add(Lineage(new, line, number))
         for step in range(number, number + data.draw(st.integers(0, 4))):
             checkpoints[new, step] = list(done)
             done.append((new, step))
