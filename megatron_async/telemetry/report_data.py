@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_async.errors import UserError
 from megatron_async.run_directory import RunDirectory
-from megatron_async.store import exported
+from megatron_async.store import export
 from megatron_async.store.reader import StoreReader, TrajectorySummary
 from megatron_async.tasks.text_task import load_tokenizer
 from megatron_async.telemetry.metrics import read_metrics
@@ -107,9 +107,9 @@ def _samples(directory: RunDirectory, decode: Callable[[Sequence[int]], str]) ->
     if not directory.store_file.exists():
         return ()
     with closing(StoreReader(directory.store_file)) as reader, reader.at_one_moment():
-        everything = [*reader.summaries(), *exported.summaries(reader)]
+        everything = [*reader.summaries(), *export.summaries(reader)]
         return tuple(
-            _sample(why, exported.find(reader, summary.trajectory_id), decode)
+            _sample(why, export.find(reader, summary.trajectory_id), decode)
             for why, summary in _chosen(everything)
         )
 
