@@ -93,7 +93,7 @@ def test_advice_names_settings_that_exist() -> None:
         for file, text in sentences()
         for name in named.findall(text)
         if name not in settings | sections and not name.startswith("task.params.")
-        if not name.endswith((".py", ".yaml", ".sqlite", ".log"))
+        if not name.endswith((".py", ".yaml", ".json", ".sqlite", ".log"))
     }
     assert not wrong
 

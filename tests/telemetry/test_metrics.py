@@ -211,7 +211,7 @@ def test_progress_begins_before_a_torn_line_and_shows_what_takes_its_place(
         with MetricsWriter(path, lineage=0) as writer:
             writer.write(3, {"train/loss": 0.5, "train/tokens_per_second": 1200}, kind="sft")
         progress.update({})
-    assert capsys.readouterr().out.count("sft    4/10") == 1
+    assert capsys.readouterr().out.count("sft    3/9") == 1
 
 
 def test_a_full_disk_is_a_sentence_and_every_line_that_is_there_is_whole(disk: SmallDisk) -> None:
