@@ -19,7 +19,7 @@ import typer
 from megatron_async.config import RunConfig
 from megatron_async.config.rollout import SamplingConfig
 from megatron_async.disk import append_json_lines
-from megatron_async.engines.interface import EngineError, GenerationRequest
+from megatron_async.engines.interface import EngineClient, EngineError, GenerationRequest
 from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.engines.sglang.process import SGLangProcess
 from megatron_async.errors import ComponentFailure, UserError
@@ -209,7 +209,7 @@ def _engine(config: RunConfig, path: Path, directory: RunDirectory) -> Callable[
 
 
 class _Engine:
-    def __init__(self, client: SGLangClient, task: TextTask, sampling: SamplingConfig) -> None:
+    def __init__(self, client: EngineClient, task: TextTask, sampling: SamplingConfig) -> None:
         self._client = client
         self._task = task
         self._sampling = sampling

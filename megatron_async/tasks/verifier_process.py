@@ -173,8 +173,11 @@ def _run_scorer(
     os.dup2(output, 2)
     os.close(output)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    limit = settings.scoring.memory_mib << 20
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    limit, most = settings.scoring.memory_mib << 20, resource.getrlimit(resource.RLIMIT_AS)[1]
+    if most != resource.RLIM_INFINITY:
+        limit = min(limit, most)
+    # The soft limit only: a program in the sandbox has limits of its own.
+    resource.setrlimit(resource.RLIMIT_AS, (limit, most))
     with os.fdopen(requests, "rb") as stream:
         return (serve_waiting if waits else serve)(settings, stream, channel)
 

@@ -13,11 +13,14 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from megatron_async.commands.teacher import check_teacher, taught
+from megatron_async.commands.teacher import _Engine, check_teacher, taught
 from megatron_async.config import RunConfig, build_config
+from megatron_async.config.rollout import SamplingConfig
+from megatron_async.engines.simulated.engine import SimulatedEngine, SimulatedEngineModel
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.run_directory import RunDirectory
-from megatron_async.tasks import build_task
+from megatron_async.tasks import build_source, build_task
+from megatron_async.tasks.text_task import TextTask
 from megatron_async.tasks.tokenizer import write_character_tokenizer
 
 
@@ -131,3 +134,18 @@ def test_a_teacher_that_cannot_be_asked_is_refused(tmp_path: Path) -> None:
     sft = config.sft.model_copy(update={"data": "x.jsonl"})
     with pytest.raises(UserError, match=r"cannot be combined with sft\.data"):
         check_teacher(config.model_copy(update={"sft": sft}), "http://x/v1")
+
+
+def test_a_teacher_on_an_engine_gets_tokens_and_gives_text(tmp_path: Path) -> None:
+    config = settings(tmp_path)
+    task = build_task(config.task, str(tmp_path))
+    assert isinstance(task, TextTask)
+    problem = build_source(config.task).train(0)
+    sampling = SamplingConfig(temperature=0.7, top_p=0.95, allow_biased_behaviour=True)
+
+    async def ask() -> list[str]:
+        engine = SimulatedEngine("teacher", SimulatedEngineModel(mean_length=8, step_seconds=0.0))
+        teacher = _Engine(engine, task, sampling)
+        return await asyncio.gather(*(teacher.answer(problem, number) for number in range(3)))
+
+    assert all(isinstance(text, str) for text in asyncio.run(ask()))

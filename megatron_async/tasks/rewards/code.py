@@ -100,6 +100,9 @@ class Command(Settings):
     readable: list[str] = Field(
         default_factory=list, description="Directories that it may read: its own, a toolchain's."
     )
+    environment: dict[str, str] = Field(
+        default_factory=dict, description="Variables that it needs; PATH is the run's."
+    )
     sandbox: bool = Field(
         True, description="false: it keeps this user, the network and all files; limits remain."
     )
@@ -121,6 +124,7 @@ class Command(Settings):
                 _SHARE * limit_seconds,
                 self._sent(sample.response),
                 readable=self.readable,
+                environment=self.environment,
                 apart=self.sandbox,
             )
             if outcome.exit_code in _CANNOT_RUN:

@@ -147,6 +147,7 @@ def _limit(spec: dict[str, Any]) -> None:
     disk = spec["disk_mib"] << 20
     for what, value in (  # data, not address space: a file that is mapped takes no memory
         (resource.RLIMIT_DATA, memory),
+        (resource.RLIMIT_AS, resource.RLIM_INFINITY),  # not the scorer's
         (resource.RLIMIT_FSIZE, disk),
         (resource.RLIMIT_NPROC, _tasks(spec)),
         (resource.RLIMIT_NOFILE, 256),
@@ -174,6 +175,7 @@ def _exec(spec: dict[str, Any], home: str) -> None:
         "LANG": "C.UTF-8",
         "OMP_NUM_THREADS": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
+        **spec["environment"],
     }
     try:
         os.execvpe(spec["command"][0], spec["command"], environment)

@@ -79,6 +79,7 @@ class Sandbox:
         seconds: float,
         stdin: str = "",
         readable: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
         apart: bool = True,
     ) -> Outcome:
         """Run `command` in a directory that holds `files`. Raises SandboxError.
@@ -92,6 +93,7 @@ class Sandbox:
             "namespaces": self._namespaces and apart,
             "other_user": self._other_user and apart,
             "readable": [*_python(), *self._config.readable, *readable],
+            "environment": {**(environment or {})},
             "path": os.environ.get("PATH", os.defpath),
             "memory_mib": self._config.memory_mib,
             "disk_mib": self._config.disk_mib,

@@ -162,6 +162,13 @@ def test_a_command_that_is_not_there_is_refused() -> None:
         reward("command", command=["no-such-checker", "x"])
 
 
+def test_a_command_has_the_variables_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "x")
+    command = ["sh", "-c", 'test "$ELAN_HOME$SECRET" = /opt/elan']
+    found = reward("command", command=command, environment={"ELAN_HOME": "/opt/elan"})
+    assert score(found, "", {}).value == 1.0
+
+
 def test_send_chooses_what_the_command_reads() -> None:
     response = "```\nx = 4\n```\n\\boxed{4}"
     for send, sent in (("answer", "4"), ("code", "x = 4"), ("response", response)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import sys
 import threading
@@ -217,6 +218,16 @@ def test_nothing_is_left_of_it_when_the_scorer_is_killed(apart: Sandbox) -> None
     os.waitpid(child, 0)
     killer.join()
     assert left(mark) == []
+
+
+def test_the_address_space_of_the_scorer_is_not_the_programs(sandbox: Sandbox) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (64 << 30, hard))
+    try:
+        asked = "import resource; print(resource.getrlimit(resource.RLIMIT_AS))"
+        assert run(sandbox, asked).output == f"{(hard, hard)}\n"
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def test_files_of_a_sandbox_are_removed(sandbox: Sandbox) -> None:
