@@ -49,6 +49,7 @@ from megatron_async.rollout.manager import ResumePoint, RolloutManager
 from megatron_async.run_directory import RunDirectory
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.tasks.scorer_count import ScorerCount
+from megatron_async.tasks.scorer_work import Work
 from megatron_async.tasks.verifier import VerifierWorker
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import FloatArray, PolicyVersion, Prompt
@@ -154,7 +155,7 @@ class ScorerProcesses:
         os.environ["PYTHONPATH"] = os.pathsep.join(
             dict.fromkeys([str(HOSTILE), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
         )
-        self._workers = [VerifierWorker(config.task) for _ in range(_SCORERS)]
+        self._workers = [VerifierWorker(config.scorers) for _ in range(_SCORERS)]
         self._threads = ThreadPoolExecutor(_SCORERS, "scorer")
         self._idle: asyncio.Queue[VerifierWorker] = asyncio.Queue()
         for worker in self._workers:
@@ -166,9 +167,8 @@ class ScorerProcesses:
         worker = await self._idle.get()  # bounded: every score is
         loop = asyncio.get_running_loop()
         try:
-            scored = await loop.run_in_executor(
-                self._threads, worker.judge, prompt.payload, text_of(response_ids)
-            )
+            work = Work(0, prompt.payload, (text_of(response_ids),))
+            ((scored,),) = await loop.run_in_executor(self._threads, worker.score, [work])
         finally:
             self._idle.put_nowait(worker)
         return scored.reward, scored.detail

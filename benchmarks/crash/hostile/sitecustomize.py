@@ -39,29 +39,22 @@ def _misbehave(kind: str) -> None:
         raise ValueError(f"no scorer can misbehave like this: {kind!r}")
 
 
-class _Hostile:
-    def __init__(self, command: Path) -> None:
-        self._command = command
+def _install(command: Path) -> None:
+    from megatron_async.tasks.rewards.task import TaskReward
 
-    def score(self, payload: dict[str, Any], text: str) -> Any:
-        from megatron_async.tasks.base import Judgement
-
-        taken = self._command.with_suffix(f".{os.getpid()}")
+    def score(sample: Any) -> float:
+        taken = command.with_suffix(f".{os.getpid()}")
         try:
-            self._command.rename(taken)
+            command.rename(taken)
         except FileNotFoundError:
             pass
         else:
             kind = taken.read_text()
             taken.unlink()
             _misbehave(kind)
-        return Judgement(reward_of(text), {})
+        return reward_of(sample.response)
 
-
-def _install(command: Path) -> None:
-    import megatron_async.tasks.build as build
-
-    build.build_scorer = lambda config: _Hostile(command)  # type: ignore[assignment]
+    TaskReward.bound = lambda *_: score  # type: ignore[method-assign]
 
 
 if "HOSTILE_FILE" in os.environ and "megatron_async.tasks.verifier_process" in sys.orig_argv:
