@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron_async.config import build_config
 from megatron_async.config.rollout import EngineConfig, SimulatedEngineConfig
+from megatron_async.engines.actor import ActorCalls, EngineHost
 from megatron_async.engines.interface import EngineError, RequestRefused, TokenChunk
+from megatron_async.engines.relay import Pace, RelayedEngine
 from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.engines.sglang.process import NO_VERSION, SGLangProcess
 from megatron_async.engines.simulated.engine import SimulatedEngine
@@ -168,3 +171,38 @@ def test_without_the_key_it_answers_nothing(server: tuple[SGLangProcess, Path]) 
 def test_settings_that_it_cannot_keep_are_refused(settings: Any, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         build_config({"engines": {"kind": "simulated"}, **settings})
+
+
+def test_streams_through_the_engines_actor_are_those_of_the_server(
+    server: tuple[SGLangProcess, Path],
+) -> None:
+    """What the actor does, called as Ray calls it; `stop` and `start` are Ray's test."""
+    process, model = server
+
+    async def relayed() -> list[list[TokenChunk]]:
+        host = EngineHost("e", str(model), SETTINGS.model_dump_json(), str(model / "log"), False, 8)
+        host.serve(process.url)
+        calls = ("update", "abort", "report")
+        actor = SimpleNamespace(
+            **{name: SimpleNamespace(remote=getattr(host, name)) for name in calls}
+        )
+        there = await SGLangClient.connect("e", process.url, SETTINGS)
+        client = RelayedEngine(there, ActorCalls(actor, "e", 10.0), Pace())
+        long = asyncio.create_task(collect(client, make_request("long", PROMPT, 1900)))
+        answers = await asyncio.gather(
+            *(collect(client, make_request(f"r{i}", [*PROMPT, i], 50)) for i in range(8))
+        )
+        with pytest.raises(RequestRefused, match="r9"):
+            await collect(client, make_request("r9", PROMPT, 10**7))
+        await client.abort(["long"])
+        assert (await long)[-1].end == "abort"
+        await client.close()
+        await host.stop()
+        return answers
+
+    found = asyncio.run(asyncio.wait_for(relayed(), 30))
+    here = SimulatedEngine("here", engine_model(SETTINGS, model))
+    for i, chunks in enumerate(found):
+        wanted = asyncio.run(collect(here, make_request(f"r{i}", [*PROMPT, i], 50)))
+        assert (tokens_of(chunks) == tokens_of(wanted)).all()
+        assert (logprobs_of(chunks) == logprobs_of(wanted)).all()
