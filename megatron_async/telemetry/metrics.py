@@ -99,6 +99,10 @@ class MetricsWriter:
         """A checkpoint that can be restored."""
         self._track("checkpoint", step, path)
 
+    def report(self, step: int, text: str) -> None:
+        """The totals at the end, for trackers."""
+        self._track("text", step, "report", text)
+
     def _track(self, method: str, *arguments: Any) -> None:
         for tracker in self._trackers:
             tracker.call(method, *arguments)

@@ -7,11 +7,13 @@ how the run ended: complete, or stopped because it was asked to (SIGUSR2, see `t
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import asdict
 
 from megatron_async.config import RunConfig
 from megatron_async.import_path import load_object
@@ -30,6 +32,7 @@ def train(directory: RunDirectory, config: RunConfig, ray_address: str, stop: St
     from megatron_async.rollout.messages import ResumePoint
     from megatron_async.telemetry.health import HealthWatch
     from megatron_async.telemetry.metrics import MetricsWriter, read_metrics
+    from megatron_async.telemetry.summary import summarise
     from megatron_async.telemetry.trackers.base import TrackedRun
     from megatron_async.telemetry.trackers.build import start_trackers
     from megatron_async.train_loop.loop import LoopParts, TrainLoop
@@ -108,6 +111,8 @@ def train(directory: RunDirectory, config: RunConfig, ray_address: str, stop: St
             # A run that was extended by --resume exports anew.
             rank_zero.does(lambda: shutil.rmtree(directory.hf_export, ignore_errors=True))
             save_hf(trainer.model, directory.hf_export, config.model.path)
+        if metrics is not None:
+            metrics.report(trainer.step, json.dumps(asdict(summarise(directory)), indent=1))
         outcome = Outcome.COMPLETE if complete else Outcome.STOPPED
         rank_zero.does(lambda: directory.report_outcome(outcome))
 

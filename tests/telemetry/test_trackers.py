@@ -147,10 +147,11 @@ def test_samples_are_in_the_run_directory_and_in_tensorboard(tmp_path: Path) -> 
         writer.samples(3, "heldout", rows)
         writer.samples(3, "heldout", rows)  # a restored run repeats it
         writer.checkpoint(3, tmp_path / "checkpoints" / "step_3")
+        writer.report(3, "steps in all 3")
     lines = (tmp_path / "evaluations" / "heldout-3.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == rows
     events = b"".join(path.read_bytes() for path in (tmp_path / "tensorboard").glob("events.*"))
-    for text in (b"samples/heldout", b"it is four", b"checkpoints/step_3"):
+    for text in (b"samples/heldout", b"it is four", b"checkpoints/step_3", b"steps in all 3"):
         assert text in events
 
 

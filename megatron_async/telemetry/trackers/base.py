@@ -52,7 +52,7 @@ class Tracker:
         """Responses of an evaluation: question, response, reward and more."""
 
     def text(self, step: int, name: str, text: str) -> None:
-        """A warning, by its name."""
+        """A warning by its name, or the totals at the end (`report`)."""
 
     def checkpoint(self, step: int, path: Path) -> None:
         """A checkpoint that can be restored is on disk."""
