@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import tracemalloc
 from collections import Counter
 from collections.abc import Callable
 from fractions import Fraction
@@ -105,6 +106,25 @@ def test_a_large_parquet_file_is_mapped_and_not_held(
     monkeypatch.setattr("megatron_async.tasks.rows._IN_MEMORY_BYTES", 0)
     mapped = FileProblems(config(path))
     assert questions(mapped, 0, 100) == questions(whole, 0, 100)
+
+
+@pytest.mark.parametrize("write", [write_jsonl, write_parquet], ids=lambda f: f.__name__)
+def test_rows_do_not_sit_in_memory(
+    tmp_path: Path, write: Callable[[Path, Rows], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_async.tasks.rows._IN_MEMORY_BYTES", 0)
+    text = "Explain every step of the way. " * 64
+    path = write(tmp_path / "long", [{"prompt": f"{i} {text}", "answer": i} for i in range(4000)])
+    arrow = pytest.importorskip("pyarrow")
+    before = arrow.total_allocated_bytes()
+    tracemalloc.start()
+    try:
+        problems = FileProblems(config(path))
+        questions(problems, 0, 100)
+        held = tracemalloc.get_traced_memory()[0] + arrow.total_allocated_bytes() - before
+    finally:
+        tracemalloc.stop()
+    assert held < 1_000_000, "4,000 rows of 2 KB are 8 MB"
 
 
 def test_a_split_is_chosen_by_name(tmp_path: Path) -> None:
