@@ -160,9 +160,9 @@ class PolicyModel(GPTModel):
         targets_T = torch.zeros_like(stream.token_ids_T).index_copy(0, rows_R, stream.target_ids_R)
         mask_T = torch.zeros_like(stream.token_ids_T, dtype=torch.bool).index_fill(0, rows_R, True)
         weight = self.head_weight()
-        main_grad = None
-        if self.config.gradient_accumulation_fusion and torch.is_grad_enabled():
-            main_grad = getattr(weight, "main_grad", None)
+        # The head's gradient is as large as the head: it goes to the main gradient at once, in its
+        # precision. Megatron's layers need Apex for that, our kernel does not.
+        main_grad = getattr(weight, "main_grad", None) if torch.is_grad_enabled() else None
         result = token_logprob(
             hidden.squeeze(1),
             weight,
