@@ -57,7 +57,9 @@ class EngineHost:
             settings = settings.model_copy(update={"host": node_address()})
         self._settings = settings
         self._chunk_tokens = chunk_tokens
-        self._server = SGLangProcess(Path(model_path), settings, Path(log_path), in_place=in_place)
+        self._server = SGLangProcess(
+            Path(model_path), settings, Path(log_path), in_place=in_place, awaits_weights=True
+        )
         self._relay: StreamRelay | None = None
 
     async def start(self) -> str:

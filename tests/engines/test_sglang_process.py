@@ -51,9 +51,7 @@ def _pretend(monkeypatch: pytest.MonkeyPatch, script: str) -> list[int]:
     """Start `script` instead of SGLang; returns the list of ports that it is started with."""
     ports: list[int] = []
 
-    def command(
-        settings: EngineConfig, model: Path, port: int, version: Any, device: str, in_place: bool
-    ) -> list[str]:
+    def command(settings: EngineConfig, model: Path, port: int, *_others: Any) -> list[str]:
         ports.append(port)
         return [sys.executable, "-c", script, str(port)]
 
@@ -201,6 +199,20 @@ def test_the_command_line_says_what_the_settings_say(tmp_path: Path) -> None:
     assert "--disable-overlap-schedule" not in command
     on_cpu = " ".join(server_command(settings, tmp_path, 1234, NO_VERSION, "cpu"))
     assert "--attention-backend torch_batched" in on_cpu and "--dtype float32" in on_cpu
+
+
+def test_an_engine_that_awaits_its_first_update_reads_no_weights(tmp_path: Path) -> None:
+    """The fleet's serve nothing before it; those of `eval` serve the model's own weights."""
+
+    def command(device: str, awaits_weights: bool) -> list[str]:
+        settings = EngineConfig()
+        return server_command(
+            settings, tmp_path, 1, NO_VERSION, device, awaits_weights=awaits_weights
+        )
+
+    waiting = command("cuda", True)
+    assert waiting[waiting.index("--load-format") + 1] == "dummy"
+    assert "--load-format" not in command("cuda", False) + command("cpu", True)
 
 
 def test_only_weights_that_change_in_place_cost_the_overlap_scheduler(tmp_path: Path) -> None:

@@ -79,13 +79,15 @@ def server_command(
     version: PolicyVersion,
     device: str,
     in_place: bool = False,
+    awaits_weights: bool = False,
 ) -> list[str]:
     """The command line of one server.
 
     Token ids go in and come out, so SGLang's tokenizer and detokenizer are off. `in_place`: weights
     change under running requests that keep their KV cache. The overlap scheduler is off then: with
     it the last token of the old weights is reported under the new version. (A retracted request's
-    spans, and aborts, are exact either way.)
+    spans, and aborts, are exact either way.) `awaits_weights`: it serves nothing before an update
+    has replaced all weights, so on a GPU none are read from the model's files.
     """
     command = [
         sys.executable,
@@ -127,7 +129,9 @@ def server_command(
 
         # The directory has no fp8 weights: they come with the first update, as every version does.
         override = {"quantization_config": quantization_config(read_architecture(model_path))}
-        command += ["--load-format", "dummy", "--json-model-override-args", json.dumps(override)]
+        command += ["--json-model-override-args", json.dumps(override)]
+    if settings.quantization == "fp8" or (awaits_weights and device == "cuda"):
+        command += ["--load-format", "dummy"]
     return [*command, *settings.extra_args]
 
 
@@ -186,9 +190,11 @@ class SGLangProcess:
         version: PolicyVersion = NO_VERSION,
         gpus: Sequence[int] | None = None,
         in_place: bool = False,
+        awaits_weights: bool = False,
     ) -> None:
-        """`in_place`: see `server_command`."""
+        """`in_place`, `awaits_weights`: see `server_command`."""
         self._in_place = in_place
+        self._awaits_weights = awaits_weights
         self._model_path = model_path
         self._settings = settings
         self._log_path = log_path
@@ -280,7 +286,13 @@ class SGLangProcess:
             command = simulated_command(self._settings, self._model_path, port, self._version)
         else:
             command = server_command(
-                self._settings, self._model_path, port, self._version, device, self._in_place
+                self._settings,
+                self._model_path,
+                port,
+                self._version,
+                device,
+                self._in_place,
+                self._awaits_weights,
             )
         read_end, write_end = os.pipe()
         environment[LIFELINE_VARIABLE] = str(read_end)
