@@ -9,7 +9,7 @@ Each check prints one line of JSON and appends it to `benchmarks/results/gpu/DEV
 ends, whatever it says; a check that has an `ok` line there for this device, torch and triton is
 not run again (`--again` does). What a check needs and is not there, is the reason it is skipped.
 
-Wheels that a machine with torch, triton, numpy, safetensors and einops lacks: megatron-core, and
-for our settings pydantic with pydantic-core, annotated-types and typing-inspection. The kernels'
-checks need none of them, pytest aside.
+Wheels that a machine with torch, triton, numpy, safetensors and einops lacks: megatron-core,
+zstandard, and for our settings pydantic with pydantic-core, annotated-types and typing-inspection
+(`doctor`: orjson too). The kernels' checks need none of them, pytest aside.
 """

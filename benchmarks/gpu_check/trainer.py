@@ -201,7 +201,6 @@ def updates(stage: Stage) -> Findings:
         "tokens": batch.num_tokens,
         "seconds_per_update": seconds,
         "tokens_per_second": batch.num_tokens / seconds,
-        "phases": reports[-1].phase_seconds,
         "planned_gib": planned / 2**30,
     }
     if stage.device == "cuda":

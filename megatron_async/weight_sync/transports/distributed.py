@@ -109,6 +109,12 @@ def flatten(bucket: Bucket, buffers: Buffers) -> FlatBucket:
     )
 
 
+def rendezvous_store(store: dist.Store, name: str, device: str) -> dist.Store:
+    """Return the store in which SGLang's group of this name meets on this kind of device."""
+    by_group = dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store))
+    return dist.PrefixStore(f"{device}/", by_group)
+
+
 class _Link:
     """The process group with the engines, as a bare gloo or NCCL backend."""
 
@@ -134,10 +140,7 @@ class _Link:
         """Meet the engines; blocks until all are there or the limit passes."""
         limit = timedelta(seconds=JOIN_SECONDS)
         device = "cpu" if self.backend == "gloo" else "cuda"
-        store = dist.PrefixStore(
-            f"{device}/",
-            dist.PrefixStore(f"{self.name}/", dist.PrefixStore(self.name, self._store)),
-        )
+        store = rendezvous_store(self._store, self.name, device)
         if self.backend == "gloo":
             self._group = dist.ProcessGroupGloo(store, 0, self.world_size, timeout=limit)
         else:

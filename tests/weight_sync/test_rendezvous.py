@@ -1,0 +1,26 @@
+"""Our sender and SGLang's engines meet under the same keys of the store, on CPU and on CUDA."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_sglangs_group_builder_meets_where_the_sender_waits(device: str) -> None:
+    pytest.importorskip("sglang")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.weight_sync.sglang_rendezvous", device],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    seen = json.loads(done.stdout.strip().splitlines()[-1])
+    assert seen == {"cpu": device == "cpu", "cuda": device == "cuda"}
