@@ -4,9 +4,9 @@
 - state, records: the store in memory, and how a resume rebuilds it.
 - writer: the one thread that writes. schema: tables and rows.
 - lineage: what is consumed along each lineage: a pure model of commit and rollback.
-- reader, export, view: reading a store, what compaction took out, and a listing for people.
-- compaction: what is consumed for good becomes lines of a file, never past a checkpoint.
-- recovery: a damaged file is checked and made anew from the rows that are found.
-- place: the database on a disk of the manager's node, and its copy in the run directory.
-- drop: groups taken out by hand.
+- reader: reading a store, also by other processes. drop: groups taken out by hand.
+- compaction: what is consumed for good leaves the database, never past a checkpoint.
+- export: the lines of the file that it goes to, written and read again.
+- place: where the database lies, and the lock that one process holds to write it.
+- recovery: the replica of every checkpoint; a damaged database is found and replaced by it.
 """
