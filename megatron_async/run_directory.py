@@ -27,7 +27,7 @@ from megatron_async.errors import ComponentFailure, UserError
 _FAILURE_BYTES: Final = 1 << 16
 
 
-class Outcome(Enum):
+class RunOutcome(Enum):
     """How the trainers of a run have ended without a failure."""
 
     COMPLETE = "complete"
@@ -197,13 +197,13 @@ class RunDirectory:
     def outcome_file(self) -> Path:
         return self.path / "outcome"
 
-    def report_outcome(self, outcome: Outcome) -> None:
+    def report_outcome(self, outcome: RunOutcome) -> None:
         """Tell whoever holds the rollout side that the trainers are done."""
         write_atomically(self.outcome_file, outcome.value)
 
-    def outcome(self) -> Outcome | None:
+    def outcome(self) -> RunOutcome | None:
         """None while the trainers run, or when they have failed."""
-        return Outcome(self.outcome_file.read_text()) if self.outcome_file.exists() else None
+        return RunOutcome(self.outcome_file.read_text()) if self.outcome_file.exists() else None
 
     def forget_outcome(self) -> None:
         """Before trainers start anew."""

@@ -111,3 +111,13 @@ def test_a_room_names_each_of_its_files(folder: Path) -> None:
     ]
     missing = [name for name in inside if not re.search(rf"\b{name}\b", described)]
     assert not missing, f"name {missing} in the docstring of {folder.name}/__init__.py"
+
+
+def test_a_class_name_occurs_once() -> None:
+    """Names with an underscore are of their file alone; all others mean one thing everywhere."""
+    places: dict[str, list[str]] = {}
+    for file in (*MODULES.values(), *KERNELS.glob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(str(file.relative_to(PACKAGE.parent)))
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}

@@ -23,7 +23,7 @@ from megatron_async_kernels.packed import segment_sum, spread
 from megatron_async_kernels.surrogates import bounded_exp, truncate
 
 from megatron_async.algorithms.correction_metrics import (
-    Rows,
+    MaskedRows,
     off_policy_metrics,
     rejection_metrics,
     weight_metrics,
@@ -137,14 +137,14 @@ def _rows(
     rollout: torch.Tensor,
     mask: torch.Tensor,
     cu_seqlens: torch.Tensor | None,
-) -> Rows:
+) -> MaskedRows:
     if cu_seqlens is None:
         batch, length = old.shape
         cu_seqlens = torch.arange(batch + 1, device=old.device) * length
     mask_T = (mask.reshape(-1) != 0).double()
     zero_T = torch.zeros_like(mask_T)
     trained_T = mask_T != 0
-    return Rows(
+    return MaskedRows(
         old_T=torch.where(trained_T, old.detach().reshape(-1).double(), zero_T),
         rollout_T=torch.where(trained_T, rollout.detach().reshape(-1).double(), zero_T),
         mask_T=mask_T,
@@ -153,7 +153,7 @@ def _rows(
 
 
 def _weights(
-    rows: Rows, level: str, threshold: float | str, normalize: bool
+    rows: MaskedRows, level: str, threshold: float | str, normalize: bool
 ) -> tuple[torch.Tensor, dict[str, float]]:
     lower, upper = parse_weight_threshold(threshold, "rollout_is_threshold")
     log_T, mask_T, cu_S1 = rows.log_ratio_T, rows.mask_T, rows.cu_seqlens_S1
@@ -198,7 +198,7 @@ class _Decision:
     keep_T: torch.Tensor
 
 
-def _decide(rows: Rows, option: ParsedRejection) -> _Decision:
+def _decide(rows: MaskedRows, option: ParsedRejection) -> _Decision:
     statistic = rejection_statistic(
         rows.log_ratio_T, rows.mask_T, rows.cu_seqlens_S1, option.level, option.divergence
     )
@@ -210,7 +210,7 @@ def _decide(rows: Rows, option: ParsedRejection) -> _Decision:
 
 
 def _reject(
-    rows: Rows, options: tuple[ParsedRejection, ...]
+    rows: MaskedRows, options: tuple[ParsedRejection, ...]
 ) -> tuple[torch.Tensor, dict[str, float]]:
     metrics: dict[str, float] = {}
     keep_T = torch.ones_like(rows.mask_T)

@@ -26,7 +26,7 @@ _EPSILON = 1e-8
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class MaskedRows:
     """Packed float64 log-probs, 0 at untrained tokens, and the 0/1 mask."""
 
     old_T: torch.Tensor
@@ -56,7 +56,7 @@ class Rows:
 
 
 def weight_metrics(
-    rows: Rows,
+    rows: MaskedRows,
     level: str,
     raw_T: torch.Tensor,
     weights_T: torch.Tensor,
@@ -120,7 +120,7 @@ def weight_metrics(
 
 
 def rejection_metrics(
-    rows: Rows,
+    rows: MaskedRows,
     option: ParsedRejection,
     statistic_T: torch.Tensor,
     statistic_S: torch.Tensor | None,
@@ -176,7 +176,7 @@ def rejection_metrics(
     return {f"{prefix}_{name}": value for name, value in metrics.items()}
 
 
-def off_policy_metrics(rows: Rows) -> dict[str, float]:
+def off_policy_metrics(rows: MaskedRows) -> dict[str, float]:
     """The gap between the two policies (`compute_offpolicy_metrics`), whatever is corrected.
 
     a_i, b_i the rows' mean log-probs under pi_old and pi_rollout (0 for an empty row); per-row

@@ -35,8 +35,8 @@ from megatron_async.checkpoint.files import PieceReader, RankFiles, header_room,
 from megatron_async.checkpoint.manifest import (
     Checkpoint,
     CorruptCheckpoint,
-    Layout,
     Manifest,
+    SavedLayout,
     TensorRecord,
     finalise,
     find_latest,
@@ -110,7 +110,7 @@ def hf_to_megatron(
             manifest = Manifest(
                 lineage=0,
                 step=0,
-                layout=Layout(tensor, pipeline, 1),
+                layout=SavedLayout(tensor, pipeline, 1),
                 files={
                     str(path.relative_to(partial)): hash_file(path)
                     for path in sorted(partial.rglob("*"))

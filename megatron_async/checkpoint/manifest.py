@@ -47,7 +47,7 @@ class OtherFormat(UserError):
 
 
 @dataclass(frozen=True)
-class Layout:
+class SavedLayout:
     """Ranks that wrote a checkpoint. Weights and optimizer state load at any other layout."""
 
     tensor: int
@@ -84,7 +84,7 @@ class Manifest:
 
     lineage: int
     step: int
-    layout: Layout
+    layout: SavedLayout
     files: Mapping[str, FileRecord]
     trainer: Mapping[str, Any] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -114,7 +114,7 @@ class Manifest:
             return cls(
                 **{
                     **content,
-                    "layout": Layout(**content["layout"]),
+                    "layout": SavedLayout(**content["layout"]),
                     "files": {k: FileRecord(**v) for k, v in content["files"].items()},
                     "tensors": {
                         name: TensorRecord(**{**record, "shape": tuple(record["shape"])})

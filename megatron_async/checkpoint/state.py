@@ -33,7 +33,7 @@ from megatron_async.checkpoint.files import PieceReader
 from megatron_async.checkpoint.manifest import (
     Checkpoint,
     CorruptCheckpoint,
-    Layout,
+    SavedLayout,
     TensorRecord,
 )
 from megatron_async.checkpoint.placement import WEIGHTS, Box, Slot, boxes, exported, stage_slots
@@ -62,7 +62,7 @@ class Checkpointable(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class TensorPiece:
     """A part of a tensor, its place in it, and the whole tensor's shape. `values` is a view."""
 
     name: str
@@ -89,15 +89,15 @@ class ParameterShard:
     boxes: Sequence[Box]
     counts: bool
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[TensorPiece]:
         for box in self.boxes:
             run_N = self.flat_N[box.begin - self.begin : box.end - self.begin]
-            yield Piece(self.name, box.offsets, self.shape, run_N.view(box.shape))
+            yield TensorPiece(self.name, box.offsets, self.shape, run_N.view(box.shape))
 
 
-def current_layout() -> Layout:
+def current_layout() -> SavedLayout:
     """The layout of Megatron's parallel state."""
-    return Layout(
+    return SavedLayout(
         tensor=parallel_state.get_tensor_model_parallel_world_size(),
         pipeline=parallel_state.get_pipeline_model_parallel_world_size(),
         data=parallel_state.get_data_parallel_world_size(),

@@ -40,7 +40,7 @@ from megatron_async.checkpoint.manifest import (
 from megatron_async.checkpoint.random_state import random_state, save_random_state
 from megatron_async.checkpoint.state import (
     Checkpointable,
-    Piece,
+    TensorPiece,
     check_rounding,
     saved_shards,
     tensor_names,
@@ -78,11 +78,11 @@ class RankStatus:
 class CopiedPiece:
     """A piece in host memory. Its checksum is computed on the GPU that it came from, or later."""
 
-    piece: Piece
+    piece: TensorPiece
     on_device: Tensor | None
 
     @classmethod
-    def of(cls, live: Piece) -> CopiedPiece:
+    def of(cls, live: TensorPiece) -> CopiedPiece:
         """Copy it."""
         copy = replace(live, values=live.values.to("cpu", copy=True))
         return cls(copy, live.checksum() if live.values.is_cuda else None)
@@ -247,5 +247,5 @@ class SaveJob:
         return self._temporary / f"status_{rank:05d}.json"
 
 
-def _key(piece: Piece) -> str:
+def _key(piece: TensorPiece) -> str:
     return piece_key(piece.name, piece.offsets)

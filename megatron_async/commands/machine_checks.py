@@ -30,7 +30,7 @@ LEAST_DISK: Final = 100 * _GB
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineFacts:
     """Facts about a machine; None: not there. Sizes are in bytes."""
 
     driver: str | None = None
@@ -58,7 +58,7 @@ class Check:
         return f"{self.name}: {self.found}" + (f" - {self.problem}" if self.problem else "")
 
 
-def judge(machine: Machine) -> list[Check]:
+def judge(machine: MachineFacts) -> list[Check]:
     """Return each check in the order in which a start needs it; a CPU needs no CUDA."""
     checks = [
         Check(
@@ -90,7 +90,7 @@ def _below(value: float, least: float, remedy: str) -> str:
     return remedy if value < least else ""
 
 
-def _driver(machine: Machine) -> Check:
+def _driver(machine: MachineFacts) -> Check:
     if machine.driver is None:
         return Check("driver", "not found", "nvidia-smi does not answer; is this a GPU node?")
     needed = LEAST_DRIVER.get(_numbers(machine.cuda or "")[0], 0)
@@ -99,14 +99,14 @@ def _driver(machine: Machine) -> Check:
     return Check("driver", machine.driver, problem)
 
 
-def _glibc(machine: Machine) -> Check:
+def _glibc(machine: MachineFacts) -> Check:
     needed = ".".join(map(str, LEAST_GLIBC))
     old = _numbers(machine.glibc) < LEAST_GLIBC
     remedy = f"SGLang's kernels need {needed}: use a newer system or launch/Dockerfile"
     return Check("glibc", machine.glibc or "unknown", remedy if old else "")
 
 
-def _build_tools(machine: Machine) -> list[Check]:
+def _build_tools(machine: MachineFacts) -> list[Check]:
     """Check what Triton, FlashInfer and torch.compile build with at the first call."""
     header = "found" if machine.python_header else "not found"
     return [
@@ -128,7 +128,7 @@ def _build_tools(machine: Machine) -> list[Check]:
     ]
 
 
-def _nccl(machine: Machine) -> Check:
+def _nccl(machine: MachineFacts) -> Check:
     """Trainer and engines load the wheel's library; torch was built with one of its own."""
     built, wheel = machine.nccl_torch, machine.nccl_wheel
     found = f"torch built with {built or 'none'}, wheel {wheel or 'none'}"
@@ -141,13 +141,13 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)) or (0,)
 
 
-def look() -> Machine:
+def look() -> MachineFacts:
     """Return what this machine has."""
     import torch
 
     cuda = torch.version.cuda if torch.cuda.is_available() else None
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
-    return Machine(
+    return MachineFacts(
         driver=_first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         cuda=cuda,
         glibc=platform.libc_ver()[1],

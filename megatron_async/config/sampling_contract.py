@@ -2,7 +2,7 @@
 
 A loss trusts that a token was drawn with the log-prob that came with it, at `sampling.temperature`.
 SGLang has settings, arguments and environment variables that break this without an error (read in
-SGLang 0.5.23, whose source tests/rollout/test_sampling_contract.py compares with these lists).
+SGLang 0.5.23, whose source tests/config/test_sampling_contract.py compares with these lists).
 
 Invariants
 - A setting or argument that breaks it is refused when the configuration is loaded.

@@ -2,7 +2,7 @@
 
 What a field's description calls "assumed" comes from no data sheet; `megatron-async simulate`
 prints all of them. Public figures (peak rates, memory, links, model shapes) are in
-`megatron_async/simulate/hardware.py` and `model_shape.py` and are chosen by name.
+`megatron_async/simulate/hardware.py` and `models/shape.py` and are chosen by name.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class LengthConfig(Settings):
         return self
 
 
-class RewardConfig(Settings):
+class SimulatedRewardConfig(Settings):
     """Rewards matter to the simulation only through `schedule.dynamic_sampling`."""
 
     success_alpha: float = Field(
@@ -123,7 +123,9 @@ class SimulateConfig(Settings):
         "it, it stays beside the KV cache.",
     )
     lengths: LengthConfig = Field(default_factory=LengthConfig, description="Response lengths.")
-    reward: RewardConfig = Field(default_factory=RewardConfig, description="Rewards.")
+    reward: SimulatedRewardConfig = Field(
+        default_factory=SimulatedRewardConfig, description="Rewards."
+    )
     efficiency: EfficiencyConfig = Field(
         default_factory=EfficiencyConfig, description="Assumed shares and overheads."
     )

@@ -42,7 +42,7 @@ from megatron_async.launcher.preflight import check_probe_tolerance, check_store
 from megatron_async.launcher.processes import Child, start_torchrun
 from megatron_async.launcher.rendezvous import MEET_SECONDS, TrainerNode
 from megatron_async.launcher.session import Session
-from megatron_async.run_directory import Outcome, RunDirectory
+from megatron_async.run_directory import RunDirectory, RunOutcome
 
 REQUEUE_CODE = os.EX_TEMPFAIL
 _POLL_SECONDS = 0.5
@@ -122,7 +122,7 @@ def run_rollout(node: Node) -> int:
             _wait_for_port(node.address, port, ray_node)
             node.session.publish("ray", {"address": address})
             outcome = drive_rollout(node.config, node.directory, address, node.session)
-    return REQUEUE_CODE if outcome is Outcome.STOPPED else 0
+    return REQUEUE_CODE if outcome is RunOutcome.STOPPED else 0
 
 
 def _take_run(node: Node, stack: ExitStack) -> None:
@@ -158,7 +158,7 @@ def _join_rollout(node: Node) -> int:
 
 def drive_rollout(
     config: RunConfig, directory: RunDirectory, ray_address: str, session: Session | None
-) -> Outcome:
+) -> RunOutcome:
     """Hold the rollout side in the Ray cluster at `ray_address` until the trainers have ended.
 
     Raises UserError or ComponentFailure when the rollout side fails, or the session is over.
@@ -269,7 +269,7 @@ def _start_ranks(node: Node, ray_address: str) -> Child:
 
 def _trainer_code(node: Node, code: int, torchrun: Child) -> int:
     if code == 0:
-        return REQUEUE_CODE if node.directory.outcome() is Outcome.STOPPED else 0
+        return REQUEUE_CODE if node.directory.outcome() is RunOutcome.STOPPED else 0
     if node.index == 0:
         node.directory.raise_failure(torchrun.log_file)
     raise torchrun.failure(f"the trainer ranks of {node.name}")

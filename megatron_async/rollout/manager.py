@@ -34,7 +34,7 @@ from megatron_async.rollout.driver import RolloutDriver
 from megatron_async.rollout.evaluate import Evaluation, Evaluator
 from megatron_async.rollout.fleet import EngineLauncher, Fleet
 from megatron_async.rollout.messages import NotAttached, ResumePoint, UpdateReport
-from megatron_async.rollout.probe import PROMPTS, Sample, packed
+from megatron_async.rollout.probe import PROMPTS, ProbeSample, packed
 from megatron_async.rollout.prompts import CountingVerifier, TaskPrompts
 from megatron_async.rollout.shared_devices import SharedDevices
 from megatron_async.rollout.weight_checks import CheckedEngines, WeightChecks
@@ -55,7 +55,7 @@ class _PendingUpdate:
 
     version: PolicyVersion
     holders: list[EngineClient]
-    samples: Sequence[Sample] = ()
+    samples: Sequence[ProbeSample] = ()
     rests: bool = False
 
 

@@ -39,7 +39,7 @@ _TRIES = 3
 
 
 @dataclass(frozen=True, eq=False)
-class Sample:
+class ProbeSample:
     """A continuation by one engine, with its log-probs."""
 
     engine_id: str
@@ -60,7 +60,7 @@ async def sample(
     version: PolicyVersion,
     tokens: int,
     timeout_seconds: float,
-) -> list[Sample]:
+) -> list[ProbeSample]:
     """At least `tokens` tokens in all, spread over the prompts. Raises EngineError.
 
     A prompt that the engine refuses as invalid is left out: that is no evidence about the engine.
@@ -85,7 +85,7 @@ async def sample(
             f"engine {engine.engine_id} did not generate {each} tokens for the check of {version} "
             f"within {timeout_seconds:g} s"
         ) from error
-    samples = [one for one in found if isinstance(one, Sample)]
+    samples = [one for one in found if isinstance(one, ProbeSample)]
     if not samples:
         raise EngineError(
             f"engine {engine.engine_id} refuses every prompt of its check: {found[0]}"
@@ -95,7 +95,7 @@ async def sample(
 
 async def _continued(
     engine: EngineClient, request: GenerationRequest, version: PolicyVersion
-) -> Sample | RequestRefused:
+) -> ProbeSample | RequestRefused:
     try:
         chunks = await _streamed(engine, request)
     except RequestRefused as refusal:
@@ -114,7 +114,7 @@ async def _continued(
             f"tokens for the check of {version}"
         )
     logprobs = np.concatenate([chunk.logprobs for chunk in chunks])
-    return Sample(engine.engine_id, request.input_ids, token_ids, logprobs)
+    return ProbeSample(engine.engine_id, request.input_ids, token_ids, logprobs)
 
 
 async def _streamed(engine: EngineClient, request: GenerationRequest) -> list[TokenChunk]:
@@ -128,7 +128,7 @@ async def _streamed(engine: EngineClient, request: GenerationRequest) -> list[To
     raise AssertionError("unreachable")
 
 
-def packed(samples: Sequence[Sample], temperature: float) -> TokenBatch:
+def packed(samples: Sequence[ProbeSample], temperature: float) -> TokenBatch:
     """One sequence a sample, in order, for the trainer to compute log-probs of the responses."""
     prompts_S = np.array([len(s.prompt_ids) for s in samples], np.int32)
     lengths_S = prompts_S + np.array([len(s.token_ids) for s in samples], np.int32)
@@ -155,7 +155,7 @@ def packed(samples: Sequence[Sample], temperature: float) -> TokenBatch:
     )
 
 
-def errors(samples: Sequence[Sample], logprobs_T: FloatArray) -> dict[str, RatioError]:
+def errors(samples: Sequence[ProbeSample], logprobs_T: FloatArray) -> dict[str, RatioError]:
     """By engine; `logprobs_T` are the trainer's of `packed`, [T]."""
     engines: dict[str, list[FloatArray]] = {}
     trainer: dict[str, list[FloatArray]] = {}

@@ -95,12 +95,12 @@ class WeightChecks:
 
     async def sampled(
         self, engines: Sequence[EngineClient], version: PolicyVersion
-    ) -> tuple[CheckedEngines, list[probe.Sample]]:
+    ) -> tuple[CheckedEngines, list[probe.ProbeSample]]:
         """Tokens of each engine as the run samples them."""
         weights, sampling = self._config.weights, self._config.sampling
         prompts = probe.probe_prompts(self._prompts())
 
-        async def ask(engine: EngineClient) -> list[probe.Sample]:
+        async def ask(engine: EngineClient) -> list[probe.ProbeSample]:
             return await probe.sample(
                 engine, prompts, sampling, version, weights.probe_tokens, weights.timeout_seconds
             )
@@ -112,7 +112,7 @@ class WeightChecks:
     def ratios(
         self,
         engines: Sequence[EngineClient],
-        samples: Sequence[probe.Sample],
+        samples: Sequence[probe.ProbeSample],
         logprobs_T: FloatArray | None,
         version: PolicyVersion,
         *,

@@ -5,7 +5,7 @@ Invariants
 - A group leaves whole: in one batch when all members are scored, or by `Drop` of every member
   with one reason.
 - `Drop`, `Restart` and `Score` are said only when no engine or verifier works on the trajectory;
-  until then it keeps its slot and carries its fate.
+  until then it keeps its slot and carries its ending.
 - After every change no open group is past its deadline, but under `on_stale: mask`.
 - `open_groups` counts groups that were started and neither batched nor dropped;
   `finished_groups` those of them whose members all have their whole response, scored or not.
@@ -20,8 +20,8 @@ from megatron_async.scheduler.counts import Counts
 from megatron_async.scheduler.limits import LagLedger
 from megatron_async.scheduler.queues import FreshGroups, ReadyGroups, WorkQueue
 from megatron_async.scheduler.state import (
+    Ending,
     EngineEntry,
-    Fate,
     GroupEntry,
     TrajectoryEntry,
     new_group,
@@ -164,8 +164,8 @@ class Lifecycle:
         if entry is None or entry.state in (TrajectoryState.FINISHED, TrajectoryState.SCORED):
             return False
         self._fleet.release(entry)
-        if entry.fate is not None:
-            self._meet_fate(entry, out)
+        if entry.ending is not None:
+            self._end(entry, out)
         else:
             self.work.remove(entry)
             self._finished(entry)
@@ -210,12 +210,12 @@ class Lifecycle:
         if entry.group.drop_reason is None:
             self._drop_group(entry.group, DropReason.REFUSED, out)
         else:
-            self._meet_fate(entry, out)
+            self._end(entry, out)
 
     def ended_early(self, entry: TrajectoryEntry, out: Actions) -> None:
         """`entry` has left its engine unfinished."""
-        if entry.fate is not None:
-            self._meet_fate(entry, out)
+        if entry.ending is not None:
+            self._end(entry, out)
             return
         if not entry.tokens:
             was_oldest = entry.oldest == entry.group.oldest
@@ -242,30 +242,30 @@ class Lifecycle:
             entry.abort_sent = True
             out.append(ev.Abort(entry.trajectory_id, entry.engine.engine_id))
 
-    # ------------------------------------------------------------ judged and batched
+    # ------------------------------------------------------------ scored and batched
 
-    def judged(self, event: ev.RewardReady, out: Actions) -> None:
+    def scored(self, event: ev.RewardReady, out: Actions) -> None:
         """The scorer has answered, or failed."""
         entry = self._trajectories.get(event.trajectory_id)
         if entry is None or entry.state is not TrajectoryState.FINISHED:
             return
-        if entry.fate is not None:
-            self._meet_fate(entry, out)
+        if entry.ending is not None:
+            self._end(entry, out)
         elif event.reward is not None:
             self._scored(entry, event.reward, out)
         elif event.regenerate and entry.regenerations < self._config.max_regenerations:
             self._regenerate(entry, out)
         else:
-            self._drop_group(entry.group, DropReason.VERIFIER, out, judged=entry)
+            self._drop_group(entry.group, DropReason.VERIFIER, out, scored=entry)
 
     def _regenerate(self, entry: TrajectoryEntry, out: Actions) -> None:
         """`entry` alone starts again; its group waits for it."""
         entry.regenerations += 1
         self.counts.regenerated += 1
         self._unfinished(entry.group)
-        entry.fate = Fate.RESTART
+        entry.ending = Ending.RESTART
         self.lag.place(entry.group, entry.group.oldest_of_members())
-        self._meet_fate(entry, out)
+        self._end(entry, out)
 
     def _scored(self, entry: TrajectoryEntry, reward: float, out: Actions) -> None:
         group = entry.group
@@ -336,29 +336,29 @@ class Lifecycle:
         group: GroupEntry,
         reason: DropReason,
         out: Actions,
-        judged: TrajectoryEntry | None = None,
+        scored: TrajectoryEntry | None = None,
     ) -> None:
-        """All members leave, now or when their request or judgement has ended."""
+        """All members leave, now or when their request or score has ended."""
         group.drop_reason = reason
         self._unready(group)
         self.lag.remove(group)
         self.open_groups -= 1
         self.finished_groups -= not group.unfinished
         for entry in group.members:
-            self._doom(entry, Fate.DROP, out, judged)
+            self._end_when_free(entry, Ending.DROP, out, scored)
 
-    def _doom(
-        self, entry: TrajectoryEntry, fate: Fate, out: Actions, judged: TrajectoryEntry | None
+    def _end_when_free(
+        self, entry: TrajectoryEntry, ending: Ending, out: Actions, scored: TrajectoryEntry | None
     ) -> None:
-        entry.fate = fate
+        entry.ending = ending
         if entry.state is TrajectoryState.RUNNING:
             self._abort(entry, out)
-        elif entry.state is not TrajectoryState.FINISHED or entry is judged:
-            self._meet_fate(entry, out)
+        elif entry.state is not TrajectoryState.FINISHED or entry is scored:
+            self._end(entry, out)
 
-    def _meet_fate(self, entry: TrajectoryEntry, out: Actions) -> None:
+    def _end(self, entry: TrajectoryEntry, out: Actions) -> None:
         """Nothing outside works on `entry` any more: drop it or start it again."""
-        if entry.fate is Fate.RESTART:
+        if entry.ending is Ending.RESTART:
             self.counts.restart(entry)
             entry.forget_tokens()
             out.append(ev.Restart(entry.trajectory_id))
@@ -385,9 +385,9 @@ class Lifecycle:
                 continue
             self._unready(group)
             for entry in group.members:
-                if entry.fate is None and entry.oldest is not None and entry.oldest < floor:
+                if entry.ending is None and entry.oldest is not None and entry.oldest < floor:
                     group.unscored += entry.state is TrajectoryState.SCORED
                     if entry.state in (TrajectoryState.FINISHED, TrajectoryState.SCORED):
                         self._unfinished(group)
-                    self._doom(entry, Fate.RESTART, out, None)
+                    self._end_when_free(entry, Ending.RESTART, out, None)
             self.lag.place(group, group.oldest_of_members())

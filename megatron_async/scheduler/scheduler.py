@@ -11,7 +11,7 @@ Invariants, for every point of the policy space
   bound would refuse what the current version writes.
 - A group is batched once, complete, or all of it is dropped: when one member is dropped, so are
   the others, with the same reason (`lifecycle.py`).
-- With a lag bound k, batch n holds tokens of version max(0, n - k) or newer only (`lag.py`).
+- With a lag bound k, batch n holds tokens of version max(0, n - k) or newer only (`limits.py`).
 - The same events give the same actions. An event about a trajectory that is gone, or that does
   not run, changes nothing (late reports after an engine was lost).
 
@@ -155,7 +155,7 @@ class Scheduler:
                 waits = self._awaits_version
 
     def _reward_ready(self, event: ev.RewardReady, out: Actions) -> None:
-        self._life.judged(event, out)
+        self._life.scored(event, out)
         self._advance_unless_waiting(out)
 
     def _prompts_available(self, event: ev.PromptsAvailable, out: Actions) -> None:
@@ -236,7 +236,7 @@ class Scheduler:
         self._fill(out)
 
     def _advance_unless_waiting(self, out: Actions) -> None:
-        """After the end of a request or a judgement.
+        """After the end of a request or of scoring.
 
         Between a batch and the version made from it nothing is emitted or submitted, and weights
         wait for the last request: there is nothing to do while others still run. (At a boundary

@@ -28,7 +28,7 @@ from megatron_async.scheduler.lifecycle import Lifecycle
 from megatron_async.scheduler.limits import Cause, LagLedger
 from megatron_async.scheduler.queues import FreshGroups, ReadyGroups, WorkQueue
 from megatron_async.scheduler.scheduler import Scheduler
-from megatron_async.scheduler.state import EngineEntry, Fate, GroupEntry, TrajectoryEntry
+from megatron_async.scheduler.state import Ending, EngineEntry, GroupEntry, TrajectoryEntry
 from megatron_async.scheduler.update_gate import Phase, UpdateGate
 from megatron_async.scheduler.warnings import Streak, Watch
 from megatron_async.trajectory.types import DropReason, PolicyVersion, TrajectoryState
@@ -57,7 +57,7 @@ _CLASSES: Final[dict[str, type]] = {
     )
 }
 _ENUMS: Final[dict[str, type[enum.Enum]]] = {
-    cls.__name__: cls for cls in (TrajectoryState, DropReason, Fate, Cause, Phase)
+    cls.__name__: cls for cls in (TrajectoryState, DropReason, Ending, Cause, Phase)
 }
 _PLAIN: Final = frozenset({type(None), bool, int, float})
 _REF, _ENUM, _TEXT, _CONFIG = "@!'%"

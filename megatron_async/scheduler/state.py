@@ -4,8 +4,8 @@ Invariants
 - An entry exists exactly while its trajectory is neither batched nor dropped.
 - `oldest` is a lower bound of the policy number of every trained token: the number that its
   engines served when it was submitted until the first token arrives, that token's number then.
-- A trajectory with a `fate` takes no further part; it leaves (or starts again) as soon as nothing
-  outside works on it any more, so that no `Drop` ever overtakes an engine or a verifier.
+- A trajectory with an `ending` takes no further part; it leaves (or starts again) as soon as
+  nothing outside works on it any more, so that no `Drop` ever overtakes an engine or a verifier.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_async.scheduler.events import GroupSpec
 from megatron_async.trajectory.types import DropReason, PolicyVersion, TrajectoryState
 
 
-class Fate(enum.Enum):
+class Ending(enum.Enum):
     """Next state of a trajectory whose request or scoring has ended."""
 
     DROP = "drop"
@@ -61,7 +61,7 @@ class TrajectoryEntry:
     reward: float | None = None
     engine: EngineEntry | None = None
     abort_sent: bool = False
-    fate: Fate | None = None
+    ending: Ending | None = None
     place: int = 0
     regenerations: int = 0
 
@@ -82,7 +82,7 @@ class TrajectoryEntry:
         self.newest = -1
         self.newest_tokens = 0
         self.reward = None
-        self.fate = None
+        self.ending = None
 
     def tokens_of(self, version: int) -> int:
         """Tokens that policy `version` wrote, if that is the newest one seen; else 0."""
@@ -111,11 +111,11 @@ class GroupEntry:
         return self.spec.group_id
 
     def oldest_of_members(self) -> int | None:
-        """Smallest policy number in the group, those with a fate left out."""
+        """Smallest policy number in the group, those with an ending left out."""
         oldest = None
         for member in self.members:
             version = member.oldest
-            if version is None or member.fate is not None:
+            if version is None or member.ending is not None:
                 continue
             if oldest is None or version < oldest:
                 oldest = version

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from megatron_async.config.simulate import LengthConfig, RewardConfig
+from megatron_async.config.simulate import LengthConfig, SimulatedRewardConfig
 from megatron_async.simulate.recorded_lengths import read_lengths
 
 Array = npt.NDArray[np.float64]
@@ -30,7 +30,7 @@ class GroupSource:
     def __init__(
         self,
         lengths: LengthConfig,
-        reward: RewardConfig,
+        reward: SimulatedRewardConfig,
         *,
         group_size: int,
         longest: int,

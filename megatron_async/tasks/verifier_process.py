@@ -40,7 +40,7 @@ import psutil
 from megatron_async.config.reward import ScorerSettings
 from megatron_async.errors import UserError
 from megatron_async.tasks.rewards.reward import Reward, asynchronous, build_reward
-from megatron_async.tasks.rewards.sample import Sample, Score, Unavailable, sample_of
+from megatron_async.tasks.rewards.sample import RewardScore, Sample, Unavailable, sample_of
 from megatron_async.tasks.scorer_frames import (
     END_ID,
     START_ID,
@@ -151,7 +151,7 @@ def _samples(wanted: dict[str, Any]) -> list[Sample]:
     return [sample_of(wanted["payload"], text) for text in wanted["texts"]]
 
 
-def _content(scores: list[Score]) -> dict[str, Any]:
+def _content(scores: list[RewardScore]) -> dict[str, Any]:
     return {"scores": [[score.value, dict(score.parts)] for score in scores]}
 
 

@@ -25,7 +25,7 @@ Metrics = Mapping[str, float]
 
 
 @dataclass(frozen=True)
-class Rule:
+class LearningRule:
     """A name, when it holds at one step, in how many steps in a row, and the sentence for it."""
 
     name: str
@@ -42,7 +42,7 @@ def _equal_rewards(m: Metrics) -> bool:
 _LOOK = "`megatron-async trajectories RUN_DIR --show ID` prints a response with its reward"
 
 RULES: Final = (
-    Rule(
+    LearningRule(
         "equal_rewards",
         ("reward/max", "reward/min"),
         _equal_rewards,
@@ -51,7 +51,7 @@ RULES: Final = (
             f"another: check the scorer ({_LOOK}), or choose harder or easier problems"
         ),
     ),
-    Rule(
+    LearningRule(
         "no_informative_group",
         ("reward/max", "reward/min", "reward/uninformative_groups"),
         lambda m: m["reward/uninformative_groups"] == 1 and not _equal_rewards(m),
@@ -61,7 +61,7 @@ RULES: Final = (
             "problems that are solved sometimes"
         ),
     ),
-    Rule(
+    LearningRule(
         "zero_reward",
         ("reward/max",),
         lambda m: m["reward/max"] <= 0,
@@ -72,7 +72,7 @@ RULES: Final = (
         ),
         ZERO_REWARD_STEPS,
     ),
-    Rule(
+    LearningRule(
         "all_truncated",
         ("rollout/truncated_share", "rollout/response_length_max"),
         lambda m: m["rollout/truncated_share"] == 1,
@@ -82,7 +82,7 @@ RULES: Final = (
             "does not end its responses (task.chat_template, the tokenizer's end-of-text token)"
         ),
     ),
-    Rule(
+    LearningRule(
         "no_answer_found",
         ("rollout/answered_share",),
         lambda m: m["rollout/answered_share"] == 0,
@@ -94,7 +94,7 @@ RULES: Final = (
 )
 
 
-def lag_at_bound(bound: int) -> Rule:
+def lag_at_bound(bound: int) -> LearningRule:
     """Nearly all data are as stale as schedule.max_async_level lets them be, or are thrown away
     for it."""
 
@@ -103,7 +103,7 @@ def lag_at_bound(bound: int) -> Rule:
         mean_is_near = m["rollout/lag_mean"] >= AT_BOUND_SHARE * bound
         return m["rollout/lag_max"] >= bound and (mean_is_near or lost > 0)
 
-    return Rule(
+    return LearningRule(
         "lag_at_bound",
         ("rollout/lag_mean", "rollout/lag_max"),
         holds,
@@ -117,9 +117,9 @@ def lag_at_bound(bound: int) -> Rule:
     )
 
 
-def batch_size_changed(before: float) -> Rule:
+def batch_size_changed(before: float) -> LearningRule:
     """The run is restored with batches of another size than `before` trajectories."""
-    return Rule(
+    return LearningRule(
         "batch_size_changed",
         ("rollout/trajectories",),
         lambda m: m["rollout/trajectories"] != before,

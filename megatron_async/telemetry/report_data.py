@@ -38,7 +38,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Sample:
+class ReportSample:
     """A trajectory to look at, and why it was chosen."""
 
     why: str
@@ -56,7 +56,7 @@ class RunData:
     train: Lines
     evaluations: Lines
     warnings: list[dict[str, Any]]
-    samples: tuple[Sample, ...]
+    samples: tuple[ReportSample, ...]
 
     @property
     def began(self) -> float:
@@ -103,7 +103,9 @@ def _decoder(model_path: str) -> Callable[[Sequence[int]], str]:
     return lambda ids: str(tokenizer.decode(list(ids)))
 
 
-def _samples(directory: RunDirectory, decode: Callable[[Sequence[int]], str]) -> tuple[Sample, ...]:
+def _samples(
+    directory: RunDirectory, decode: Callable[[Sequence[int]], str]
+) -> tuple[ReportSample, ...]:
     if not directory.store_file.exists():
         return ()
     with closing(StoreReader(directory.store_file)) as reader, reader.at_one_moment():
@@ -128,7 +130,7 @@ def _chosen(summaries: Sequence[TrajectorySummary]) -> list[tuple[str, Trajector
     return [(why, max(reversed(scored), key=key)) for why, key in keys.items()]
 
 
-def _sample(why: str, found: Trajectory, decode: Callable[[Sequence[int]], str]) -> Sample:
+def _sample(why: str, found: Trajectory, decode: Callable[[Sequence[int]], str]) -> ReportSample:
     ended = "unfinished" if found.finish_reason is None else f"ended by {found.finish_reason}"
     step = "" if found.batched_step is None else f", trained in step {found.batched_step}"
     facts = (
@@ -145,4 +147,4 @@ def _sample(why: str, found: Trajectory, decode: Callable[[Sequence[int]], str])
         for segment in found.segments
     )
     prompt = decode(found.prompt.token_ids.tolist())[:_MOST_CHARACTERS]
-    return Sample(why, facts, prompt, pieces)
+    return ReportSample(why, facts, prompt, pieces)

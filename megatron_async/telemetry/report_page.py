@@ -16,7 +16,7 @@ from datetime import datetime
 
 from plotly.offline import get_plotlyjs
 
-from megatron_async.telemetry.report_data import RunData, Sample
+from megatron_async.telemetry.report_data import ReportSample, RunData
 from megatron_async.telemetry.report_panels import COLOURS, PANELS, Figure
 
 _STYLE = """
@@ -161,7 +161,7 @@ def _samples(run: RunData) -> str:
     return "".join(_sample(sample) for sample in run.samples)
 
 
-def _sample(sample: Sample) -> str:
+def _sample(sample: ReportSample) -> str:
     """Prompt, then the response with a colour for each policy version."""
     versions = dict.fromkeys(piece.version for piece in sample.pieces)
     colours = dict(zip(versions, itertools.cycle(COLOURS), strict=False))

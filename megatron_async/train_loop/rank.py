@@ -17,7 +17,7 @@ from dataclasses import asdict
 
 from megatron_async.config import RunConfig
 from megatron_async.import_path import load_object
-from megatron_async.run_directory import Outcome, RunDirectory
+from megatron_async.run_directory import RunDirectory, RunOutcome
 from megatron_async.train_loop.rank_exit import exit_code, leave
 from megatron_async.train_loop.stop import StopRequest
 
@@ -113,7 +113,7 @@ def train(directory: RunDirectory, config: RunConfig, ray_address: str, stop: St
             save_hf(trainer.model, directory.hf_export, config.model.path)
         if metrics is not None:
             metrics.report(trainer.step, json.dumps(asdict(summarise(directory)), indent=1))
-        outcome = Outcome.COMPLETE if complete else Outcome.STOPPED
+        outcome = RunOutcome.COMPLETE if complete else RunOutcome.STOPPED
         rank_zero.does(lambda: directory.report_outcome(outcome))
 
 

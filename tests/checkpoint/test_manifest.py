@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from megatron_async.checkpoint import manifest as manifests
 from megatron_async.checkpoint.manifest import (
     CorruptCheckpoint,
-    Layout,
     Manifest,
+    SavedLayout,
     faults,
     finalise,
     find_latest,
@@ -41,7 +41,7 @@ def write(root: Path, step: int, lineage: int = 0, content: bytes = b"weights") 
         Manifest(
             lineage=lineage,
             step=step,
-            layout=Layout(1, 1, 1),
+            layout=SavedLayout(1, 1, 1),
             files={"data.distcp": hash_file(temporary / "data.distcp")},
             extra={"store_position": step * 10},
         ),
@@ -64,7 +64,7 @@ def test_json_round_trip(lineage: int, step: int, extra: dict[str, object]) -> N
     manifest = Manifest(
         lineage,
         step,
-        Layout(2, 2, 1),
+        SavedLayout(2, 2, 1),
         {"a": manifests.FileRecord(3, "ff")},
         {"step": step},
         extra,

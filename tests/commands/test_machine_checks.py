@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from megatron_async.commands.machine_checks import Machine, judge, look
+from megatron_async.commands.machine_checks import MachineFacts, judge, look
 
-GOOD = Machine(
+GOOD = MachineFacts(
     driver="580.95.05",
     cuda="13.0",
     glibc="2.35",

@@ -15,8 +15,8 @@ import pytest
 
 from megatron_async.checkpoint.manifest import (
     MANIFEST_NAME,
-    Layout,
     Manifest,
+    SavedLayout,
     finalise,
     find_latest,
     hash_file,
@@ -39,7 +39,7 @@ def save(run: RunDirectory, lineage: int, step: int) -> None:
     temporary.mkdir(parents=True)
     (temporary / "weights").write_bytes(b"weights")
     files = {"weights": hash_file(temporary / "weights")}
-    manifest = Manifest(lineage=lineage, step=step, layout=Layout(1, 1, 1), files=files)
+    manifest = Manifest(lineage=lineage, step=step, layout=SavedLayout(1, 1, 1), files=files)
     finalise(temporary, step_directory(run.checkpoints, step), manifest)
 
 

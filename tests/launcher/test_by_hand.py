@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from megatron_async.commands.launch import Cluster, launch_run
-from megatron_async.run_directory import Outcome, RunDirectory
+from megatron_async.run_directory import RunDirectory, RunOutcome
 from megatron_async.tasks.tiny_model import build_tiny_model
 from megatron_async.telemetry.metrics import read_metrics
 
@@ -132,7 +132,7 @@ def test_nodes_started_by_hand_restart_in_place_stop_when_asked_and_go_on(tmp_pa
         assert first.wait_for_end() == [os.EX_TEMPFAIL] * 3, first.logs()
     finally:
         first.end()
-    assert directory.outcome() is Outcome.STOPPED
+    assert directory.outcome() is RunOutcome.STOPPED
     assert steps_done() < STEPS
 
     second = Nodes(commands, "second", tmp_path)
@@ -140,7 +140,7 @@ def test_nodes_started_by_hand_restart_in_place_stop_when_asked_and_go_on(tmp_pa
         assert second.wait_for_end() == [0, 0, 0], second.logs()
     finally:
         second.end()
-    assert directory.outcome() is Outcome.COMPLETE
+    assert directory.outcome() is RunOutcome.COMPLETE
     lines = [line for line in read_metrics(directory.metrics_file) if "train/loss" in line]
     assert [int(line["step"]) for line in lines] == list(range(STEPS))
     assert {int(line["lineage"]) for line in lines} == {1, 2}

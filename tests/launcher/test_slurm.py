@@ -25,7 +25,7 @@ from megatron_async.checkpoint.manifest import list_checkpoints
 from megatron_async.commands.launch import Cluster, launch_run
 from megatron_async.config import load_config
 from megatron_async.engines.nodes import node_address
-from megatron_async.run_directory import Outcome, RunDirectory
+from megatron_async.run_directory import RunDirectory, RunOutcome
 from megatron_async.shipped import ROOT
 from megatron_async.store.lineage import Consumption
 from megatron_async.store.reader import StoreReader
@@ -171,7 +171,7 @@ def test_preemption_and_a_lost_node_cost_no_trajectory(
 
     assert job.wait_for_end() == "COMPLETED", all_logs(directory)
     job.tell("ended")
-    assert directory.outcome() is Outcome.COMPLETE
+    assert directory.outcome() is RunOutcome.COMPLETE
     assert_trained_once(directory)
     deadline = time.monotonic() + 30
     while (left := processes_of(directory)) and time.monotonic() < deadline:

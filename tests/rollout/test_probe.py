@@ -14,7 +14,7 @@ from megatron_async.config.rollout import SamplingConfig
 from megatron_async.engines.interface import EngineError, GenerationRequest, TokenChunk
 from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.engines.simulated.engine import SimulatedEngine, SimulatedEngineModel
-from megatron_async.rollout.probe import Sample, errors, packed, probe_prompts, sample
+from megatron_async.rollout.probe import ProbeSample, errors, packed, probe_prompts, sample
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import FloatArray, IntArray, PolicyVersion
 from megatron_async.weight_sync.verify import EXACT_TOLERANCE, RatioError
@@ -48,9 +48,9 @@ def test_every_engine_samples_as_many_tokens_and_the_trainer_sees_them_as_sequen
 
 
 def test_errors_are_told_apart_by_engine() -> None:
-    def one(engine_id: str, logprobs: list[float]) -> Sample:
+    def one(engine_id: str, logprobs: list[float]) -> ProbeSample:
         ids = np.zeros(len(logprobs), np.int32)
-        return Sample(engine_id, np.zeros(2, np.int32), ids, np.array(logprobs, np.float32))
+        return ProbeSample(engine_id, np.zeros(2, np.int32), ids, np.array(logprobs, np.float32))
 
     samples = [one("a", [-1.0]), one("b", [-1.0, -2.0]), one("a", [-3.0])]
     trainer_T = np.array([0, 0, -1, 0, 0, -1, -1, 0, 0, -2], np.float32)

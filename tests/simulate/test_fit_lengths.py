@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from megatron_async.cli import app
 from megatron_async.config.rollout import StoreConfig
-from megatron_async.config.simulate import LengthConfig, RewardConfig
+from megatron_async.config.simulate import LengthConfig, SimulatedRewardConfig
 from megatron_async.errors import UserError
 from megatron_async.simulate.fit_lengths import Fit, fit_lengths
 from megatron_async.simulate.lengths import GroupSource
@@ -30,7 +30,7 @@ TRUE = {
 
 def drawn(family: str, limit: int = 10**7) -> Recorded:
     """20,000 responses as the simulator draws them, cut at `limit`."""
-    source = GroupSource(TRUE[family], RewardConfig(), group_size=8, longest=limit, seed=5)
+    source = GroupSource(TRUE[family], SimulatedRewardConfig(), group_size=8, longest=limit, seed=5)
     lengths = np.array([source.group(number)[0] for number in range(2500)], dtype=float).ravel()
     cut = lengths >= limit
     return Recorded(lengths, cut, np.ones_like(cut))
@@ -138,7 +138,7 @@ def test_a_runs_own_export_is_a_file_of_lengths(export: Path) -> None:
     sample = read_recorded(export, "FILE")
     assert sorted(sample.lengths[sample.censored]) == [*range(30, 40), 77]
     config = LengthConfig(distribution="file", path=str(export))
-    source = GroupSource(config, RewardConfig(), group_size=8, longest=100, seed=1)
+    source = GroupSource(config, SimulatedRewardConfig(), group_size=8, longest=100, seed=1)
     assert set(source.group(0)[0]) <= set(range(10, 40))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_async.config.simulate import LengthConfig, RewardConfig
+from megatron_async.config.simulate import LengthConfig, SimulatedRewardConfig
 from megatron_async.errors import UserError
 from megatron_async.simulate.lengths import GroupSource
 from megatron_async.simulate.recorded_lengths import read_lengths
@@ -16,7 +16,7 @@ from megatron_async.simulate.recorded_lengths import read_lengths
 
 def draw(config: LengthConfig, groups: int = 2000, longest: int = 10**7) -> np.ndarray:
     """Lengths, [groups, 8]."""
-    source = GroupSource(config, RewardConfig(), group_size=8, longest=longest, seed=3)
+    source = GroupSource(config, SimulatedRewardConfig(), group_size=8, longest=longest, seed=3)
     return np.array([source.group(number)[0] for number in range(groups)], dtype=float)
 
 
@@ -56,7 +56,9 @@ def test_lengths_are_cut_at_the_limit() -> None:
 
 def test_a_group_is_the_same_whatever_was_asked_before() -> None:
     def source() -> GroupSource:
-        return GroupSource(LengthConfig(), RewardConfig(), group_size=4, longest=999, seed=1)
+        return GroupSource(
+            LengthConfig(), SimulatedRewardConfig(), group_size=4, longest=999, seed=1
+        )
 
     forward, jumping = source(), source()
     wanted = [forward.group(number) for number in range(3000)]
@@ -113,7 +115,7 @@ def test_a_bad_length_file_is_named(tmp_path: Path, text: str) -> None:
 
 
 def test_rewards_follow_the_prompt() -> None:
-    reward = RewardConfig(success_alpha=2, success_beta=6)
+    reward = SimulatedRewardConfig(success_alpha=2, success_beta=6)
     source = GroupSource(LengthConfig(), reward, group_size=8, longest=999, seed=1)
     rewards = np.array([source.group(number)[1] for number in range(1000)])
     assert rewards.mean() == pytest.approx(0.25, abs=0.03)

@@ -23,7 +23,7 @@ from megatron_async.config.load import describe
 from megatron_async.config.reward import ASYNCHRONOUS, RewardConfig, ScorerSettings
 from megatron_async.errors import UserError, shown
 from megatron_async.import_path import described, load_object
-from megatron_async.tasks.rewards.sample import Sample, Score, score_of
+from megatron_async.tasks.rewards.sample import RewardScore, Sample, score_of
 
 _CLASSES: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -47,11 +47,11 @@ class Reward:
         self._function = function
         self._file = file
 
-    def score(self, samples: Sequence[Sample]) -> list[Score]:
+    def score(self, samples: Sequence[Sample]) -> list[RewardScore]:
         """Score each sample. Raises what the reward raises."""
         return self._scores(self._function(self._argument(samples)), len(samples))
 
-    async def score_async(self, samples: Sequence[Sample]) -> list[Score]:
+    async def score_async(self, samples: Sequence[Sample]) -> list[RewardScore]:
         """The same for an asynchronous one."""
         return self._scores(await self._function(self._argument(samples)), len(samples))
 
@@ -65,7 +65,7 @@ class Reward:
         (sample,) = samples
         return sample
 
-    def _scores(self, returned: Any, count: int) -> list[Score]:
+    def _scores(self, returned: Any, count: int) -> list[RewardScore]:
         if not self._group:
             return [score_of(returned)]
         if not isinstance(returned, Sequence) or len(returned) != count:

@@ -43,14 +43,14 @@ def sample_of(payload: Mapping[str, Any], text: str) -> Sample:
 
 
 @dataclass(frozen=True)
-class Score:
+class RewardScore:
     """A score with its parts; all are finite."""
 
     value: float
     parts: Mapping[str, float]
 
 
-def score_of(returned: Any) -> Score:
+def score_of(returned: Any) -> RewardScore:
     """Check what a reward returned for one response. Raises ValueError for the rest."""
     pair = isinstance(returned, tuple) and len(returned) == 2
     value, parts = returned if pair else (returned, {})
@@ -59,7 +59,7 @@ def score_of(returned: Any) -> Score:
             f"the reward returned {shown(returned)}; the second of two must be a mapping of names "
             "to numbers"
         )
-    return Score(
+    return RewardScore(
         _number("", value), {str(name): _number(str(name), part) for name, part in parts.items()}
     )
 

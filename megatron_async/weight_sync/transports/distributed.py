@@ -11,7 +11,7 @@ Invariants
   announce them, up to the deadline; the first failure of either ends the update. What may block
   inside NCCL (a group's first broadcast, its end) runs on a thread that is left behind if need be.
 - While one bucket travels, the next is gathered; while an engine loads one, the next travels
-  (`ahead.py` is the engine's end). An engine has one announcement at a time.
+  (`receive_ahead.py` is the engine's end). An engine has one announcement at a time.
 """
 
 from __future__ import annotations

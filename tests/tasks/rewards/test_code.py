@@ -13,7 +13,7 @@ from megatron_async.config import build_config
 from megatron_async.errors import UserError
 from megatron_async.tasks.rewards.code import code_of
 from megatron_async.tasks.rewards.reward import Reward, build_reward
-from megatron_async.tasks.rewards.sample import Sample, Score
+from megatron_async.tasks.rewards.sample import RewardScore, Sample
 
 LIMIT = 40.0  # of a score: starting a program takes seconds on a machine that runs many tests
 HUMAN_EVAL = {
@@ -63,7 +63,7 @@ def code() -> Reward:
     return reward("code")
 
 
-def score(found: Reward, response: str, row: dict[str, Any], prompt: str = "") -> Score:
+def score(found: Reward, response: str, row: dict[str, Any], prompt: str = "") -> RewardScore:
     (value,) = found.score([Sample(response, prompt, metadata=row)])
     return value
 
@@ -138,7 +138,7 @@ def test_a_command_reads_the_response_and_its_exit_status_or_last_line_is_the_sc
         "print(json.dumps({'score': 0.5 * right, 'length': 7}))\n"
     )
     scored = reward("command", command=[sys.executable, "-c", program])
-    assert score(scored, "x", {"level": 3}) == Score(0.5, {"length": 7.0})
+    assert score(scored, "x", {"level": 3}) == RewardScore(0.5, {"length": 7.0})
     assert score(scored, "y", {"level": 3}).value == 0.0
 
 

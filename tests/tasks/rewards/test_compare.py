@@ -8,10 +8,10 @@ import pytest
 
 from megatron_async.config import build_config
 from megatron_async.tasks.rewards.reward import build_reward
-from megatron_async.tasks.rewards.sample import Sample, Score
+from megatron_async.tasks.rewards.sample import RewardScore, Sample
 
 
-def score(name: str, answer: str, response: str, **arguments: Any) -> Score:
+def score(name: str, answer: str, response: str, **arguments: Any) -> RewardScore:
     settings = build_config({"reward": {"name": name, "arguments": arguments}}).scorers
     (found,) = build_reward(settings, settings.parts[0]).score([Sample(response, answer=answer)])
     return found

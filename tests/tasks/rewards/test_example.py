@@ -13,7 +13,7 @@ from megatron_async.config import load_config
 from megatron_async.tasks import build_source
 from megatron_async.tasks.rewards.check import check_rewards
 from megatron_async.tasks.rewards.reward import build_reward
-from megatron_async.tasks.rewards.sample import Score, sample_of
+from megatron_async.tasks.rewards.sample import RewardScore, sample_of
 
 ROOT = Path(__file__).parents[3]
 
@@ -29,14 +29,14 @@ def test_the_example_scores_the_rows_of_its_parquet_file(monkeypatch: pytest.Mon
     check_rewards(config.scorers, payload)
     reward = build_reward(config.scorers, config.reward[0])
 
-    def score(response: str) -> Score:
+    def score(response: str) -> RewardScore:
         (found,) = reward.score([sample_of({"question": "3+4-2", "answer": "5"}, response)])
         return found
 
-    assert score("3+4=7;7-2=5#5") == Score(1.0, {"right": 1.0, "steps": 1.0})
-    assert score("3+4=7;7-2=6#6") == Score(0.1, {"right": 0.0, "steps": 0.5})
-    assert score("#5") == Score(1.0, {"right": 1.0, "steps": 0.0})
-    assert score("") == Score(0.0, {"right": 0.0, "steps": 0.0})
+    assert score("3+4=7;7-2=5#5") == RewardScore(1.0, {"right": 1.0, "steps": 1.0})
+    assert score("3+4=7;7-2=6#6") == RewardScore(0.1, {"right": 0.0, "steps": 0.5})
+    assert score("#5") == RewardScore(1.0, {"right": 1.0, "steps": 0.0})
+    assert score("") == RewardScore(0.0, {"right": 0.0, "steps": 0.0})
     assert len((ROOT / "examples/own_reward/reward.py").read_text().splitlines()) < 30
 
 

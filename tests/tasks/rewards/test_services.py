@@ -13,7 +13,7 @@ from megatron_async.config import build_config
 from megatron_async.errors import UserError
 from megatron_async.tasks.rewards import services
 from megatron_async.tasks.rewards.reward import build_reward
-from megatron_async.tasks.rewards.sample import Sample, Score, Unavailable
+from megatron_async.tasks.rewards.sample import RewardScore, Sample, Unavailable
 
 SAMPLE = Sample("It is 4.", "2+2?", "4", {"level": 1})
 Answer = Callable[[dict[str, Any]], Any]
@@ -30,7 +30,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(services, "_FIRST_PAUSE_SECONDS", 0.0)
 
 
-def ask(name: str, answers: list[Answer], **arguments: Any) -> tuple[Score, list[Asked]]:
+def ask(name: str, answers: list[Answer], **arguments: Any) -> tuple[RewardScore, list[Asked]]:
     """One score; the service answers the n-th request by `answers[n]`."""
     asked: list[Asked] = []
 
@@ -40,7 +40,7 @@ def ask(name: str, answers: list[Answer], **arguments: Any) -> tuple[Score, list
         found = answers[len(asked) - 1](body)
         return found if isinstance(found, web.Response) else web.json_response(found)
 
-    async def score() -> Score:
+    async def score() -> RewardScore:
         app = web.Application()
         app.router.add_post("/{path:.*}", reply)
         runner = web.AppRunner(app)
@@ -83,7 +83,7 @@ def test_a_service_gets_the_row_and_gives_a_number_or_named_parts(
 ) -> None:
     monkeypatch.setenv("KEY", "abc")
     score, (request,) = ask("http", [lambda _: 0.5], api_key_env="KEY")
-    assert score == Score(0.5, {})
+    assert score == RewardScore(0.5, {})
     assert request.authorization == "Bearer abc" and request.body == {
         "prompt": "2+2?",
         "response": "It is 4.",
@@ -91,7 +91,7 @@ def test_a_service_gets_the_row_and_gives_a_number_or_named_parts(
         "metadata": {"level": 1},
     }
     score, _ = ask("http", [lambda _: {"score": 1, "style": 0.25}])
-    assert score == Score(1.0, {"style": 0.25})
+    assert score == RewardScore(1.0, {"style": 0.25})
 
 
 def test_a_reward_model_of_sglang_gets_the_filled_template() -> None:
