@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.crash.checks import CHECKS, Rules, audit, tokens_lost
+from benchmarks.crash.checks import CHECKS, audit, tokens_lost
 from benchmarks.crash.evidence import gather
 from benchmarks.crash.run import (
     PARTS,
@@ -30,10 +30,8 @@ from benchmarks.crash.run import (
     Target,
     configuration,
     prepare,
+    rules_of,
 )
-from megatron_async.config import RunConfig
-from megatron_async.engines.simulated.server import engine_model
-from megatron_async.tasks.tokenizer import EOS_ID
 
 PRESETS = ("copris", "pipeline", "async")
 _IMPATIENT = 0.15
@@ -51,21 +49,6 @@ class Account:
     trajectories: int = 0
     batches: int = 0
     largest_lag: int = 0
-
-
-def rules_of(config: dict[str, object]) -> Rules:
-    """What the run promises, from its settings."""
-    settings = RunConfig.model_validate(config)
-    simulated = None
-    if settings.engines.kind == "simulated":
-        simulated = engine_model(settings.engines, Path(settings.model.path))
-    return Rules(
-        settings.store.chunk_tokens,
-        settings.schedule.max_async_level,
-        EOS_ID,
-        settings.sampling.max_new_tokens,
-        simulated,
-    )
 
 
 def plan_of_kills(rng: random.Random, kills: int, parts: Iterator[Target]) -> list[Target]:

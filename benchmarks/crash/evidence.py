@@ -158,7 +158,7 @@ def look(directory: RunDirectory) -> dict[int, Seen]:
     """The states of all trajectories in the store now; {} before there is one."""
     if not directory.store_file.exists():
         return {}
-    with closing(StoreReader(directory.store_file)) as reader:
+    with closing(StoreReader(directory.store_file)) as reader, reader.at_one_moment():
         return {
             s.trajectory_id: Seen(s.state.value, s.tokens, s.reward) for s in reader.summaries()
         }

@@ -18,13 +18,14 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.crash.checks import CHECKS
 from benchmarks.crash.disk import Edges, build_library
 from benchmarks.crash.faults import KINDS, Fault, sequence
+from benchmarks.crash.processes import PROCESS_KINDS, suffer_in_processes
 from benchmarks.crash.world import Result, settings, suffer
 
 PRESETS = ("sync", "rapid", "copris", "pipeline", "async")
@@ -43,10 +44,17 @@ class Plan:
     faults: tuple[Fault, ...]
 
     @classmethod
-    def of(cls, seed: int, number: int, preset: str | None, count: int) -> Plan:
+    def of(
+        cls,
+        seed: int,
+        number: int,
+        preset: str | None,
+        count: int,
+        kinds: Collection[str] = tuple(KINDS),
+    ) -> Plan:
         """The same for the same numbers, whatever came before."""
         own, usual = f"{seed}.{number}", PRESETS[number % len(PRESETS)]
-        return cls(number, own, preset or usual, sequence(own, count, KINDS))
+        return cls(number, own, preset or usual, sequence(own, count, kinds))
 
 
 @dataclass
@@ -62,21 +70,26 @@ class Account:
 
 def blames_a_slow_machine(result: Result) -> bool:
     """Whether all that is wrong is what a machine that stands still explains."""
-    return result.slow and all(sentence.startswith(_HEALTHY) for sentence in result.broken)
+    return bool(result.slow and result.broken) and all(
+        sentence.startswith(_HEALTHY) for sentence in result.broken
+    )
 
 
-async def _carried_out(plan: Plan, folder: Path, edges: Edges | None) -> Result:
+def in_one_process(plan: Plan, folder: Path, edges: Edges | None) -> Result:
+    """A run whose engines are threads' and whose trainer is made up."""
     config = settings(
         plan.preset,
         task={"on_verifier_timeout": ON_SCORER_FAILURE[plan.number % len(ON_SCORER_FAILURE)]},
     )
-    return await suffer(
-        folder,
-        config,
-        plan.faults,
-        seed=plan.seed,
-        edges=edges,
-        scorer_processes=any(KINDS[fault.kind].edge == "scorer" for fault in plan.faults),
+    return asyncio.run(
+        suffer(
+            folder,
+            config,
+            plan.faults,
+            seed=plan.seed,
+            edges=edges,
+            scorer_processes=any(KINDS[fault.kind].edge == "scorer" for fault in plan.faults),
+        )
     )
 
 
@@ -123,7 +136,11 @@ def _report(result: Result, plan: Plan, command: str) -> None:
 
 
 def programme(
-    plans: Sequence[Plan], root: Path, edges: Edges | None, command: str, seconds: float
+    plans: Sequence[Plan],
+    root: Path,
+    carry_out: Callable[[Plan, Path], Result],
+    command: str,
+    seconds: float,
 ) -> dict[str, Account]:
     """Carry them out, one after the other, as many as begin within `seconds`."""
     accounts = {preset: Account() for preset in dict.fromkeys(plan.preset for plan in plans)}
@@ -132,7 +149,7 @@ def programme(
     while waiting and time.monotonic() - began < seconds:
         plan, tries = waiting.pop(0)
         folder = root / f"{plan.number}.{tries}"
-        result = asyncio.run(_carried_out(plan, folder, edges))
+        result = carry_out(plan, folder)
         _report(result, plan, command)
         account = accounts[plan.preset]
         if not blames_a_slow_machine(result):
@@ -161,6 +178,13 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.crash.fault_programme", description=__doc__)
     parser.add_argument("--faults", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--engine",
+        choices=("simulated", "sglang"),
+        default=None,
+        help="whole runs in processes of their own, with these engines; default: in one process",
+    )
+    parser.add_argument("--faults-of-a-run", type=int, default=_FAULTS_OF_A_RUN)
     parser.add_argument("--preset", choices=PRESETS, default=None)
     parser.add_argument("--only", type=int, default=None, help="this sequence alone")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no run after these")
@@ -168,23 +192,34 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--keep", type=Path, default=None, help="directory for the runs")
     parsed = parser.parse_args(arguments)
     edges = Edges.of_this_process()
-    if edges is None:
+    if edges is None and parsed.engine is None:
         root = parsed.keep or Path(tempfile.mkdtemp(prefix="faults-"))
         _with_edges(arguments, root.absolute())
-    assert parsed.keep is not None
+    root = parsed.keep or Path(tempfile.mkdtemp(prefix="faults-"))
     logging.getLogger("aiohttp").setLevel(logging.CRITICAL)  # the engines' own broken streams
     command = f"python -m benchmarks.crash.fault_programme --faults {parsed.faults}"
+    if parsed.engine:
+        command += f" --engine {parsed.engine} --faults-of-a-run {parsed.faults_of_a_run}"
     command += f" --seed {parsed.seed}" + (f" --preset {parsed.preset}" if parsed.preset else "")
-    numbers = range(-(-parsed.faults // _FAULTS_OF_A_RUN))
+    each = parsed.faults_of_a_run
+    numbers = range(-(-parsed.faults // each))
     if parsed.only is not None:
         numbers = range(parsed.only, parsed.only + 1)
-    left = [min(_FAULTS_OF_A_RUN, parsed.faults - _FAULTS_OF_A_RUN * number) for number in numbers]
+    kinds = tuple(KINDS) if parsed.engine is None else PROCESS_KINDS
     plans = [
-        Plan.of(parsed.seed, number, parsed.preset, count)
-        for number, count in zip(numbers, left, strict=True)
+        Plan.of(parsed.seed, number, parsed.preset, min(each, parsed.faults - each * number), kinds)
+        for number in numbers
     ]
+
+    def carry_out(plan: Plan, folder: Path) -> Result:
+        if parsed.engine is None:
+            return in_one_process(plan, folder, edges)
+        return suffer_in_processes(
+            plan.preset, parsed.engine, root, folder.name, plan.seed, plan.faults
+        )
+
     began = time.monotonic()
-    accounts = programme(plans, parsed.keep, edges, command, parsed.seconds)
+    accounts = programme(plans, root, carry_out, command, parsed.seconds)
     text = f"`{command}`, {time.monotonic() - began:.0f} s\n\n{table(accounts)}\n"
     broken = [line for account in accounts.values() for line in account.broken()]
     if broken:

@@ -1,7 +1,7 @@
 """One run under fire: `megatron-async train` in processes of its own, and the kills.
 
 Invariants
-- Nothing but SIGKILL and SIGSTOP is done to the run, and only to its own processes.
+- Nothing but SIGKILL, SIGSTOP and SIGCONT is sent, and only to the run's own processes.
 - After a kill of a part, the run itself must go on (a further optimizer step within the limit);
   after a kill of the whole tree it is resumed, as a person would.
 - Every wait has a limit; a run that ends by itself is a failure with the end of its log.
@@ -9,6 +9,7 @@ Invariants
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -24,10 +25,14 @@ from typing import Any, Literal
 import psutil
 import yaml
 
+from benchmarks.crash.checks import Rules
 from benchmarks.crash.evidence import Seen, look
 from benchmarks.crash.ledger import Notes, arrivals_file, faults_file
+from megatron_async.config import RunConfig
+from megatron_async.engines.simulated.server import engine_model
 from megatron_async.run_directory import RunDirectory
 from megatron_async.tasks.tiny_model import TinyModel, build_tiny_model
+from megatron_async.tasks.tokenizer import EOS_ID
 from megatron_async.telemetry.metrics import read_metrics
 
 Target = Literal["trainer", "manager", "engine", "verifier", "tree"]
@@ -118,8 +123,24 @@ def configuration(
         config["engines"]["simulated"] = {"mean_length": 60, "step_seconds": 0.008}
         config["weights"] |= {"transport": "tensor", "verify": "never"}
     for section, values in changes.items():
-        config[section] = {**config[section], **values} if isinstance(values, dict) else values
+        own = isinstance(values, dict)
+        config[section] = {**config[section], **values} if own else values
     return config
+
+
+def rules_of(config: dict[str, object]) -> Rules:
+    """What the run promises, from its settings."""
+    settings = RunConfig.model_validate(config)
+    simulated = None
+    if settings.engines.kind == "simulated":
+        simulated = engine_model(settings.engines, Path(settings.model.path))
+    return Rules(
+        settings.store.chunk_tokens,
+        settings.schedule.max_async_level,
+        EOS_ID,
+        settings.sampling.max_new_tokens,
+        simulated,
+    )
 
 
 @dataclass
@@ -131,6 +152,7 @@ class RunUnderFire:
     limit_seconds: float = 300.0
     kills: list[Kill] = field(default_factory=list)
     looks: list[dict[int, Seen]] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
     _process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -179,7 +201,7 @@ class RunUnderFire:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", **self.environment},
                 start_new_session=True,
             )
 
@@ -250,10 +272,28 @@ class RunUnderFire:
         self.looks.append(look(self.directory))
         self._wait(lambda: bool(self._that_can_hang(target)), f"{target} process to stop")
         chosen = self.rng.choice(self._that_can_hang(target))
-        self._note_engine(target, "engine hangs", chosen)
+        if target == "engine":
+            self.note("engine hangs", chosen)
         for process in (chosen, *chosen.children(recursive=True)):
             process.send_signal(signal.SIGSTOP)
         return chosen
+
+    def pause(self, target: Target, seconds: float, kind: str) -> None:
+        """SIGSTOP to one of them for a time; the fault is called `kind`."""
+        self._wait(lambda: bool(self.processes(target)), f"{target} process to pause")
+        chosen = self.rng.choice(self.processes(target))
+        self.note(kind, chosen if target == "engine" else None)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            chosen.send_signal(signal.SIGSTOP)
+            try:
+                time.sleep(seconds)
+            finally:
+                chosen.send_signal(signal.SIGCONT)
+
+    def ended(self) -> str | None:
+        """How the log of a run that has ended by itself ends; None while it goes on."""
+        assert self._process is not None
+        return None if self._process.poll() is None else self._tail()
 
     def wait_until_killed(self, *hung: psutil.Process) -> None:
         """The run itself ends what hangs. Raises RunFailed when it does not."""
@@ -284,7 +324,8 @@ class RunUnderFire:
                 return False
             chosen = self.rng.choice(found)
             try:
-                self._note_engine(target, "engine dies", chosen)
+                if target == "engine":
+                    self.note("engine dies", chosen)
                 chosen.send_signal(signal.SIGKILL)
             except psutil.NoSuchProcess:
                 return False
@@ -292,13 +333,13 @@ class RunUnderFire:
 
         self._wait(done, f"{target} process to kill")
 
-    def _note_engine(self, target: Target, kind: str, process: psutil.Process) -> None:
+    def note(self, kind: str, engine: psutil.Process | None = None) -> None:
         """What is done to an engine explains that it is given up (`checks.py`)."""
-        if target == "engine":
-            arguments = process.cmdline()
-            port = arguments[arguments.index("--port") + 1]
-            notes = Notes(faults_file(self.directory.path))
-            notes.add(kind=kind, engine=f"http://127.0.0.1:{port}")
+        url = ""
+        if engine is not None:
+            arguments = engine.cmdline()
+            url = f"http://127.0.0.1:{arguments[arguments.index('--port') + 1]}"
+        Notes(faults_file(self.directory.path)).add(kind=kind, engine=url)
 
     def _kill_tree(self) -> None:
         assert self._process is not None

@@ -31,7 +31,7 @@ from benchmarks.crash.checks import Rules, audit, weights_of
 from benchmarks.crash.engines import EngineThread, FaultyLauncher, Served
 from benchmarks.crash.evidence import Seen, gather, look
 from benchmarks.crash.faults import FOR_GOOD, KINDS, SILENCE_SECONDS, Fault, Injected, may_end
-from benchmarks.crash.hostile.sitecustomize import reward_of
+from benchmarks.crash.hostile_reward import COMMAND_VARIABLE, IMPORT_PATH, reward_of
 from benchmarks.crash.ledger import Ledger, Notes, faults_file, trained_file
 from megatron_async.checkpoint.manifest import (
     Layout,
@@ -43,6 +43,7 @@ from megatron_async.checkpoint.manifest import (
 )
 from megatron_async.config import RunConfig, build_config
 from megatron_async.config.load import merge
+from megatron_async.config.reward import RewardConfig, ScorerSettings
 from megatron_async.engines.simulated.engine import SimulatedEngineModel
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.rollout.manager import ResumePoint, RolloutManager
@@ -55,7 +56,6 @@ from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import FloatArray, PolicyVersion, Prompt
 from megatron_async.weight_sync.http import EngineAddress, EngineCallError, call
 
-HOSTILE = Path(__file__).parent / "hostile"
 STOP_TOKEN = 2
 MODEL = SimulatedEngineModel(
     vocab_size=4096, mean_length=40, step_seconds=0.01, stream_interval=4, max_running_requests=64
@@ -151,11 +151,10 @@ class ScorerProcesses:
     scorers = ScorerCount(_SCORERS)
 
     def __init__(self, config: RunConfig, command: Path) -> None:
-        os.environ["HOSTILE_FILE"] = str(command)
-        os.environ["PYTHONPATH"] = os.pathsep.join(
-            dict.fromkeys([str(HOSTILE), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
-        )
-        self._workers = [VerifierWorker(config.scorers) for _ in range(_SCORERS)]
+        os.environ[COMMAND_VARIABLE] = str(command)
+        reward = RewardConfig.model_validate({"name": IMPORT_PATH})
+        scoring = ScorerSettings(task=config.task, rewards=[reward])
+        self._workers = [VerifierWorker(scoring) for _ in range(_SCORERS)]
         self._threads = ThreadPoolExecutor(_SCORERS, "scorer")
         self._idle: asyncio.Queue[VerifierWorker] = asyncio.Queue()
         for worker in self._workers:
@@ -166,9 +165,9 @@ class ScorerProcesses:
     ) -> tuple[float | None, dict[str, float]]:
         worker = await self._idle.get()  # bounded: every score is
         loop = asyncio.get_running_loop()
+        work = [Work(0, prompt.payload, (text_of(response_ids),))]
         try:
-            work = Work(0, prompt.payload, (text_of(response_ids),))
-            ((scored,),) = await loop.run_in_executor(self._threads, worker.score, [work])
+            [[scored]] = await loop.run_in_executor(self._threads, worker.score, work)
         finally:
             self._idle.put_nowait(worker)
         return scored.reward, scored.detail

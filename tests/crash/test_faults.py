@@ -66,5 +66,6 @@ def test_a_machine_that_stands_still_explains_lost_engines_and_nothing_else() ->
     lost = "healthy engines given up: engine0"
     assert not blames_a_slow_machine(Result("async", "", broken=[lost], slow_seconds=0.1))
     assert blames_a_slow_machine(Result("async", "", broken=[lost], slow_seconds=2.0))
+    assert not blames_a_slow_machine(Result("async", "", slow_seconds=2.0))
     twice = Result("async", "", broken=[lost, "trained twice: 5"], slow_seconds=2.0)
     assert not blames_a_slow_machine(twice)

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.crash.__main__ import Account, one_run, rules_of
+from benchmarks.crash.__main__ import Account, one_run
 from benchmarks.crash.checks import audit
 from benchmarks.crash.evidence import gather
-from benchmarks.crash.run import RunUnderFire, Target, configuration, prepare
+from benchmarks.crash.run import RunUnderFire, Target, configuration, prepare, rules_of
 from megatron_async.checkpoint.manifest import list_checkpoints
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(540)]

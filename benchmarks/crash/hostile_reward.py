@@ -1,4 +1,4 @@
-"""Scorers that fail on command; with this folder on PYTHONPATH it acts in scorer processes only.
+"""A reward that fails on command (`reward: .../hostile_reward.py:score`).
 
 `HOSTILE_FILE` names a file: whoever scores next and finds it takes it away and behaves as it says,
 once. A reward follows from the text alone (`reward_of`), so that one which belongs to another
@@ -8,16 +8,32 @@ response shows.
 from __future__ import annotations
 
 import os
-import sys
 import time
 import zlib
 from pathlib import Path
 from typing import Any
 
+COMMAND_VARIABLE = "HOSTILE_FILE"
+IMPORT_PATH = f"{Path(__file__).resolve()}:score"
+
 
 def reward_of(text: str) -> float:
     """In (0, 1]: 0 is what a failed score gets."""
     return (1 + zlib.crc32(text.encode()) % 8) / 8
+
+
+def score(sample: Any) -> float:
+    """The reward of a response, unless there is a command."""
+    command = Path(os.environ[COMMAND_VARIABLE])
+    taken = command.with_suffix(f".{os.getpid()}")
+    try:
+        command.rename(taken)
+    except FileNotFoundError:
+        return reward_of(sample.response)
+    kind = taken.read_text()
+    taken.unlink()
+    _misbehave(kind)
+    return reward_of(sample.response)
 
 
 def _misbehave(kind: str) -> None:
@@ -37,25 +53,3 @@ def _misbehave(kind: str) -> None:
         os._exit(3)
     else:
         raise ValueError(f"no scorer can misbehave like this: {kind!r}")
-
-
-def _install(command: Path) -> None:
-    from megatron_async.tasks.rewards.task import TaskReward
-
-    def score(sample: Any) -> float:
-        taken = command.with_suffix(f".{os.getpid()}")
-        try:
-            command.rename(taken)
-        except FileNotFoundError:
-            pass
-        else:
-            kind = taken.read_text()
-            taken.unlink()
-            _misbehave(kind)
-        return reward_of(sample.response)
-
-    TaskReward.bound = lambda *_: score  # type: ignore[method-assign]
-
-
-if "HOSTILE_FILE" in os.environ and "megatron_async.tasks.verifier_process" in sys.orig_argv:
-    _install(Path(os.environ["HOSTILE_FILE"]))
