@@ -193,11 +193,32 @@ class Gauge:
             self.worst = max(self.worst, time.monotonic() - due - self.meant)
 
 
+class ManagerCalls:
+    """Calls a manager as Ray does: a call goes on when its caller is gone."""
+
+    def __init__(self, manager: RolloutManager) -> None:
+        self._manager = manager
+        self._calls: set[asyncio.Task[Any]] = set()
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """The result of a method of the manager."""
+        task = asyncio.ensure_future(getattr(self._manager, method)(*arguments))
+        self._calls.add(task)
+        task.add_done_callback(self._done)
+        return await asyncio.shield(task)
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._calls.discard(task)
+        if not task.cancelled():
+            task.exception()  # its caller may be gone
+
+
 class Trainer:
     """Calls a manager as the training loop does, with pauses where it is told to pause."""
 
     def __init__(self, config: RunConfig, directory: RunDirectory, manager: RolloutManager) -> None:
-        self._config, self._directory, self._manager = config, directory, manager
+        self._config, self._directory = config, directory
+        self._call = ManagerCalls(manager).call
         self._notes = Notes(trained_file(directory.path))
         self.lineage, self.step = 0, 0
         self.pause_seconds = 0.0
@@ -209,13 +230,13 @@ class Trainer:
         """
         self.lineage, self.step = resume.lineage, resume.step
         self._notes.add(attach=resume.lineage, step=resume.step, parent=resume.parent)
-        await self._manager.attach(resume)
+        await self._call("attach", resume)
         await self._publish()
         end: int | None = None
         while self.step != end:
             if end is None and until.is_set():
                 end = self.step + _LAST_STEPS
-            batch = await self._manager.next_batch(self.lineage)
+            batch = await self._call("next_batch", self.lineage)
             await self._pause()
             if batch is None:
                 await self._publish()
@@ -247,13 +268,13 @@ class Trainer:
     async def _publish(self) -> None:
         lineage, number = self.lineage, self.step
         version = PolicyVersion(lineage, number)
-        addresses = await self._manager.begin_update(lineage, number)
+        addresses = await self._call("begin_update", lineage, number)
         await self._pause()
         reached = await self._send(addresses, version)
-        samples = await self._manager.end_update(lineage, number, reached, True)
+        samples = await self._call("end_update", lineage, number, reached, True)
         await self._pause()
         logprobs_T = None if samples is None else _logprobs(samples, version)
-        await self._manager.verify_update(lineage, number, logprobs_T, True)
+        await self._call("verify_update", lineage, number, logprobs_T, True)
 
     async def _send(self, engines: Sequence[EngineAddress], version: PolicyVersion) -> list[str]:
         """As a sender does: to all, and again without those that failed."""
@@ -290,10 +311,10 @@ class Trainer:
         return True
 
     async def _checkpoint(self) -> None:
-        extra = await self._manager.position(self.lineage)
+        extra = await self._call("position", self.lineage)
         await self._pause()
         kept = await asyncio.to_thread(self._save, extra)
-        await self._manager.checkpoint_finalised(self.lineage, self.step, kept)
+        await self._call("checkpoint_finalised", self.lineage, self.step, kept)
 
     def _save(self, extra: dict[str, Any]) -> list[int]:
         root = self._directory.checkpoints
