@@ -35,6 +35,7 @@ Handler = Callable[[web.Request], Coroutine[Any, Any, web.StreamResponse]]
 
 _LATE_SECONDS = 0.15
 _CALL_SECONDS = 30.0
+_END_SECONDS = 0.05
 _GARBAGE = (
     b"data: {not json\n\n",
     b'data: {"output_ids": [5, 6, 7], "meta_info": {"completion_tokens": 4000}}\n\n',
@@ -191,8 +192,8 @@ class Served:
     async def start(cls, engine_id: str, model: SimulatedEngineModel) -> Served:
         """On the engines' loop."""
         server = FaultyServer(FaultyEngine(engine_id, model))
-        # At the end nobody waits for requests that hang.
-        runner = web.AppRunner(server.application(), shutdown_timeout=0.0)
+        # At the end nobody waits for requests that hang (0 would be no limit).
+        runner = web.AppRunner(server.application(), shutdown_timeout=_END_SECONDS)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         host, port = runner.addresses[0][:2]
@@ -203,6 +204,7 @@ class Served:
         if not self.alive:
             return
         self.alive = False
+        self.server.heal()  # what hangs goes on, to a connection that is gone
         for connection in list(self.runner.server.connections if self.runner.server else ()):
             if connection.transport is not None:
                 connection.transport.abort()
