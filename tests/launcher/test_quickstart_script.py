@@ -47,7 +47,7 @@ def test_it_runs_on_the_cpu_wherever_it_is(
     flavour: str,
 ) -> None:
     shutil.copytree(ROOT / "launch", tmp_path / "launch")
-    shutil.copy(ROOT / "setup.py", tmp_path)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
     (tmp_path / "kernels").mkdir()
     shutil.copy(ROOT / "kernels" / "pyproject.toml", tmp_path / "kernels")
     script(tmp_path / "bin" / "nvidia-smi", f"#!/bin/sh\nexit {int(not gpu)}\n")
