@@ -378,7 +378,7 @@ def fit_lengths(
     ],
     cut: Annotated[
         int | None,
-        typer.Option(min=1, help="Limit at which responses were cut; default: as FILE says."),
+        typer.Option(min=1, help="Limit at which responses were cut; default: as in FILE."),
     ] = None,
 ) -> None:
     """Fit a log-normal and a Weibull to recorded response lengths, for simulate and plan."""

@@ -3,7 +3,7 @@
 Invariants
 - The lock (`flock`) ends with its process, however that ends; the file stays. Between hosts it
   reaches as far as the file system carries it (NFS 4, GPFS, Lustre mounted with `flock`).
-- The note in the file is for people, and says nothing while the lock is free.
+- The note in the file is for people, and means nothing while the lock is free.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Holder:
 
 
 class LockHeld(Exception):
-    """Another process, or this one, holds the lock; `holder` as far as the file says it."""
+    """Another process, or this one, holds the lock; `holder` as far as the file names it."""
 
     def __init__(self, holder: Holder | None) -> None:
         super().__init__(str(holder or "an unknown process"))
@@ -66,7 +66,7 @@ class LockHeld(Exception):
 
 
 class NoLocks(Exception):
-    """The file system offers no locks; says what the system says."""
+    """The file system offers no locks; holds the system's error."""
 
 
 class FileLock:

@@ -5,7 +5,7 @@ Invariants
 - A new run never writes into the directory of another one; `--resume` is the way to go on.
 - Settings are written only under the run's lock (`launcher/claim.py`); the run's processes read
   them.
-- What one process has to tell the others beyond Ray and collectives goes through small files here,
+- Messages between processes other than by Ray and collectives go through small files here,
   written atomically.
 - A config.yaml that holds the engines' key is readable by its user only, from its first byte on.
 """
@@ -198,7 +198,7 @@ class RunDirectory:
         return self.path / "outcome"
 
     def report_outcome(self, outcome: RunOutcome) -> None:
-        """Tell whoever holds the rollout side that the trainers are done."""
+        """Leave a note for the process of the rollout side that the trainers are done."""
         write_atomically(self.outcome_file, outcome.value)
 
     def outcome(self) -> RunOutcome | None:

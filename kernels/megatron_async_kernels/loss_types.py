@@ -5,7 +5,7 @@
 
 Invariants
 - Every array is a packed stream of T tokens; S whole sequences lie end to end, `cu_seqlens_S1`
-  tells them apart. A sequence is never split over two calls.
+  keeps them apart. A sequence is never split over two calls.
 - A token with mask 0 contributes nothing, whatever its other values are (NaN included).
 - Denominators are global (over data-parallel ranks and microbatches of one optimizer step) and
   come from outside, so the sum of `loss_sum`, of `dlogp_T` as a gradient, and of the metric sums

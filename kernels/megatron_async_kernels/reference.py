@@ -1,6 +1,6 @@
 """The plain torch reference of `token_logprob`: full logits, autograd's own gradients.
 
-It holds a [T × V] tensor and knows one shard only. Every other implementation is tested against
+It holds a [T × V] tensor and one shard only. Every other implementation is tested against
 it in float64.
 """
 

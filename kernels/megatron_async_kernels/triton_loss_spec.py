@@ -4,7 +4,7 @@ Thresholds are compile-time constants: they do not change within a run, and a ke
 unused branches reads and computes less. Sizes and denominators stay runtime arguments.
 
 Invariants
-- `AT` is the only place that knows the order of partial sums.
+- `AT` is the only place that defines the order of partial sums.
 - A sequence's slots are contiguous: block p of CHUNK tokens writes its part of sequence s to slot
   p + s, and both p and s only grow along the stream.
 """

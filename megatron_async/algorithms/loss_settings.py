@@ -1,6 +1,6 @@
 """From the settings of a run to the thresholds that a loss reads.
 
-Invariant: the only place that knows what a named loss is made of; losses and kernels see
+Invariant: the only place that defines what a named loss is made of; losses and kernels see
 `LossConfig` alone.
 """
 

@@ -11,7 +11,7 @@ Invariants
 - Streaming: in memory are the tensors of one parameter (Megatron), or of one output file (Hugging
   Face), never a model.
 - The destination appears whole or not at all; what exists is never written over.
-- Bit-exact: values are cut and joined, and cast only where `dtype` or config.json says so.
+- Bit-exact: values are cut and joined, and cast only where `dtype` or config.json asks for it.
 - Each parameter's checksum is written, and compared when it is read.
 """
 

@@ -195,7 +195,7 @@ def _header(folder: Path, name: str) -> Iterator[tuple[str, _Stored]]:
         with path.open("rb") as file:
             (length,) = _LENGTH.unpack(file.read(_LENGTH.size))
             if length > size:
-                raise ValueError(f"its header is said to have {length} bytes")
+                raise ValueError(f"its header has {length} bytes by its own account")
             entries = json.loads(file.read(length))
         for key, entry in entries.items():
             yield _piece(path, _LENGTH.size + length, size, key, entry)

@@ -4,7 +4,7 @@ Invariants
 - A directory is a checkpoint exactly when it holds `manifest.json`; the file appears by one atomic
   rename after every other file is complete and on disk (docs/semantics.md section 2).
 - The manifest lists every file with its size and SHA-256, so that a torn, truncated or corrupted
-  checkpoint is told from a good one before anything is loaded.
+  checkpoint is distinguished from a good one before anything is loaded.
 - It lists every tensor with a checksum of what the trainer held (`checkpoint.checksum`), which does
   not depend on files or layout: what is loaded is compared with it, so that a save or a load that
   puts values into wrong places is found too.
@@ -39,7 +39,7 @@ _HASH_BLOCK = 1 << 22
 
 
 class CorruptCheckpoint(Exception):
-    """A checkpoint directory whose content is not what its manifest says; names the first fault."""
+    """A checkpoint directory that differs from its manifest; names the first fault."""
 
 
 class OtherFormat(UserError):
@@ -235,7 +235,7 @@ def faults(path: Path, files: Mapping[str, FileRecord]) -> list[str]:
             found.append(f"{name} cannot be read ({error.strerror})")
             continue
         if actual.size != record.size:
-            found.append(f"{name} has {actual.size} bytes, its manifest says {record.size}")
+            found.append(f"{name} has {actual.size} bytes, by its manifest {record.size}")
         elif actual.sha256 != record.sha256:
             found.append(f"{name} does not have the checksum of its manifest")
     return found
@@ -271,7 +271,7 @@ def list_checkpoints(root: Path | str) -> list[Checkpoint]:
 
 
 def first_intact(checkpoints: Iterable[Checkpoint]) -> Checkpoint | None:
-    """The first checkpoint all of whose files are what the manifest says; others are reported."""
+    """Return the first checkpoint whose files match its manifest; others are reported."""
     for checkpoint in checkpoints:
         problems = faults(checkpoint.path, checkpoint.manifest.files)
         if not problems:

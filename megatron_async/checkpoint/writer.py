@@ -5,7 +5,7 @@ Invariants
   only touches that copy and files, so that it may run in a background thread while training changes
   the weights.
 - Checksums are of the copy that is written, or of what it was copied from at that moment.
-- Ranks tell each other through small status files in the temporary directory (a shared file
+- Ranks report to each other through small status files in the temporary directory (a shared file
   system, as any checkpoint needs), so a commit needs no collective.
 - The manifest is written last, by rank 0, after every rank's files are complete and all pieces
   together are every tensor once. A save that fails at any point leaves the earlier checkpoints as

@@ -117,7 +117,7 @@ class EngineClient(Protocol):
         ...
 
     async def version(self) -> PolicyVersion:
-        """The version that the engine says it holds."""
+        """The version that the engine reports."""
         ...
 
     async def checksum(self) -> str:

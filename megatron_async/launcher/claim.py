@@ -6,7 +6,7 @@ Commands that only read (`report`, `trajectories`, `replay`, `eval`, `convert`) 
 `trajectories --drop` does.
 
 Invariants
-- Who is refused has changed nothing, and is told which process on which host has the run.
+- A refused launch has changed nothing; the refusal names the process and host that have the run.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class RunInUse(UserError):
     """Another launch has the run; `holder` as far as it is known."""
 
     def __init__(self, directory: RunDirectory, holder: Holder | None) -> None:
-        # Where the kernel tells no lock of a dead host from that of a slow one, a person has to.
+        # Where the kernel cannot distinguish a dead host's lock from a slow one's, a person has to.
         down = (
             ""
             if holder is None or holder.is_here

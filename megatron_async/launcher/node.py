@@ -77,7 +77,7 @@ class Node:
     @contextmanager
     def ray_node(self, *arguments: str) -> Iterator[Child]:
         """`ray start` for the length of the block."""
-        directory = ray_directory()  # on every node; the others are told its name by the head
+        directory = ray_directory()  # on every node; the others get its name from the head
         if "--head" in arguments:
             arguments = (*arguments, f"--temp-dir={directory}")
         child = Child(

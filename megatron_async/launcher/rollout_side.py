@@ -4,7 +4,7 @@ Used by the one-machine supervisor and by the rollout role of a cluster launch. 
 connected to the Ray cluster in which the manager, the engines and the verifiers live.
 
 Invariants
-- What the manager says went wrong is raised here as it is: UserError or ComponentFailure.
+- A failure that the manager reports is raised here as it is: UserError or ComponentFailure.
 - Every call has a time limit; a manager that is slow for a moment, or that Ray is starting again,
   is not a failure.
 """

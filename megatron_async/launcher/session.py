@@ -1,10 +1,10 @@
-"""A session: one launch of a run over several nodes, and what its roles tell each other by files.
+"""A session: one launch of a run over several nodes, and files by which its roles communicate.
 
 It is the directory `RUN_DIR/launch/NAME/` on the file system that all nodes share. A requeued job
 is a new session of the same run.
 
 Invariants
-- A note is written atomically and never changes; a wait for one has a time limit and says what
+- A note is written atomically and never changes; a wait for one has a time limit and names what
   was waited for.
 - The newest session owns the run: `is_current` turns false for the processes of an older one, so
   that what a lost node left running ends itself.
@@ -65,7 +65,7 @@ class Session:
             if time.monotonic() > deadline:
                 raise ComponentFailure(
                     f"waited {seconds:.0f} s for session {name} of {directory.path}: the first "
-                    "node has not begun it, or its log says why not"
+                    "node has not begun it, or its log has the reason"
                 )
             time.sleep(_POLL_SECONDS)
         raise ComponentFailure(
@@ -132,7 +132,7 @@ class Session:
             )
 
     def publish(self, note: str, content: dict[str, Any]) -> None:
-        """Tell the other roles."""
+        """Leave a note for the other roles."""
         write_atomically(self._note(note), json.dumps(content))
 
     def has(self, note: str) -> bool:
@@ -152,7 +152,7 @@ class Session:
             if time.monotonic() > deadline:
                 raise ComponentFailure(
                     f"waited {seconds:.0f} s for {note} of session {self.path.name} ({path}): the "
-                    "node that writes it has not started, or its log says why not"
+                    "node that writes it has not started, or its log has the reason"
                 )
             time.sleep(_POLL_SECONDS)
         content: dict[str, Any] = json.loads(path.read_text())

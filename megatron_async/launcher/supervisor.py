@@ -4,8 +4,8 @@ Processes: a local Ray with the rollout side, and torchrun with the trainer rank
 the scripts in `launch/` start both through `launcher/node.py`, and this module is not used.
 
 Invariants
-- The first failure is told as one sentence; everything is ended before it is raised.
-- Ctrl-C ends everything, loses at most the running chunks, and says how to go on.
+- The first failure is reported as one sentence; everything is ended before it is raised.
+- Ctrl-C ends everything, loses at most the running chunks, and prints how to go on.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Supervisor:
                 time.sleep(_POLL_SECONDS)
             progress.update({})
         if code == 0:
-            self._directory.take_failure()  # torchrun's next attempt has mended what it tells of
+            self._directory.take_failure()  # torchrun's next attempt has mended what it reports
             return
         self._directory.raise_failure(self._trainers.log_file)
         raise self._trainers.failure("the trainer")

@@ -1,4 +1,4 @@
-"""`Architecture`: what a Hugging Face config.json says about a decoder, as plain checked numbers.
+"""`Architecture`: a Hugging Face config.json about a decoder, as plain checked numbers.
 
 Invariants
 - Nothing is guessed: a setting of the config that the trainer does not implement (a rope type, an

@@ -13,7 +13,7 @@ from megatron_async.models.architecture import Architecture
 
 
 def check_layout(architecture: Architecture, parallel: ParallelConfig) -> None:
-    """Raises UserError when the model cannot be laid out as `parallel` says."""
+    """Raises UserError when the model cannot be laid out as `parallel` asks."""
     a, p = architecture, parallel
     if p.context != 1:
         raise UserError(

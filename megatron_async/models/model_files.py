@@ -75,7 +75,7 @@ class SafetensorsDirectory:
             return self._file(file).get_slice(name)
         except SafetensorError as error:
             raise UserError(
-                f"model.path {self.path}: {INDEX_FILE} says that tensor {name} is in {file}, which "
+                f"model.path {self.path}: {INDEX_FILE} has tensor {name} in {file}, which "
                 "does not hold it"
             ) from error
 

@@ -4,7 +4,7 @@ Invariants
 - A prompt that is too long for the engines is a group in the store, dropped as `refused`: the
   number of groups is how far the task has been read.
 - A refusal counts against its prompt alone. When many prompts in a row are refused and none is
-  accepted, the settings are at fault, not the prompts: the run ends with a sentence that says so.
+  accepted, the settings are at fault, not the prompts: the run ends with a sentence about that.
 - So it does when dynamic sampling drops group after group and keeps none: no batch would ever come.
 """
 

@@ -155,7 +155,7 @@ class RolloutDriver:
         self._stale.set()
 
     def engine_failed(self, engine_id: str, why: str) -> None:
-        """Take an engine out of service and tell the fleet; a second report is ignored.
+        """Take an engine out of service and inform the fleet; a second report is ignored.
 
         Its trajectories go on elsewhere from their last stored token.
         """
@@ -195,7 +195,7 @@ class RolloutDriver:
         return [slot.client for slot in self._slots.values()]
 
     def fail(self, failure: ComponentFailure) -> None:
-        """Keep the first failure; wake every waiter."""
+        """Keep the first failure; release every waiter."""
         if self.failure is None:
             self.failure = failure
             self.failed.set()

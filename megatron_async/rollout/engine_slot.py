@@ -1,7 +1,7 @@
 """State of an engine as its driver sees it: serving or not, version held, reasons to wait.
 
 Invariants
-- Whoever pauses or resumes an engine through its slot's client, the slot knows of it: silence of an
+- The slot is informed when anybody pauses or resumes an engine through its client: silence of an
   engine that is held is not counted, and what cannot work on a held engine waits for its release.
 - A slot that was given up never comes back; a restarted or stale engine gets a new one.
 - Tokens of a version are accepted once the engine is verified for it (`version_gate.py`), and until
@@ -85,7 +85,7 @@ class EngineSlot:
 
 
 class _WatchedClient(ForwardingClient):
-    """Tells the slot of every pause and its end."""
+    """A client that informs the slot of every pause and its end."""
 
     def __init__(self, client: EngineClient, slot: EngineSlot) -> None:
         super().__init__(client)

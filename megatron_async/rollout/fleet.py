@@ -6,8 +6,8 @@ Invariants
   holds the current weights.
 - One engine is restarted at most `engines.max_restarts` times; the run goes on while one is left.
   A restart that was cut short because the trainer was lost is begun again and counts once.
-- When none is left and none can be restarted, the driver fails with a sentence that says why; so
-  it does when an engine cannot be mended for another reason.
+- When none is left and none can be restarted, the driver fails with a sentence that has the
+  reason; so it does when an engine cannot be mended for another reason.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ It is a plain class that a Ray actor (`rollout/actors.py`) or a test holds. The 
 in a fixed order: `attach`, then again and again `next_batch` (a batch, or the news that stale
 engines want weights), `begin_update`, the transfer itself (which the trainer does), `end_update`,
 `verify_update` with the trainer's log-probs of what that returned, and `evaluate` when that says
-so. Every call says of which line its trainer is.
+so. Every call carries its trainer's lineage.
 
 Invariants
 - An update counts only for engines that agree on their checksum and whose own tokens have ratio 1
@@ -178,7 +178,7 @@ class RolloutManager:
         session, self._session = self._session, None
         self._fleet.detach()
         if session is not None:
-            session.driver.fail(why(session))  # whoever waits for it waits in vain
+            session.driver.fail(why(session))  # nothing will come for those that wait
             try:
                 await session.driver.close(leave=leave)
             finally:

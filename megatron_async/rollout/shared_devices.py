@@ -5,9 +5,9 @@ means that it is about to train; a weight update, that it holds nothing but weig
 update, that it holds nothing.
 
 Invariants
-- Engines rest from the moment in which the trainer is told to go on until it says that its memory
+- Engines rest from the moment in which the trainer may go on until it reports that its memory
   is free: never are both awake.
-- A resting engine runs nothing; requests that were interrupted go on when it wakes.
+- A resting engine runs nothing; requests that were interrupted go on when it is back.
 - With devices of their own (`shared` false) nothing here does anything.
 """
 
@@ -23,7 +23,7 @@ Tell = Callable[
 
 
 class SharedDevices:
-    """Puts engines to rest and wakes them; `tell` asks all of them, and drops those that fail."""
+    """Puts engines to rest and brings them back; `tell` asks all and drops those that fail."""
 
     def __init__(self, shared: bool, tell: Tell) -> None:
         self._shared = shared

@@ -127,7 +127,7 @@ class RolloutStatistics:
         self._longest_queue = max(self._longest_queue, self._unscored)
 
     def engine_lost(self, engine_id: str) -> None:
-        """Its last report says nothing any more."""
+        """Discard the last report of a lost engine."""
         self._kv_usage.pop(engine_id, None)
 
     def scored(self, detail: Mapping[str, float], seconds: float) -> None:

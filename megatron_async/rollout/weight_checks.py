@@ -4,8 +4,8 @@ In two steps, since the trainer computes in between: `held` and `sampled` ask th
 compares what they sampled with the trainer's log-probs of it.
 
 Invariants
-- Nothing here changes an engine or gives one up: each step says which engines passed, which hold
-  or sample something else, and which failed to answer.
+- Nothing here changes an engine or gives one up: each step names the engines that passed, those
+  that hold or sample something else, and those that failed to answer.
 - The rules remember across updates: the checksum that a version was published with, and what
   difference to the trainer is usual in half precision.
 """

@@ -79,7 +79,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerView:
-    """A snapshot. Trajectory counts unless the name says otherwise.
+    """A snapshot. Trajectory counts unless the name is of something else.
 
     `unscored`: finished, no score yet. `finished_groups`: groups whose members all are finished or
     scored, `complete_groups` those of them that have all scores. `wasted_tokens`: of dropped and

@@ -73,7 +73,7 @@ class RecoveredGroup:
 
 @_message
 class Recovered:
-    """All groups found in the store at a resume, in any order (ids tell which is older).
+    """All groups found in the store at a resume, in any order (the older one has the smaller id).
 
     In one event, so that no batch is emitted before all of them are known.
     """
@@ -95,8 +95,8 @@ class EngineUp:
 class EngineDown:
     """An engine is gone; whatever ran there is partial now, with the tokens that arrived.
 
-    Its requests report nothing after this: a late `Finished` or `Aborted` could not be told from
-    that of the request that goes on elsewhere.
+    Its requests report nothing after this: a late `Finished` or `Aborted` cannot be
+    distinguished from that of the request that goes on elsewhere.
     """
 
     engine_id: str
@@ -170,7 +170,7 @@ class EngineLoad:
 class BatchTaken:
     """The trainer took the emitted batch of `step` and works on it.
 
-    `at_seconds`: when, on a clock of the driver's that never runs backwards; 0 = not told. Only
+    `at_seconds`: when, on a clock of the driver's that never runs backwards; 0 = unknown. Only
     `concurrency: auto` uses it.
     """
 

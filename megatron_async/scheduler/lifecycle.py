@@ -132,7 +132,7 @@ class Lifecycle:
         self._fleet.occupy(entry, engine)
 
     def tokens_arrived(self, event: ev.TokensArrived, out: Actions) -> None:
-        """Count tokens; the first one tells which version is a trajectory's oldest."""
+        """Count tokens; the first one fixes a trajectory's oldest version."""
         entry = self._trajectories.get(event.trajectory_id)
         if entry is not None:
             self._count(entry, event.count, event.version, out)

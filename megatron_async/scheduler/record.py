@@ -1,4 +1,4 @@
-"""Record what a scheduler was told and what it answered; replay it against the code of today.
+"""Record a scheduler's events and actions; replay them against the code of today.
 
 One JSON value a line. The first holds the format's version, the schedule's settings, the first
 step and the policy version; every other one an event and its actions, each as `[name, fields...]`:
@@ -144,7 +144,7 @@ class Divergence:
 
 
 class RecordKey(NamedTuple):
-    """What the name of a record file says; keys sort in the order in which files were written."""
+    """Parts of a record file's name; keys sort in the order in which files were written."""
 
     lineage: int
     lost: int = 0
@@ -216,7 +216,7 @@ class RecordFiles:
 
 
 class Recorder:
-    """Writes one record, to a stream or to a run's files; the caller says when to flush and close.
+    """Writes one record, to a stream or to a run's files; the caller flushes and closes it.
 
     At the end of a file the next one begins with a snapshot. That takes some time: 4,096 requests
     in flight, 40 ms.
@@ -433,7 +433,7 @@ def replay(
 
     `make` builds another scheduler than today's; `watch` sees every exchange (a timeline), `raised`
     what the scheduler raises now, with its traceback. It goes on after an exception that was
-    recorded, as the record does: the run may have told it something more before it ended.
+    recorded, as the record does: there may have been more events before the run ended.
     """
     header, exchanges = read_record(path)
     try:

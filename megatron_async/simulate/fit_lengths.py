@@ -1,6 +1,6 @@
 """Fit long-tailed distributions to recorded response lengths, by maximum likelihood.
 
-A response that was cut (or dropped before its end) tells only that it would have been longer: it
+A response that was cut (or dropped before its end) shows only that it would have been longer: it
 is censored, and enters the likelihood by its survival function. Taken at face value, cut responses
 would make the tail, which is what asynchrony is about, look short.
 

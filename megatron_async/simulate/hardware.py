@@ -42,7 +42,7 @@ DATA_SHEETS: Final = MappingProxyType[GpuName, Gpu](
 
 
 def gpu_of(config: GpuConfig) -> Gpu:
-    """The data sheet's figures under what the configuration says itself."""
+    """The data sheet's figures, with those of the configuration over them."""
     sheet = DATA_SHEETS[config.name]
 
     def figure(own: float | None, unit: float, default: float) -> float:

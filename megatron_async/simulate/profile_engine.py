@@ -70,7 +70,7 @@ def decode_seconds(arrivals: list[list[Arrival]]) -> tuple[float, float]:
 
     The time from the moment when the last request has its first chunk until the first request ends;
     each request's rate is taken between its own chunks in that time. Raises ComponentFailure when
-    there are too few chunks to tell.
+    there are too few chunks.
     """
     start = max(chunks[0].at for chunks in arrivals)
     end = min(chunks[-1].at for chunks in arrivals)

@@ -67,7 +67,7 @@ def read_lengths(path: Path) -> Array:
 def read_recorded(path: Path, setting: str) -> Recorded:
     """All lengths of a file. Raises UserError naming the setting, the file and the entry.
 
-    An unfinished response without any token says nothing and is left out.
+    An unfinished response without any token is left out.
     """
     lengths, censored, ended = array("d"), bytearray(), bytearray()
     for number, entry in enumerate(_entries(path, setting), start=1):

@@ -16,7 +16,7 @@ from megatron_async.tasks.scorer_count import ScorerCount
 
 
 class Scorers:
-    """The queue and the scorers that are busy; the caller's clock says when each has ended."""
+    """The queue and the scorers that are busy; the caller's clock decides when each has ended."""
 
     def __init__(self, most: int, seconds: float) -> None:
         self.seconds = seconds

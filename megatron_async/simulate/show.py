@@ -30,7 +30,7 @@ _LONG_LAG = 4.0
 
 
 def label(point: Point) -> str:
-    """What tells a point from the others."""
+    """Return the settings by which a point differs from the others."""
     parts = [text.removeprefix("schedule.") for text in point.labels]
     if not any(part.startswith("preset=") for part in parts):
         parts.insert(0, f"preset={point.config.schedule.preset}")

@@ -1,7 +1,7 @@
 """`megatron-async simulate`: one configuration, several presets, or a cartesian sweep.
 
 Precedence is that of a run: recipe < preset < file < `--set` < `--presets` < `--sweep`. So a preset
-given by `--presets` does not override what the file says about the schedule itself.
+given by `--presets` does not override what the file sets of the schedule itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Overrides = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Point:
-    """A simulated configuration: `labels` are what tells it from the others."""
+    """A simulated configuration: `labels` hold how it differs from the others."""
 
     labels: Overrides
     config: RunConfig

@@ -1,11 +1,11 @@
 """A virtual clock around the real scheduler: engines, verifier, prompts and trainer by cost model.
 
 It plays the part that `rollout/driver.py` and the trainer's loop play in a live run: it carries out
-the scheduler's actions and tells it what happened. The scheduler is the same object.
+the scheduler's actions and reports to it what happened. The scheduler is the same object.
 
 Invariants
 - Events reach the scheduler one at a time in order of virtual time; those that follow from an
-  action without delay are told before the clock moves.
+  action without delay are reported before the clock moves.
 - The trainer takes batch n after it has published version n, as the live loop does.
 - A run is a function of its settings: no real clock, no randomness but the group source's.
 """

@@ -144,7 +144,7 @@ def find(reader: StoreReader, trajectory_id: int) -> Trajectory:
         return reader.trajectory(trajectory_id)
     for trajectory in _trajectories(reader.export_file, reader.exported(), only=trajectory_id):
         return trajectory
-    return reader.trajectory(trajectory_id)  # which says why there is none
+    return reader.trajectory(trajectory_id)  # which has the reason why there is none
 
 
 def _trajectories(file: Path, exported: Exported, only: int | None = None) -> Iterator[Trajectory]:

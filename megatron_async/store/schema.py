@@ -106,7 +106,7 @@ Row = tuple[Value, ...]
 
 
 class DamagedStore(Exception):
-    """The file is not what was written; says what was found."""
+    """The file is not what was written; holds what was found."""
 
 
 class BatchRow(NamedTuple):

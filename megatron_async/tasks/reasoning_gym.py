@@ -4,8 +4,8 @@ Invariants
 - Problem `index` depends on the task's arguments, the seed and `index` only. Seeds are hashed per
   chunk: reasoning-gym itself seeds item i with `seed + i`, so its nearby seeds share problems.
 - The payload names the problem (arguments' place in the mixture, chunk seed, offset); the verifier
-  makes it again and refuses to judge when the answer that comes out is another one.
-- Judging is reasoning-gym's own `score_answer`.
+  makes it again and refuses to score when the answer that comes out is another one.
+- Scoring is reasoning-gym's own `score_answer`.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class ReasoningGymScorer:
         self._dataset = lru_cache(maxsize=64)(self._make_dataset)
 
     def score(self, payload: dict[str, Any], text: str) -> Judgement:
-        """Judge the answer that `text` ends in; without one, reward 0.
+        """Score the answer that `text` ends in; without one, reward 0.
 
         Raises ValueError when the problem cannot be made again, and whatever the verifier raises.
         """

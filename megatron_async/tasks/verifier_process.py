@@ -10,7 +10,7 @@ Invariants
 - It imports neither torch nor transformers.
 - When the worker closes the requests or dies, and when the scorer ends, the keeper kills all that
   the scorer started, then ends itself. The scorer ends with the keeper.
-- Nothing but the harness knows the two channels: their descriptors are high and closed on exec,
+- Nothing but the harness has the two channels: their descriptors are high and closed on exec,
   standard input is empty, standard output and error go to the log through the keeper, at most
   `_LOG_BYTES` of them.
 - A copy of the scorer process that scorer code forks off neither reads requests nor replies.

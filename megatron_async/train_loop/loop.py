@@ -1,7 +1,7 @@
 """The trainer's loop: take a batch, train, publish the weights, checkpoint.
 
 It runs on every trainer rank in the same order; only rank 0 has a link to the rollout side, and
-what it hears is broadcast. The trainer knows nothing of engines but their addresses.
+what it gets is broadcast. The trainer has nothing of engines but their addresses.
 
 Invariants
 - Version n is published exactly when the trainer's step is n; a skipped batch publishes the same
@@ -237,7 +237,7 @@ class TrainLoop:
         self._saved_step = self._trainer.step
 
     def _tell_finalised(self) -> None:
-        """Rank 0 tells the rollout side of manifests that exist by now."""
+        """Report manifests that exist by now from rank 0 to the rollout side."""
         if self._parts.link is not None:
             self._untold += self._parts.checkpoints.take_finalised()
             while self._untold:

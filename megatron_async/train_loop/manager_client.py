@@ -2,7 +2,7 @@
 
 Only trainer rank 0 holds one. A failure of the rollout side arrives as `ComponentFailure` with the
 manager's own sentence, the loss of a manager that Ray starts again as `ManagerLost`, after which
-the trainer attaches anew and goes on. Every call says of which line the trainer is: the manager
+the trainer attaches anew and goes on. Every call carries the trainer's lineage: the manager
 refuses one that has been replaced.
 """
 
@@ -217,6 +217,6 @@ def _manager_actor(seconds: float) -> Any:
             if time.monotonic() > deadline:
                 raise ComponentFailure(
                     f"waited {seconds:.0f} s for the rollout manager, which the rollout side has "
-                    "not created or has lost for good; its log says why"
+                    "not created or has lost for good; its log has the reason"
                 ) from error
         time.sleep(_RETRY_SECONDS)

@@ -199,7 +199,7 @@ class PolicyRunner:
             data_iterator=iter(microbatches),
             model=[self._model],
             num_microbatches=plan.num_microbatches,
-            seq_length=self._token_budget,  # Not read: the stages tell each other the shapes.
+            seq_length=self._token_budget,  # Not read: the stages send each other the shapes.
             micro_batch_size=1,
             forward_only=forward_only,
         )

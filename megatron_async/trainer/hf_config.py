@@ -79,7 +79,7 @@ def transformer_config(
         "expert_model_parallel_size": parallel.expert,
         "expert_tensor_parallel_size": 1,
         "sequence_parallel": parallel.sequence,
-        # Microbatches differ in length, so pipeline stages tell each other the shapes.
+        # Microbatches differ in length, so pipeline stages send each other the shapes.
         "variable_seq_lengths": True,
         # Checked even without experts: the other dispatcher cannot vary the length.
         "moe_token_dispatcher_type": "alltoall",

@@ -56,7 +56,7 @@ class RankLayout:
 def collective_limit(trainer: TrainerConfig, held_up_seconds: float) -> timedelta:
     """Time limit of a collective in which ranks wait for one that may be held up that long.
 
-    That one must be the first to give up: it knows what it waited for.
+    That one must be the first to give up: it can name what it waited for.
     """
     return timedelta(
         seconds=max(trainer.collective_timeout_seconds, held_up_seconds + _MARGIN_SECONDS)

@@ -159,7 +159,7 @@ class ReplicaCheck:
         found = self._copies.differing(torch.stack(sums_RW).cpu().numpy())
         if not found:
             return []
-        # A hash says nothing: the first rank that holds a tensor knows its name.
+        # A hash has no meaning: the first rank that holds a tensor has its name.
         names: list[list[str]] = [[] for _ in range(dist.get_world_size())]
         mine = [chosen[entry.column].name for entry in found if entry.rank == dist.get_rank()]
         dist.all_gather_object(names, mine)

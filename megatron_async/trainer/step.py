@@ -264,7 +264,7 @@ class PolicyTrainer:
         )
 
     def _explain(self, mine: str | None, grad_norm: float) -> str:
-        """Collective. Why the update was skipped: the first rank that knows, else the norm."""
+        """Collective. Return why the update was skipped: the first rank's reason, else the norm."""
         reasons: list[str | None] = [None] * dist.get_world_size()
         dist.all_gather_object(reasons, mine)
         known = next((reason for reason in reasons if reason is not None), None)

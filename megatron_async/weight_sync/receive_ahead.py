@@ -1,7 +1,7 @@
 """The engine's end of `weights.transport: distributed`: receive one bucket, load another meanwhile.
 
 SGLang receives a bucket, loads it, and only then listens for the next; the link is idle meanwhile.
-Here each announcement also says how large the bucket after it is (in `load_format`, the one field
+Here each announcement also has the size of the bucket after it (in `load_format`, the one field
 that SGLang hands through), so that its receive is posted before this one's load begins.
 
 Invariants

@@ -46,7 +46,7 @@ class StageTurns:
             dist.recv_object_list(box, src=self._leaders[self.index - 1], group=self._group)
         except RuntimeError as error:
             raise ComponentFailure(
-                f"pipeline stage {self.index} waited in vain for stage {self.index - 1} to send "
+                f"pipeline stage {self.index} waited too long for stage {self.index - 1} to send "
                 f"its weights: {error}"
             ) from error
         token: TurnToken = box[0]

@@ -22,7 +22,7 @@ from megatron_async.errors import ComponentFailure
 
 
 class EarlierStageFailed(ComponentFailure):
-    """The stage before did not get through; its own leader says why."""
+    """The stage before did not get through; its own leader has the reason."""
 
 
 @dataclass(frozen=True)

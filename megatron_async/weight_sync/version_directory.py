@@ -32,7 +32,7 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """What a manifest says of one file."""
+    """Entry of a manifest for one file."""
 
     sha256: str
     bytes: int

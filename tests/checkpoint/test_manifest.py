@@ -146,7 +146,7 @@ def test_a_checkpoint_that_a_person_names_must_be_there_and_intact(tmp_path: Pat
     path = write(tmp_path, 3)
     assert open_checkpoint(path).manifest.step == 3
     (path / "data.distcp").write_bytes(b"")
-    with pytest.raises(UserError, match="0 bytes, its manifest says 7"):
+    with pytest.raises(UserError, match="0 bytes, by its manifest 7"):
         open_checkpoint(path)
 
 

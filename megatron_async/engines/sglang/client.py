@@ -208,7 +208,7 @@ class SGLangClient:
             self._released -= set(wanted)
 
     async def version(self) -> PolicyVersion:
-        """The version that the engine says it holds."""
+        """The version that the engine reports."""
         info = await self._get_json("model_info")
         try:
             return parse_version(str(info["weight_version"]))

@@ -50,7 +50,7 @@ _TERMINATE_SECONDS = 3.0
 _KILL_SECONDS = 10.0
 _LOG_TAIL_CHARACTERS = 1500
 _PORT_TAKEN = "address already in use"
-# What a fresh server says it holds: no version of any run, until the first update has verified.
+# What a fresh server reports to hold: no version of any run, until the first update has verified.
 NO_VERSION = PolicyVersion(-1, 0)
 
 

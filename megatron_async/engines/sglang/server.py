@@ -102,7 +102,7 @@ def _end_when_starter_is_gone(read_end: int, last_act: Callable[[], None]) -> No
 
 
 def hold_lifeline(last_act: Callable[[], None] = lambda: None) -> None:
-    """End this process group when whoever started it is gone, if it left a pipe to tell.
+    """End this process group when whoever started it is gone, if it left a pipe for that.
 
     `last_act` is what is done before.
     """
@@ -132,7 +132,7 @@ def take_key() -> str:
 
 
 def main() -> None:
-    """Run the server until it is told to stop."""
+    """Run the server until a signal stops it."""
     os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None)  # SGLang makes one of its own
     hold_lifeline(_remove_files)
     key = take_key()

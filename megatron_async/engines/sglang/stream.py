@@ -1,12 +1,12 @@
 """Token chunks from SGLang's reports about a running request. Pure; no socket.
 
 Invariants
-- Tokens are counted, not trusted: a chunk's `completion_tokens` says how many tokens the request
+- Tokens are counted, not trusted: a chunk's `completion_tokens` counts the tokens that the request
   has in all, and only those beyond what was already seen are new. (SGLang repeats the last token
   when a request is aborted in the queue.)
 - Each chunk has one version. A report that spans a weight update becomes several chunks.
-- Tokens whose version is not known yet are held back until a report tells (a server that was not
-  started by `server` tells only at the end).
+- Tokens whose version is not known yet are held back until a report has it (a server that was not
+  started by `server` reports it only at the end).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _REFUSAL_STATUSES = (400, 413, 422)
 
 
 class BadReport(ValueError):
-    """SGLang's answer does not have the form that is relied on, or is an error; says what."""
+    """SGLang's answer is not of the form that is relied on, or an error; holds the reason."""
 
 
 class Refusal(BadReport):
-    """SGLang takes the request for invalid; says why."""
+    """SGLang rejects the request as invalid; holds the reason."""
 
 
 def refusal_of(status: int, message: str, retryable: bool = False) -> BadReport:

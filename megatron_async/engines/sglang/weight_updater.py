@@ -69,7 +69,7 @@ class AheadHooks:
         """Before `BEGIN`, the first call of an update: end what a killed trainer has left."""
         groups = updater._model_update_group
         left = self._ahead.clear()
-        if self._used:  # else that update was only begun, which tells nothing
+        if self._used:  # else that update was only begun, which proves nothing
             left |= self._there - self._used
         for name in sorted(left & groups.keys()):
             groups[name].abort()  # its other ranks are gone: there is nothing to wait for

@@ -4,7 +4,7 @@ It is an `EngineClient` on the event loop that behaves like SGLang where the rol
 tell: chunks, versions, aborts, the three pause modes, a queue, a death at any moment.
 
 Invariants
-- A token depends on the seed, the token before it and its position, and on what the request says
+- A token depends on the seed, the token before it and its position, and on what the request asks
   of its end (its stop tokens, `ignore_eos`). So a response that was aborted and resumed is the same
   as one that was not, whatever the versions.
 - A stop token is the last of its response, unless `ignore_eos`.

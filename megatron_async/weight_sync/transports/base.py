@@ -160,7 +160,7 @@ class Transfer:
     def give_up(self) -> None:
         """After a failure: the stages behind must not wait."""
         if not self._asked:
-            with contextlib.suppress(EarlierStageFailed):  # its own leader says why
+            with contextlib.suppress(EarlierStageFailed):  # its own leader has the reason
                 self._turns.take()
         self._turns.hand_on(TurnToken(failed=True))
 

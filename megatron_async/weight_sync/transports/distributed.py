@@ -383,7 +383,7 @@ def _aside(work: Callable[[], None]) -> Future[None]:
 
 
 def _settle(result: Callable[[], None], announced: Answers) -> None:
-    """Raises if a broadcast failed; rather what an engine says of it."""
+    """Raises if a broadcast failed, with an engine's own report of it where there is one."""
     try:
         result()
     except RuntimeError as error:
