@@ -24,7 +24,7 @@ _FORM = re.compile(r"(?P<module>[\w.]+|[^:]+\.py):(?P<name>[A-Za-z_]\w*)")
 
 
 def is_import_path(text: str) -> bool:
-    """Whether `text` has the form of an import path; nothing is imported."""
+    """Return whether `text` has the form of an import path; nothing is imported."""
     return _FORM.fullmatch(text) is not None
 
 
@@ -41,7 +41,7 @@ def anchored(value: Any, folder: Path) -> Any:
 
 
 def load_object(path: str, setting: str) -> Any:
-    """What `path` names. Raises UserError that names `setting`."""
+    """Import the object of `path`. Raises UserError that names `setting`."""
     match = _FORM.fullmatch(path)
     if match is None:
         raise UserError(

@@ -28,7 +28,7 @@ _FAILURE_BYTES: Final = 1 << 16
 
 
 class RunOutcome(Enum):
-    """How the trainers of a run have ended without a failure."""
+    """End of a run's trainers without a failure."""
 
     COMPLETE = "complete"
     STOPPED = "stopped"
@@ -129,7 +129,7 @@ class RunDirectory:
 
     @classmethod
     def of(cls, config: RunConfig) -> RunDirectory:
-        """Where a run with these settings lies, or will lie."""
+        """Return the directory of a run with these settings."""
         return cls((Path(config.root) / config.name).absolute())
 
     @classmethod
@@ -146,7 +146,7 @@ class RunDirectory:
         return directory, load_config(directory.config_file, overrides)
 
     def save_config(self, config: RunConfig) -> None:
-        """What the run goes on with, for its other processes and for a resume."""
+        """Write the settings for the run's other processes and for a resume."""
         text = dump(config)
         if not self.config_file.exists() or self.config_file.read_text() != text:
             write_atomically(self.config_file, text, private=bool(config.engines.api_key))

@@ -239,7 +239,7 @@ def _hf_tensors(
 
 
 def _read(checkpoint: Checkpoint, reader: PieceReader, slot: Slot) -> Tensor:
-    """One whole parameter, compared with its checksum. Raises CorruptCheckpoint."""
+    """Read a whole parameter and compare its checksum. Raises CorruptCheckpoint."""
     record = checkpoint.manifest.tensors[slot.weights]
     origin = (0,) * len(slot.shape)
     whole = torch.empty(slot.shape, dtype=dtype_named(record.dtype))

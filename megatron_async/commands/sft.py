@@ -179,7 +179,7 @@ def example_batch(examples: Sequence[WorkedExample], step: int) -> TokenBatch:
 
 
 def train(config: RunConfig, directory: RunDirectory, destination: Path) -> None:
-    """One rank: all steps, then the export."""
+    """Run a rank: all steps, then the export."""
     from megatron_async.models.save import save_hf
     from megatron_async.tasks import build_task
     from megatron_async.telemetry.metrics import MetricsWriter

@@ -10,7 +10,7 @@ from megatron_async.config.base import Settings
 
 
 class ModelConfig(Settings):
-    """Where the weights come from and in which precision they are trained."""
+    """Source of the weights, and the precision in which they are trained."""
 
     path: str = Field("", description="Hugging Face directory: config.json, safetensors, tokenizer")
     checkpoint: str = Field(
@@ -81,7 +81,7 @@ class OptimizerConfig(Settings):
 
 
 class TrainerConfig(Settings):
-    """How a batch becomes microbatches, and when the run gives up."""
+    """Settings of microbatches, and of the limits at which a run gives up."""
 
     microbatch_tokens: int = Field(
         16384, ge=1, description="Token budget of a microbatch; a longer sequence stands alone."

@@ -19,7 +19,7 @@ _KEPT_FREE = 6
 
 
 class TaskConfig(DataConfig):
-    """Where prompts come from and how responses are scored."""
+    """Source of prompts, and scoring of responses."""
 
     answer_marker: str = Field(
         "",
@@ -42,7 +42,7 @@ class TaskConfig(DataConfig):
 
 
 class SamplingConfig(Settings):
-    """How training rollouts are sampled."""
+    """Sampling of training rollouts."""
 
     temperature: float = Field(
         1.0, description="Sampling temperature, 0.01 to 100: log-probs are at this temperature."
@@ -56,7 +56,7 @@ class SamplingConfig(Settings):
 
     @model_validator(mode="after")
     def _ratios(self) -> Self:
-        """What engines sample from is what their log-probs describe."""
+        """Refuse settings under which log-probs do not describe what engines sample from."""
         if not temperature_fits(self.temperature):
             raise ValueError(
                 f"sampling.temperature must lie between {LEAST_TEMPERATURE:g} and "
@@ -80,7 +80,7 @@ class SamplingConfig(Settings):
 
 
 class SimulatedEngineConfig(Settings):
-    """What `engines.kind: simulated` does instead of running a model."""
+    """Behaviour of `engines.kind: simulated`, which runs no model."""
 
     seed: int = Field(0, description="Tokens depend on it, on the token before and on the place.")
     mean_length: int = Field(64, ge=1, description="A response ends at each token with 1 / this.")
@@ -192,7 +192,7 @@ class EngineConfig(Settings):
 
 
 class WeightsConfig(Settings):
-    """How policy weights reach the engines, and how that is checked."""
+    """Transport of policy weights to the engines, and its verification."""
 
     transport: Literal["distributed", "tensor", "disk", "delta"] = Field(
         "distributed", description="Collective broadcast, same-host tensors, files, or differences."

@@ -35,7 +35,7 @@ from megatron_async.config.simulate import SimulateConfig
 
 
 class CheckpointConfig(Settings):
-    """When training state is saved and how much of it is kept."""
+    """Schedule of checkpoints, and how many are kept."""
 
     every_steps: int = Field(10, ge=1, description="Steps between two checkpoints.")
     keep: int = Field(2, ge=1, description="Finalised checkpoints that stay on disk.")
@@ -190,7 +190,7 @@ class RunConfig(Settings):
 
     @property
     def scorers(self) -> ScorerSettings:
-        """What scorer processes need to know."""
+        """Return the settings of scorer processes."""
         return ScorerSettings(task=self.task, rewards=self.reward, scoring=self.scoring)
 
     def eval_sets(self) -> list[EvalSet]:

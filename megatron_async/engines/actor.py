@@ -1,4 +1,4 @@
-"""One Ray actor per inference engine, and the launcher through which the fleet uses them.
+"""Ray actors, one for each inference engine, and the launcher through which the fleet uses them.
 
 Invariants
 - An actor owns at most one server process. If the actor dies, so does its server (the lifeline of
@@ -36,7 +36,7 @@ _START_MARGIN_SECONDS = 60.0
 
 
 class EngineHost:
-    """What an engine actor does; plain Python, so that it can be used without Ray.
+    """Body of an engine's actor; plain Python, so that it can be used without Ray.
 
     `update`, `abort` and `report` are those of the relay of its server's streams.
     """
@@ -75,7 +75,7 @@ class EngineHost:
         return url
 
     async def alive(self) -> bool:
-        """Whether the server process exists."""
+        """Return whether the server process exists."""
         return self._server.alive()
 
     async def stop(self) -> None:
@@ -170,7 +170,7 @@ class RayEngineLauncher:
         return client
 
     async def alive(self, index: int) -> bool:
-        """Whether the server process of engine `index` exists; True while nobody can tell."""
+        """Return whether the server process of engine `index` exists; True while it is unknown."""
         actor = self._actors.get(index)
         if actor is None:
             return False

@@ -1,4 +1,4 @@
-"""What trainer ranks, engines and managers have alike in their environment, however started.
+"""Environment that trainer ranks, engines and managers share, however they are started.
 
 Invariants
 - Every process that may be in one NCCL group with another gets the same NCCL settings: how buffers

@@ -1,4 +1,4 @@
-"""What the rollout driver needs from an engine, and the messages between them.
+"""Interface of an engine for the rollout driver, and the messages between them.
 
 Invariants
 - An engine reports every token exactly once, in order, with its log-prob (behaviour policy, at the
@@ -69,7 +69,7 @@ class EngineStatus:
 
 
 class EngineClient(Protocol):
-    """One engine. Every method but `generate` has a time limit and raises `EngineError`.
+    """An engine. Every method but `generate` has a time limit and raises `EngineError`.
 
     How long a stream may be silent depends on what its engine is doing, which the driver knows
     (rollout/silence.py); how long it may last has no limit.
@@ -121,13 +121,13 @@ class EngineClient(Protocol):
         ...
 
     async def checksum(self) -> str:
-        """One checksum over all weights that the engine really holds (all TP ranks)."""
+        """Return a checksum over all weights that the engine really holds (all TP ranks)."""
         ...
 
     async def status(self) -> EngineStatus: ...
 
     async def healthy(self) -> bool:
-        """Whether it answers at all; never raises."""
+        """Return whether it answers at all; never raises."""
         ...
 
     async def close(self) -> None:
@@ -148,7 +148,7 @@ class Verifier(Protocol):
 
     @property
     def scorers(self) -> ScorerCount:
-        """How many scorers there are now, and what a score takes."""
+        """Return the number of scorers, and the time of a score."""
         ...
 
     async def score(

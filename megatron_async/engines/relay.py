@@ -73,7 +73,7 @@ class StreamRelay:
         await self._client.abort(request_ids)
 
     async def report(self, acknowledged: Sequence[int]) -> TokenReport:
-        """What has come since the last report; waits a little while for the first of it."""
+        """Return the tokens since the last report; waits a little while for the first."""
         self._outbox.acknowledge(acknowledged)
         for stream in [s for s in acknowledged if s in self._blocked]:
             self._blocked[stream].set()
@@ -109,7 +109,7 @@ class StreamRelay:
             self._put(stream, ComponentFailure(f"reading a stream failed: {defect!r}"))
 
     async def _room(self, stream: int) -> None:
-        """Until the manager has acknowledged what it has."""
+        """Wait until the manager has acknowledged what it has."""
         event = self._blocked[stream] = asyncio.Event()
         try:
             while not self._outbox.has_room(stream):
@@ -134,7 +134,7 @@ class RelayCalls(Protocol):
 
 
 class Pace:
-    """How long the engines of a run rest between two reports; one for all of them.
+    """Pause of a run's engines between two reports; one for all of them.
 
     It grows with the streams and engines that are read: the shortest responses of a small run come
     almost at once, and a large one takes ten messages a second and engine.
@@ -217,7 +217,7 @@ class RelayedEngine(ForwardingClient):
         await super().close()
 
     def _send(self) -> None:
-        """What has been started and cancelled goes to the relay, and reports are asked for."""
+        """Send starts and cancellations to the relay, and ask for reports."""
         if self._sending is None or self._sending.done():
             self._sending = _task(self._guarded(self._send_all))
         if self._receiving is None or self._receiving.done():

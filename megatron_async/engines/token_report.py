@@ -1,4 +1,4 @@
-"""What the streams of one engine have brought, in columns: one message instead of one a stream.
+"""Tokens of an engine's streams in columns: one message instead of one a stream.
 
 Pure: no process, no clock. `Outbox` is filled where the streams are read, `TokenReport` crosses to
 the rollout manager (`relay.py`).
@@ -70,7 +70,7 @@ class TokenReport:
         )
 
     def items(self) -> Iterator[tuple[int, Item]]:
-        """What `of` was given."""
+        """Return the chunks that `of` was given."""
         start, messages = 0, iter(self.messages)
         for stream, count, lineage, number, end in self.runs_R5.tolist():
             if end >= _FIRST_FAILURE:
@@ -90,7 +90,7 @@ class TokenReport:
 
 
 class Outbox:
-    """What has been read and not yet been reported, and what was reported and not acknowledged."""
+    """Tokens that were read and not reported, and those that were reported and not acknowledged."""
 
     def __init__(self, chunk_tokens: int) -> None:
         self._chunk_tokens = chunk_tokens
@@ -103,11 +103,11 @@ class Outbox:
 
     @property
     def unacknowledged(self) -> bool:
-        """Whether streams that go on have tokens in a report that was not acknowledged."""
+        """Return whether streams that go on have tokens in a report that was not acknowledged."""
         return bool(self._reported)
 
     def has_room(self, stream: int) -> bool:
-        """Whether something may be put in; else after an acknowledgement."""
+        """Return whether there is room; otherwise there is after an acknowledgement."""
         return self._waiting[stream] + self._reported[stream] < self._chunk_tokens
 
     def put(self, stream: int, item: Item) -> None:
@@ -133,6 +133,6 @@ class Outbox:
             self._reported.pop(stream, None)
 
     def forget(self, stream: int) -> None:
-        """It has ended, or nobody wants more of it."""
+        """Forget a stream that has ended, or of which nothing more is wanted."""
         self._waiting.pop(stream, None)
         self._reported.pop(stream, None)

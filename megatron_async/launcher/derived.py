@@ -42,7 +42,7 @@ _GB: Final = 1e9
 
 @dataclass(frozen=True)
 class Machine:
-    """What the run is for: one node of it. `memory_bytes` of one GPU; `cores` None: not known."""
+    """Hardware of one node of a run. `memory_bytes` of one GPU; `cores` None: not known."""
 
     device: Literal["cpu", "cuda"]
     gpu: GpuName | None = None
@@ -82,7 +82,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Derived:
-    """One setting, its value, and why."""
+    """A setting, its value, and the reason."""
 
     name: str
     value: Any
@@ -106,7 +106,7 @@ class DerivedRun:
         return [str(setting) for setting in self.settings]
 
     def changes(self) -> list[str]:
-        """Those that are not the default on this machine."""
+        """Return the settings that are not the default on this machine."""
         return [str(setting) for setting in self.settings if setting.changed]
 
 

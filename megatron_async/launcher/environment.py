@@ -46,7 +46,7 @@ _RAY_NODE: Final = {
 
 
 def ray_node_environment(base: Mapping[str, str]) -> dict[str, str]:
-    """What a Ray node of a launch over several nodes gets: manager and engines inherit it."""
+    """Environment of a Ray node of a launch over several nodes: manager and engines inherit it."""
     return _RAY_NODE | communication_environment(base, one_machine=False)
 
 

@@ -1,4 +1,4 @@
-"""One node of a launch over several: `-m megatron_async.launcher.node ROLE RUN_DIR --index I`.
+"""A node of a launch over several: `-m megatron_async.launcher.node ROLE RUN_DIR --index I`.
 
     rollout   node 0: Ray's head, the rollout manager, the session; others: Ray nodes for engines
     trainer   torchrun with this node's trainer ranks, and a Ray node that only they talk through
@@ -55,7 +55,7 @@ _TAKEOVER_SECONDS = 150.0
 
 
 class Node:
-    """What the roles share: where they are in the run, and their children."""
+    """State that roles share: their place in the run, and their children."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.directory, self.config = RunDirectory.find(arguments.run_directory, [])

@@ -68,7 +68,7 @@ def check_model(path: Path | str) -> dict[str, Any]:
 
 
 def check_engines(engines: EngineConfig) -> None:
-    """Who reaches an engine can change its weights: other hosts only with a key."""
+    """Check that other hosts reach engines only with a key: a client can change weights."""
     if not (engines.host == "localhost" or engines.host.startswith("127.") or engines.api_key):
         raise UserError(
             f"engines.host is {engines.host!r}, which other hosts can reach, and engines.api_key "
@@ -86,7 +86,7 @@ def check_one_machine(config: RunConfig) -> None:
 
 
 def check_probe_tolerance(config: RunConfig, device: str | None = None) -> None:
-    """Where the engines run: can they agree with the trainer as closely as is asked?
+    """Check that engines on this machine can agree with the trainer as closely as is asked.
 
     Those that do not are replaced until none is left, minutes after the start. `device`: what
     `auto` means there; None: what this host has.
@@ -116,7 +116,7 @@ def check_store(config: RunConfig, directory: RunDirectory) -> None:
 
 
 def _check_checkpoint(path: Path) -> None:
-    """Its manifest; the files are verified when they are read."""
+    """Check its manifest; the files are verified when they are read."""
     if not (path / MANIFEST_NAME).is_file():
         raise UserError(f"model.checkpoint {str(path)!r} has no {MANIFEST_NAME}: not a checkpoint")
     try:

@@ -33,7 +33,7 @@ def _prepare_child() -> None:
 
 
 class Child:
-    """One process with its output in a log file.
+    """A process with its output in a log file.
 
     SIGUSR2 asks a run to stop (`train_loop/stop.py`). A process that does not handle it must not
     die of it, so a child starts with it ignored, and so do its own children.

@@ -83,7 +83,7 @@ class Session:
         write_atomically(self._owner_file, self.path.name)
 
     def follows(self, other: str) -> bool:
-        """Whether session `other` was an earlier start of the same Slurm job (JOB.RESTARTS)."""
+        """Return whether `other` was an earlier start of the same Slurm job (JOB.RESTARTS)."""
         (job, _, count), (their_job, _, their_count) = (
             name.rpartition(".") for name in (self.path.name, other)
         )
@@ -91,7 +91,7 @@ class Session:
         return bool(job) and job == their_job and numbers and int(their_count) < int(count)
 
     def is_current(self) -> bool:
-        """Whether no newer session has begun."""
+        """Return whether no newer session has begun."""
         return self._owner_file.exists() and self._owner_file.read_text() == self.path.name
 
     @property
@@ -101,7 +101,7 @@ class Session:
 
     @property
     def token_file(self) -> Path:
-        """What Ray's processes show each other."""
+        """File of the token that Ray's processes show each other."""
         return self.path / "ray-token"
 
     @property
@@ -119,7 +119,7 @@ class Session:
             print(f"{self.path / 'closed'} cannot be written: {reason(error)}", file=sys.stderr)
 
     def closed(self) -> bool:
-        """Whether a role or the job script has ended the session."""
+        """Return whether a role or the job script has ended the session."""
         return (self.path / "closed").exists()
 
     def check(self) -> None:
@@ -136,7 +136,7 @@ class Session:
         write_atomically(self._note(note), json.dumps(content))
 
     def has(self, note: str) -> bool:
-        """Whether a role has told this."""
+        """Return whether a role has left this note."""
         return self._note(note).exists()
 
     def _note(self, note: str) -> Path:

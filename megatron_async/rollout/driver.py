@@ -48,7 +48,7 @@ _GROUPS_AT_A_TIME = 16  # a start wants hundreds, and the event loop has other w
 
 
 class RolloutDriver:
-    """One rollout side: owns scheduler, store and engine clients for the life of a run."""
+    """The rollout side of a run: owns scheduler, store and engine clients."""
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class RolloutDriver:
         self.lost_engines.put_nowait((engine_id, why))
 
     def engine_stale(self, engine_id: str, why: str) -> None:
-        """It does not hold what it should: it serves nothing until it was sent the weights again.
+        """Let an engine that holds other weights serve nothing until it was sent them again.
 
         Its trajectories go on elsewhere from their last stored token.
         """
@@ -231,19 +231,19 @@ class RolloutDriver:
         return [slot.client for slot in receivers]
 
     def sent(self, version: PolicyVersion, engine_ids: Sequence[str]) -> None:
-        """These engines were sent `version`: what they generate with it waits for `verified`."""
+        """Note that engines were sent `version`: tokens made with it wait for `verified`."""
         for engine_id in engine_ids:
             if (slot := self._slots.get(engine_id)) is not None:
                 slot.expect(version)
 
     def verified(self, engine_ids: Sequence[str]) -> None:
-        """What these engines were sent last is right: their tokens are taken."""
+        """Take the tokens of engines: what they were sent last is right."""
         for engine_id in engine_ids:
             if (slot := self._slots.get(engine_id)) is not None:
                 slot.accept()
 
     def end_update(self, version: PolicyVersion, engine_ids: Sequence[str]) -> None:
-        """These engines generate with `version` from now on; it is `verified` before or after."""
+        """Let engines generate with `version` from now on; it is `verified` before or after."""
         self.sent(version, engine_ids)
         self.statistics.update_ended()
         is_new = version != self._version
@@ -462,7 +462,7 @@ class RolloutDriver:
         }
 
     def describe(self) -> str:
-        """One line about what is going on, for error messages."""
+        """Return a line about what is going on, for error messages."""
         up = sum(slot.up for slot in self._slots.values())
         return (
             f"{up} of {len(self._slots)} engines serve, {len(self._generation)} requests run, "

@@ -51,7 +51,7 @@ _BEGUN_IN_A_TURN = 64
 
 @dataclass(eq=False)
 class RunningRequest:
-    """One request that is submitted; `abort_wanted` is seen by one that has not been sent yet.
+    """A submitted request; `abort_wanted` is seen by one that has not been sent yet.
 
     `begun` names it for the store from the turn of the event loop on in which it begins.
     `group_id` is known once it is sent. `read_at` is the reading of its engine's request clock at
@@ -69,7 +69,7 @@ class RunningRequest:
 
     @property
     def key(self) -> RequestKey:
-        """Of one that has begun."""
+        """Return the key of a request that has begun."""
         assert self.begun is not None
         return self.begun
 

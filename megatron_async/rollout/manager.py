@@ -61,7 +61,7 @@ class _PendingUpdate:
 
 @dataclass(frozen=True, eq=False)
 class _Session:
-    """What lives from one `attach` to the next."""
+    """State from one `attach` to the next."""
 
     resume: ResumePoint
     store: TrajectoryStore
@@ -206,7 +206,7 @@ class RolloutManager:
         return self._attached.driver
 
     def _session_of(self, lineage: int) -> _Session:
-        """What the trainer of `lineage` that makes a call has attached.
+        """Return the session that the calling trainer of `lineage` has attached.
 
         Raises ComponentFailure when it has been replaced, NotAttached when it must attach first.
         """
@@ -366,7 +366,7 @@ class RolloutManager:
     async def _tell(
         self, engines: Iterable[EngineClient], what: Callable[[EngineClient], Awaitable[None]]
     ) -> None:
-        """One after the other; an engine that fails is taken out of service."""
+        """Ask engines one after the other; one that fails is taken out of service."""
         session = self._attached
         for engine in engines:
             failure = None
@@ -427,7 +427,7 @@ class RolloutManager:
                     ) from error
 
     def _passed(self, session: _Session, outcome: CheckedEngines) -> list[EngineClient]:
-        """Those that passed a check. Others are sent the weights once more, then replaced."""
+        """Return engines that passed a check. Others are sent the weights again, then replaced."""
         self._still(session)
         for engine_id, why in outcome.failed.items():
             self._driver.engine_failed(engine_id, why)
@@ -444,7 +444,7 @@ class RolloutManager:
     # ------------------------------------------------------------ checkpoints
 
     async def position(self, lineage: int) -> dict[str, Any]:
-        """What a checkpoint must keep of the rollout side (`ResumePoint` is made from it).
+        """Return what a checkpoint keeps of the rollout side (`ResumePoint` is made from it).
 
         The trainer is about to hold all of its memory: engines that share it rest.
         """

@@ -129,7 +129,7 @@ async def _streamed(engine: EngineClient, request: GenerationRequest) -> list[To
 
 
 def packed(samples: Sequence[ProbeSample], temperature: float) -> TokenBatch:
-    """One sequence a sample, in order, for the trainer to compute log-probs of the responses."""
+    """Pack a sequence for each sample, in order, for the trainer to compute log-probs."""
     prompts_S = np.array([len(s.prompt_ids) for s in samples], np.int32)
     lengths_S = prompts_S + np.array([len(s.token_ids) for s in samples], np.int32)
     zeros_T, zeros_S = np.zeros(int(lengths_S.sum()), np.int32), np.zeros(len(samples), np.int64)

@@ -153,7 +153,7 @@ class CountingVerifier:
 
     @property
     def scorers(self) -> ScorerCount:
-        """Those of the verifier."""
+        """Return the number of scorers of the verifier."""
         return self._verifier.scorers
 
     async def score(

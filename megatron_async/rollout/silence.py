@@ -105,7 +105,7 @@ class EngineWatch:
             self._update(now)
 
     def store_ends(self, now: float) -> None:
-        """It goes on."""
+        """Let time count again."""
         self._storing -= 1
         if not self._storing:
             self._update(now)

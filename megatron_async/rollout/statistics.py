@@ -122,7 +122,7 @@ class RolloutStatistics:
         self._kv_reports.append(kv_usage)
 
     def score_wanted(self) -> None:
-        """One more response waits for its score."""
+        """Count a response that waits for its score."""
         self._unscored += 1
         self._longest_queue = max(self._longest_queue, self._unscored)
 

@@ -115,7 +115,7 @@ class Header:
 
 @dataclass(frozen=True)
 class Exchange:
-    """One event and the actions it caused; `index` counts from 0 at the record's very beginning.
+    """An event and the actions it caused; `index` counts from 0 at the record's beginning.
 
     `at`: seconds since the epoch, None where the record has no times.
     """
@@ -196,7 +196,7 @@ class RecordFiles:
         return stream
 
     def full(self, actions: Sequence[object], size: int) -> bool:
-        """Whether the next file is due after these actions, with `size` bytes of events written."""
+        """Return whether the next file is due after these actions, with `size` bytes written."""
         if any(isinstance(action, ev.EmitBatch) for action in actions):
             self._steps += 1
             if self._steps >= self._steps_each:
@@ -267,7 +267,7 @@ class Recorder:
         self._size = 0
 
     def write(self, event: ev.Event, actions: Sequence[RecordedAction]) -> None:
-        """One event and what the scheduler answered."""
+        """Write an event and its actions."""
         self._events += 1
         line: dict[str, Any] = {"e": encode(event), "a": [encode(a) for a in actions]}
         if self._clock is not None:
@@ -459,7 +459,7 @@ def replay(
 
 
 def first_difference(exchange: Exchange, actions: Sequence[RecordedAction]) -> Divergence | None:
-    """Where `actions` part from the recorded ones."""
+    """Return the first place where `actions` differ from the recorded ones."""
     recorded = exchange.actions
     for position in range(max(len(recorded), len(actions))):
         before = recorded[position] if position < len(recorded) else None

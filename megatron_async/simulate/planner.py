@@ -303,7 +303,7 @@ def _requests_allowed(config: RunConfig) -> int | None:
 def _generation_seconds(
     config: RunConfig, costs: RooflineEngine, workload: _Workload, count: int, batch: int
 ) -> float:
-    """One step's generation on `count` engines of `batch` requests each."""
+    """Return the seconds of a step's generation on `count` engines of `batch` requests each."""
     age = workload.age
     fixed, per_kv = costs.decode(batch)
     seconds = workload.response_tokens / count * (fixed + per_kv * batch * age) / batch

@@ -59,7 +59,7 @@ _MEASUREMENT_SECONDS = 600.0
 
 @dataclass(frozen=True)
 class Arrival:
-    """One chunk of one request: when it came and how many tokens the request has since then."""
+    """A chunk of a request: when it came, and how many tokens the request has since then."""
 
     at: float
     tokens: int
@@ -91,7 +91,7 @@ def decode_seconds(arrivals: list[list[Arrival]]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Load:
-    """What `batch` clients, each sending one request after the other, got in a window of time.
+    """Chunks that `batch` clients, each with one request after the other, got in a window.
 
     `kv_tokens`: what the batch held on average.
     """
@@ -133,7 +133,7 @@ class EngineProfiler:
         self._serial = 0
 
     async def decode(self, batch: int, context: int) -> dict[str, float]:
-        """One row of `decode`."""
+        """Return a row of `decode`."""
         await self._client.flush_cache()
         arrivals = await asyncio.gather(
             *(self._generate(context, self._new_tokens) for _ in range(batch))
@@ -143,7 +143,7 @@ class EngineProfiler:
         return {"batch": batch, "kv_tokens": round(kv_tokens), "seconds": round(seconds, 7)}
 
     async def prefill(self, tokens: int, step_seconds: float) -> dict[str, float]:
-        """One row of `prefill`."""
+        """Return a row of `prefill`."""
         times = []
         for _ in range(_PREFILL_REPEATS):
             await self._client.flush_cache()
@@ -184,7 +184,7 @@ class EngineProfiler:
         )
 
     async def _generate(self, context: int, new_tokens: int) -> list[Arrival]:
-        """One request, to its end; its chunks with the tokens so far."""
+        """Run a request to its end; returns its chunks with the tokens so far."""
         self._serial += 1
         request = GenerationRequest(
             request_id=f"profile-{self._serial}",

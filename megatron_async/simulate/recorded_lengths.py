@@ -57,7 +57,7 @@ class Recorded:
 
 
 def read_lengths(path: Path) -> Array:
-    """Of the responses that ended. Raises UserError naming the file and the entry."""
+    """Read lengths of responses that ended. Raises UserError naming the file and the entry."""
     sample = read_recorded(path, "simulate.lengths.path")
     if not sample.ended.any():
         raise UserError(f"simulate.lengths.path {path} holds no response that ended")
@@ -115,7 +115,7 @@ def _parsed(text: bytes, where: str) -> Any:
 
 
 def _committed_bytes(path: Path) -> float:
-    """How far `path` may be read: no limit, unless it is the export of a run that is there."""
+    """Return how far `path` may be read: no limit, unless it is the export of a run."""
     store = RunDirectory(path.absolute().parent.parent).store_file
     if not has_store(store):
         return math.inf

@@ -137,7 +137,7 @@ class ReasoningGymProblems:
         return Problem(entry["question"], payload, texts)
 
     def _draw(self, purpose: str, seed: int, index: int, attempt: int) -> tuple[int, int, int]:
-        """Which arguments, which chunk (as its seed) and which place in it."""
+        """Return the arguments, the chunk (as its seed) and the place in it."""
         chance = random.Random(stable_hash("component", purpose, seed, index, attempt))
         component = chance.choices(range(len(self._weights)), self._weights)[0]
         chunk, offset = divmod(index, _CHUNK)
@@ -206,7 +206,7 @@ def mixture(config: TaskConfig) -> list[tuple[float, dict[str, Any]]]:
 
 
 def make_dataset(name: str, arguments: dict[str, Any], seed: int) -> Any:
-    """One chunk of problems. Raises UserError for arguments that the task refuses."""
+    """Make a chunk of problems. Raises UserError for arguments that the task refuses."""
     reserved = {"seed", "size"} & arguments.keys()
     if reserved:
         raise UserError(f"task.params may not set {sorted(reserved)[0]!r}; see task.train_seed")

@@ -198,7 +198,7 @@ class ScorerProcess:
         return None
 
     def _wait(self, descriptor: int, event: int, deadline: float) -> None:
-        """Until the descriptor is ready. Raises ScorerTimeout or ScorerCrash."""
+        """Wait until the descriptor is ready. Raises ScorerTimeout or ScorerCrash."""
         poll = select.poll()
         poll.register(descriptor, event)
         poll.register(self._ended, select.POLLIN)

@@ -164,7 +164,7 @@ def _error(reward: Reward, error: BaseException) -> dict[str, Any]:
 def _run_scorer(
     settings: ScorerSettings, waits: bool, requests: int, channel: socket.socket, output: int
 ) -> int:
-    """What the forked process does."""
+    """Run the scorer in the forked process."""
     keeper = os.getppid()
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != keeper:
@@ -183,7 +183,7 @@ def _run_scorer(
 
 
 class _Output:
-    """What the scorer prints: the beginning goes to the log, the end is kept for an error."""
+    """Output of the scorer: the beginning goes to the log, the end is kept for an error."""
 
     def __init__(self, source: int) -> None:
         self.source = source

@@ -1,4 +1,4 @@
-"""What a person sees: progress, TensorBoard, metrics, warnings and the report.
+"""Telemetry: progress, TensorBoard, metrics, warnings and the report.
 
 - metrics: `metrics.jsonl`; readers see the surviving lineage.
 - trackers: TensorBoard, W&B, MLflow and the user's own.

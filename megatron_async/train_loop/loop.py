@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 @dataclass(kw_only=True)
 class LoopParts:
-    """What the loop works with; `link` and `metrics` only on rank 0.
+    """Parts of the loop; `link` and `metrics` only on rank 0.
 
     `resume` is where this line began; `memory` gives the trainer's device memory away where engines
     share it; `rank_zero` is how ranks wait for the first one.
@@ -63,7 +63,7 @@ class LoopParts:
 
 
 class TrainLoop:
-    """One rank's view of a run, from its resume point to its last step."""
+    """A run as one rank sees it, from its resume point to its last step."""
 
     def __init__(self, parts: LoopParts) -> None:
         self._parts = parts
@@ -78,7 +78,7 @@ class TrainLoop:
         self._update_seconds: dict[str, float] = {}
 
     def run(self) -> bool:
-        """Until `config.steps` batches are trained on: True; False when asked to stop before.
+        """Train until `config.steps` batches are done: True; False when asked to stop before.
 
         Raises ComponentFailure.
         """

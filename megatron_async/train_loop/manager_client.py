@@ -40,7 +40,7 @@ class ManagerLost(ComponentFailure):
 
 
 class RolloutLink(Protocol):
-    """What the trainer's loop asks of the rollout side; every call is limited in time."""
+    """Calls of the trainer's loop to the rollout side; each has a time limit."""
 
     def attach(self, resume: ResumePoint) -> None:
         """This trainer begins at `resume`; waits for the engines to have started."""
@@ -62,7 +62,7 @@ class RolloutLink(Protocol):
         ...
 
     def end_update(self, number: int, engine_ids: Sequence[str], verify: bool) -> TokenBatch | None:
-        """These engines were sent version `number`; with `verify`, what they sampled with it."""
+        """Report engines that were sent version `number`; `verify`: return what they sampled."""
         ...
 
     def verify_update(
@@ -79,7 +79,7 @@ class RolloutLink(Protocol):
         ...
 
     def position(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the rollout side."""
+        """Return what a checkpoint keeps of the rollout side."""
         ...
 
     def checkpoint_finalised(self, step: int, kept_steps: Sequence[int]) -> None:

@@ -45,7 +45,7 @@ def shard_of(data: bytes) -> ShardRecord:
 
 @dataclass(frozen=True)
 class VersionManifest:
-    """One published version. `owners` says which shard holds a tensor.
+    """A published version. `owners` maps each tensor to the shard that holds it.
 
     Of differences (`delta.py`), `base` is the digest of the version that they are against, and
     `files` are the files of differences, named like the shard that each of them makes.
@@ -114,7 +114,7 @@ class VersionWriter:
         self._partial.mkdir(parents=True, exist_ok=True)
 
     def add(self, name: str, data: bytes) -> ShardRecord:
-        """One file."""
+        """Write a file."""
         _write(self._partial / name, data)
         return shard_of(data)
 

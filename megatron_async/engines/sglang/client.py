@@ -65,7 +65,7 @@ _PREEMPTIONS = b"sglang:num_retracted_requests_total"
 
 
 class SGLangClient:
-    """One SGLang server. Make it with `await SGLangClient.connect(...)`."""
+    """Client of an SGLang server. Make it with `await SGLangClient.connect(...)`."""
 
     def __init__(
         self, engine_id: str, url: str, settings: EngineConfig, kv_capacity_tokens: int = 0
@@ -229,7 +229,7 @@ class SGLangClient:
         )
 
     async def checksum(self) -> str:
-        """One checksum over all weights that the engine really holds (all TP ranks)."""
+        """Return a checksum over all weights that the engine really holds (all TP ranks)."""
         answer = await self._post("weights_checker", {"action": "checksum"})
         return str(answer["per_engine_checksum"])
 
@@ -244,7 +244,7 @@ class SGLangClient:
         )
 
     async def healthy(self) -> bool:
-        """Whether it answers at all; never raises."""
+        """Return whether it answers at all; never raises."""
         try:
             await self._request("GET", "health", None, _HEALTH_SECONDS)
         except EngineError:
@@ -363,7 +363,7 @@ _JSON = {"Content-Type": "application/json"}
 
 
 async def _parts(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """Its body as it arrives. Raises aiohttp.ClientError, also where aiohttp does not."""
+    """Yield the body as it arrives. Raises aiohttp.ClientError, also where aiohttp does not."""
     try:
         async for data in response.content.iter_any():
             yield data

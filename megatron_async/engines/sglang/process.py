@@ -180,7 +180,7 @@ def simulated_command(
 
 
 class SGLangProcess:
-    """One SGLang server: start, url, alive, stop. Not thread-safe; blocking."""
+    """An SGLang server: start, url, alive, stop. Not thread-safe; blocking."""
 
     def __init__(
         self,
@@ -221,7 +221,7 @@ class SGLangProcess:
         return self._log_path
 
     def alive(self) -> bool:
-        """Whether the server process exists (not whether it answers)."""
+        """Return whether the server process exists (not whether it answers)."""
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> None:
@@ -340,7 +340,7 @@ class SGLangProcess:
 
 
 def answers_health(host: str, port: int, api_key: str = "", timeout_seconds: float = 2.0) -> bool:
-    """Whether the server says that it can take requests."""
+    """Return whether the server reports that it can take requests."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     connection = http.client.HTTPConnection(host, port, timeout=timeout_seconds)
     try:

@@ -264,7 +264,7 @@ def _generation_request(body: dict[str, Any]) -> GenerationRequest:
 
 
 def _report(chunk: TokenChunk, before: int) -> dict[str, Any]:
-    """One streamed event, as SGLang with `--incremental-streaming-output` sends it."""
+    """Make a streamed event, as SGLang with `--incremental-streaming-output` sends it."""
     total = before + len(chunk.token_ids)
     ids = chunk.token_ids.tolist()
     logprobs = chunk.logprobs.tolist()
