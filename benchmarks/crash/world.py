@@ -34,8 +34,8 @@ from benchmarks.crash.faults import FOR_GOOD, KINDS, SILENCE_SECONDS, Fault, Inj
 from benchmarks.crash.hostile_reward import COMMAND_VARIABLE, IMPORT_PATH, reward_of
 from benchmarks.crash.ledger import Ledger, Notes, faults_file, trained_file
 from megatron_async.checkpoint.manifest import (
-    Layout,
     Manifest,
+    SavedLayout,
     finalise,
     list_checkpoints,
     prune,
@@ -155,25 +155,29 @@ class ScorerProcesses:
         reward = RewardConfig.model_validate({"name": IMPORT_PATH})
         scoring = ScorerSettings(task=config.task, rewards=[reward])
         self._workers = [VerifierWorker(scoring) for _ in range(_SCORERS)]
-        self._threads = ThreadPoolExecutor(_SCORERS, "scorer")
-        self._idle: asyncio.Queue[VerifierWorker] = asyncio.Queue()
-        for worker in self._workers:
-            self._idle.put_nowait(worker)
+        # One each: a score goes on in its thread when nobody waits for it any more.
+        self._threads = [ThreadPoolExecutor(1, "scorer") for _ in self._workers]
+        self._idle: asyncio.Queue[int] = asyncio.Queue()
+        for place in range(_SCORERS):
+            self._idle.put_nowait(place)
 
     async def score(
         self, prompt: Prompt, response_ids: Sequence[int]
     ) -> tuple[float | None, dict[str, float]]:
-        worker = await self._idle.get()  # bounded: every score is
+        place = await self._idle.get()  # bounded: every score is
         loop = asyncio.get_running_loop()
         work = [Work(0, prompt.payload, (text_of(response_ids),))]
         try:
-            [[scored]] = await loop.run_in_executor(self._threads, worker.score, work)
+            [[scored]] = await loop.run_in_executor(
+                self._threads[place], self._workers[place].score, work
+            )
         finally:
-            self._idle.put_nowait(worker)
+            self._idle.put_nowait(place)
         return scored.reward, scored.detail
 
     def close(self) -> None:
-        self._threads.shutdown(wait=True)
+        for thread in self._threads:
+            thread.shutdown(wait=True)
         for worker in self._workers:
             worker.close()
 
@@ -319,7 +323,7 @@ class Trainer:
     def _save(self, extra: dict[str, Any]) -> list[int]:
         root = self._directory.checkpoints
         temporary = root / f".saving_{self.lineage}.{self.step}"
-        manifest = Manifest(self.lineage, self.step, Layout(1, 1, 1), {}, extra=extra)
+        manifest = Manifest(self.lineage, self.step, SavedLayout(1, 1, 1), {}, extra=extra)
         try:
             temporary.mkdir(parents=True, exist_ok=True)
             finalise(temporary, step_directory(root, self.step), manifest)
