@@ -374,7 +374,7 @@ def plan(
 def fit_lengths(
     file: Annotated[
         Path,
-        typer.Argument(help="Recorded lengths, e.g. runs/NAME/export/trajectories.jsonl."),
+        typer.Argument(help="A run, runs/NAME; or a file of recorded lengths."),
     ],
     cut: Annotated[
         int | None,

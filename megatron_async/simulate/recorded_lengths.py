@@ -1,4 +1,4 @@
-"""Recorded response lengths from a file: of another program's run, or of an export of this one's.
+"""Recorded response lengths: from a run directory, or from a file of an export or another program.
 
 A file is a JSON list, one number a line, or JSONL whose objects hold `response_length`,
 `response_ids`, or `segments` (the lines of `export/trajectories.jsonl`: tokens that the environment
@@ -28,8 +28,10 @@ import numpy.typing as npt
 from megatron_async.config.files import parse_json
 from megatron_async.errors import UserError, shown
 from megatron_async.run_directory import RunDirectory
+from megatron_async.store import export
 from megatron_async.store.place import has_store
 from megatron_async.store.reader import StoreReader
+from megatron_async.trajectory.types import FinishReason
 
 _LONGEST = 1e15  # tokens; beyond it floats skip whole numbers
 Array = npt.NDArray[np.float64]
@@ -69,6 +71,8 @@ def read_recorded(path: Path, setting: str) -> Recorded:
 
     An unfinished response without any token is left out.
     """
+    if path.is_dir():
+        return _of_run(path, setting)
     lengths, censored, ended = array("d"), bytearray(), bytearray()
     for number, entry in enumerate(_entries(path, setting), start=1):
         (tokens, shown), ending = _length(entry), _ending(entry)
@@ -84,6 +88,18 @@ def read_recorded(path: Path, setting: str) -> Recorded:
     return Recorded(
         np.array(lengths), np.array(censored).astype(bool), np.array(ended).astype(bool)
     )
+
+
+def _of_run(path: Path, setting: str) -> Recorded:
+    """Read the responses in a run's store and in its export. UserError when there are none."""
+    directory, _ = RunDirectory.find(path, [], setting)
+    with closing(StoreReader(directory.store_file)) as reader, reader.at_one_moment():
+        found = [s for s in (*reader.summaries(), *export.summaries(reader)) if s.tokens]
+    if not found:
+        raise UserError(f"{setting} {path}: the run has no response yet")
+    ended = np.array([s.finish_reason is not None for s in found])
+    cut = np.array([s.finish_reason is FinishReason.LENGTH for s in found])
+    return Recorded(np.array([float(s.tokens) for s in found]), cut | ~ended, ended)
 
 
 def _entries(path: Path, setting: str) -> Iterator[Any]:
@@ -104,7 +120,11 @@ def _entries(path: Path, setting: str) -> Iterator[Any]:
                     return
                 yield found
     except OSError as error:
-        raise UserError(f"{setting} {path} cannot be read: {error}") from error
+        run = path.absolute().parent.parent
+        hint = ""
+        if RunDirectory(run).config_file.exists():
+            hint = f"; the run has exported nothing yet, name its directory instead: {run}"
+        raise UserError(f"{setting} {path} cannot be read: {error.strerror}{hint}") from error
 
 
 def _parsed(text: bytes, where: str) -> Any:

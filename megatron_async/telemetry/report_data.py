@@ -7,8 +7,9 @@ Invariants
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 from megatron_async.errors import UserError
 from megatron_async.run_directory import RunDirectory
 from megatron_async.store import export
+from megatron_async.store.place import has_store
 from megatron_async.store.reader import StoreReader, TrajectorySummary
 from megatron_async.tasks.text_task import load_tokenizer
 from megatron_async.telemetry.metrics import read_metrics
@@ -25,6 +27,8 @@ from megatron_async.trajectory.types import Trajectory
 
 Lines = list[dict[str, float]]
 _MOST_CHARACTERS = 4000
+_MOST_FACTS = 300
+_EVALUATION_SAMPLES = 3
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,10 @@ def read_run(path: Path) -> RunData:
         train=train,
         evaluations=read_metrics(directory.metrics_file, kind="eval"),
         warnings=_warnings(directory.metrics_file, train),
-        samples=_samples(directory, _decoder(config.model.path)),
+        samples=(
+            *_samples(directory, _decoder(config.model.path)),
+            *_evaluated(directory.path / "evaluations"),
+        ),
     )
 
 
@@ -106,7 +113,7 @@ def _decoder(model_path: str) -> Callable[[Sequence[int]], str]:
 def _samples(
     directory: RunDirectory, decode: Callable[[Sequence[int]], str]
 ) -> tuple[ReportSample, ...]:
-    if not directory.store_file.exists():
+    if not has_store(directory.store_file):
         return ()
     with closing(StoreReader(directory.store_file)) as reader, reader.at_one_moment():
         everything = [*reader.summaries(), *export.summaries(reader)]
@@ -114,6 +121,25 @@ def _samples(
             _sample(why, export.find(reader, summary.trajectory_id), decode)
             for why, summary in _chosen(everything)
         )
+
+
+def _evaluated(folder: Path) -> Iterator[ReportSample]:
+    """First responses of the newest evaluation of each set, as the run has kept them."""
+    newest = {
+        file.name.rpartition("-")[0]: file for file in sorted(folder.glob("*-*.jsonl"), key=_step)
+    }
+    for name, file in newest.items():
+        for line in itertools.islice(file.open(), _EVALUATION_SAMPLES):
+            row = {key: str(value) for key, value in json.loads(line).items()}
+            prompt, response = row.pop("question", ""), row.pop("response", "")
+            facts = ", ".join(f"{key} {value}" for key, value in row.items())[:_MOST_FACTS]
+            piece = Piece(response[:_MOST_CHARACTERS], f"version {_step(file)}", "", 0)
+            yield ReportSample(f"evaluation {name}", facts, prompt[:_MOST_CHARACTERS], (piece,))
+
+
+def _step(file: Path) -> int:
+    number = file.stem.rpartition("-")[2]
+    return int(number) if number.isdecimal() else -1
 
 
 def _chosen(summaries: Sequence[TrajectorySummary]) -> list[tuple[str, TrajectorySummary]]:

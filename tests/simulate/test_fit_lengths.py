@@ -12,14 +12,17 @@ import pytest
 from typer.testing import CliRunner
 
 from megatron_async.cli import app
+from megatron_async.config import build_config
 from megatron_async.config.rollout import StoreConfig
 from megatron_async.config.simulate import LengthConfig, SimulatedRewardConfig
 from megatron_async.errors import UserError
+from megatron_async.run_directory import RunDirectory
 from megatron_async.simulate.fit_lengths import Fit, fit_lengths
 from megatron_async.simulate.lengths import GroupSource
 from megatron_async.simulate.recorded_lengths import Recorded, read_lengths, read_recorded
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.types import DropReason, FinishReason
+from tests.telemetry.test_report import make_run
 from tests.trajectory.builders import append, prompt
 
 TRUE = {
@@ -201,3 +204,15 @@ def test_a_file_that_holds_no_lengths_is_named(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["fit-lengths", str(file)])
     assert isinstance(result.exception, UserError)
     assert str(result.exception) == f"FILE {file}: entry 1 is not a length: a"
+
+
+def test_a_short_run_that_has_exported_nothing_is_read_from_its_store(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "short")
+    sample = read_recorded(run, "FILE")
+    assert sample.lengths.tolist() == [4.0] and sample.ended.tolist() == [True]
+    assert sample.censored.tolist() == [False]
+    with pytest.raises(UserError, match=f"exported nothing yet, name its directory instead: {run}"):
+        read_recorded(run / "export" / "trajectories.jsonl", "FILE")
+    empty = RunDirectory.create(build_config({"name": "empty", "root": str(tmp_path)}))
+    with pytest.raises(UserError, match="there is no trajectory store"):
+        read_recorded(empty.path, "FILE")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import shutil
 import subprocess
@@ -120,6 +121,18 @@ def test_segments_are_coloured_by_policy_version(page: str) -> None:
     shown = re.findall(r'<span style="background:(#\w+)" title="policy (0\.\d) on engine0', page)
     assert {version for _, version in shown} == {"0.0", "0.1"}
     assert len({colour for colour, _ in shown}) == 2
+
+
+def test_responses_that_an_evaluation_has_kept_are_shown(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "evaluated")
+    folder = run / "evaluations"
+    folder.mkdir()
+    for step, response in ((0, "old"), (12, "nineteen"), (3, "older")):
+        row = {"question": "7+12=", "answer": "19", "response": response, "reward": 1.0}
+        (folder / f"held-out-{step}.jsonl").write_text(json.dumps(row) + "\n")
+    text = body(report_page([read_run(run)]))
+    assert "evaluation held-out" in text and "nineteen" in text and "policy version 12" in text
+    assert ">old<" not in text and ">older<" not in text, "the newest alone"
 
 
 def test_runs_stand_side_by_side_with_the_same_axes(run: Path) -> None:
