@@ -17,7 +17,7 @@ from megatron_async.engines.interface import GenerationRequest, TokenChunk
 from megatron_async.engines.simulated.engine import SimulatedEngine
 from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.manager import ResumePoint, UpdateReport
-from megatron_async.rollout.probe import Sample
+from megatron_async.rollout.probe import ProbeSample
 from megatron_async.rollout.weight_checks import WeightChecks
 from megatron_async.store.reader import StoreReader
 from megatron_async.trajectory.batch import TokenBatch
@@ -374,7 +374,7 @@ def test_what_engines_of_wrong_weights_agree_on_does_not_bind_those_that_come_af
     async def passed(*engines: Holding, error: float) -> list[str]:
         held = (await checks.held(list(engines), version)).good  # type: ignore[arg-type]
         samples = [
-            Sample(e.engine_id, np.zeros(1, np.int32), np.zeros(1, np.int32), np.full(1, -1.0))
+            ProbeSample(e.engine_id, np.zeros(1, np.int32), np.zeros(1, np.int32), np.full(1, -1.0))
             for e in held
         ]
         trainer_T = np.tile(np.array([0.0, error - 1.0], np.float32), len(samples))
