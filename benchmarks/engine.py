@@ -164,7 +164,7 @@ async def control(client: SGLangClient, url: str, model: Path, folder: Path) -> 
             await asyncio.to_thread(sender.send, [tensors], PolicyVersion(0, repeat + 1))
             note(f"update {transport}", started)
             started = time.perf_counter()
-            await asyncio.to_thread(sender.checksums)
+            await client.checksum()
             note("checksum", started)
             await client.resume()
             await client.abort(names)

@@ -164,8 +164,8 @@ def _misbehave(behaviour: Callable[[Any], Any]) -> None:
 
     bound = TaskReward.bound
 
-    def bound_hostile(self: TaskReward, settings: Any) -> Any:
-        score = bound(self, settings)
+    def bound_hostile(self: TaskReward, *arguments: Any) -> Any:
+        score = bound(self, *arguments)
         return lambda sample: behaviour(score(sample))
 
     TaskReward.bound = bound_hostile
