@@ -63,7 +63,8 @@ def sft_command(
     if teacher is not None:
         check_teacher(config, teacher)
     checked = check_run(config, generates=teacher is not None)
-    typer.echo(checked.summary)
+    if index == 0:
+        typer.echo(checked.summary)
     config = own_name(checked.config)
     check_trainer_here(config)
     if out.exists() and any(out.iterdir()):

@@ -33,9 +33,6 @@ from megatron_async.simulate.memory import (
 )
 from megatron_async.simulate.planner import sufficient_concurrency
 
-_REQUESTS_PER_INTERVAL: Final = 1024
-"""Requests in flight for which events of 16 tokens are cheap (0.05 ms of the driver each)."""
-_LARGEST_INTERVAL: Final = 64
 _GRAPH_STEP: Final = 8
 _GB: Final = 1e9
 
@@ -169,16 +166,6 @@ def _cuda_graph_batch(config: RunConfig, machine: Machine) -> tuple[int | None, 
     )
 
 
-def _stream_interval(config: RunConfig, _machine: Machine) -> tuple[int, str]:
-    base, concurrency = config.engines.stream_interval, config.schedule.concurrency
-    if isinstance(concurrency, str) or concurrency <= _REQUESTS_PER_INTERVAL:
-        return base, "tokens lost at most when an engine dies, for little work an event"
-    wanted = base * 2 ** math.ceil(math.log2(concurrency / _REQUESTS_PER_INTERVAL))
-    return min(_LARGEST_INTERVAL, wanted), (
-        f"schedule.concurrency {concurrency}: one driver handles the events of all requests"
-    )
-
-
 def _verifier_workers(config: RunConfig, machine: Machine) -> tuple[int, str]:
     base = config.task.verifier_workers
     if machine.cores is None:
@@ -192,7 +179,6 @@ _RULES: Final[dict[str, _Rule]] = {
     "engines.max_total_tokens": _max_total_tokens,
     "schedule.concurrency": _concurrency,
     "engines.cuda_graph_batch": _cuda_graph_batch,
-    "engines.stream_interval": _stream_interval,
     "task.verifier_workers": _verifier_workers,
 }
 

@@ -20,6 +20,7 @@ from megatron_async.checkpoint.files import RankFiles
 from megatron_async.checkpoint.manager import CheckpointManager
 from megatron_async.config import dump
 from megatron_async.config.run import CheckpointConfig
+from megatron_async.disk import CannotWrite
 from megatron_async.errors import UserError
 from megatron_async.shipped import ROOT
 from megatron_async.trajectory.batch import TokenBatch
@@ -233,7 +234,7 @@ class TestRefusals:
         full = OSError(28, "No space left on device")
         with (
             mock.patch.object(RankFiles, "finish", side_effect=full),
-            pytest.raises(OSError, match="No space left"),
+            pytest.raises(CannotWrite, match="megatron cannot be written: No space left"),
         ):
             hf_to_megatron(models / "qwen2", tmp_path / "megatron")
         assert list(tmp_path.iterdir()) == []

@@ -148,12 +148,15 @@ def test_the_trainers_model_at_this_layout_has_the_published_count(
         stage.replicated + p.tensor * stage.split + p.expert * stage.experts for stage in stages
     )
     assert whole == published
-    # The memory that the file states counts the same parameters for a rank.
+    # The memory that the file states counts the same parameters for a rank: those of a mean stage.
+    # The first and the last one hold the embeddings too.
     expected = count(architecture_of(shape))
+    # Norms and routers, which all tensor ranks hold, are counted once there.
+    dense = [stage.replicated + stage.split for stage in stages]
+    mean = expected.dense / (p.tensor * p.pipeline)
+    assert sum(dense) / len(dense) == pytest.approx(mean, rel=0.01)
+    assert max(dense) < 1.05 * mean
     for stage in stages:
-        # Norms and routers, which all tensor ranks hold, are counted once there.
-        dense = stage.replicated + stage.split
-        assert dense == pytest.approx(expected.dense / (p.tensor * p.pipeline), rel=0.01)
         assert stage.experts == expected.experts / (p.pipeline * p.expert)
 
 

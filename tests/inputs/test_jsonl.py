@@ -114,6 +114,6 @@ def test_a_line_that_cannot_be_read_is_named(file: Path, line: bytes, sentence: 
 
 def test_a_name_that_is_no_file_is_refused() -> None:
     settings: dict[str, Any] = {"kind": "files", "name": "exact"}
-    for path in ("", "/", "a\0b"):
+    for path in ("", "a\0b"):
         with pytest.raises(UserError, match="cannot be read"):
             FileProblems(TaskConfig(**settings, path=path))

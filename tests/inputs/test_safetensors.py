@@ -188,7 +188,7 @@ def test_shards_of_an_index_are_all_opened(folder: Path) -> None:
 
     weight_map[names[0]] = "model-1.safetensors"
     (folder / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(UserError, match=r"is in model-1\.safetensors, which does not hold it"):
+    with pytest.raises(UserError, match=r"in model-1\.safetensors, which does not hold it"):
         check_weights(folder, architecture)
 
     (folder / "model-1.safetensors").unlink()

@@ -75,13 +75,6 @@ def test_what_was_derived_is_kept_when_the_run_is_resumed_elsewhere(tmp_path: Pa
     assert derive(resumed, LAPTOP).config == resumed == first
 
 
-def test_many_requests_send_fewer_events() -> None:
-    many = run_with(schedule={"concurrency": 3000})
-    assert value_of("engines.stream_interval", many, H100) == 64
-    few = run_with(schedule={"concurrency": 1000})
-    assert value_of("engines.stream_interval", few, H100) == 16
-
-
 def test_every_setting_has_its_reason() -> None:
     for line in derive(run_with(), H100).lines():
         name, reason = line.split(": ", 1)

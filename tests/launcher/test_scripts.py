@@ -97,9 +97,8 @@ def test_a_login_node_sets_up_for_the_nodes_that_are_named(machine: Machine, fla
     )
     installed = {word for call in machine.calls("python") for word in call.arguments}
     files = {Path(word).name for word in installed if "requirements" in word}
-    assert files == {f"requirements-{flavour}.txt"} | (
-        {"requirements-nodeps.txt"} if flavour == "cpu" else set()
-    )
+    beside = "requirements-nodeps.txt" if flavour == "cpu" else "requirements-gpu-lock.txt"
+    assert files == {f"requirements-{flavour}.txt", beside}
     note = machine.root / "venv" / ".megatron_async"
     assert note.read_text().split()[0] == flavour
     before = len(machine.calls("python"))

@@ -395,6 +395,8 @@ async def quiet(bench: Bench) -> EngineSlot:
     bench.generation.submit(bench.trajectory_id, slot)
     while bench.statistics.tokens < 1:
         await asyncio.sleep(0)
+    while slot.watch.request_clock(2.0) == slot.watch.request_clock(1.0):
+        await asyncio.sleep(0)  # its clock stands still until the token is stored
     return slot
 
 
