@@ -54,7 +54,7 @@ def test_a_larger_gpu_holds_more_requests() -> None:
 @pytest.mark.parametrize(
     ("section", "given"),
     [
-        ("engines", {"max_total_tokens": 65536, "stream_interval": 16, "cuda_graph_batch": 64}),
+        ("engines", {"max_total_tokens": 65536, "cuda_graph_batch": 64}),
         ("schedule", {"concurrency": 64}),
         ("task", {"verifier_workers": 8}),
     ],
