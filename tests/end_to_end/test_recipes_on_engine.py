@@ -144,7 +144,7 @@ def test_auto_concurrency_follows_what_the_engine_reports(
         "steps": 14,
         "schedule": {"groups_per_batch": 2, "group_size": 2, "concurrency": "auto"},
         "engines": {"health_interval_seconds": 0.05},
-        "experiment": {"forced_lengths": [12, 16, 12, 32]},
+        "experiment": {"forced_lengths": [48, 64, 48, 96]},
     }
     config = build_config(merge(settings("copris", tmp_path, model).model_dump(), changes))
     directory = RunDirectory.create(config)
