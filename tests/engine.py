@@ -25,7 +25,7 @@ from megatron_async.weight_sync.http import EngineAddress, call
 from tests.hf_models import save_hf_model
 
 VOCAB = 128
-SETTINGS = EngineConfig(device="cpu", max_total_tokens=16384)
+SETTINGS = EngineConfig(device="cpu", max_total_tokens=16384, stream_interval=16)
 _CALL_SECONDS = 20.0
 _Result = TypeVar("_Result")
 
