@@ -51,7 +51,7 @@ _HAS_ITS_OWN = (
 def main() -> None:
     """Console script: run a command, turn the two known errors into sentences."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    # `doctor` says what is missing and what is used instead; Megatron's warnings at every import
+    # `doctor` shows what is missing and what is used instead; Megatron's warnings at every import
     # would bury the progress lines.
     warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
     signal.signal(signal.SIGTERM, _terminate)

@@ -45,7 +45,7 @@ OPENINGS = frozenset(
 )
 # The word of the glossary for each of these is in CONTRIBUTING.md.
 REPLACED = re.compile(
-    r"\b(judge[sd]?|judging|judge?ments?|verdicts?|tell|tells|told|says|said|saying|fate|blame[sd]?|"
+    r"\b(judge[sd]|judging|judge?ments?|verdicts?|tell|tells|told|says|said|saying|fate|blame[sd]?|"
     r"baton|meetings?|woken|wakes?|doubt(?:s|ed)?|dies of|knows|believes?|asks nobody|in vain)\b",
     re.IGNORECASE,
 )

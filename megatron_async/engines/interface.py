@@ -4,7 +4,7 @@ Invariants
 - An engine reports every token exactly once, in order, with its log-prob (behaviour policy, at the
   sampling temperature) and the policy version that made it.
 - A `generate` stream ends with exactly one chunk whose `end` is set, or raises `EngineError`:
-  `RequestRefused` when the request is to blame, which is then never worth a repetition.
+  `RequestRefused` when the request is at fault, which is then never worth a repetition.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class EngineStatus:
 class EngineClient(Protocol):
     """An engine. Every method but `generate` has a time limit and raises `EngineError`.
 
-    How long a stream may be silent depends on what its engine is doing, which the driver knows
+    How long a stream may be silent depends on what its engine is doing, which the driver sees
     (rollout/silence.py); how long it may last has no limit.
     """
 

@@ -154,7 +154,7 @@ def check_run(config: RunConfig, *, generates: bool = True) -> Checked:
     if config.engines.quantization == "fp8":
         if config.model.family:
             raise UserError(
-                f"model.family is {config.model.family!r}, and engines.quantization fp8 knows our "
+                f"model.family is {config.model.family!r}, and engines.quantization fp8 has our "
                 "own families only; set engines.quantization none"
             )
         from megatron_async.engines.sglang.process import resolve_device

@@ -97,7 +97,7 @@ class RolloutSide:
         self._failure = ""
 
     def start(self) -> None:
-        """Create the manager; engines start in the background (`status` tells how that went)."""
+        """Create the manager; engines start in the background (`status` reports how that went)."""
         self._directory.forget_outcome()
         self._manager = ManagerActor.options(  # type: ignore[attr-defined]
             name=MANAGER_NAME,

@@ -227,7 +227,7 @@ class Generation:
     def forget_engine(self, slot: EngineSlot) -> None:
         """The engine is given up: its trajectories are finished or partial from now on.
 
-        Call while the scheduler still knows the engine: what it submits there meanwhile is
+        Call while the scheduler still has the engine: what it submits there meanwhile is
         forgotten too.
         """
         slot.give_up()
@@ -275,7 +275,7 @@ class Generation:
         finally:
             request.slot.watch.request_ended(request.slot.clock())
         if self._requests.get(request.trajectory_id) is not request or self._closed:
-            return  # its engine was given up or it was cut off: the scheduler knows that already
+            return  # its engine was given up or it was cut off: the scheduler has that already
         self._ended(request, refused=refused)
 
     async def _read(self, request: RunningRequest) -> None:

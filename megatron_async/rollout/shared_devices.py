@@ -1,6 +1,6 @@
 """Turns on devices that engines share with the trainer (`engines.placement: colocated`).
 
-The trainer's calls tell: a batch that is handed out, or a checkpoint's position that is asked for,
+The trainer's calls show it: a batch handed out, or a checkpoint's position that is asked for,
 means that it is about to train; a weight update, that it holds nothing but weights; the end of the
 update, that it holds nothing.
 

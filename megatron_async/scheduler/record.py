@@ -5,7 +5,7 @@ step and the policy version; every other one an event and its actions, each as `
 
     {"e": ["Finished", 17], "a": [["Score", 17], ["Submit", 93, "engine-0", false]]}
 
-With a clock, a third key `t` says when that was, in seconds since the epoch; a replay ignores it.
+With a clock, a third key `t` is the time of that, in seconds since the epoch; a replay ignores it.
 An event at which the scheduler raised has the exception in place of actions, `["Raised", "..."]`.
 
 A long record goes on in further files, `events/<lineage>[.<lost>[.<segment>]].jsonl`: `lost` counts

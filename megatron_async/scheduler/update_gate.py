@@ -1,10 +1,10 @@
 """The weight update as the scheduler sees it: engines are made ready, then weights change.
 
 Invariants
-- `AllowUpdate` is said once for each request, and only when no request runs (`weight_update:
+- `AllowUpdate` is emitted once for each request, and only when no request runs (`weight_update:
   boundary`, or a boundary action that ends requests) or after `PauseEngines` (`in_flight`).
 - Between the request and the publication nothing is submitted (`closed`).
-- `ResumeEngines` follows the publication exactly when `PauseEngines` was said before.
+- `ResumeEngines` follows the publication exactly when `PauseEngines` was emitted before.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A file is a JSON list, one number a line, or JSONL whose objects hold `response_length`,
 `response_ids`, or `segments` (the lines of `export/trajectories.jsonl`: tokens that the environment
-wrote are not counted). Where an object says `finish_reason`, `length` is a response that was cut,
+wrote are not counted). Where an object has `finish_reason`, `length` is a response that was cut,
 and null is one that never ended (it was dropped before).
 
 Invariants

@@ -1,7 +1,7 @@
 """Work of rank 0 for all ranks while the others wait: calls to the rollout side, small files.
 
 Rank 0 may wait for a batch, or for engines to start, for much longer than a collective may take
-(`trainer.collective_timeout_seconds` tells that a rank is stuck). So the others wait for it in a
+(`trainer.collective_timeout_seconds` shows a stuck rank). So the others wait for it in a
 group of their own.
 
 Invariants

@@ -18,7 +18,7 @@ from megatron_async.models.architecture import Rope
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
-    """θ^(−2i/d) for i < d/2 (Su et al., RoFormer, section 3.2.2), scaled as `rope.kind` says.
+    """θ^(−2i/d) for i < d/2 (Su et al., RoFormer, section 3.2.2), scaled by `rope.kind`.
 
     Returns float32 [head_dim / 2] on the CPU. The llama3 scaling is that of Llama 3.1's released
     code: wavelengths beyond the original context are divided by `factor`, with a linear blend in

@@ -90,7 +90,7 @@ class SGLangClient:
 
     @classmethod
     async def connect(cls, engine_id: str, url: str, settings: EngineConfig) -> Self:
-        """A client that knows what its server can hold. Raises EngineError."""
+        """Connect, and ask what the server can hold. Raises EngineError."""
         client = cls(engine_id, url, settings)
         try:
             loads = await client._loads()

@@ -54,7 +54,7 @@ class StreamDecoder:
     def feed(self, report: Mapping[str, Any]) -> list[TokenChunk]:
         """The chunks that this report completes; the last one carries `end` if it is final.
 
-        Raises BadReport on an error report (Refusal if the request is to blame), on one with too
+        Raises BadReport on an error report (Refusal if the request is at fault), on one with too
         few tokens or log-probs, and on whatever else is no report.
         """
         try:

@@ -11,7 +11,7 @@ Invariants
   that were only partly there.
 - Names are checked against the engines' own parameters before they are sent, completeness after.
 - Every wait has a limit. After any failure the engines that are left hold an undefined mixture:
-  `send` raises `EngineCallError` (its `engine_ids` are the engines to blame), the connection is
+  `send` raises `EngineCallError` (its `engine_ids` are the engines at fault), the connection is
   torn down, and the next `connect` starts afresh with whichever engines it is given.
 - Each pipeline stage of the trainer has a sender (on its leading rank) for its own layers; they
   take turns (`turns.py`). The buckets' iterator may be collective: a sender that fails leaves the

@@ -6,7 +6,7 @@ Invariants
   trainer's default group and `torch.distributed`'s global tables are never touched, and it can be
   thrown away at any time.
 - Each group has a new port and a name that no trainer, on whatever host, has used before: an engine
-  refuses one that it knows.
+  refuses one that it has.
 - A dead engine does not hang the sender: broadcasts are polled together with the HTTP calls that
   announce them, up to the deadline; the first failure of either ends the update. What may block
   inside NCCL (a group's first broadcast, its end) runs on a thread that is left behind if need be.
