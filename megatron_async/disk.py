@@ -57,11 +57,11 @@ def reason(error: BaseException) -> str:
     """Return why a file cannot be written and what to do, as the end of a sentence."""
     if isinstance(error, OSError):
         remedy = _REMEDIES.get(error.errno or 0)
-        said = error.strerror or str(error)
+        cause = error.strerror or str(error)
     else:
         remedy = _SQLITE_REMEDIES.get(getattr(error, "sqlite_errorcode", 0) & 0xFF)
-        said = str(error)
-    return said if remedy is None else f"{said}; {remedy}"
+        cause = str(error)
+    return cause if remedy is None else f"{cause}; {remedy}"
 
 
 def reason_and_file(error: BaseException) -> str:

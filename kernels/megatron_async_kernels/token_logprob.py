@@ -270,7 +270,7 @@ def head_backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """dHidden (reduced over the group), dWeight and dBias from per-row cotangents.
 
-    `wants` says which of the three; dWeight is None where `call.weight_grad_out` took it.
+    `wants` selects among the three; dWeight is None where `call.weight_grad_out` took it.
     """
     gathered = gather_sequence(hidden, call.tp_group) if call.sequence_parallel else hidden
     problem = call.problem(gathered, weight, bias)

@@ -75,8 +75,8 @@ def rapid_advantages(
     """A_i = R_i - (1/N_k) sum_j min(w_j, eta) R_j over the N_k generations of prompt k (RAPID).
 
     w_j = exp(c(log pi_theta(y_j | x) - log mu(y_j | x))) of the whole generation under the current
-    policy, so it changes with every update. The paper's Eq. 5 prints max(w_j, eta); its text says
-    that the clip bounds the weight and reports 5 % of the weights clipped, which only min does.
+    policy, so it changes with every update. The paper's Eq. 5 prints max(w_j, eta); its text
+    states that the clip bounds the weight and reports 5 % of the weights clipped: only min fits.
     `leave_one_out` takes j = i out of the sum and divides by N_k - 1 (a group of one has baseline
     0).
     """

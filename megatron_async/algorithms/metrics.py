@@ -170,8 +170,8 @@ _HEALTH_RULES: tuple[tuple[str, str, float, float], ...] = (
 )
 
 
-def unjudged_rules(metrics: Mapping[str, float]) -> frozenset[str]:
-    """The rules of `health_warnings` of which `metrics` say nothing: theirs is absent."""
+def unmeasured_rules(metrics: Mapping[str, float]) -> frozenset[str]:
+    """The rules of `health_warnings` whose metric is absent from `metrics`."""
     return frozenset(rule for rule, name, _, _ in _HEALTH_RULES if name not in metrics)
 
 

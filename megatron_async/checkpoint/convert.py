@@ -288,7 +288,7 @@ def _hf_files_of(checkpoint: Checkpoint, model: Path | str | None) -> Path:
     run_config = checkpoint.path.parent.parent / "config.yaml"
     if not run_config.exists():
         raise UserError(
-            f"checkpoint {checkpoint.path} does not say which model it is of: it is not in a run "
+            f"checkpoint {checkpoint.path} does not name its model: it is not in a run "
             "directory; name its Hugging Face directory with --model"
         )
     return Path(load_config(run_config).model.path)

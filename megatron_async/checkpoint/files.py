@@ -7,7 +7,8 @@ files are all there is: no index, and nothing that runs when it is read (no pick
 Invariants
 - What is read goes through a small buffer into its place; files are not mapped, so that memory does
   not grow with them.
-- Whatever the files say, a tensor is read whole or the checkpoint is corrupt in one sentence.
+- Whatever the files hold, a tensor is read whole or the checkpoint is refused as corrupt in one
+  sentence.
 """
 
 from __future__ import annotations

@@ -281,7 +281,7 @@ def first_intact(checkpoints: Iterable[Checkpoint]) -> Checkpoint | None:
 
 
 def report_corrupt(checkpoint: Checkpoint, problems: Sequence[str]) -> None:
-    """Say which checkpoint is passed over and why."""
+    """Log which checkpoint is passed over and why."""
     logger.warning(
         "checkpoint %s is corrupt (%s); the previous one is used", checkpoint.path, problems[0]
     )

@@ -6,7 +6,7 @@ import importlib.metadata
 import platform
 import sys
 
-from megatron_async.commands.machine_checks import judge, look
+from megatron_async.commands.machine_checks import checks, look
 from megatron_async.config import RunConfig
 from megatron_async.config.model import ModelConfig
 from megatron_async.config.rollout import EngineConfig
@@ -47,7 +47,7 @@ def report_lines() -> list[str]:
         ("engines", f"SGLang on {device}, {resolve_dtype(EngineConfig(), device)}"),
     ]
     used = ["what will be used:", *(f"  {part}: {what}" for part, what in rows)]
-    machine = ["this machine:", *(f"  {check}" for check in judge(look()))]
+    machine = ["this machine:", *(f"  {check}" for check in checks(look()))]
     return [*lines, "", *machine, "", *used]
 
 

@@ -120,7 +120,7 @@ def launch_run(
     config = checked.config
     check_probe_tolerance(config, "cuda" if cluster.gpus_per_node else "cpu")
     check_nodes(config, cluster.gpus_per_node)
-    notes = "".join(f"# note: {notice}\n" for notice in checked.notices)
+    notices = "".join(f"# note: {notice}\n" for notice in checked.notices)
     script = job_script(config, directory, cluster, rollout_nodes)
     if dry_run:
         if from_step is not None:
@@ -128,7 +128,7 @@ def launch_run(
         shown = [*layout_lines(config, machine), *derived.lines()]
         overview = "".join(f"# {line}\n" for line in shown)
         commands = script if slurm else by_hand(config, directory, rollout_nodes)
-        return f"{commands.rstrip()}\n\n{notes}{overview}"
+        return f"{commands.rstrip()}\n\n{notices}{overview}"
     if slurm and shutil.which("sbatch") is None:
         raise UserError("--slurm: there is no sbatch on this machine; --dry-run shows the script")
     what, places, job_file = "megatron-async launch", [], directory.path / "job.sbatch"
@@ -140,9 +140,9 @@ def launch_run(
             places = back.carry_out()
         if slurm:
             write_atomically(job_file, script)
-    said = notes + "".join(f"# set aside: {place}\n" for place in places)
+    header = notices + "".join(f"# set aside: {place}\n" for place in places)
     if not slurm:
-        return said + by_hand(config, directory, rollout_nodes)
+        return header + by_hand(config, directory, rollout_nodes)
     try:
         answer = _submit(job_file)
     except ComponentFailure as error:
@@ -153,7 +153,7 @@ def launch_run(
             f"{error}; the run goes on from step {from_step} all the same, as newer checkpoints "
             f"were set aside before: {moved}"
         ) from error
-    return f"{said}{answer}; logs in {directory.logs}"
+    return f"{header}{answer}; logs in {directory.logs}"
 
 
 def _submit(job_file: Path) -> str:

@@ -2,7 +2,7 @@
 
 Invariants
 - Nothing is started but `nvidia-smi` and `nvcc --version`, within a limit, and nothing is written.
-- `judge` is pure: what was found in, sentences out.
+- `checks` is pure: what was found in, sentences out.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class Check:
         return f"{self.name}: {self.found}" + (f" - {self.problem}" if self.problem else "")
 
 
-def judge(machine: MachineFacts) -> list[Check]:
+def checks(machine: MachineFacts) -> list[Check]:
     """Return each check in the order in which a start needs it; a CPU needs no CUDA."""
-    checks = [
+    found = [
         Check(
             "open files (ulimit -n)",
             f"{machine.open_files:,}",
@@ -82,8 +82,8 @@ def judge(machine: MachineFacts) -> list[Check]:
         ),
     ]
     if machine.cuda is None:
-        return checks
-    return [_driver(machine), _glibc(machine), *_build_tools(machine), _nccl(machine), *checks]
+        return found
+    return [_driver(machine), _glibc(machine), *_build_tools(machine), _nccl(machine), *found]
 
 
 def _below(value: float, least: float, remedy: str) -> str:

@@ -68,8 +68,8 @@ class Timeline:
 
     def saw_raise(self, exchange: Exchange, error: Exception) -> None:
         """Take what today's scheduler raised at an exchange."""
-        told = "".join(traceback.format_exception(error)).rstrip()
-        self.raised.append(f"event {exchange.index} ({exchange.event}) makes it raise\n{told}")
+        text = "".join(traceback.format_exception(error)).rstrip()
+        self.raised.append(f"event {exchange.index} ({exchange.event}) makes it raise\n{text}")
 
     def _act(self, exchange: Exchange, action: RecordedAction) -> None:
         self._counts[type(action).__name__] += 1

@@ -105,7 +105,7 @@ def run_sft(
         *(str(directory.path), str(destination)),
         log_file=directory.logs / ("sft.log" if node is None else f"sft-{node.index}.log"),
         environment=trainer_environment(os.environ, one_machine=node is None),
-        meeting=("--standalone",) if node is None else node.meeting(),
+        rendezvous=("--standalone",) if node is None else node.rendezvous(),
     )
     try:
         with Progress(

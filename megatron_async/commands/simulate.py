@@ -14,7 +14,7 @@ from megatron_async.simulate.assumptions import assumptions, assumptions_of_all
 from megatron_async.simulate.fit_lengths import fit_lengths
 from megatron_async.simulate.planner import make_plan, plan_table
 from megatron_async.simulate.recorded_lengths import read_recorded
-from megatron_async.simulate.show import comments, label, notes, plot, table
+from megatron_async.simulate.show import comments, label, plot, table, warnings
 from megatron_async.simulate.sweep import Point, read_settings, run_points, sweep_points
 
 _GC_THRESHOLD = 100_000
@@ -37,16 +37,16 @@ def simulate_command(
     began = time.perf_counter()
     gc.set_threshold(_GC_THRESHOLD)
 
-    def told(point: Point) -> None:
+    def report(point: Point) -> None:
         spent = time.perf_counter() - began
         typer.echo(f"{' '.join(point.labels) or config}: done after {spent:.1f} s", err=True)
 
-    done, failed = run_points(settings, points, told)
+    done, failed = run_points(settings, points, report)
     if not done:
         raise failed[0][1]
     console = Console(width=_WIDTH) if wide else Console()
     console.print(table(done, wide=wide))
-    for line in [*(line for point in done for line in comments(point)), *notes(done)]:
+    for line in [*(line for point in done for line in comments(point)), *warnings(done)]:
         console.print(f"- {line}", highlight=False)
     console.print("Assumed and given:")
     for line in assumptions_of_all([(label(point), point.config) for point in done]):

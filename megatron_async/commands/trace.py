@@ -16,7 +16,7 @@ from megatron_async.telemetry.trace import Trace
 
 
 def trace_command(run: Path, out: Path | None) -> None:
-    """Write the file and say where it is. Raises UserError."""
+    """Write the file and print its path. Raises UserError."""
     directory, _ = RunDirectory.find(run, [])
     file = out or directory.path / "trace.json"
     try:

@@ -69,7 +69,7 @@ class SandboxConfig(Settings):
     processes: int = Field(32, ge=2, description="Processes and threads at once.")
     readable: list[str] = Field(
         default_factory=list,
-        description="Directories it may read besides the system's and Python's, a toolchain say.",
+        description="Directories it may read besides the system's and Python's: a toolchain.",
     )
 
 

@@ -27,7 +27,7 @@ _OTHER_NCCL = "its NCCL would hand buffers over otherwise than the trainer's"
 _OLD_PREFIXES = "it keeps prompt prefixes that other weights have computed"
 # Argument -> why it is refused, or which setting it has.
 _REFUSED = {
-    "--preferred-sampling-params": "engines then do not sample as `sampling` says",
+    "--preferred-sampling-params": "engines then do not sample by the settings of `sampling`",
     "--enable-watermark": _OTHER_DRAW,
     "--watermark-config": _OTHER_DRAW,
     "--speculative-accept-threshold-single": _OTHER_DRAW,

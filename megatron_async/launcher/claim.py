@@ -30,7 +30,7 @@ from megatron_async.file_lock import (
 from megatron_async.run_directory import RunDirectory
 
 logger = logging.getLogger(__name__)
-# Settings, notes and the first transactions of a run; its first seconds fail with less.
+# Settings, session files and the first transactions of a run; its first seconds fail with less.
 _ROOM_BYTES = 1 << 20
 _POLL_SECONDS = 0.5
 

@@ -66,7 +66,7 @@ def check_ranks(gpus: int, config: RunConfig, source: str = "this machine has") 
 
 
 def check_sharing(config: RunConfig) -> None:
-    """Check that engines on GPUs can take weights as the settings say. Raises UserError."""
+    """Check that engines on GPUs can take weights by the configured transport. Raises UserError."""
     if config.engines.placement == "colocated":
         needed = {
             "engines.count x engines.tensor": config.engines.count * config.engines.tensor,

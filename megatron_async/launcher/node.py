@@ -263,7 +263,7 @@ def _start_ranks(node: Node, ray_address: str) -> Child:
             hands_memory_to_engines=config.weights.transport == "tensor",
         ),
         max_restarts=config.trainer.max_restarts,
-        meeting=place.meeting(),
+        rendezvous=place.rendezvous(),
     )
 
 

@@ -116,15 +116,15 @@ def start_torchrun(
     log_file: Path,
     environment: Mapping[str, str],
     max_restarts: int = 0,
-    meeting: Sequence[str] = ("--standalone",),
+    rendezvous: Sequence[str] = ("--standalone",),
 ) -> Child:
     """`torchrun` of this interpreter for this machine's ranks.
 
-    `environment`: from `run.environment.trainer_environment`. `meeting`: how it finds the agents of
-    other machines (`launcher/rendezvous.py`).
+    `environment`: from `launcher.environment.trainer_environment`. `rendezvous`: the options by
+    which it finds the agents of other machines (`launcher/rendezvous.py`).
     """
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", *meeting),
+        *(sys.executable, "-m", "torch.distributed.run", *rendezvous),
         f"--nproc-per-node={ranks}",
         f"--max-restarts={max_restarts}",
         *("-m", module, *arguments),

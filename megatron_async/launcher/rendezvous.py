@@ -21,7 +21,7 @@ class TrainerNode:
     count: int
     address: str
 
-    def meeting(self) -> list[str]:
+    def rendezvous(self) -> list[str]:
         """torchrun's options. Waits for node 0; raises ComponentFailure when it does not come."""
         if self.count == 1:
             return ["--standalone"]

@@ -36,7 +36,7 @@ def check_name(name: str) -> None:
 
 @dataclass(frozen=True)
 class Session:
-    """Paths and notes of one session."""
+    """The files by which the nodes of one session coordinate."""
 
     path: Path
 

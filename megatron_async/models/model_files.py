@@ -4,7 +4,7 @@ Invariants
 - Checks read headers only, a few kilobytes a file, and import no Megatron: the command line calls
   them before anything starts.
 - A directory that passes holds every tensor that the model needs, with the expected shape and as
-  floating-point numbers, in files as long as their headers say, and no tensor that the model does
+  floating-point numbers, in files of the length in their headers, and no tensor that the model does
   not know.
 """
 

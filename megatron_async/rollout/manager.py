@@ -3,8 +3,8 @@
 It is a plain class that a Ray actor (`rollout/actors.py`) or a test holds. The trainer's calls come
 in a fixed order: `attach`, then again and again `next_batch` (a batch, or the news that stale
 engines want weights), `begin_update`, the transfer itself (which the trainer does), `end_update`,
-`verify_update` with the trainer's log-probs of what that returned, and `evaluate` when that says
-so. Every call carries its trainer's lineage.
+`verify_update` with the trainer's log-probs of what that returned, and `evaluate` when that
+asks for it. Every call carries its trainer's lineage.
 
 Invariants
 - An update counts only for engines that agree on their checksum and whose own tokens have ratio 1
@@ -102,11 +102,11 @@ class RolloutManager:
         self._attaching = asyncio.Lock()
         self._addressed: set[str] = set()
         self._holders: list[EngineClient] = []
-        self._doubted: set[str] = set()
+        self._suspects: set[str] = set()
         self._why = "none is there"
         self._checks = WeightChecks(config, self._probe_prompts)
         self._update: _PendingUpdate | None = None
-        self._devices = SharedDevices(config.engines.placement == "colocated", self._tell)
+        self._devices = SharedDevices(config.engines.placement == "colocated", self._ask)
 
     # ------------------------------------------------------------ life
 
@@ -264,7 +264,7 @@ class RolloutManager:
             # Nothing is paused then, and SGLang refuses an update that flushes its cache while a
             # request that has just ended is still on its way out. This waits for that.
             await asyncio.gather(
-                *(self._tell([engine], lambda e: e.flush_cache()) for engine in engines)
+                *(self._ask([engine], lambda e: e.flush_cache()) for engine in engines)
             )
             left = self._driver.engines()
             engines = [engine for engine in engines if engine in left]
@@ -285,12 +285,12 @@ class RolloutManager:
             self._driver.engine_failed(engine_id, f"engine {engine_id} did not take {version}")
         self._driver.sent(version, engine_ids)
         holders = [e for e in self._driver.engines() if e.engine_id in set(engine_ids)]
-        await self._devices.wake(self._driver.engines())
+        await self._devices.give_back(self._driver.engines())
         stale = set(self._driver.stale_engines()) & set(holders)
         # A trainer that died in the middle of an update has left them paused.
-        await self._tell(stale, lambda engine: engine.resume())
+        await self._ask(stale, lambda engine: engine.resume())
         # What an idle engine has cached was made by other weights (`kv: keep` does not flush).
-        await self._tell(stale, lambda engine: engine.flush_cache())
+        await self._ask(stale, lambda engine: engine.flush_cache())
         if verify:
             holders = self._passed(session, await self._checks.held(holders, version))
         self._still(session)
@@ -335,19 +335,19 @@ class RolloutManager:
         if update is None or update.version != version:
             raise ComponentFailure(f"{version} was to be verified before its update had ended")
         last = number >= self._config.steps
-        await self._devices.wake(self._driver.engines())
+        await self._devices.give_back(self._driver.engines())
         ratios = self._checks.ratios(
             update.holders, update.samples, logprobs_T, version, float32=float32
         )
         holders = self._passed(session, ratios.outcome)
         if update.samples:
-            self._doubted.difference_update(engine.engine_id for engine in holders)
+            self._suspects.difference_update(engine.engine_id for engine in holders)
         if update.rests:
             await self._go_on(session, holders, version)
         self._driver.verified([engine.engine_id for engine in holders])
         if last:
             await session.driver.end_generation()
-            await self._tell(holders, lambda engine: engine.flush_cache())
+            await self._ask(holders, lambda engine: engine.flush_cache())
         if last and not holders:
             raise ComponentFailure(f"no engine holds the last version, {version}: {self._why}")
         self._holders = holders
@@ -363,7 +363,7 @@ class RolloutManager:
             warnings=self._driver.statistics.take_warnings(),
         )
 
-    async def _tell(
+    async def _ask(
         self, engines: Iterable[EngineClient], what: Callable[[EngineClient], Awaitable[None]]
     ) -> None:
         """Ask engines one after the other; one that fails is taken out of service."""
@@ -389,7 +389,7 @@ class RolloutManager:
         return at_an_end or (every > 0 and number % every == 0)
 
     async def evaluate(self, lineage: int, number: int) -> Evaluation:
-        """Held-out accuracy of version `number`, after the `end_update` that says that it is due.
+        """Held-out accuracy of version `number`, after the `end_update` that found it due.
 
         Raises ComponentFailure when no engine that holds it is left, or past the limit.
         """
@@ -433,11 +433,11 @@ class RolloutManager:
             self._driver.engine_failed(engine_id, why)
         for engine_id, why in outcome.wrong.items():
             self._why = why
-            if engine_id in self._doubted:
-                self._doubted.discard(engine_id)
+            if engine_id in self._suspects:
+                self._suspects.discard(engine_id)
                 self._driver.engine_failed(engine_id, f"{why}, twice")
             else:
-                self._doubted.add(engine_id)
+                self._suspects.add(engine_id)
                 self._driver.engine_stale(engine_id, why)
         return outcome.good
 

@@ -17,17 +17,15 @@ from collections.abc import Awaitable, Callable, Iterable
 
 from megatron_async.engines.interface import EngineClient
 
-Tell = Callable[
-    [Iterable[EngineClient], Callable[[EngineClient], Awaitable[None]]], Awaitable[None]
-]
+Ask = Callable[[Iterable[EngineClient], Callable[[EngineClient], Awaitable[None]]], Awaitable[None]]
 
 
 class SharedDevices:
-    """Puts engines to rest and brings them back; `tell` asks all and drops those that fail."""
+    """Puts engines to rest and brings them back; `ask` asks all and drops those that fail."""
 
-    def __init__(self, shared: bool, tell: Tell) -> None:
+    def __init__(self, shared: bool, ask: Ask) -> None:
         self._shared = shared
-        self._tell = tell
+        self._ask = ask
         self._resting: dict[str, bool] = {}  # whether it has memory for its weights
 
     @property
@@ -46,7 +44,7 @@ class SharedDevices:
         if self._shared:
             # One that rests already may have its weights to give.
             has_more = (lambda e: e not in self._resting) if keep_weights else self._has_weights
-            await self._tell([e for e in engines if has_more(e.engine_id)], put_to_rest)
+            await self._ask([e for e in engines if has_more(e.engine_id)], put_to_rest)
 
     def _has_weights(self, engine_id: str) -> bool:
         return self._resting.get(engine_id, True)
@@ -59,17 +57,17 @@ class SharedDevices:
             self._resting[engine.engine_id] = True
 
         if self._shared:
-            await self._tell([e for e in engines if e.engine_id in self._resting], take)
+            await self._ask([e for e in engines if e.engine_id in self._resting], take)
 
-    async def wake(self, engines: Iterable[EngineClient]) -> None:
+    async def give_back(self, engines: Iterable[EngineClient]) -> None:
         """The engines' turn: the trainer holds nothing."""
 
-        async def wake_up(engine: EngineClient) -> None:
+        async def take_all(engine: EngineClient) -> None:
             await engine.resume_memory(weights_only=False)
             await engine.resume()
             del self._resting[engine.engine_id]
 
         if self._shared:
-            await self._tell(
-                [engine for engine in engines if engine.engine_id in self._resting], wake_up
+            await self._ask(
+                [engine for engine in engines if engine.engine_id in self._resting], take_all
             )

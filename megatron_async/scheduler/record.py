@@ -54,7 +54,7 @@ _SEGMENTS = 4
 """Segments in which the steps, or the bytes, that are kept are divided."""
 FORMAT = "megatron_async.schedule"
 FORMAT_VERSION = 5
-"""5: a first line may hold a snapshot. 4: `Recovered` holds all groups, `RewardReady` says
+"""5: a first line may hold a snapshot. 4: `Recovered` holds all groups, `RewardReady` has
 `regenerate`. 3: `Refused`."""
 
 

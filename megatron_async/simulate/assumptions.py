@@ -73,7 +73,7 @@ _NOT_ASSUMED = {"gpu", "gpus", "steps", "warmup_steps"}
 
 
 def setting_constants(settings: SimulateConfig) -> list[Constant]:
-    """The fields of `simulate` that say something, with the values that are used."""
+    """The fields of `simulate` that are set, with the values that are used."""
     return [
         constant
         for constant in _fields(settings, "simulate.")

@@ -1,6 +1,6 @@
 """From a run's configuration to a simulated world, and its figures.
 
-The run's own settings are used wherever they say something: `schedule`, `parallel`, `engines.count`
+The run's own settings are used wherever they apply: `schedule`, `parallel`, `engines.count`
 and `engines.tensor`, `engines.max_running_requests`, `sampling.max_new_tokens`, `seed`,
 `task.verifier_workers`, `trainer.microbatch_tokens`. The rest is `simulate`.
 `engines.max_total_tokens` is not used: KV capacity is that of the modelled GPU, of the measured

@@ -9,9 +9,9 @@ N' is the smallest number of requests in flight with 95 % of the generation spee
 the KV cache has (a larger one only adds lag), and never more than the lag bound lets run.
 
 The estimate: generation takes tokens / (b / decode step time at b requests an engine), and where a
-step's end gives up the KV of running requests, their prefill; the KV of a running request is the
-mean age of a response, E[L^2] / (2 E[L]), plus its prompt (renewal theory). Training as in
-`trainer_costs`. With overlap a step takes the longer of the two, else their sum.
+step's end gives up the KV of running requests, their prefill; the KV of a running request is its
+prompt and the mean number of tokens generated so far, E[L^2] / (2 E[L]) by renewal theory. Training
+as in `trainer_costs`. With overlap a step takes the longer of the two, else their sum.
 """
 
 from __future__ import annotations
@@ -105,11 +105,11 @@ class RankedPlans:
 
 @dataclass(frozen=True)
 class _Workload:
-    """A batch as drawn from the length distribution. `age`: KV tokens of a running request."""
+    """A batch as drawn from the length distribution. `kv_tokens`: of a running request."""
 
     sequences: list[int]
     response_tokens: int
-    age: float
+    kv_tokens: float
 
 
 def make_plan(settings: Mapping[str, Any], top: int) -> RankedPlans:
@@ -211,8 +211,8 @@ def _workload(config: RunConfig) -> _Workload:
     groups = range(config.schedule.groups_per_batch)
     lengths = [length for number in groups for length in source.group(number)[0]]
     prompt = config.simulate.lengths.prompt_tokens
-    age = sum(n * n for n in lengths) / (2 * sum(lengths))
-    return _Workload([n + prompt for n in lengths], sum(lengths), age + prompt)
+    generated = sum(n * n for n in lengths) / (2 * sum(lengths))
+    return _Workload([n + prompt for n in lengths], sum(lengths), generated + prompt)
 
 
 def _trainers(config: RunConfig, workload: _Workload, gpus: int) -> list[TrainerPlan]:
@@ -270,7 +270,7 @@ def _engine_plan(
     if capacity < config.sampling.max_new_tokens + settings.lengths.prompt_tokens:
         return None
     costs = RooflineEngine(shape, gpu, settings.efficiency, tensor, capacity)
-    limit = int(KV_FILL * capacity / workload.age)
+    limit = int(KV_FILL * capacity / workload.kv_tokens)
     allowed = _requests_allowed(config)
     if allowed is not None:
         limit = min(limit, -(-allowed // count))
@@ -304,13 +304,13 @@ def _generation_seconds(
     config: RunConfig, costs: RooflineEngine, workload: _Workload, count: int, batch: int
 ) -> float:
     """Return the seconds of a step's generation on `count` engines of `batch` requests each."""
-    age = workload.age
+    kv_tokens = workload.kv_tokens
     fixed, per_kv = costs.decode(batch)
-    seconds = workload.response_tokens / count * (fixed + per_kv * batch * age) / batch
+    seconds = workload.response_tokens / count * (fixed + per_kv * batch * kv_tokens) / batch
     schedule = config.schedule
     swaps = schedule.weight_update == "in_flight" and schedule.kv == "recompute"
     if schedule.boundary == "abort" or swaps:
-        seconds += costs.prefill(round(batch * age), batch * age**2 / 2)
+        seconds += costs.prefill(round(batch * kv_tokens), batch * kv_tokens**2 / 2)
     return seconds
 
 

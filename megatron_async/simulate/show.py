@@ -112,7 +112,7 @@ def comments(point: Point) -> list[str]:
     return [f"{label(point)}: {text}" for text in found]
 
 
-def notes(points: Sequence[Point]) -> list[str]:
+def warnings(points: Sequence[Point]) -> list[str]:
     """Warnings that the scheduler gave and what was dropped, by point."""
     out = []
     for point in points:

@@ -99,7 +99,7 @@ class Statistics:
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self._engines = engines
-        self._preemptions_told = dict.fromkeys((engine.engine_id for engine in engines), 0)
+        self._reported_preemptions = dict.fromkeys((engine.engine_id for engine in engines), 0)
         self._wasted = 0
         self._trained = SamplesTrained()
         self.dropped: Counter[str] = Counter()
@@ -111,8 +111,8 @@ class Statistics:
     def new_preemptions(self, engine: Engine) -> int:
         """Preemptions since the last call."""
         total = engine.counters.preemptions
-        news = total - self._preemptions_told[engine.engine_id]
-        self._preemptions_told[engine.engine_id] = total
+        news = total - self._reported_preemptions[engine.engine_id]
+        self._reported_preemptions[engine.engine_id] = total
         return news
 
     def wasted(self, tokens: int) -> None:

@@ -212,9 +212,9 @@ class World:
 
     def _wrote(self, request: SimulatedRequest, written: Tokens) -> None:
         trajectory_id = request.trajectory_id
-        told = _told(trajectory_id, written)
-        for place in range(1, len(told), 2):
-            arrived = ev.TokensArrived(trajectory_id, told[place], told[place + 1])
+        arrival = _arrival(trajectory_id, written)
+        for place in range(1, len(arrival), 2):
+            arrived = ev.TokensArrived(trajectory_id, arrival[place], arrival[place + 1])
             self._events.append(arrived)
 
     def _report_load(self) -> None:
@@ -243,7 +243,7 @@ class World:
             engine = self._engines[engine_id]
             self._touch(engine)
             ended += itertools.starmap(
-                _told, engine.cancel(action.trajectory_id for action in same)
+                _arrival, engine.cancel(action.trajectory_id for action in same)
             )
         if ended:
             self._under_way -= len(ended)
@@ -348,7 +348,7 @@ class World:
             engine.resume()
 
 
-def _told(trajectory_id: int, written: Tokens) -> tuple[int, ...]:
+def _arrival(trajectory_id: int, written: Tokens) -> tuple[int, ...]:
     """Return the scheduler's arguments: trajectory, counts and versions of at most two runs.
 
     The newest version's exactly, older ones under the oldest: that is all that it keeps of them.

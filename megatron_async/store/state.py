@@ -1,7 +1,7 @@
 """State of a store in memory, read from its file: the part of a resume that is the store's.
 
 Invariants
-- Opening an intact file changes two things: the new lineage is noted, and what ran is partial.
+- Opening an intact file changes two things: the new lineage is recorded, and what ran is partial.
 - At most once comes before nothing lost: in a store that is behind what the run has seen, groups
   that are not known to be consumed are set aside, never trained a second time.
 - A lineage continues a checkpoint that the store can still serve, or opening is refused. What is

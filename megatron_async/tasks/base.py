@@ -52,7 +52,7 @@ class Problem:
     """A question as text. `fields`: what a prompt template may name besides `question`.
 
     `messages`: a conversation that ends with the question; empty where the question is all.
-    `template`: how the question is put, where task.prompt_template does not say; empty: as it is.
+    `template`: how the question is put, where `task.prompt_template` is not set; empty: as it is.
     """
 
     question: str
@@ -91,8 +91,8 @@ class WorkedExample:
 
 
 @dataclass(frozen=True)
-class Judgement:
-    """A score of one response. `reward` is `None` when the scorer failed and that is not a 0.
+class ResponseScore:
+    """The score of one response. `reward` is `None` when the scorer failed and that is not a 0.
 
     `detail` holds numbers for metrics: `score` (the scorer's own, 0-1), `answered` (an answer was
     found in the text), and one of `SCORER_FAULTS` where it happened. `seconds`: what it took the
@@ -180,7 +180,7 @@ class ProblemSource(Protocol):
 class Scorer(Protocol):
     """Scores responses. May raise or hang: it runs in a process of its own (`verifier.py`)."""
 
-    def score(self, payload: dict[str, Any], text: str) -> Judgement:
+    def score(self, payload: dict[str, Any], text: str) -> ResponseScore:
         """The score of a response's text, special tokens already removed."""
         ...
 

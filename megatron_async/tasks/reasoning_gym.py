@@ -22,9 +22,9 @@ from megatron_async.config.rollout import TaskConfig
 from megatron_async.errors import UserError
 from megatron_async.tasks.answers import final_answer
 from megatron_async.tasks.base import (
-    Judgement,
     Listed,
     Problem,
+    ResponseScore,
     is_heldout,
     row_payload,
     stable_hash,
@@ -159,14 +159,14 @@ class ReasoningGymScorer:
         self._components = mixture(config)
         self._dataset = lru_cache(maxsize=64)(self._make_dataset)
 
-    def score(self, payload: dict[str, Any], text: str) -> Judgement:
+    def score(self, payload: dict[str, Any], text: str) -> ResponseScore:
         """Score the answer that `text` ends in; without one, reward 0.
 
         Raises ValueError when the problem cannot be made again, and whatever the verifier raises.
         """
         answer = final_answer(text, self._config.answer_marker)
         if answer is None:
-            return Judgement(0.0, {"score": 0.0, "answered": 0.0})
+            return ResponseScore(0.0, {"score": 0.0, "answered": 0.0})
         dataset = self._dataset(payload["component"], payload["seed"])
         entry = dataset[payload["index"]]
         if str(entry["answer"]) != payload["answer"]:
@@ -176,7 +176,7 @@ class ReasoningGymScorer:
             )
         score = float(dataset.score_answer(answer, entry))
         reward = float(score >= 1.0) if self._config.full_score_only else score
-        return Judgement(reward, {"score": score, "answered": 1.0})
+        return ResponseScore(reward, {"score": score, "answered": 1.0})
 
     def _make_dataset(self, component: int, chunk_seed: int) -> Any:
         return make_dataset(self._config.name, self._components[component][1], chunk_seed)

@@ -19,7 +19,7 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 
 from megatron_async.config.reward import ASYNCHRONOUS, ScorerSettings
 from megatron_async.tasks import scorer_count
-from megatron_async.tasks.base import Judgement
+from megatron_async.tasks.base import ResponseScore
 from megatron_async.tasks.scorer_count import ScorerCount
 from megatron_async.tasks.scorer_work import Work, added_up, split
 from megatron_async.tasks.waiting_scorer import WaitingScorer
@@ -36,7 +36,7 @@ class Worker(Protocol):
         """Have it ready; which rewards are asynchronous."""
         ...
 
-    async def score(self, work: Sequence[Work]) -> list[list[Judgement]]:
+    async def score(self, work: Sequence[Work]) -> list[list[ResponseScore]]:
         """Score each piece within its limit."""
         ...
 
@@ -62,7 +62,7 @@ class ScorerPool(Generic[W]):
         self._start = start
         self._clock = clock
         self._decoder = _ResponseDecoder(model_path)
-        self._queue: deque[tuple[Work, asyncio.Future[list[Judgement]]]] = deque()
+        self._queue: deque[tuple[Work, asyncio.Future[list[ResponseScore]]]] = deque()
         self._idle: list[W] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiting = 0
@@ -118,13 +118,13 @@ class ScorerPool(Generic[W]):
             self._waits = await self.workers[0].start()
         return self._waits
 
-    async def _score_waiting(self, work: Work) -> list[Judgement]:
+    async def _score_waiting(self, work: Work) -> list[ResponseScore]:
         if self._for_waiting is None:
             self._for_waiting = WaitingScorer(self._settings)
         return await self._for_waiting.score(work)
 
-    async def _score_blocking(self, work: Work) -> list[Judgement]:
-        done: asyncio.Future[list[Judgement]] = asyncio.get_running_loop().create_future()
+    async def _score_blocking(self, work: Work) -> list[ResponseScore]:
+        done: asyncio.Future[list[ResponseScore]] = asyncio.get_running_loop().create_future()
         self._queue.append((work, done))
         self._waiting += 1
         try:
@@ -154,7 +154,7 @@ class ScorerPool(Generic[W]):
         return max(1, min(most, len(self._queue) // len(self.workers)))
 
     async def _run(
-        self, worker: W, pieces: Sequence[tuple[Work, asyncio.Future[list[Judgement]]]]
+        self, worker: W, pieces: Sequence[tuple[Work, asyncio.Future[list[ResponseScore]]]]
     ) -> None:
         try:
             found = await worker.score([work for work, _ in pieces])

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_async.config.reward import RewardConfig, ScorerSettings
-from megatron_async.tasks.base import SCORER_FAULTS, Judgement
+from megatron_async.tasks.base import SCORER_FAULTS, ResponseScore
 
 
 @dataclass(frozen=True)
@@ -41,18 +41,18 @@ def split(settings: ScorerSettings, payload: Mapping[str, Any], texts: Sequence[
 
 def scores_of(
     reply: Mapping[str, Any], of_failure: float | None, work: Work, seconds: float
-) -> list[Judgement]:
+) -> list[ResponseScore]:
     """A scorer's reply as one score for each response."""
     if "unavailable" in reply:
         return failed("verifier_unavailable", of_failure, work, seconds)
     if "error" in reply:
         return failed("verifier_error", 0.0, work, seconds)
-    return [Judgement(value, parts, seconds) for value, parts in reply["scores"]]
+    return [ResponseScore(value, parts, seconds) for value, parts in reply["scores"]]
 
 
-def failed(fault: str, reward: float | None, work: Work, seconds: float) -> list[Judgement]:
+def failed(fault: str, reward: float | None, work: Work, seconds: float) -> list[ResponseScore]:
     """No score, for the reason that `fault` counts."""
-    return [Judgement(reward, {fault: 1.0}, seconds) for _ in work.texts]
+    return [ResponseScore(reward, {fault: 1.0}, seconds) for _ in work.texts]
 
 
 def reward_of_failure(settings: ScorerSettings) -> float | None:
@@ -61,17 +61,17 @@ def reward_of_failure(settings: ScorerSettings) -> float | None:
 
 
 def added_up(
-    settings: ScorerSettings, work: Sequence[Work], scores: Sequence[Sequence[Judgement]]
-) -> list[Judgement]:
+    settings: ScorerSettings, work: Sequence[Work], scores: Sequence[Sequence[ResponseScore]]
+) -> list[ResponseScore]:
     """The weighted sum for each response; `work` is that of `split`, `scores` what came of it."""
     parts = settings.parts
-    by_part: list[list[Judgement]] = [[] for _ in parts]
+    by_part: list[list[ResponseScore]] = [[] for _ in parts]
     for piece, found in zip(work, scores, strict=True):
         by_part[piece.part] += found
     return [_sum(parts, of_response) for of_response in zip(*by_part, strict=True)]
 
 
-def _sum(parts: Sequence[RewardConfig], scores: Sequence[Judgement]) -> Judgement:
+def _sum(parts: Sequence[RewardConfig], scores: Sequence[ResponseScore]) -> ResponseScore:
     seconds = sum(score.seconds for score in scores)
     detail: dict[str, float] = {}
     total: float | None = 0.0

@@ -33,7 +33,7 @@ from megatron_async.trajectory.types import IntArray, Prompt
 _SPECIAL_TOKENS = 8
 _MOST_TOKENIZED = 2000
 _MOST_SHOWN = 2000
-# What `tokenizer.json` says and nothing more, by its names in transformers 4 and 5.
+# Of `tokenizer.json` and nothing more, as transformers 4 and 5 name it.
 _GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
@@ -105,13 +105,13 @@ class TextTask:
         first = self._source.train(0)
         blank = replace(first, question="", messages=(), fields=dict.fromkeys(first.fields, ""))
         around = len(self._text(blank).encode()) + _SPECIAL_TOKENS
-        doubtful = self._source.longer(most - around)
+        suspects = self._source.longer(most - around)
         if self._config.filter_overlong:
-            gone = [d.place for d in doubtful if len(self.prompt_ids(d.problem)) > most]
+            gone = [d.place for d in suspects if len(self.prompt_ids(d.problem)) > most]
             if gone:
                 self._source.leave_out(gone)
             return len(gone)
-        for listed in itertools.islice(doubtful, _MOST_TOKENIZED):
+        for listed in itertools.islice(suspects, _MOST_TOKENIZED):
             tokens = len(self.prompt_ids(listed.problem))
             if tokens > most:
                 raise UserError(
@@ -232,7 +232,7 @@ def load_tokenizer(model_path: str) -> Any:
 
 
 def _named_class(model_path: str) -> str:
-    """The class that the directory wants; empty if it does not say."""
+    """The tokenizer class that the directory names; empty if it names none."""
     file = Path(model_path) / "tokenizer_config.json"
     if not file.is_file():
         return ""

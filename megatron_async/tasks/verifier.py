@@ -24,7 +24,7 @@ from typing import Any, Final
 
 from megatron_async.config.reward import ScorerSettings
 from megatron_async.errors import ComponentFailure, ProcessKilled, UserError
-from megatron_async.tasks.base import Judgement
+from megatron_async.tasks.base import ResponseScore
 from megatron_async.tasks.scorer_pool import ScorerPool
 from megatron_async.tasks.scorer_process import (
     START_TIMEOUT_SECONDS,
@@ -77,9 +77,9 @@ class VerifierWorker:
                 self.restarts += 1
         return process
 
-    def score(self, work: Sequence[Work]) -> list[list[Judgement]]:
+    def score(self, work: Sequence[Work]) -> list[list[ResponseScore]]:
         """Score each piece of work within its limit. Raises what `start` does."""
-        done: list[list[Judgement]] = []
+        done: list[list[ResponseScore]] = []
         crashes = 0
         while len(done) < len(work):
             left = work[len(done) :]
@@ -145,7 +145,7 @@ class _LocalWorker:
     async def start(self) -> list[bool]:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self.worker.start)
 
-    async def score(self, work: Sequence[Work]) -> list[list[Judgement]]:
+    async def score(self, work: Sequence[Work]) -> list[list[ResponseScore]]:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, self.worker.score, work)
 
@@ -184,7 +184,7 @@ class _RayWorker:
     async def start(self) -> list[bool]:
         return await self._answer(self.actor.start.remote(), 1)  # type: ignore[no-any-return]
 
-    async def score(self, work: Sequence[Work]) -> list[list[Judgement]]:
+    async def score(self, work: Sequence[Work]) -> list[list[ResponseScore]]:
         return await self._answer(self.actor.score.remote(work), len(work))  # type: ignore[no-any-return]
 
     async def _answer(self, result: Any, pieces: int) -> Any:

@@ -18,7 +18,7 @@ from contextlib import nullcontext
 from typing import Any, Final
 
 from megatron_async.config.reward import ScorerSettings
-from megatron_async.tasks.base import Judgement
+from megatron_async.tasks.base import ResponseScore
 from megatron_async.tasks.scorer_frames import WAITING, request_frame
 from megatron_async.tasks.scorer_process import ScorerCrash, ScorerProcess, ScorerTimeout
 from megatron_async.tasks.scorer_work import Work, failed, reward_of_failure, scores_of
@@ -39,7 +39,7 @@ class WaitingScorer:
         self._link: asyncio.Task[_Link] | None = None
         self.restarts = 0
 
-    async def score(self, work: Work) -> list[Judgement]:
+    async def score(self, work: Work) -> list[ResponseScore]:
         """Score it within its limit. Raises UserError or ComponentFailure of a start."""
         limit = self._settings.limit_seconds(self._settings.parts[work.part])
         async with self._gates[work.part]:

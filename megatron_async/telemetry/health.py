@@ -14,7 +14,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from megatron_async.algorithms.metrics import health_warnings, unjudged_rules
+from megatron_async.algorithms.metrics import health_warnings, unmeasured_rules
 from megatron_async.telemetry.learning import LearningWatch
 
 STREAK = 3
@@ -43,8 +43,8 @@ class HealthWatch:
         """(name, message) of each rule broken now that was not at the last step with its metric."""
         found = self._broken(metrics)
         held = self.holding
-        unjudged = unjudged_rules(metrics) | self._learning.unjudged(metrics)
-        self.holding = frozenset(name for name, _ in found) | (held & unjudged)
+        unmeasured = unmeasured_rules(metrics) | self._learning.unmeasured(metrics)
+        self.holding = frozenset(name for name, _ in found) | (held & unmeasured)
         return [(name, message) for name, message in found if name not in held]
 
     def _broken(self, metrics: Mapping[str, float]) -> list[tuple[str, str]]:

@@ -156,8 +156,8 @@ class LearningWatch:
                 found.append((rule.name, rule.message(metrics)))
         return found
 
-    def unjudged(self, metrics: Metrics) -> frozenset[str]:
-        """Rules of which `metrics` say nothing."""
+    def unmeasured(self, metrics: Metrics) -> frozenset[str]:
+        """Rules that need a metric which is absent from `metrics`."""
         return frozenset(
             rule.name for rule in self._rules if not all(name in metrics for name in rule.needs)
         )

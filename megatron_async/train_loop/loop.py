@@ -73,7 +73,7 @@ class TrainLoop:
         self._saved_step = parts.trainer.step
         self._store_position = parts.resume.store_position
         self._colocated = not isinstance(parts.memory, AlwaysThere)
-        self._untold: list[Finalised] = []
+        self._unreported: list[Finalised] = []
         self._unevaluated = False
         self._update_seconds: dict[str, float] = {}
 
@@ -102,7 +102,7 @@ class TrainLoop:
         if self._unevaluated:  # a resume does it
             return self._stop()
         self._parts.checkpoints.wait()
-        self._ask(self._tell_finalised)
+        self._ask(self._report_finalised)
         self._parts.memory.hold(Residence.ALL)  # the engines' work is done
         return True
 
@@ -111,7 +111,7 @@ class TrainLoop:
         if self._trainer.step != self._saved_step:
             self._checkpoint()
         self._parts.checkpoints.wait()
-        self._ask(self._tell_finalised)
+        self._ask(self._report_finalised)
         return False
 
     def _ask(self, question: Callable[[], T]) -> T:
@@ -220,7 +220,7 @@ class TrainLoop:
         """Seconds that it took."""
         began = time.monotonic()
         self._checkpoint_if_due()
-        self._ask(self._tell_finalised)
+        self._ask(self._report_finalised)
         return time.monotonic() - began
 
     def _checkpoint_if_due(self) -> None:
@@ -236,17 +236,17 @@ class TrainLoop:
         self._parts.checkpoints.save(self._trainer, extra)
         self._saved_step = self._trainer.step
 
-    def _tell_finalised(self) -> None:
+    def _report_finalised(self) -> None:
         """Report manifests that exist by now from rank 0 to the rollout side."""
         if self._parts.link is not None:
-            self._untold += self._parts.checkpoints.take_finalised()
-            while self._untold:
-                done = self._untold[0]
+            self._unreported += self._parts.checkpoints.take_finalised()
+            while self._unreported:
+                done = self._unreported[0]
                 self._parts.link.checkpoint_finalised(done.step, done.kept_steps)
                 if self._parts.metrics is not None:
                     path = self._parts.checkpoints.path(done.step)
                     self._parts.metrics.checkpoint(done.step, path)
-                del self._untold[0]
+                del self._unreported[0]
 
     def _write(
         self,

@@ -81,7 +81,7 @@ def apply(base: Buffer, delta: bytes) -> bytes:
     body = _decompress(delta[_HEADER.size :], marks + tail + changed * block_bytes)
     changed_B = np.unpackbits(body[:marks], count=blocks).astype(bool)
     if int(changed_B.sum()) != changed:
-        raise DeltaError("the difference does not say which blocks it has")
+        raise DeltaError("the difference and its list of blocks disagree")
     result_N = old_N.copy()
     result_N[blocks * block_bytes :] ^= body[marks : marks + tail]
     xor_2X = body[marks + tail :].reshape(2, -1)

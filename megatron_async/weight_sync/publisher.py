@@ -65,7 +65,7 @@ class WeightPublisher:
     def __init__(
         self, config: RunConfig, chunks: Sequence[torch.nn.Module], directory: Path
     ) -> None:
-        """Collective. `directory` is where `disk` and `delta` publish unless the settings say."""
+        """Collective. `directory`: where `disk` and `delta` publish if no setting names a place."""
         self._settings = config.weights
         self._chunks = chunks
         self._architecture: Architecture = unwrap(chunks[0]).architecture
@@ -128,7 +128,7 @@ class WeightPublisher:
             pass
         box = [outcomes]
         dist.broadcast_object_list(box, src=SENDER)
-        return _blamed(box[0])
+        return _failed_engines(box[0])
 
     def _connect(self, sender: WeightSender, engines: Sequence[EngineAddress]) -> None:
         """In turn, as engines join one group after the other."""
@@ -146,17 +146,17 @@ def _outcome_of(work: Callable[[], Any]) -> _Outcome:
         return _Outcome(work())
     except EngineCallError as error:
         return _Outcome(failed=frozenset(error.engine_ids))
-    except Exception as error:  # noqa: BLE001 - raised on every rank by `_blamed`
+    except Exception as error:  # noqa: BLE001 - raised on every rank by `_failed_engines`
         return _Outcome(error=error)
 
 
-def _blamed(outcomes: Sequence[_Outcome]) -> set[str]:
+def _failed_engines(outcomes: Sequence[_Outcome]) -> set[str]:
     """The engines that failed. Raises the error of the first stage that had another one."""
     failed = {engine_id for outcome in outcomes for engine_id in outcome.failed}
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
-    told = [error for error in errors if not isinstance(error, EarlierStageFailed)]
-    if told:
-        raise told[0]
+    own = [error for error in errors if not isinstance(error, EarlierStageFailed)]
+    if own:
+        raise own[0]
     if errors and not failed:
         raise ComponentFailure(f"weights could not be sent: {errors[0]}")
     return failed

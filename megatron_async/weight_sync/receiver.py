@@ -71,7 +71,7 @@ class WeightReceiver:
                 raise NeedsFull(str(error)) from error
         if manifest.version != version:
             raise ComponentFailure(
-                f"published weights {directory / version} say that they are {manifest.version}"
+                f"published weights {directory / version} are labelled {manifest.version}"
             )
         if full:
             return self._take_full(directory / version, manifest)

@@ -78,8 +78,8 @@ def read_manifest(path: Path) -> VersionManifest:
     """The manifest of a published directory. Raises ComponentFailure if it is not as written."""
     try:
         content = json.loads((path / MANIFEST).read_bytes())
-        told = content.pop("sha256")
-        if told != _sha256(content):
+        recorded = content.pop("sha256")
+        if recorded != _sha256(content):
             raise ValueError("its checksum is not that of its content")
         return VersionManifest(
             version=content["version"],

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_async.commands.machine_checks import MachineFacts, judge, look
+from megatron_async.commands.machine_checks import MachineFacts, checks, look
 
 GOOD = MachineFacts(
     driver="580.95.05",
@@ -25,7 +25,7 @@ GOOD = MachineFacts(
 
 
 def test_a_good_machine_has_no_problem() -> None:
-    assert [check for check in judge(GOOD) if check.problem] == []
+    assert [check for check in checks(GOOD) if check.problem] == []
 
 
 @pytest.mark.parametrize(
@@ -44,21 +44,21 @@ def test_a_good_machine_has_no_problem() -> None:
     ],
 )
 def test_each_lack_is_named_with_its_remedy(change: dict[str, Any], name: str, remedy: str) -> None:
-    [found] = [check for check in judge(replace(GOOD, **change)) if check.problem]
+    [found] = [check for check in checks(replace(GOOD, **change)) if check.problem]
     assert found.name == name and remedy in found.problem
 
 
 def test_an_older_driver_serves_an_older_cuda() -> None:
     older = replace(GOOD, driver="535.183.01", cuda="12.8")
-    assert [check for check in judge(older) if check.problem] == []
+    assert [check for check in checks(older) if check.problem] == []
 
 
 def test_a_cpu_needs_no_cuda() -> None:
-    names = {check.name for check in judge(replace(GOOD, cuda=None, driver=None, nvcc=None))}
+    names = {check.name for check in checks(replace(GOOD, cuda=None, driver=None, nvcc=None))}
     assert not names & {"driver", "nvcc", "NCCL", "glibc"}
 
 
 def test_this_machine_can_be_looked_at() -> None:
     found = look()
     assert found.open_files > 0 and found.disk > 0
-    assert all(str(check) for check in judge(found))
+    assert all(str(check) for check in checks(found))

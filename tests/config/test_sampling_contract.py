@@ -72,7 +72,7 @@ def test_no_setting_is_infinite_or_not_a_number(key: tuple[str, str], value: flo
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--preferred-sampling-params", '{"min_p": 0.1}'], "do not sample as `sampling` says"),
+        (["--preferred-sampling-params", '{"min_p": 0.1}'], "do not sample by the settings of"),
         (["--preferred-sampling-params={}"], "do not sample"),
         (["--preferred"], "do not sample"),
         (["--log-level", "warning", "--enable-watermark"], "another distribution"),

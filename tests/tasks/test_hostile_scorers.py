@@ -19,7 +19,7 @@ import pytest
 
 from megatron_async.config.reward import ScorerSettings
 from megatron_async.config.rollout import TaskConfig
-from megatron_async.tasks.base import Judgement
+from megatron_async.tasks.base import ResponseScore
 from megatron_async.tasks.scorer_work import Work
 from megatron_async.tasks.verifier import VerifierWorker
 
@@ -54,7 +54,7 @@ def hostile(
         worker.close()
 
 
-def _score(worker: VerifierWorker, right: bool) -> Judgement:
+def _score(worker: VerifierWorker, right: bool) -> ResponseScore:
     ((score,),) = worker.score([Work(0, {"answer": "2"}, ("#2" if right else "#3",))])
     return score
 

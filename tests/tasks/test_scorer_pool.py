@@ -11,7 +11,7 @@ import pytest
 
 from megatron_async.config.reward import ScorerSettings
 from megatron_async.config.rollout import TaskConfig
-from megatron_async.tasks.base import Judgement
+from megatron_async.tasks.base import ResponseScore
 from megatron_async.tasks.scorer_count import REST_SECONDS
 from megatron_async.tasks.scorer_pool import ScorerPool
 from megatron_async.tasks.scorer_work import Work
@@ -34,7 +34,7 @@ class Worker:
     async def start(self) -> list[bool]:
         return [False]
 
-    async def score(self, work: Sequence[Work]) -> list[list[Judgement]]:
+    async def score(self, work: Sequence[Work]) -> list[list[ResponseScore]]:
         self.busy += 1
         assert self.busy == 1, "two calls at once"
         self.held.append(len(work))
@@ -43,7 +43,7 @@ class Worker:
         texts = [text for piece in work for text in piece.texts]
         if "9" in texts:
             raise RuntimeError("the worker is gone")
-        return [[Judgement(float(text), {}, self.seconds)] for text in texts]
+        return [[ResponseScore(float(text), {}, self.seconds)] for text in texts]
 
     def retire(self) -> None:
         assert not self.busy

@@ -18,7 +18,7 @@ import pytest
 from megatron_async.config.reward import ScorerSettings
 from megatron_async.config.rollout import TaskConfig
 from megatron_async.errors import UserError
-from megatron_async.tasks.base import Judgement
+from megatron_async.tasks.base import ResponseScore
 from megatron_async.tasks.reasoning_gym import ReasoningGymProblems
 from megatron_async.tasks.scorer_work import Work
 from megatron_async.tasks.tokenizer import EOS_ID, character_tokenizer, write_character_tokenizer
@@ -28,7 +28,7 @@ from megatron_async.trajectory.types import Prompt
 HANGS_MATH_VERIFY = "10^{10^{10^{10}}}"
 
 
-def _judge(worker: VerifierWorker, payload: dict[str, str], text: str) -> Judgement:
+def _judge(worker: VerifierWorker, payload: dict[str, str], text: str) -> ResponseScore:
     ((score,),) = worker.score([Work(0, payload, (text,))])
     return score
 

@@ -1,8 +1,8 @@
 """Aborts that can be repeated: a hook of SGLang's registry, for its HTTP process.
 
 A request that arrives while its engine is paused, or locked for an update, waits in the HTTP
-process. SGLang drops an abort of it, but notes that one was sent and ignores every repetition, so
-that the request runs on to its last token later. Without the note a repetition takes effect.
+process. SGLang drops an abort of it, but records that one was sent and ignores every repetition, so
+that the request runs on to its last token later. Without that record a repetition takes effect.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """An engine without a server: deterministic tokens at a modelled speed, for fast tests.
 
 It is an `EngineClient` on the event loop that behaves like SGLang where the rollout driver can
-tell: chunks, versions, aborts, the three pause modes, a queue, a death at any moment.
+observe it: chunks, versions, aborts, the three pause modes, a queue, a death at any moment.
 
 Invariants
 - A token depends on the seed, the token before it and its position, and on what the request asks

@@ -153,7 +153,7 @@ class Judge(_Service):
     price_in: float = Field(0.0, ge=0, description="Price of a million tokens of request.")
     price_out: float = Field(0.0, ge=0, description="... of reply.")
     body: dict[str, Any] = Field(
-        default_factory=dict, description="More fields of the request, `top_p` say."
+        default_factory=dict, description="More fields of the request, e.g. `top_p`."
     )
 
     def bound(self, settings: ScorerSettings, limit_seconds: float) -> Asynchronous:
@@ -174,7 +174,7 @@ class Judge(_Service):
                     value = min(max(float(marks[-1]) / self.full_marks, 0.0), 1.0)
                     return value, {**spent, **self._cost(spent)}
                 if not self.temperature:
-                    break  # it would say the same again
+                    break  # the reply would be the same again
             raise ValueError(f"{self.model} gave no score: its reply ends {text[-100:]!r}")
 
         return score

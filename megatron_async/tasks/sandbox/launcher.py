@@ -320,7 +320,7 @@ def _start(spec: dict[str, Any], root: str) -> tuple[int, int]:
                 os._exit(1)
         os.close(errors)
         return child, problems
-    said, ready = os.pipe()
+    started, ready = os.pipe()
     mapped, go = os.pipe()
     child = _fork()
     if child == 0:
@@ -328,7 +328,7 @@ def _start(spec: dict[str, Any], root: str) -> tuple[int, int]:
         os._exit(_in_namespaces(spec, root, ready, mapped, errors))
     for descriptor in (ready, mapped, errors):
         os.close(descriptor)
-    if os.read(said, 1):
+    if os.read(started, 1):
         try:
             _map_users(child)
             os.write(go, b".")
