@@ -33,6 +33,7 @@ _HEIGHT: Final = 260
 _MARGINS: Final = {"l": 58, "r": 12, "t": 34, "b": 62}
 _CERTAINTY: Final = 1.96  # of a normal distribution, 95 %
 _MOST_LAG: Final = 9
+_MOST_LOG_WEIGHT: Final = 20.0  # where log ratios are clamped
 
 Figure: TypeAlias = Any  # plotly has no types
 Series = tuple[str, str]
@@ -78,6 +79,40 @@ class Panel:
         stack = {"stackgroup": "one", "line": {"width": 0.5}} if self.draws == "areas" else {}
         mode = "lines+markers" if len(x) < 3 and not stack else "lines"
         return go.Scatter(x=x, y=y, name=label, mode=mode, marker_color=colour, **stack)
+
+
+@dataclass(frozen=True)
+class ImportanceWeights:
+    """Spread of the raw weights per token or per response, from their moments and extremes."""
+
+    what: str
+    mean: str
+    chi2: str
+    extreme: str
+
+    def figure(self, run: RunData) -> Figure | None:
+        """None when the run has none of the metrics."""
+        names = [f"off_policy/{name}" for name in (self.mean, self.chi2)]
+        names += [f"off_policy/{self.extreme}_{end}" for end in ("min", "max")]
+        lines = [line for line in run.train if all(name in line for name in names)]
+        if not lines:
+            return None
+        x = [line["step"] for line in lines]
+        mean, chi2, low, high = ([line[name] for line in lines] for name in names)
+        least, most = (
+            [math.exp(min(value, _MOST_LOG_WEIGHT)) for value in ends] for ends in (low, high)
+        )
+        spread = [math.sqrt(max(0.0, c + 1 - m * m)) for c, m in zip(chi2, mean, strict=True)]
+        below = [max(a, m - s) for a, m, s in zip(least, mean, spread, strict=True)]
+        above = [min(a, m + s) for a, m, s in zip(most, mean, spread, strict=True)]
+        figure = go.Figure()
+        _shade(figure, x, below, above, "one standard deviation")
+        for name, values, colour in zip(
+            ("mean", "smallest", "largest"), (mean, least, most), COLOURS, strict=False
+        ):
+            figure.add_trace(go.Scatter(x=x, y=values, name=name, marker_color=colour))
+        figure.update_yaxes(type="log", exponentformat="power")
+        return styled(figure, f"Importance weight of a {self.what}", "weight")
 
 
 def styled(figure: Figure, title: str, unit: str, x_title: str = "step") -> Figure:
@@ -242,6 +277,19 @@ _UPDATE_PHASES: Final = (
     ("transfer", "weights/transfer_seconds"),
     ("verification", "weights/verify_seconds"),
 )
+_TRANSFER_PHASES: Final = tuple(
+    (label, f"weights/transfer_{phase}_seconds")
+    for label, phase in (
+        ("gathering", "gather"),
+        ("waiting for earlier stages", "turn"),
+        ("waiting for engines", "wait_for_load"),
+        ("broadcast", "broadcast"),
+        ("loading", "load"),
+        ("writing", "write"),
+        ("publishing", "publish"),
+        ("receiving", "receive"),
+    )
+)
 
 PANELS: Final[tuple[Callable[[RunData], Figure | None], ...]] = (
     Panel(
@@ -278,11 +326,8 @@ PANELS: Final[tuple[Callable[[RunData], Figure | None], ...]] = (
         (("per token", "off_policy/ess"), ("per response", "off_policy/ess_sequence")),
         scale=100,
     ).figure,
-    Panel(
-        "Importance weights, mean",
-        "weight",
-        (("per token", "off_policy/weight"), ("per response", "off_policy/weight_sequence")),
-    ).figure,
+    ImportanceWeights("token", "weight", "chi2_token", "log_ratio").figure,
+    ImportanceWeights("response", "weight_sequence", "chi2_sequence", "log_weight_sequence").figure,
     Panel(
         "Clipped, truncated, filtered",
         "%",
@@ -307,6 +352,7 @@ PANELS: Final[tuple[Callable[[RunData], Figure | None], ...]] = (
         scale=100,
     ).figure,
     Panel("Weight updates by phase", "s", _UPDATE_PHASES, "bars").figure,
+    Panel("Inside the transfer of weights (phases overlap)", "s", _TRANSFER_PHASES).figure,
     Panel("Loss", "loss", (("mean of the updates", "train/loss"),)).figure,
     Panel("Gradient norm", "norm", (("before clipping", "train/grad_norm"),)).figure,
     Panel("Entropy", "nats", (("mean over trained tokens", "actor/entropy"),)).figure,

@@ -194,6 +194,9 @@ class TrainLoop:
             "weights/transfer_seconds": sent - ready,
             "weights/verify_seconds": time.monotonic() - sent,
         }
+        cost = self._parts.publisher.report if reached else None
+        for phase, seconds in cost.phases.items() if cost else ():
+            self._update_seconds[f"weights/transfer_{phase.replace(' ', '_')}_seconds"] = seconds
         self._verified_once = self._verified_once or (verify and update.passed)
         if self._parts.metrics is not None:
             for name, message in update.warnings:  # of the step that made this version

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -19,7 +20,7 @@ from megatron_async.tasks.tokenizer import write_character_tokenizer
 from megatron_async.telemetry.metrics import MetricsWriter
 from megatron_async.telemetry.report_data import read_run
 from megatron_async.telemetry.report_page import report_page
-from megatron_async.telemetry.report_panels import interval
+from megatron_async.telemetry.report_panels import ImportanceWeights, interval
 from megatron_async.trajectory.types import FinishReason, PolicyVersion, Prompt
 
 BROWSER = shutil.which("chromium-headless-shell") or shutil.which("chromium")
@@ -62,6 +63,11 @@ def step_metrics(step: int) -> dict[str, float]:
         "train/loss": -0.1,
         "weights/ready_seconds": 0.1,
         "weights/transfer_seconds": 0.2,
+        "weights/transfer_gather_seconds": 0.15,
+        "off_policy/weight": 1.0,
+        "off_policy/chi2_token": 0.25,
+        "off_policy/log_ratio_min": -2.0,
+        "off_policy/log_ratio_max": 0.1 + step,
     }
 
 
@@ -111,10 +117,22 @@ def test_it_shows_every_kind_of_panel_that_the_run_has_data_for(page: str) -> No
         "Where the rollout side's seconds went",
         "Trained tokens by lag",
         "Weight updates by phase",
+        "Inside the transfer of weights (phases overlap)",
+        "Importance weight of a token",
         "Warnings and restarts",
     ):
         assert title.replace("'", "\\u0027") in page or title in page, title
     assert "KV cache in use" not in body(page), "the run has no such metrics"
+
+
+def test_the_band_of_importance_weights_is_their_spread_within_their_extremes(run: Path) -> None:
+    figure = ImportanceWeights("token", "weight", "chi2_token", "log_ratio").figure(read_run(run))
+    band, mean, smallest, largest = figure.data
+    above, below = band.y[: len(mean.y)], band.y[len(mean.y) :]
+    assert above[0] == pytest.approx(math.exp(0.1)), "no further than the largest weight"
+    assert above[1:] == pytest.approx([1.5] * (len(mean.y) - 1)), "the square root of chi2"
+    assert below == pytest.approx([0.5] * len(mean.y))
+    assert smallest.y == pytest.approx([math.exp(-2)] * len(mean.y)) and largest.y[1] > above[1]
 
 
 def test_segments_are_coloured_by_policy_version(page: str) -> None:
