@@ -56,7 +56,7 @@ class Timeline:
 
 
 class Watch:
-    """Stands where a recorder does, and notes when each request ran under which version."""
+    """A recorder of the time in which each request ran under which version."""
 
     def __init__(self) -> None:
         self.world: World | None = None

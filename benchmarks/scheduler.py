@@ -5,7 +5,7 @@
 
 Each scheduler is brought into a steady state (all slots used, the buffer full), then the buffer
 sizes take turns on the same stream of events: chunks of tokens (90 %), completions with their
-judgements, aborts (an aborted trajectory goes into the buffer, the oldest one comes out) and load
+scores, aborts (an aborted trajectory goes into the buffer, the oldest one comes out) and load
 reports; before each turn the buffer is filled up again.
 Only `Scheduler.step` is timed. The ratio is that of the time per event to the empty buffer's. It
 is done without a lag bound and with one (k = 64, so that the buffer does not expire meanwhile).
@@ -68,7 +68,7 @@ class Load:
         )
         self._fill_buffer()
         for i in range(ENGINES):
-            self._tell(ev.EngineUp(f"engine-{i}", PolicyVersion(0, 0), 1_000_000, None))
+            self._send(ev.EngineUp(f"engine-{i}", PolicyVersion(0, 0), 1_000_000, None))
         self._drain_queue()
 
     def _fill_buffer(self) -> None:
@@ -81,14 +81,14 @@ class Load:
                 for t in spec.trajectory_ids
             ]
             found.append(ev.RecoveredGroup(spec, tuple(partial)))
-        self._tell(ev.Recovered(tuple(found)))
+        self._send(ev.Recovered(tuple(found)))
 
     def _new_group(self) -> ev.GroupSpec:
         ids = tuple(range(self.given * GROUP, (self.given + 1) * GROUP))
         self.given += 1
         return ev.GroupSpec(self.given - 1, ids, 200)
 
-    def _tell(self, event: ev.Event) -> None:
+    def _send(self, event: ev.Event) -> None:
         began = time.perf_counter()
         actions = self.scheduler.step(event)
         self.spent += time.perf_counter() - began
@@ -123,7 +123,7 @@ class Load:
 
     def _drain_queue(self) -> None:
         while self.queue:
-            self._tell(self.queue.popleft())
+            self._send(self.queue.popleft())
 
     def run(self, events: int) -> float:
         """Seconds per event over about `events` events, the buffer filled up before."""
@@ -135,15 +135,15 @@ class Load:
             trajectory_id = self.running[int(choose() * len(self.running))]
             kind = choose()
             if kind < 0.90:
-                self._tell(ev.TokensArrived(trajectory_id, 16, self.version))
+                self._send(ev.TokensArrived(trajectory_id, 16, self.version))
             elif kind < 0.96:
                 self._stop_running(trajectory_id)
-                self._tell(ev.Finished(trajectory_id))
+                self._send(ev.Finished(trajectory_id))
             elif kind < 0.99:
                 self._stop_running(trajectory_id)
-                self._tell(ev.Aborted(trajectory_id))
+                self._send(ev.Aborted(trajectory_id))
             else:
-                self._tell(ev.EngineLoad(f"engine-{int(choose() * ENGINES)}", 0.8, 0))
+                self._send(ev.EngineLoad(f"engine-{int(choose() * ENGINES)}", 0.8, 0))
             self._drain_queue()
         return (self.spent - spent) / (self.events - done)
 

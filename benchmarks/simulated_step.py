@@ -4,12 +4,12 @@
 
 1. `profile-engine` measures decode and prefill of a real SGLang engine on this machine.
 2. A real training with the quickstart's schedule runs on that engine (one trainer rank).
-3. The simulator is told the profile, the trainer's and the weight update's mean seconds of the
+3. The simulator gets the profile, the trainer's and the weight update's mean seconds of the
    *first* half of the steps, and the lengths of the responses; it predicts rollout and step time.
 4. Both are compared over the *second* half.
 
-Nothing of the rollout time is told to the simulator: the scheduler's decisions, the decode batch as
-it shrinks and grows, prefill of resumed requests come from the model. Goal: within 15 %.
+The simulator gets nothing of the rollout time: the scheduler's decisions, the decode batch as it
+shrinks and grows, prefill of resumed requests come from the model. Goal: within 15 %.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def predict(
     def mean(metric: str) -> float:
         return float(np.mean([line[metric] for line in first_half]))
 
-    told = {
+    given = {
         "cost_model": str(root / "engine.yaml"),
         "lengths": {"distribution": "file", "path": str(recorded), "prompt_tokens": 20},
         "trainer_seconds_per_token": 1e-12,
@@ -118,7 +118,7 @@ def predict(
         "steps": 80,
         "warmup_steps": 20,
     }
-    return simulate(build_config(merge(base, {"simulate": told})))
+    return simulate(build_config(merge(base, {"simulate": given})))
 
 
 def main() -> None:
@@ -158,7 +158,7 @@ def main() -> None:
 
 
 def compare(simulated: Summary, measured: list[dict[str, Any]], lengths: list[int]) -> str:
-    """A table and a verdict."""
+    """A table and whether the goal is met."""
 
     def mean(metric: str) -> float:
         return float(np.mean([line[metric] for line in measured]))
@@ -172,11 +172,11 @@ def compare(simulated: Summary, measured: list[dict[str, Any]], lengths: list[in
     ):
         rows.append((name, f"{ours:.3f}", f"{theirs:.3f}", f"{ours / theirs - 1:+.1%}"))
     error = abs(simulated.step_seconds / step - 1)
-    verdict = "within" if error <= GOAL else "NOT within"
+    outcome = "within" if error <= GOAL else "NOT within"
     return "\n\n".join(
         [
             table(("s a step", "simulated", "measured", "difference"), rows),
-            f"The step time agrees to {error:.1%}, {verdict} the goal of {GOAL:.0%}. Responses: "
+            f"The step time agrees to {error:.1%}, {outcome} the goal of {GOAL:.0%}. Responses: "
             f"{len(lengths)}, mean length {np.mean(lengths):.1f}, mean lag simulated "
             f"{simulated.lag_mean:.2f}, measured {mean('rollout/lag_mean'):.2f}.",
         ]

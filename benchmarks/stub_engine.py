@@ -10,7 +10,7 @@ Invariants
 - A response counts on from the last token of the request's input (modulo `VOCABULARY`), and a
   token's log-prob is a function of the token: whoever has a response can check every token of it.
 - What is aborted or reaches `max_new_tokens` ends with a last report that holds all tokens so far.
-- `GET /stub` says how many requests run and how many tokens were ever reported.
+- `GET /stub` returns how many requests run and how many tokens were ever reported.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 #   bash launch/test.sh [pytest args]      with arguments only pytest runs, with these
 #
 # launch/slurm is tested on a Slurm cluster of virtual nodes. As root on Debian, Slurm is installed
-# for that (13 MB); where it is not installed, the test is skipped and says so.
+# for that (13 MB); where it is not installed, the test is skipped, with a notice.
 #   MEGATRON_ASYNC_SLURM_TESTS=0    neither install Slurm nor run that test
 # The report is drawn in headless Chromium, which is installed likewise (MEGATRON_ASYNC_BROWSER=0: not).
 set -euo pipefail

@@ -66,7 +66,7 @@ def test_an_error_that_got_out_without_a_path_is_a_sentence_all_the_same() -> No
     assert str(failure.value).startswith("/a/b cannot be used: Permission denied; give")
 
 
-def test_what_sqlite_says_has_a_remedy_too(disk: SmallDisk) -> None:
+def test_an_error_of_sqlite_has_a_remedy_too(disk: SmallDisk) -> None:
     connection = sqlite3.connect(disk.path / "a.sqlite")
     connection.execute("CREATE TABLE t (a)")
     disk.fill()
@@ -77,7 +77,7 @@ def test_what_sqlite_says_has_a_remedy_too(disk: SmallDisk) -> None:
     connection.close()
 
 
-def test_what_safetensors_says_of_a_full_disk_is_understood(disk: SmallDisk) -> None:
+def test_safetensors_error_at_a_full_disk_is_understood(disk: SmallDisk) -> None:
     file = disk.path / "model.safetensors"
     with pytest.raises(CannotWrite) as failure, writing(file):
         save_file({"a": torch.zeros(4 << 20)}, file)

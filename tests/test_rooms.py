@@ -102,7 +102,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_a_room_names_each_of_its_files(folder: Path) -> None:
-    """Its `__init__.py` says what each is for: a reader finds a place in one hop."""
+    """Its `__init__.py` describes each: a reader finds a place in one hop."""
     described = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
     inside = [
         path.stem

@@ -1,11 +1,13 @@
-"""The language of the product stays within the counts that CONTRIBUTING.md promises."""
+"""The language of the repository stays within the counts that CONTRIBUTING.md promises."""
 
 from __future__ import annotations
 
-from tests.words import openings, places, replaced_words
+import pytest
+
+from tests.words import all_openings, all_replaced_words, openings, replaced_words
 
 # Lower them when the counts have fallen; raising one is a decision.
-MOST_OPENINGS = 5
+MOST_OPENINGS = 0
 MOST_REPLACED_WORDS = 14
 
 
@@ -14,14 +16,37 @@ def test_a_docstring_that_opens_in_mid_thought_is_counted() -> None:
     assert not list(openings('"""Return whether it is."""\n'))
 
 
-def test_a_replaced_word_counts_in_comments_and_strings_but_not_in_names() -> None:
-    assert len(list(replaced_words("# it says so\nx = 'verdict'\nverdict = 1\n"))) == 2
-    assert not list(replaced_words("# `says` is a name\n"))
+@pytest.mark.parametrize(
+    "line",
+    [
+        "# it says so",
+        "Nobody is to blame.",
+        "def test_the_error_is_told() -> None:",
+        "class JudgeOfAll:",
+        "self._verdict = outcome",
+        "SAID = 1",
+        "along the surviving line",
+    ],
+)
+def test_a_replaced_word_counts_in_prose_and_as_part_of_a_name(line: str) -> None:
+    assert len(list(replaced_words(line))) == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "an essay about storage",
+        'name: judge, "eval/failed_judgements", log.tell()',
+        "a line of text, the message, a page",
+    ],
+)
+def test_other_words_and_the_exceptions_do_not_count(line: str) -> None:
+    assert len(list(replaced_words(line))) == 0
 
 
 def test_few_docstrings_open_in_mid_thought() -> None:
-    assert len(found := places(openings)) <= MOST_OPENINGS, "\n".join(map(str, found))
+    assert len(found := all_openings()) <= MOST_OPENINGS, "\n".join(map(str, found))
 
 
 def test_few_words_stand_that_the_glossary_replaces() -> None:
-    assert len(found := places(replaced_words)) <= MOST_REPLACED_WORDS, "\n".join(map(str, found))
+    assert len(found := all_replaced_words()) <= MOST_REPLACED_WORDS, "\n".join(map(str, found))

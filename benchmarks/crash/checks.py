@@ -3,7 +3,7 @@
 Invariants
 - A check returns one sentence for each trajectory, step or token run that breaks its promise; none
   when it is kept. What a check counts on, another one checks.
-- The surviving line is worked out from the trainer's own notes, not from the store.
+- The surviving lineage is worked out from the trainer's own account, not from the store.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def weights_of(model: SimulatedEngineModel, version: PolicyVersion) -> Simulated
 Check = Callable[[Evidence, Rules], list[str]]
 
 
-# ------------------------------------------------------------ the surviving line
+# ------------------------------------------------------------ the surviving lineage
 
 
 def branches(attaches: list[Attach]) -> dict[int, Attach]:
@@ -60,7 +60,7 @@ def branches(attaches: list[Attach]) -> dict[int, Attach]:
 
 
 def surviving_path(attaches: list[Attach]) -> dict[int, int | None]:
-    """Line -> the step at which the surviving line leaves it (None: the newest itself)."""
+    """Lineage -> the step at which the surviving lineage leaves it (None: the newest itself)."""
     begun = branches(attaches)
     path: dict[int, int | None] = {}
     here: int | None = max(begun, default=None)
@@ -73,7 +73,7 @@ def surviving_path(attaches: list[Attach]) -> dict[int, int | None]:
 
 
 def surviving_batches(evidence: Evidence) -> list[Batch]:
-    """Batches that the trainer took along the surviving line, in the order of taking."""
+    """Batches that the trainer took along the surviving lineage, in the order of taking."""
     path = surviving_path(evidence.attaches)
     found = []
     for batch in evidence.batches:
@@ -140,7 +140,7 @@ def _changed(copies: list[Kept], tokens: int, reward: float | None) -> str:
 
 
 def trained_twice(evidence: Evidence, rules: Rules) -> list[str]:
-    """Along the surviving line no trajectory is in two batches, and no step has two."""
+    """Along the surviving lineage no trajectory is in two batches, and no step has two."""
     batches = surviving_batches(evidence)
     uses = Counter(i for batch in batches for i in batch.ids)
     steps = Counter(batch.step for batch in batches)
@@ -175,8 +175,8 @@ def store_disagrees(evidence: Evidence, rules: Rules) -> list[str]:
     for one in _every(evidence):
         if one.consumed != trained.get(one.trajectory_id):
             wrong.append(
-                f"trajectory {one.trajectory_id}: the store says consumed by {one.consumed}, the "
-                f"trainer says {trained.get(one.trajectory_id)}"
+                f"trajectory {one.trajectory_id}: the store has it consumed by {one.consumed}, the "
+                f"trainer has {trained.get(one.trajectory_id)}"
             )
         if one.state == "dropped" and not one.drop_reason:
             wrong.append(f"trajectory {one.trajectory_id} was dropped for no reason")
@@ -223,7 +223,9 @@ def wrong_tokens(evidence: Evidence, rules: Rules) -> list[str]:
         if bad:
             wrong.append(f"trajectory {one.trajectory_id}: token {bad[0] - first} never arrived")
         elif rules.simulated is not None and not _is_continuation(one, rules):
-            wrong.append(f"trajectory {one.trajectory_id} is not the engine's answer to its prompt")
+            wrong.append(
+                f"trajectory {one.trajectory_id} is not the engine's response to its prompt"
+            )
         right = one.reward if rules.reward_of is None else rules.reward_of(one.tokens)
         if one.reward not in (None, 0.0, right):
             wrong.append(f"trajectory {one.trajectory_id} has another response's reward")
@@ -236,7 +238,7 @@ def wrong_tokens(evidence: Evidence, rules: Rules) -> list[str]:
 
 
 def _is_continuation(one: Kept, rules: Rules) -> bool:
-    """Whether the simulated engine, which knows only what came before, generates these tokens."""
+    """Return whether the simulated engine generates these tokens after those before them."""
     base = rules.simulated
     assert base is not None
     models = {v: weights_of(base, v) if rules.by_version else base for v in set(one.versions)}
@@ -253,7 +255,7 @@ def _is_continuation(one: Kept, rules: Rules) -> bool:
 
 
 def wrong_end(evidence: Evidence, rules: Rules) -> list[str]:
-    """A response ends where its engine ended it: nothing follows, and nothing is judged before.
+    """A response ends where its engine ended it: nothing follows, and nothing is scored before.
 
     An engine's word that came just before a kill may be lost with the tokens that it came with;
     then the next request begins before that end. One that begins at it asks for what follows.
@@ -263,8 +265,8 @@ def wrong_end(evidence: Evidence, rules: Rules) -> list[str]:
         after = _after_stop(one.tokens, rules)
         if after:
             wrong.append(f"trajectory {one.trajectory_id} has {after} tokens after a stop token")
-        judged = one.state in DONE and one.state != "dropped"
-        if judged and not after and not _is_whole(one.tokens, rules):
+        scored = one.state in DONE and one.state != "dropped"
+        if scored and not after and not _is_whole(one.tokens, rules):
             wrong.append(
                 f"trajectory {one.trajectory_id} is {one.state} after {len(one.tokens)} tokens "
                 "without a stop token"

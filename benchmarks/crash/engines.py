@@ -213,7 +213,7 @@ class Served:
 
 
 class FaultyLauncher:
-    """`EngineLauncher` of engines that can be told to fail."""
+    """`EngineLauncher` of engines that can be made to fail."""
 
     def __init__(
         self,

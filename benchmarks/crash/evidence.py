@@ -40,8 +40,8 @@ CONSUMED = "batched"
 class Request:
     """One request: where it began (tokens of prompt and response) and what arrived for it.
 
-    `offset` is its place in the file of arrivals, which tells when it began; `noted_end` how the
-    engine said that it ended (None: it never did).
+    `offset` is its place in the file of arrivals, which orders it in time; `noted_end` the end that
+    the engine reported (None: it never did).
     """
 
     trajectory_id: int
@@ -77,7 +77,7 @@ class Attach:
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch as the trainer took it. `lag` is the largest that it was told."""
+    """A batch as the trainer took it. `lag` is the largest that it was given."""
 
     lineage: int
     step: int

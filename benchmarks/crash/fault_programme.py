@@ -4,8 +4,8 @@ Random sequences of faults (`faults.py`) done to runs (`world.py`), each run aud
 left behind (`checks.py`). Prints a table; exit code 1 if a promise was broken, with the command
 that repeats the sequence. Needs a C compiler for a disk and a clock that fail.
 
-A run on a machine that stood still for too long is repeated at the end, as nothing can be said of
-its engines; it is counted as set aside if it was too slow again.
+A run on a machine that stood still for too long is repeated at the end, as it is no
+evidence about its engines; it is counted as set aside if it was too slow again.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Account:
         return [sentence for result in self.results for sentence in result.broken]
 
 
-def blames_a_slow_machine(result: Result) -> bool:
+def is_due_to_a_slow_machine(result: Result) -> bool:
     """Whether all that is wrong is what a machine that stands still explains."""
     return bool(result.slow and result.broken) and all(
         sentence.startswith(_HEALTHY) for sentence in result.broken
@@ -152,7 +152,7 @@ def programme(
         result = carry_out(plan, folder)
         _report(result, plan, command)
         account = accounts[plan.preset]
-        if not blames_a_slow_machine(result):
+        if not is_due_to_a_slow_machine(result):
             account.results.append(result)
         elif tries:
             account.set_aside += 1

@@ -2,7 +2,7 @@
 
 Invariants
 - The same seed gives the same sequence, whatever has become of the runs before it.
-- A kind says by itself whether an engine that has it is still healthy, and whether a run may end by
+- A kind defines whether an engine that has it is still healthy, and whether a run may end by
   it (and is then resumed). What a checker excuses follows from that table and from nothing else.
 """
 
@@ -55,7 +55,7 @@ _ALL = (
     Kind("engine answers nothing but 5xx", "engine", _FOR_GOOD, sick=True),
     Kind("engine drops streams", "engine", count=(1, 3), requests=True),
     Kind("engine restarts with old weights", "engine", sick=True),
-    Kind("engine holds another version than it says", "engine", count=(1, 2), sick=True),
+    Kind("engine holds another version than it reports", "engine", count=(1, 2), sick=True),
     Kind("engine dies", "engine", sick=True),
     Kind("trainer pauses", "trainer", _PAUSE),
     Kind("trainer restarts", "trainer"),

@@ -1,6 +1,6 @@
 """A reward that fails on command (`reward: .../hostile_reward.py:score`).
 
-`HOSTILE_FILE` names a file: whoever scores next and finds it takes it away and behaves as it says,
+`HOSTILE_FILE` names a file: whoever scores next and finds it takes it away and behaves as it asks,
 once. A reward follows from the text alone (`reward_of`), so that one which belongs to another
 response shows.
 """

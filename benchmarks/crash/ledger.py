@@ -2,7 +2,7 @@
 
 A crash test needs to know what there was to lose without asking what may have lost it. A run loads
 `Ledger` by import path (`experiment.ledger`). Each note is one JSON line in one `write` to a file
-opened for appending, made before what it is about goes any further: notes survive the death of the
+opened for appending, made before what it is about goes any further: they survive the death of the
 process, and nothing is in the store that is not in them.
 
 arrivals.jsonl, every chunk of tokens that an engine delivered for a trajectory (`at` counts from
@@ -71,16 +71,16 @@ class Ledger:
 
     def launcher(self, launcher: EngineLauncher) -> EngineLauncher:
         """Its starts are noted, and its clients note what they deliver."""
-        arrivals, engines = Notes(arrivals_file(self._run)), Notes(engines_file(self._run))
+        arrivals, engines = Account(arrivals_file(self._run)), Account(engines_file(self._run))
         return cast(EngineLauncher, NotingLauncher(launcher, arrivals, engines))
 
     def link(self, link: RolloutLink) -> RolloutLink:
         """What goes through it is noted."""
-        return cast(RolloutLink, NotingLink(link, Notes(trained_file(self._run))))
+        return cast(RolloutLink, NotingLink(link, Account(trained_file(self._run))))
 
 
-class Notes:
-    """One file of notes."""
+class Account:
+    """One file of records."""
 
     def __init__(self, file: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -93,7 +93,7 @@ class Notes:
 class NotingLauncher:
     """Another launcher, with a note of every start; its clients note what they deliver."""
 
-    def __init__(self, launcher: EngineLauncher, arrivals: Notes, engines: Notes) -> None:
+    def __init__(self, launcher: EngineLauncher, arrivals: Account, engines: Account) -> None:
         self._launcher = launcher
         self._arrivals = arrivals
         self._engines = engines
@@ -111,18 +111,18 @@ class NotingLauncher:
 class NotingClient(ForwardingClient):
     """Another client, with a note of every chunk of a trajectory's request."""
 
-    def __init__(self, client: EngineClient, notes: Notes) -> None:
+    def __init__(self, client: EngineClient, account: Account) -> None:
         super().__init__(client)
-        self._notes = notes
+        self._account = account
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
         noted = _TRAJECTORY.fullmatch(request.request_id) is not None
         at = len(request.input_ids)
         if noted:
-            self._notes.add(request=request.request_id, at=at)
+            self._account.add(request=request.request_id, at=at)
         async for chunk in self._client.generate(request):
             if noted:
-                self._notes.add(
+                self._account.add(
                     request=request.request_id,
                     at=at,
                     ids=chunk.token_ids.tolist(),
@@ -136,21 +136,21 @@ class NotingClient(ForwardingClient):
 class NotingLink:
     """Another link, with a note of every attach, batch and drop."""
 
-    def __init__(self, link: RolloutLink, notes: Notes) -> None:
+    def __init__(self, link: RolloutLink, account: Account) -> None:
         self._link = link
         self._lineage = 0
-        self._notes = notes
+        self._account = account
 
     def attach(self, resume: ResumePoint) -> None:
         self._lineage = resume.lineage
-        self._notes.add(attach=resume.lineage, step=resume.step, parent=resume.parent)
+        self._account.add(attach=resume.lineage, step=resume.step, parent=resume.parent)
         self._link.attach(resume)
 
     def next_batch(self) -> TokenBatch | None:
         batch = self._link.next_batch()
         if batch is not None:
             starts_S, ends_S = batch.cu_seqlens_S1[:-1], batch.cu_seqlens_S1[1:]
-            self._notes.add(
+            self._account.add(
                 batch=batch.step,
                 lineage=self._lineage,
                 ids=batch.trajectory_ids_S.tolist(),
@@ -165,7 +165,7 @@ class NotingLink:
         return batch
 
     def drop_batch(self, step: int, reason: str) -> None:
-        self._notes.add(dropped=step, lineage=self._lineage)
+        self._account.add(dropped=step, lineage=self._lineage)
         self._link.drop_batch(step, reason)
 
     def __getattr__(self, name: str) -> Any:

@@ -27,7 +27,7 @@ import yaml
 
 from benchmarks.crash.checks import Rules
 from benchmarks.crash.evidence import Seen, look
-from benchmarks.crash.ledger import Notes, arrivals_file, faults_file
+from benchmarks.crash.ledger import Account, arrivals_file, faults_file
 from megatron_async.config import RunConfig
 from megatron_async.engines.simulated.server import engine_model
 from megatron_async.run_directory import RunDirectory
@@ -52,7 +52,7 @@ _END_SECONDS = 30.0
 
 
 class RunFailed(Exception):
-    """The run did not go on, or ended by itself; says how its log ends."""
+    """The run did not go on, or ended by itself; with the end of its log."""
 
 
 @dataclass(frozen=True)
@@ -208,7 +208,7 @@ class RunUnderFire:
     # ------------------------------------------------------------ what it does
 
     def step(self) -> int:
-        """Optimizer steps of the surviving line so far."""
+        """Optimizer steps of the surviving lineage so far."""
         lines = read_metrics(self.directory.metrics_file)
         return int(lines[-1]["step"]) + 1 if lines else 0
 
@@ -339,7 +339,7 @@ class RunUnderFire:
         if engine is not None:
             arguments = engine.cmdline()
             url = f"http://127.0.0.1:{arguments[arguments.index('--port') + 1]}"
-        Notes(faults_file(self.directory.path)).add(kind=kind, engine=url)
+        Account(faults_file(self.directory.path)).add(kind=kind, engine=url)
 
     def _kill_tree(self) -> None:
         assert self._process is not None

@@ -9,7 +9,7 @@ Invariants
   else ends it is a broken promise.
 - Every wait has a limit. Seconds are those of a run in which an engine that is silent for
   `SILENCE_SECONDS` is hung.
-- What is judged about engines counts only while this machine kept up (`Gauge`).
+- Findings about engines count only while this machine kept up (`Gauge`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from benchmarks.crash.engines import EngineThread, FaultyLauncher, Served
 from benchmarks.crash.evidence import Seen, gather, look
 from benchmarks.crash.faults import FOR_GOOD, KINDS, SILENCE_SECONDS, Fault, Injected, may_end
 from benchmarks.crash.hostile_reward import COMMAND_VARIABLE, IMPORT_PATH, reward_of
-from benchmarks.crash.ledger import Ledger, Notes, faults_file, trained_file
+from benchmarks.crash.ledger import Account, Ledger, faults_file, trained_file
 from megatron_async.checkpoint.manifest import (
     Manifest,
     SavedLayout,
@@ -146,7 +146,7 @@ class PlainScorer:
 
 
 class ScorerProcesses:
-    """The product's scorer processes, with a scorer that fails when `command` says so."""
+    """The product's scorer processes, with a scorer that fails when `command` asks for it."""
 
     scorers = ScorerCount(_SCORERS)
 
@@ -218,22 +218,22 @@ class ManagerCalls:
 
 
 class Trainer:
-    """Calls a manager as the training loop does, with pauses where it is told to pause."""
+    """Calls a manager as the training loop does, with pauses where it is asked to pause."""
 
     def __init__(self, config: RunConfig, directory: RunDirectory, manager: RolloutManager) -> None:
         self._config, self._directory = config, directory
         self._call = ManagerCalls(manager).call
-        self._notes = Notes(trained_file(directory.path))
+        self._account = Account(trained_file(directory.path))
         self.lineage, self.step = 0, 0
         self.pause_seconds = 0.0
 
     async def live(self, resume: ResumePoint, until: asyncio.Event) -> None:
-        """Train until told to end, and some steps more; the last of them has a checkpoint.
+        """Train until asked to end, and some steps more; the last of them has a checkpoint.
 
         Raises ComponentFailure.
         """
         self.lineage, self.step = resume.lineage, resume.step
-        self._notes.add(attach=resume.lineage, step=resume.step, parent=resume.parent)
+        self._account.add(attach=resume.lineage, step=resume.step, parent=resume.parent)
         await self._call("attach", resume)
         await self._publish()
         end: int | None = None
@@ -256,7 +256,7 @@ class Trainer:
         await asyncio.sleep(seconds)
 
     def _note(self, batch: TokenBatch) -> None:
-        self._notes.add(
+        self._account.add(
             batch=batch.step,
             lineage=self.lineage,
             ids=batch.trajectory_ids_S.tolist(),
@@ -344,7 +344,7 @@ def _logprobs(samples: TokenBatch, version: PolicyVersion) -> FloatArray:
 
 @dataclass
 class Result:
-    """What became of a run. `slow`: this machine stood still for too long to judge engines."""
+    """The outcome of a run. `slow`: this machine stood still too long to be evidence."""
 
     preset: str
     seed: str
@@ -395,7 +395,7 @@ class World:
         self._lineage = -1
         self._enough = asyncio.Event()
         self._gauges = (Gauge(), Gauge())
-        self._notes = Notes(faults_file(folder))
+        self._account = Account(faults_file(folder))
         self._began = time.monotonic()
         self._waits: set[asyncio.Task[None]] = set()
         self.injected: list[Injected] = []
@@ -570,7 +570,7 @@ class World:
         at = round(time.monotonic() - self._began, 2)
         one = Injected(fault.kind, engine, fault.count, at)
         self.injected.append(one)
-        self._notes.add(kind=one.kind, engine=one.engine, count=one.count, at=one.at)
+        self._account.add(kind=one.kind, engine=one.engine, count=one.count, at=one.at)
 
     def _engine_fault(self, fault: Fault) -> None:
         serving = self._launcher.serving() if self._launcher is not None else []
@@ -588,7 +588,7 @@ class World:
                 self._engines.do(server.broken)
             case "engine restarts with old weights":
                 self._engines.do(server.restart)
-            case "engine holds another version than it says":
+            case "engine holds another version than it reports":
                 self._engines.do(server.lie, fault.count)
             case "engine dies":
                 self._later(0.0, self._engines.call(served.end()))

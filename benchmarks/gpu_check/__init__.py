@@ -6,7 +6,7 @@
     python -m benchmarks.gpu_check --rehearse   the trainer's checks on a CPU, at toy sizes
 
 Each check prints one line of JSON and appends it to `benchmarks/results/gpu/DEVICE.jsonl` when it
-ends, whatever it says; a check that has an `ok` line there for this device, torch and triton is
+ends, whatever its result; a check that has an `ok` line there for this device, torch and triton is
 not run again (`--again` does). What a check needs and is not there, is the reason it is skipped.
 
 Wheels that a machine with torch, triton, numpy, safetensors and einops lacks: megatron-core,

@@ -36,11 +36,11 @@ Status = Literal["ok", "failed", "skipped"]
 
 
 class CheckFailed(Exception):
-    """What was checked does not hold; the message says what and by how much."""
+    """A failed check; the message has what fails and by how much."""
 
 
 class CheckSkipped(Exception):
-    """The check cannot run here; the message says why."""
+    """A check that cannot run here; the message has the reason."""
 
 
 @dataclass(frozen=True)

@@ -61,9 +61,10 @@ def main() -> None:
         "CoPRIS: drift over a long run",
         [
             "Source (arXiv 2511.05589): no published figure of drift was found; the abstract only "
-            "says that off-policy trajectories are corrected for, a description of the paper that "
-            "a larger N' means more off-policy tokens and that N' = 2048 drifts more than 1024. "
-            "Values by quarter of the run. `sync` is the negative control: its lag must be 0.",
+            "states that off-policy trajectories are corrected for, a description of the paper "
+            "that a larger N' means more off-policy tokens and that N' = 2048 drifts more than "
+            "1024. Values by quarter of the run. `sync` is the negative control: its lag must be "
+            "0.",
             table(header, rows),
             NO_MEASURE,
         ],

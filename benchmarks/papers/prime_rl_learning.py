@@ -55,10 +55,10 @@ def main() -> None:
         "prime_rl_learning",
         "PRIME-RL: learning under asynchrony",
         [
-            "Source: Prime Intellect's announcement of INTELLECT-2 says that its ablations "
+            "Source: Prime Intellect's announcement of INTELLECT-2 reports that its ablations "
             "reproduce DeepScaleR's results without degradation under asynchrony; a public summary "
-            "says so for two steps, and for up to four on some tasks. No figures for k = 0 beside "
-            "others were found.",
+            "reports it for two steps, and for up to four on some tasks. No figures for k = 0 "
+            "beside others were found.",
             table(header, rows),
             NO_MEASURE,
         ],

@@ -145,7 +145,7 @@ def main() -> None:
             table((*header, *saving), update_rows(MATH.groups)),
             "MBPP+ and MiniF2F, 32 responses an update:",
             table((*header, *saving), update_rows(MBPP.groups)),
-            "Whole runs: three epochs and four evaluations, judging not counted:",
+            "Whole runs: three epochs and four evaluations, scoring not counted:",
             table(run_header, [row for task in (MATH, MINIF2F, MBPP) for row in run_rows(task)]),
             "What an assumption decides: MATH on other GPUs (H100), and packed instead of padded:",
             table((*header, *saving), update_rows(MATH.groups, "simulate.gpu.name=H100")),

@@ -1,7 +1,7 @@
-"""What the scripts beside this one share: a simulated point, a Markdown table, a result file.
+"""Shared parts of the scripts beside this one: a simulated point, a Markdown table, a result file.
 
-Every result file says which command made it, what the source reports, and what the negative control
-is; the numbers in it come from that run and from nowhere else.
+Every result file has the command that made it, what the source reports, and the negative
+control; the numbers in it come from that run and from nowhere else.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ Invariants
   not depend on files or layout: what is loaded is compared with it, so that a save or a load that
   puts values into wrong places is found too.
 - A checkpoint of another format is refused by name, never passed over as a corrupt one.
-- Checkpoints are ordered by (lineage, step): after a rollback the surviving line is newer, however
-  far the abandoned one had come.
+- Checkpoints are ordered by (lineage, step): after a rollback the surviving lineage is newer,
+  however far the abandoned one had come.
 - Removal takes the manifest away first: what is half removed is no checkpoint.
 - Only regular files inside the directory are opened, whatever name the manifest gives them.
 """
@@ -204,8 +204,8 @@ def sync_directory(path: Path) -> None:
 def finalise(temporary: Path, target: Path, manifest: Manifest) -> Checkpoint:
     """Turn a complete directory of files into the checkpoint `target`: the commit.
 
-    A `target` that exists is an abandoned line's or a corrupt one; it is taken away first. Raises
-    OSError, in which case no manifest exists at `target`.
+    A `target` that exists is an abandoned lineage's or a corrupt one; it is taken away first.
+    Raises OSError, in which case no manifest exists at `target`.
     """
     remove(target)
     temporary.rename(target)

@@ -130,7 +130,7 @@ class RolloutSide:
             log = self._log(f"the rollout manager has died: {error}")
             raise ComponentFailure(
                 "the rollout manager has died (engines.max_manager_restarts is "
-                f"{self._config.engines.max_manager_restarts}); what Ray knows of it is in {log}, "
+                f"{self._config.engines.max_manager_restarts}); Ray's account of it is in {log}, "
                 f"its output in {ray_directory()}/session_latest/logs"
             ) from error
         except GetTimeoutError:

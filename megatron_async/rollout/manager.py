@@ -119,7 +119,7 @@ class RolloutManager:
 
         A trainer that comes back (restarted ranks) attaches again: what the store holds survives,
         everything is rolled back to its checkpoint, and all engines count as stale. So does a
-        trainer whose manager was lost: it goes on with its own line, at the step it has reached.
+        trainer whose manager was lost: it goes on with its own lineage, at the step it has reached.
         Raises ComponentFailure for a trainer that has been replaced already.
         """
         async with self._attaching:

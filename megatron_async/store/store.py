@@ -46,7 +46,7 @@ from megatron_async.store.recovery import Recovery, Replicator
 from megatron_async.store.schema import BatchRow, GroupRow, pack_ids
 from megatron_async.store.state import StoreState, first_writes, load_state
 from megatron_async.store.writer import StoreWriter
-from megatron_async.trajectory.packing import line_number
+from megatron_async.trajectory.packing import number_on_lineage
 from megatron_async.trajectory.types import (
     DropReason,
     FinishReason,
@@ -404,7 +404,7 @@ class TrajectoryStore:
 
     def lag_number(self, version: PolicyVersion) -> int:
         """The policy number of `version` counted along the current lineage."""
-        return line_number(version, self.lineage, self._branch_points)
+        return number_on_lineage(version, self.lineage, self._branch_points)
 
     @property
     def prompts_read(self) -> int:

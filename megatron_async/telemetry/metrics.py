@@ -4,7 +4,7 @@ Invariants
 - A line is written whole or not at all, and flushed before the next step begins; one that an
   earlier process left torn is cut off when the file is opened. What cannot be written raises
   CannotWrite.
-- After a resume from step n, lines of later steps of the abandoned line stay; every line carries
+- After a resume from step n, lines of later steps of the abandoned lineage stay; every line carries
   its lineage, and readers keep the newest line of a step (`read_metrics`).
 """
 
@@ -129,7 +129,7 @@ def first_accuracy(line: Mapping[str, float]) -> float:
 
 
 def read_metrics(path: Path, *, kind: str = "train") -> list[dict[str, float]]:
-    """Lines of one kind along the surviving line, by step. Torn lines are left out."""
+    """Lines of one kind along the surviving lineage, by step. Torn lines are left out."""
     newest: dict[int, dict[str, float]] = {}
     if not path.exists():
         return []

@@ -28,7 +28,7 @@ class RunSummary:
 
 
 def summarise(directory: RunDirectory) -> RunSummary:
-    """Read the surviving line of a run's metrics."""
+    """Read the surviving lineage of a run's metrics."""
     train = read_metrics(directory.metrics_file)
     evaluations = read_metrics(directory.metrics_file, kind="eval")
 

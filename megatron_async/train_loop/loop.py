@@ -11,7 +11,7 @@ Invariants
   saves a checkpoint before it gives the memory away.
 - A run that is asked to stop ends between two steps, with a finalised checkpoint of the last one.
 - A rollout manager that was lost costs no step: the trainer attaches to its successor at the step
-  that it has reached, on the same line, and repeats what was not answered. It passes the store's
+  that it has reached, on the same lineage, and repeats what was not answered. It passes the store's
   position of its newest batch, so that a store that has lost a batch since is found out.
 """
 

@@ -40,12 +40,12 @@ def pack_groups(
     temperature: float = 1.0,
     mask_before: int | None = None,
 ) -> TokenBatch:
-    """The batch of update `step` on line `lineage`, from complete and scored groups.
+    """The batch of update `step` on `lineage`, from complete and scored groups.
 
-    `branch_points[l]` is the policy number at which line l parted from the current one. Tokens of
-    a policy number below `mask_before` are not trained.
+    `branch_points[l]` is the policy number at which lineage l parted from the current one. Tokens
+    of a policy number below `mask_before` are not trained.
     Raises ValueError for a trajectory that cannot be trained on (no reward, an empty prompt, an
-    unknown line, or tokens of a policy newer than `step`), naming it.
+    unknown lineage, or tokens of a policy newer than `step`), naming it.
     """
     chosen = [
         trajectory
@@ -59,7 +59,7 @@ def pack_groups(
     runs = [run for trajectory in chosen for run in _author_runs(trajectory)]
     version_R = np.array(
         [
-            NO_VERSION if version is None else line_number(version, lineage, branch_points)
+            NO_VERSION if version is None else number_on_lineage(version, lineage, branch_points)
             for _, _, version in runs
         ],
         dtype=np.int32,
@@ -99,7 +99,9 @@ def pack_groups(
     )
 
 
-def line_number(version: PolicyVersion, lineage: int, branch_points: Mapping[int, int]) -> int:
+def number_on_lineage(
+    version: PolicyVersion, lineage: int, branch_points: Mapping[int, int]
+) -> int:
     """The policy number of `version` counted along line `lineage`: min(a, n0) off the line.
 
     Raises ValueError for a line that `branch_points` does not know.
@@ -108,7 +110,7 @@ def line_number(version: PolicyVersion, lineage: int, branch_points: Mapping[int
         return version.number
     if version.lineage not in branch_points:
         raise ValueError(
-            f"no branch point is known for line {version.lineage} of policy version {version}; "
+            f"no branch point is known for lineage {version.lineage} of policy version {version}; "
             f"the current line is {lineage}"
         )
     return min(version.number, branch_points[version.lineage])

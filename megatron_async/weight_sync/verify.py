@@ -50,7 +50,7 @@ def engine_parameter(name: str) -> str:
 
 
 def engine_parameters(checksum_answer: Mapping[str, Any]) -> frozenset[str]:
-    """Parameter names in an engine's answer to `weights_checker` (all its ranks)."""
+    """Parameter names in an engine's reply to `weights_checker` (all its ranks)."""
     return frozenset(name for rank in checksum_answer["ranks"] for name in rank["checksums"])
 
 

@@ -81,9 +81,9 @@ def correction(
         metrics.update(found)
     keep = [[True for _ in row] for row in logs]
     for option, spec in zip(options, thresholds, strict=True):
-        verdict, found = _rejection(logs, option, spec)
+        kept, found = _rejection(logs, option, spec)
         metrics.update(found)
-        keep = [[a and b for a, b in zip(x, y, strict=True)] for x, y in zip(keep, verdict)]
+        keep = [[a and b for a, b in zip(x, y, strict=True)] for x, y in zip(keep, kept)]
     if options:
         flat = [k for row in keep for k in row]
         metrics["rollout_rs_masked_fraction"] = share(flat, lambda k: not k)

@@ -168,7 +168,7 @@ def test_triton_refuses_more_rules_than_it_holds(count: int, fits: bool) -> None
         ("12.9", None, "plain torch (triton is not installed)"),
     ],
 )
-def test_doctor_says_what_computes_the_loss(
+def test_doctor_shows_what_computes_the_loss(
     cuda: str | None, triton: str | None, line: str
 ) -> None:
     found = Capabilities("2", "0.16", cuda, cuda and "a GPU", None, None, triton)

@@ -103,13 +103,13 @@ def test_a_trainer_starts_from_converted_weights_and_its_checkpoint_converts_bac
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A run directory with one checkpoint, and what its trainer said of a batch after saving."""
+    """A run directory with one checkpoint, and its trainer's log-probs of a batch after saving."""
 
     directory: Path
     batch: TokenBatch
     logprobs_T: FloatArray
 
-    def assert_said_by(self, hf: Path) -> None:
+    def assert_same_outputs(self, hf: Path) -> None:
         """transformers, with the model in `hf`, gives the trainer's log-probs."""
         from transformers import AutoModelForCausalLM
 
@@ -138,17 +138,17 @@ def trained(models: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainedRu
 
 
 @pytest.mark.slow
-def test_a_trained_checkpoint_says_in_transformers_what_the_trainer_says(
+def test_a_trained_checkpoint_gives_the_trainers_outputs_in_transformers(
     trained: TrainedRun, models: Path, tmp_path: Path
 ) -> None:
     megatron_to_hf(trained.directory, tmp_path / "hf")
-    trained.assert_said_by(tmp_path / "hf")
+    trained.assert_same_outputs(tmp_path / "hf")
     before = tensors_of(models / "qwen3")
     assert any(not torch.equal(t, before[name]) for name, t in tensors_of(tmp_path / "hf").items())
 
 
 @pytest.mark.slow
-def test_the_script_for_jobs_converts_a_run_or_says_how_it_is_used(
+def test_the_script_for_jobs_converts_a_run_or_shows_its_usage(
     trained: TrainedRun, tmp_path: Path
 ) -> None:
     def convert_to_hf(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -164,7 +164,7 @@ def test_the_script_for_jobs_converts_a_run_or_says_how_it_is_used(
     done = convert_to_hf(trained.directory, "hf", "--shard-gb", 2e-5)
     assert done.returncode == 0, done.stderr
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 1
-    trained.assert_said_by(tmp_path / "hf")
+    trained.assert_same_outputs(tmp_path / "hf")
 
     usage = convert_to_hf(trained.directory)
     assert usage.returncode == 2
@@ -186,7 +186,7 @@ class TestPrecision:
         megatron_to_hf(tmp_path / "megatron", tmp_path / "hf")
         assert_same(tensors_of(tmp_path / "hf"), tensors)
 
-    def test_a_cast_is_told_in_config_json(self, models: Path, tmp_path: Path) -> None:
+    def test_a_cast_is_recorded_in_config_json(self, models: Path, tmp_path: Path) -> None:
         hf_to_megatron(models / "llama3", tmp_path / "megatron")
         megatron_to_hf(tmp_path / "megatron", tmp_path / "hf", dtype="bfloat16")
         expected = {

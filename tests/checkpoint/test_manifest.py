@@ -89,10 +89,12 @@ def test_another_format_is_refused_by_a_sentence_that_names_both(
     content = json.loads(manifest_file.read_text())
     assert content["format"] == 2
     manifest_file.write_text(json.dumps({**content, "format": found}))
-    told = f"step_000002: it has format {found}, and this version of megatron_async reads format 2"
-    with pytest.raises(UserError, match=told):
+    refusal = (
+        f"step_000002: it has format {found}, and this version of megatron_async reads format 2"
+    )
+    with pytest.raises(UserError, match=refusal):
         open_checkpoint(tmp_path / "step_000002")
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=refusal):
         find_latest(tmp_path)
 
 

@@ -90,7 +90,7 @@ def test_values_in_wrong_places_are_found_by_name(
     tensor: str,
     at: Callable[[str], AbstractContextManager[Any]],
 ) -> None:
-    """All files are what the manifest says of them."""
+    """All files match the manifest."""
     name = f"{tensor}/{NAME}"
     with at(name):
         path = save(trainer, tmp_path)
@@ -139,8 +139,8 @@ def test_a_save_in_which_elements_are_missing_or_double_is_no_checkpoint(
         pytest.raises(ComponentFailure, match="could not be written") as failed,
     ):
         save(trainer, tmp_path)
-    told = "has 24576 of 12288 elements" if times else "is held by no rank"
-    assert f"tensor exp_avg/{NAME} {told}" in str(failed.value)
+    problem = "has 24576 of 12288 elements" if times else "is held by no rank"
+    assert f"tensor exp_avg/{NAME} {problem}" in str(failed.value)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -116,7 +116,7 @@ def test_a_run_without_a_store_gets_none(run: RunDirectory) -> None:
     assert not run.store_file.exists()
 
 
-def test_the_newest_checkpoint_says_what_is_committed(
+def test_the_newest_checkpoint_decides_what_is_committed(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Manifest:

@@ -1,4 +1,4 @@
-"""The package as a library: fast to import, names where the documentation says, a run in a line."""
+"""The package as a library: fast to import, names as documented, a run in one line."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_every_public_name_can_be_imported_and_no_other() -> None:
         megatron_async.trane  # noqa: B018
 
 
-def test_every_name_of_the_documentation_is_where_it_says() -> None:
+def test_every_name_of_the_documentation_is_at_its_path() -> None:
     names = re.findall(r"^::: ([\w.]+)$", (DOCS / "reference" / "api.md").read_text(), re.M)
     assert len(names) > 8
     for name in names:

@@ -1,4 +1,4 @@
-"""The closing table says what the metrics file says, weighted as it claims."""
+"""The closing table agrees with the metrics file, weighted as it states."""
 
 from pathlib import Path
 

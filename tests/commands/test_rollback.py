@@ -104,7 +104,7 @@ def test_newer_checkpoints_are_set_aside_and_the_next_resume_goes_on_from_the_st
 def test_what_the_abandoned_steps_trained_is_trained_once_along_the_new_line(
     run: RunDirectory,
 ) -> None:
-    """With a death of the new line before its first checkpoint, and one after it."""
+    """With a death of the new lineage before its first checkpoint, and one after it."""
     rollback_to(run, 2).carry_out()
     with line(run, 1, resume(run)) as store:
         assert waiting(store) == [2, 3, 4, 5]
@@ -183,7 +183,7 @@ def test_a_run_that_goes_on_is_refused(run: RunDirectory) -> None:
 
 
 def test_a_checkpoint_whose_trajectories_were_exported_is_refused(run: RunDirectory) -> None:
-    """The run keeps checkpoints that it told the store of; this one came back from elsewhere."""
+    """A run keeps checkpoints that it reported to the store; this one came back from elsewhere."""
 
     async def compact(store: TrajectoryStore) -> None:
         store.add_group(prompt(), 1)

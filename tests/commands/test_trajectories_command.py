@@ -69,7 +69,7 @@ def rows(output: str) -> list[int]:
     return [int(words[0]) for words in table if len(words) > 4 and words[2] in ("20", "0")]
 
 
-def test_the_newest_fifty_are_listed_and_it_is_said_what_is_not(run: RunDirectory) -> None:
+def test_the_newest_fifty_are_listed_and_the_rest_is_counted(run: RunDirectory) -> None:
     output = call(run)
     assert rows(output) == list(range(20, 70))
     assert f"{KEPT} trajectories: {KEPT} scored" in output
@@ -141,7 +141,7 @@ def test_an_unknown_id_and_an_unknown_state_are_refused(run: RunDirectory) -> No
         call(run, "--state", "done")
 
 
-def test_without_an_export_it_is_said_what_became_of_them(tmp_path: Path) -> None:
+def test_without_an_export_the_list_explains_what_became_of_them(tmp_path: Path) -> None:
     run = make_run(tmp_path, export="none")
     sentence = f"{EXPORTED} more were removed by compaction (store.export is none)"
     assert sentence in call(run)

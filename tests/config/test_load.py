@@ -1,4 +1,4 @@
-"""Settings: precedence, inheritance, overrides, and what a refusal says."""
+"""Settings: precedence, inheritance, overrides, and the text of a refusal."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Every setting is listed once, and what is misspelt is told from what was meant."""
+"""Every setting is listed once; a misspelt one is answered with what was meant."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_values_are_those_of_a_configuration() -> None:
         ("optimizer.learning_rate", ""),
     ],
 )
-def test_a_misspelt_setting_is_told_from_what_was_meant(unknown: str, meant: str) -> None:
+def test_a_misspelt_setting_is_answered_with_what_was_meant(unknown: str, meant: str) -> None:
     assert did_you_mean(unknown) == (f"; did you mean {meant}?" if meant else "")
 
 

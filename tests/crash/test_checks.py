@@ -58,8 +58,8 @@ RULES = Rules(
 PROMPT = (7, 9)
 
 
-def says(count: int, prompt: tuple[int, ...] = PROMPT) -> tuple[int, ...]:
-    """The simulated engine's answer."""
+def generated(count: int, prompt: tuple[int, ...] = PROMPT) -> tuple[int, ...]:
+    """The simulated engine's response."""
     tokens: list[int] = []
     for place in range(len(prompt), len(prompt) + count):
         tokens.append(MODEL.next_token(tokens[-1] if tokens else prompt[-1], place, (STOP,)))
@@ -71,7 +71,7 @@ def kept(trajectory_id: int, **changes: object) -> Kept:
     version = {2: PolicyVersion(0, 2), 3: PolicyVersion(1, 2)}.get(
         trajectory_id, PolicyVersion(0, 0)
     )
-    tokens: tuple[int, ...] = changes.pop("tokens", says(LENGTH))  # type: ignore[assignment]
+    tokens: tuple[int, ...] = changes.pop("tokens", generated(LENGTH))  # type: ignore[assignment]
     one = Kept(
         trajectory_id,
         "batched" if consumed else "dropped" if trajectory_id == 4 else "finished",
@@ -86,13 +86,13 @@ def kept(trajectory_id: int, **changes: object) -> Kept:
 
 
 def batch(lineage: int, step: int, trajectory_id: int) -> Batch:
-    return Batch(lineage, step, (trajectory_id,), (says(LENGTH),), lag=0)
+    return Batch(lineage, step, (trajectory_id,), (generated(LENGTH),), lag=0)
 
 
 def request(trajectory_id: int, start: int = 0, count: int = LENGTH, offset: int = 0) -> Request:
     first = len(PROMPT) + start
     end = "length" if start + count == LENGTH else None
-    return Request(trajectory_id, first, offset, says(LENGTH)[start : start + count], 2, end)
+    return Request(trajectory_id, first, offset, generated(LENGTH)[start : start + count], 2, end)
 
 
 def honest() -> Evidence:
@@ -143,7 +143,7 @@ def test_the_surviving_line_leaves_out_what_a_kill_undid() -> None:
     assert steps == [(0, 0), (0, 1), (1, 2), (1, 3)]
 
 
-def test_lag_counts_from_where_the_lines_part() -> None:
+def test_lag_counts_from_where_the_lineages_part() -> None:
     evidence = honest()
     assert part_step(evidence.attaches, 0, 1) == 2
     assert part_step(evidence.attaches, 1, 1) is None
@@ -165,7 +165,7 @@ DOCTORED: list[tuple[str, str, Callable[[], Evidence]]] = [
     (
         "finished trajectories lost",
         "had 8 tokens, now 7",
-        lambda: with_kept(0, kept(0, tokens=says(7))),
+        lambda: with_kept(0, kept(0, tokens=generated(7))),
     ),
     ("finished trajectories lost", "had reward 1.0", lambda: with_kept(0, kept(0, reward=0.0))),
     ("trained twice", "trajectory 0 was trained 2 times", lambda: with_batches(batch(1, 4, 0))),
@@ -178,12 +178,12 @@ DOCTORED: list[tuple[str, str, Callable[[], Evidence]]] = [
     ),
     (
         "store and trainer disagree",
-        "consumed by None, the trainer says (1, 3)",
+        "consumed by None, the trainer has (1, 3)",
         lambda: with_kept(3, kept(3, consumed=None)),
     ),
     (
         "store and trainer disagree",
-        "consumed by (1, 3), the trainer says None",
+        "consumed by (1, 3), the trainer has None",
         lambda: with_kept(5, kept(5, consumed=(1, 3))),
     ),
     (
@@ -201,16 +201,16 @@ DOCTORED: list[tuple[str, str, Callable[[], Evidence]]] = [
     (
         "more than a chunk lost",
         "trajectory 5 lost 7 tokens",
-        lambda: with_kept(5, kept(5, tokens=says(1))),
+        lambda: with_kept(5, kept(5, tokens=generated(1))),
     ),
     (
         "wrong tokens",
         "token 0 never arrived",
-        lambda: with_kept(5, kept(5, tokens=(63, *says(LENGTH)[1:]))),
+        lambda: with_kept(5, kept(5, tokens=(63, *generated(LENGTH)[1:]))),
     ),
     (
         "wrong tokens",
-        "not the engine's answer",
+        "not the engine's response",
         lambda: replace(
             with_kept(5, kept(5, tokens=(11, 11))),
             requests={**honest().requests, 5: [Request(5, 2, 0, (11, 11), 2)]},
@@ -219,12 +219,12 @@ DOCTORED: list[tuple[str, str, Callable[[], Evidence]]] = [
     (
         "wrong tokens",
         "trained with other tokens",
-        lambda: with_kept(3, kept(3, tokens=says(LENGTH - 1))),
+        lambda: with_kept(3, kept(3, tokens=generated(LENGTH - 1))),
     ),
     (
         "wrong end",
         "trajectory 0 has 2 tokens after a stop token",
-        lambda: with_kept(0, kept(0, tokens=(*says(3), STOP, *says(2)))),
+        lambda: with_kept(0, kept(0, tokens=(*generated(3), STOP, *generated(2)))),
     ),
     (
         "wrong end",
@@ -234,7 +234,7 @@ DOCTORED: list[tuple[str, str, Callable[[], Evidence]]] = [
     (
         "wrong end",
         "is finished after 7 tokens without a stop token",
-        lambda: with_kept(5, kept(5, tokens=says(7))),
+        lambda: with_kept(5, kept(5, tokens=generated(7))),
     ),
     (
         "wrong end",
@@ -271,12 +271,12 @@ DOCTORED: list[tuple[str, str, Callable[[], Evidence]]] = [
 ]
 
 
-@pytest.mark.parametrize(("check", "says_what", "doctored"), DOCTORED)
+@pytest.mark.parametrize(("check", "sentence_part", "doctored"), DOCTORED)
 def test_a_doctored_account_is_found_out(
-    check: str, says_what: str, doctored: Callable[[], Evidence]
+    check: str, sentence_part: str, doctored: Callable[[], Evidence]
 ) -> None:
     found = audit(doctored(), RULES)[check]
-    assert any(says_what in sentence for sentence in found), found
+    assert any(sentence_part in sentence for sentence in found), found
 
 
 def test_an_end_that_was_lost_with_its_tokens_may_be_asked_for_again() -> None:
@@ -286,7 +286,7 @@ def test_an_end_that_was_lost_with_its_tokens_may_be_asked_for_again() -> None:
 
 
 def test_a_stop_token_ends_a_response_of_any_length() -> None:
-    stopped = kept(5, tokens=(*says(3), STOP))
+    stopped = kept(5, tokens=(*generated(3), STOP))
     assert audit(with_kept(5, stopped), RULES)["wrong end"] == []
 
 
@@ -294,13 +294,13 @@ def test_what_follows_the_place_where_a_simulated_engine_stops_is_not_its_answer
     model = SimulatedEngineModel(vocab_size=64, mean_length=1)  # each token is the last one
     rules = replace(RULES, simulated=model)
 
-    def verdict(*tokens: int) -> list[str]:
+    def problems(*tokens: int) -> list[str]:
         arrived = Request(5, len(PROMPT), 0, tokens, 2)
         evidence = replace(with_requests(5, arrived), kept={5: [kept(5, tokens=tokens)]})
         return [line for line in audit(evidence, rules)["wrong tokens"] if "answer" in line]
 
-    assert verdict(STOP) == []
-    assert verdict(STOP, STOP) == ["trajectory 5 is not the engine's answer to its prompt"]
+    assert problems(STOP) == []
+    assert problems(STOP, STOP) == ["trajectory 5 is not the engine's response to its prompt"]
 
 
 def test_an_engine_is_given_up_for_as_many_failed_requests_as_it_may_have() -> None:
@@ -341,7 +341,7 @@ def test_tokens_of_another_version_than_they_are_labelled_with_are_found() -> No
     assert len(wrong(old, old, old, new)) == 1
 
 
-def test_arrivals_tell_how_each_request_ended(tmp_path: Path) -> None:
+def test_arrivals_record_how_each_request_ended(tmp_path: Path) -> None:
     lines = [
         {"request": "t3-1", "at": 2},
         {"request": "t3-1", "at": 2, "ids": [5, 6], "version": "0.0", "end": "abort"},
@@ -349,15 +349,15 @@ def test_arrivals_tell_how_each_request_ended(tmp_path: Path) -> None:
         {"request": "t3-2", "at": 4, "ids": [7, STOP], "version": "0.1", "end": "stop"},
     ]
     more = {"request": "t3-2", "at": 6, "ids": [8], "version": "0.1", "end": None}
-    notes = tmp_path / "arrivals.jsonl"
-    notes.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert [(r.start, r.end, r.noted_end) for r in read_arrivals(notes)[3]] == [
+    arrivals = tmp_path / "arrivals.jsonl"
+    arrivals.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [(r.start, r.end, r.noted_end) for r in read_arrivals(arrivals)[3]] == [
         (2, 4, "abort"),
         (4, 6, "stop"),
     ]
-    notes.write_text("".join(json.dumps(line) + "\n" for line in [*lines, more]))
+    arrivals.write_text("".join(json.dumps(line) + "\n" for line in [*lines, more]))
     with pytest.raises(ValueError, match="trajectory 3: a request's tokens follow its end"):
-        read_arrivals(notes)
+        read_arrivals(arrivals)
 
 
 def test_ten_kills_in_runs_of_four_are_of_all_five_kinds() -> None:

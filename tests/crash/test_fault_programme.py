@@ -51,7 +51,7 @@ def accept_any_request(monkeypatch: pytest.MonkeyPatch) -> None:
     async def with_a_stale_engine(driver: RolloutDriver, timeout: float) -> TokenBatch | None:
         batch = await next_batch(driver, timeout)
         if batch is not None:
-            driver.engine_stale(sorted(driver._slots)[0], "a test says so")
+            driver.engine_stale(sorted(driver._slots)[0], "a test asks for it")
         return batch
 
     monkeypatch.setattr("megatron_async.store.store.running", current)
@@ -93,7 +93,7 @@ PLANTED: list[
         "wrong tokens: ",
         "pipeline",
         accept_unverified_tokens,
-        [Fault("engine holds another version than it says", target=i) for i in range(3)],
+        [Fault("engine holds another version than it reports", target=i) for i in range(3)],
     ),
     ("trained twice: ", "async", emit_a_batch_twice, [Fault("trainer pauses", 0.1, seconds=0.2)]),
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.crash.fault_programme import PRESETS, Plan, blames_a_slow_machine
+from benchmarks.crash.fault_programme import PRESETS, Plan, is_due_to_a_slow_machine
 from benchmarks.crash.faults import (
     KINDS,
     TOLERATED,
@@ -64,8 +64,8 @@ def test_a_run_may_end_by_a_disk_and_by_nothing_else() -> None:
 
 def test_a_machine_that_stands_still_explains_lost_engines_and_nothing_else() -> None:
     lost = "healthy engines given up: engine0"
-    assert not blames_a_slow_machine(Result("async", "", broken=[lost], slow_seconds=0.1))
-    assert blames_a_slow_machine(Result("async", "", broken=[lost], slow_seconds=2.0))
-    assert not blames_a_slow_machine(Result("async", "", slow_seconds=2.0))
+    assert not is_due_to_a_slow_machine(Result("async", "", broken=[lost], slow_seconds=0.1))
+    assert is_due_to_a_slow_machine(Result("async", "", broken=[lost], slow_seconds=2.0))
+    assert not is_due_to_a_slow_machine(Result("async", "", slow_seconds=2.0))
     twice = Result("async", "", broken=[lost, "trained twice: 5"], slow_seconds=2.0)
-    assert not blames_a_slow_machine(twice)
+    assert not is_due_to_a_slow_machine(twice)

@@ -14,8 +14,8 @@ import pytest
 from tests.distributed import run_ranks
 
 
-def said_by_a_loop() -> list[str]:
-    """Two steps over stand-ins that only say what happens, in order."""
+def calls_of_a_loop() -> list[str]:
+    """Two steps over stand-ins that only record what happens, in order."""
     import torch.distributed as dist
 
     from megatron_async.config.model import ModelConfig
@@ -23,23 +23,23 @@ def said_by_a_loop() -> list[str]:
     from megatron_async.trajectory.types import PolicyVersion
 
     dist.init_process_group("gloo")
-    said: list[str] = []
+    calls: list[str] = []
     trainer = SimpleNamespace(step=0, vocab_size=32, version=PolicyVersion(0, 0))
 
     def train_batch(batch: Any) -> Any:
-        said.append("train")
+        calls.append("train")
         trainer.step += 1
         return SimpleNamespace(skipped=False)
 
     def note(what: str, answer: Any = None) -> Any:
         def do(*_: Any) -> Any:
-            said.append(what)
+            calls.append(what)
             return answer
 
         return do
 
     trainer.train_batch = train_batch
-    trainer.compute_logprobs = lambda batch: said.append("compute")
+    trainer.compute_logprobs = lambda batch: calls.append("compute")
     link = SimpleNamespace(
         next_batch=note("generate", SimpleNamespace(step=0, store_position=1)),
         begin_update=note("engines take weights", []),
@@ -49,14 +49,14 @@ def said_by_a_loop() -> list[str]:
         checkpoint_finalised=note("finalised"),
     )
     checkpoints = SimpleNamespace(save=note("save"), wait=lambda: None, take_finalised=list)
-    memory = SimpleNamespace(hold=lambda residence: said.append(f"trainer {residence.value}"))
+    memory = SimpleNamespace(hold=lambda residence: calls.append(f"trainer {residence.value}"))
     config: Any = SimpleNamespace(
         steps=2,
         checkpoint=SimpleNamespace(every_steps=2),
         model=ModelConfig(dtype="float32"),
         weights=SimpleNamespace(verify="every"),
     )
-    publisher: Any = SimpleNamespace(publish=lambda engines, version: said.append("send") or [])
+    publisher: Any = SimpleNamespace(publish=lambda engines, version: calls.append("send") or [])
     parts: Any = LoopParts(
         config=config,
         trainer=trainer,  # type: ignore[arg-type]
@@ -68,7 +68,7 @@ def said_by_a_loop() -> list[str]:
     )
     assert TrainLoop(parts).run()
     dist.destroy_process_group()
-    return said
+    return calls
 
 
 UPDATE = [
@@ -79,9 +79,9 @@ UPDATE = [
 
 @pytest.mark.slow
 def test_the_trainer_holds_nothing_while_engines_generate() -> None:
-    [said] = run_ranks(said_by_a_loop, 1, timeout_seconds=60)
+    [calls] = run_ranks(calls_of_a_loop, 1, timeout_seconds=60)
     saved = ["engines rest", "trainer all", "save"]
-    assert said == [
+    assert calls == [
         *UPDATE,
         *("generate", "trainer all", "train"),
         *UPDATE,

@@ -59,12 +59,12 @@ def test_it_ends_with_a_sentence_and_goes_on_when_there_is_room(
     finally:
         if first.process.poll() is None:
             first.kill_everything()
-    said = first.log.read_text()
-    sentence = said.strip().splitlines()[-1]
+    output = first.log.read_text()
+    sentence = output.strip().splitlines()[-1]
     assert re.match(
         rf"error: .*{disk.path}\S* c(annot|ould not) be \w+.*; (free|look at)", sentence
     )
-    assert "Traceback" not in said
+    assert "Traceback" not in output
     _, left = psutil.wait_procs(family, timeout=30)
     assert left == []
 

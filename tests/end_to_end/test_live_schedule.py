@@ -1,4 +1,4 @@
-"""What a live run tells of its schedule: N' that `concurrency: auto` moves, and named signatures.
+"""Reports of a live run about its schedule: N' that `concurrency: auto` moves, named signatures.
 
 Everything is the real thing but the engine's tokens: its server and all requests to it, the store,
 the trainer, the loop. (`auto` on SGLang: test_recipes_on_engine.py; how good the N' is that it
@@ -85,7 +85,7 @@ def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SG
     process.stop()
 
 
-def test_auto_concurrency_moves_and_the_metrics_tell_it(
+def test_auto_concurrency_moves_and_the_metrics_show_it(
     tmp_path: Path, model: Path, engine: SGLangProcess
 ) -> None:
     changes = {
@@ -98,13 +98,13 @@ def test_auto_concurrency_moves_and_the_metrics_tell_it(
     directory = RunDirectory.create(config)
     train_locally(config, directory, [engine.url], LengthParity())
     lines = read_metrics(directory.metrics_file)
-    told = [int(line["rollout/concurrency"]) for line in lines]
-    assert told[0] == FIRST
-    assert max(told) == 2 * FIRST, f"the first probe doubles N': {told}"
+    limits = [int(line["rollout/concurrency"]) for line in lines]
+    assert limits[0] == FIRST
+    assert max(limits) == 2 * FIRST, f"the first probe doubles N': {limits}"
     assert 0 < lines[-1]["rollout/kv_usage"] <= lines[-1]["rollout/kv_usage_max"] < 1
     assert {line["rollout/preemptions"] for line in lines} == {0}
     (record,) = directory.events.iterdir()
-    assert most_in_flight(record) == max(told), "engines were given what the metrics tell"
+    assert most_in_flight(record) == max(limits), "engines were given what the metrics show"
     assert replay(record) is None
 
 
@@ -122,7 +122,7 @@ def test_a_signature_is_in_the_metrics_file_though_nobody_watches(
     directory = RunDirectory.create(config)
     train_locally(config, directory, [engine.url], LengthParity())
     lines = [json.loads(line) for line in directory.metrics_file.read_text().splitlines()]
-    said = [line for line in lines if line.get("name") == "queue_underflow"]
-    assert [line["kind"] for line in said] == ["warning"], "once, while it lasts"
-    assert "schedule.concurrency" in said[0]["message"]
-    assert 0 < said[0]["step"] < 6
+    warnings = [line for line in lines if line.get("name") == "queue_underflow"]
+    assert [line["kind"] for line in warnings] == ["warning"], "once, while it lasts"
+    assert "schedule.concurrency" in warnings[0]["message"]
+    assert 0 < warnings[0]["step"] < 6

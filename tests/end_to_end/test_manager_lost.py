@@ -12,7 +12,7 @@ from tests.distributed import run_ranks
 
 
 class ForgetfulLink:
-    """Loses its manager at the calls in `lost_at` (by number); notes what it was asked."""
+    """Loses its manager at the calls in `lost_at` (by number); records what it was asked."""
 
     def __init__(self, trainer: Any, lost_at: set[int]) -> None:
         self._trainer = trainer
@@ -20,7 +20,7 @@ class ForgetfulLink:
         self._calls = 0
         self._attached = True
         self._fresh = False
-        self.said: list[Any] = []
+        self.calls: list[Any] = []
 
     def _call(self, *what: Any) -> None:
         from megatron_async.train_loop.manager_client import ManagerLost
@@ -29,14 +29,14 @@ class ForgetfulLink:
         if self._calls in self._lost_at:
             self._attached = False
         if not self._attached:
-            self.said.append((*what, "lost"))
+            self.calls.append((*what, "lost"))
             raise ManagerLost("the rollout manager has died")
-        self.said.append(what)
+        self.calls.append(what)
 
     def attach(self, resume: Any) -> None:
         self._attached, self._fresh = True, True
         place = (resume.lineage, resume.step, resume.parent, resume.store_position)
-        self.said.append(("attach", *place))
+        self.calls.append(("attach", *place))
 
     def next_batch(self) -> Any:
         self._call("next_batch")
@@ -116,7 +116,7 @@ def train(lost_at: set[int]) -> tuple[list[Any], list[int]]:
         )  # type: ignore[arg-type]
     )
     assert loop.run()
-    return link.said, trained
+    return link.calls, trained
 
 
 def lose_everywhere() -> dict[int, tuple[list[Any], list[int]]]:
@@ -133,23 +133,23 @@ def test_at_whichever_call_it_is_lost_every_step_is_trained_once(tmp_path: Path)
     found = run_ranks(lose_everywhere, 1, timeout_seconds=60)[0]
     undisturbed = found.pop(0)[0]
     assert not any(line[0] == "attach" for line in undisturbed)
-    for call, (said, trained) in found.items():
+    for call, (calls, trained) in found.items():
         assert trained == [0, 1], call
-        attached = [line for line in said if line[0] == "attach"]
+        attached = [line for line in calls if line[0] == "attach"]
         assert len(attached) == int(call <= len(undisturbed)), call
         for *_, step, _, position in attached:  # that of the newest batch, or of the resume
             assert position == 99 + step, call
-        answered = [line for line in said if line[-1] != "lost"]
+        answered = [line for line in calls if line[-1] != "lost"]
         for step in (1, 2):
             assert ("finalised", step) in answered
             assert answered.index(("end_update", step)) > answered.index(("begin_update", step))
     # lost between two parts of an update: the new engines get all of it
     update = [(part, 1) for part in ("begin_update", "end_update", "verify_update")]
     for part in update[1:]:
-        said = found[undisturbed.index(part) + 1][0]
-        lost = said.index((*part, "lost"))
-        assert said[lost + 1 : lost + 5] == [("attach", 4, 1, 3, 100), *update]
+        calls = found[undisturbed.index(part) + 1][0]
+        lost = calls.index((*part, "lost"))
+        assert calls[lost + 1 : lost + 5] == [("attach", 4, 1, 3, 100), *update]
     # so do those that were to be evaluated
-    said = found[undisturbed.index(("evaluate", 0)) + 1][0]
-    lost = said.index(("evaluate", 0, "lost"))
-    assert said[lost + 2 : lost + 6] == [*((part, 0) for part, _ in update), ("evaluate", 0)]
+    calls = found[undisturbed.index(("evaluate", 0)) + 1][0]
+    lost = calls.index(("evaluate", 0, "lost"))
+    assert calls[lost + 2 : lost + 6] == [*((part, 0) for part, _ in update), ("evaluate", 0)]

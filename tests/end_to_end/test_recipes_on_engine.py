@@ -122,7 +122,7 @@ class LengthParity:
         return float(len(response_ids) % 8 == 0), {}
 
 
-def test_the_real_verifier_judges_what_the_engine_says(
+def test_the_real_verifier_scores_what_the_engine_generates(
     tmp_path: Path, model: Path, engine: SGLangProcess
 ) -> None:
     config = settings("copris", tmp_path, model)
@@ -150,9 +150,9 @@ def test_auto_concurrency_follows_what_the_engine_reports(
     directory = RunDirectory.create(config)
     train_locally(config, directory, [engine.url], LengthParity())
     lines = read_metrics(directory.metrics_file)
-    told = [line["rollout/concurrency"] for line in lines]
-    changed = next(n for n in told if n != told[0])
-    assert (told[0], changed) == (8, 16), told
+    limits = [line["rollout/concurrency"] for line in lines]
+    changed = next(n for n in limits if n != limits[0])
+    assert (limits[0], changed) == (8, 16), limits
     assert all(0 <= line["rollout/kv_usage"] < 0.2 for line in lines[1:]), "of 16,384 tokens"
     assert max(line["rollout/kv_usage_max"] for line in lines[1:]) > 0
 
@@ -168,20 +168,20 @@ def test_rapid_and_the_engine_take_turns_on_shared_devices(
             {"engines": {"placement": "colocated"}, "weights": {"transport": "tensor"}},
         )
     )
-    said: list[str] = []
+    calls: list[str] = []
     for name in ("release_memory", "resume_memory"):
         real = getattr(SGLangClient, name)
 
         async def noted(client: SGLangClient, real: Any = real, **kept: bool) -> None:
             await real(client, **kept)
-            said.append(f"engine {kept}")
+            calls.append(f"engine {kept}")
 
         monkeypatch.setattr(SGLangClient, name, noted)
 
     class Emptied(DeviceMemory):
         def hold(self, residence: Residence) -> None:
             super().hold(residence)
-            said.append(f"trainer {residence.value}")
+            calls.append(f"trainer {residence.value}")
 
     monkeypatch.setattr(
         local, "trainer_memory", lambda config, trainer: Emptied(trainer, lambda tensor: True)
@@ -205,4 +205,4 @@ def test_rapid_and_the_engine_take_turns_on_shared_devices(
     step = [rests, "trainer all"]
     # The checkpoint of the last step asks for the whole trainer once more.
     expected = [rests, *update, *(step + update) * (STEPS - 1), *step, "trainer all"]
-    assert said == [*expected, *update, *step]
+    assert calls == [*expected, *update, *step]

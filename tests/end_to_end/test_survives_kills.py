@@ -146,7 +146,7 @@ def test_sigkill_mid_step_then_resume_then_the_engine_dies(
 
 
 def assert_trained_once(directory: RunDirectory, content: StoreContent) -> None:
-    """Along the surviving line each step has one batch, and no trajectory is in two of them."""
+    """Along the surviving lineage each step has one batch, and no trajectory is in two of them."""
     steps = [int(line["step"]) for line in read_metrics(directory.metrics_file)]
     assert steps == list(range(len(steps)))
     consumption = Consumption.at(content.tree, content.tree.newest)

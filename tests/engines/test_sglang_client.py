@@ -153,7 +153,7 @@ def test_all_requests_are_aborted_with_one_call(engine: EngineUnderTest) -> None
 def test_a_request_that_is_too_long_is_refused_and_the_next_one_is_served(
     engine: EngineUnderTest,
 ) -> None:
-    """The longest that is taken, resumed at its last token, is what the settings say."""
+    """The longest that is taken, resumed at its last token, is what the settings ask for."""
     longest = SETTINGS.longest_tokens(2048)
     assert longest is not None
 
@@ -318,7 +318,7 @@ def test_it_reports_version_load_and_capacity(engine: EngineUnderTest) -> None:
     engine.run(check)
 
 
-def test_checksums_tell_weights_apart(engine: EngineUnderTest) -> None:
+def test_checksums_distinguish_weights(engine: EngineUnderTest) -> None:
     before = engine.run(lambda client: client.checksum())
     engine.load("b", NEW)
     changed = engine.run(lambda client: client.checksum())

@@ -173,7 +173,7 @@ def test_the_server_ends_with_whoever_started_it(tmp_path: Path) -> None:
     assert _gone(pid) and _gone(child)
 
 
-def test_the_command_line_says_what_the_settings_say(tmp_path: Path) -> None:
+def test_the_command_line_follows_the_settings(tmp_path: Path) -> None:
     settings = EngineConfig(
         tensor=2,
         max_running_requests=9,

@@ -81,7 +81,7 @@ def test_a_request_aborted_in_the_queue_repeats_its_last_token_which_is_not_new(
     assert len(last) == 1 and last[0].end == "abort" and len(last[0].token_ids) == 0
 
 
-def test_without_versions_tokens_are_held_back_until_the_end_tells() -> None:
+def test_without_versions_tokens_are_held_back_until_the_end_reports_one() -> None:
     decoder = StreamDecoder()
     assert decoder.feed(_report([4, 5], 2, None)) == []
     chunks = decoder.feed(_report([6], 3, [("0.1", 0, 1), ("0.2", 1, 3)], {"type": "stop"}))
@@ -159,7 +159,7 @@ def test_only_an_invalid_request_is_refused(report: dict[str, Any], refused: boo
     ("status", "refused"),
     [(400, True), (413, True), (422, True), (401, False), (404, False), (429, False), (500, False)],
 )
-def test_an_http_status_tells_whose_fault_it_is(status: int, refused: bool) -> None:
+def test_an_http_status_decides_whose_fault_it_is(status: int, refused: bool) -> None:
     assert isinstance(refusal_of(status, "why"), Refusal) is refused
 
 

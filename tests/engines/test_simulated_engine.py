@@ -1,4 +1,4 @@
-"""The simulated engine behaves like a real one where the rollout driver can tell."""
+"""The simulated engine behaves like a real one where the rollout driver can observe it."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def with_client(process: SGLangProcess, body: Any) -> Any:
     return asyncio.run(run())
 
 
-def test_it_says_over_http_what_the_engine_says(server: tuple[SGLangProcess, Path]) -> None:
+def test_its_http_responses_are_those_of_the_engine(server: tuple[SGLangProcess, Path]) -> None:
     process, model = server
     request = make_request("r", PROMPT, 50)
 

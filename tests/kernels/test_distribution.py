@@ -25,7 +25,7 @@ def test_torch_and_triton_are_all_that_is_imported(file: Path) -> None:
     assert imported <= allowed
 
 
-def test_it_says_what_it_needs() -> None:
+def test_its_metadata_names_what_it_needs() -> None:
     project = tomllib.loads((KERNELS / "pyproject.toml").read_text())["project"]
     needs = [requirement.partition(">")[0] for requirement in project["dependencies"]]
     assert needs == ["torch", "triton"]

@@ -331,7 +331,7 @@ class TestDisk:
     def test_a_rank_that_cannot_leave_its_sentence_keeps_its_exit_code(
         self, config: RunConfig, disk: SmallDisk, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        """Whoever started it then says what is wrong with the disk."""
+        """The process that started it then reports what is wrong with the disk."""
 
         def fails() -> None:
             raise ComponentFailure("the cause")
@@ -360,6 +360,6 @@ class TestDisk:
         run = RunDirectory.create(config.model_copy(update={"root": str(disk.path)}))
         disk.fill()
         assert TestSessions.take(run, "70.0") == 2
-        said = capsys.readouterr().err.splitlines()
-        assert said[-1].startswith(f"error: {run.path}/")
-        assert "cannot be written: No space left on device; free space" in said[-1]
+        errors = capsys.readouterr().err.splitlines()
+        assert errors[-1].startswith(f"error: {run.path}/")
+        assert "cannot be written: No space left on device; free space" in errors[-1]

@@ -97,7 +97,7 @@ def test_the_layout_names_gpus_batch_and_memory() -> None:
 
 
 @pytest.mark.slow
-def test_sglang_knows_the_argument_of_the_cuda_graphs() -> None:
+def test_sglang_has_the_argument_of_the_cuda_graphs() -> None:
     pytest.importorskip("sglang")
     import argparse
 

@@ -151,10 +151,10 @@ def test_a_trainer_with_fewer_gpus_than_ranks_is_refused_whatever_the_engines_us
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     wanted = ["parallel.ranks=2", "parallel.tensor=2", "engines.device=cpu"]
-    told = "parallel.ranks 2 on parallel.nodes 1 needs 2 GPUs .* this machine has 1"
-    with pytest.raises(UserError, match=told):
+    refusal = "parallel.ranks 2 on parallel.nodes 1 needs 2 GPUs .* this machine has 1"
+    with pytest.raises(UserError, match=refusal):
         cli.train(wanted, config_file)
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=refusal):
         cli.sft(config_file.parent / "tuned", wanted, config_file)
     assert not (config_file.parent / "runs").exists()
 

@@ -67,7 +67,9 @@ def test_a_child_dies_with_a_killed_parent(tmp_path: Path) -> None:
     assert wait_for(lambda: gone(child_pid))
 
 
-def test_a_child_that_ended_badly_is_told_by_its_code_and_its_last_words(tmp_path: Path) -> None:
+def test_a_child_that_ended_badly_is_reported_with_its_code_and_its_last_lines(
+    tmp_path: Path,
+) -> None:
     child = Child([sys.executable, "-c", "raise SystemExit('no such layer')"], tmp_path / "log")
     assert child.wait(30) == 1
     sentence = str(child.failure("the trainer"))

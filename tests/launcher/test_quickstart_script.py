@@ -15,7 +15,7 @@ import pytest
 
 from megatron_async.shipped import ROOT
 
-SAY = """#!/bin/sh
+SHOW = """#!/bin/sh
 echo "environment $VIRTUAL_ENV"
 echo "GPUs ${CUDA_VISIBLE_DEVICES-all}"
 echo "arguments $*"
@@ -53,7 +53,7 @@ def test_it_runs_on_the_cpu_wherever_it_is(
     script(tmp_path / "bin" / "nvidia-smi", f"#!/bin/sh\nexit {int(not gpu)}\n")
     for name in (".venv", ".venv-cpu", "mine", "mine-cpu"):
         script(tmp_path / name / "bin" / "python", "#!/bin/sh\n")
-        script(tmp_path / name / "bin" / "megatron-async", SAY)
+        script(tmp_path / name / "bin" / "megatron-async", SHOW)
     done = subprocess.run(
         ["bash", str(tmp_path / "launch" / "quickstart.sh")],
         env={
@@ -67,8 +67,8 @@ def test_it_runs_on_the_cpu_wherever_it_is(
         timeout=30,
     )
     assert done.returncode == 0, done.stderr
-    said = done.stdout.splitlines()
-    assert f"environment {tmp_path / environment}" in said
-    assert f"GPUs {gpus}" in said
-    assert said[-1] == "arguments quickstart --config configs/quickstart.yaml name=quickstart"
+    output = done.stdout.splitlines()
+    assert f"environment {tmp_path / environment}" in output
+    assert f"GPUs {gpus}" in output
+    assert output[-1] == "arguments quickstart --config configs/quickstart.yaml name=quickstart"
     assert (tmp_path / environment / ".megatron_async").read_text().split()[0] == flavour

@@ -38,7 +38,7 @@ class Machine:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._notes = {name: root / f"{name}.jsonl" for name in ("srun", "python")}
+        self._records = {name: root / f"{name}.jsonl" for name in ("srun", "python")}
         (root / "venv" / "bin").mkdir(parents=True)
         (root / "bin").mkdir()
         # srun runs the command that follows its own options.
@@ -56,7 +56,7 @@ class Machine:
         )
 
     def _write(self, path: Path, name: str, then: str) -> None:
-        text = NOTE.format(python=sys.executable, file=str(self._notes[name]), then=then)
+        text = NOTE.format(python=sys.executable, file=str(self._records[name]), then=then)
         path.write_text(text)
         path.chmod(0o755)
 
@@ -78,7 +78,7 @@ class Machine:
         )
 
     def calls(self, name: str) -> list[Call]:
-        path = self._notes[name]
+        path = self._records[name]
         return [Call(**json.loads(line)) for line in path.read_text().splitlines()]
 
 
@@ -125,7 +125,7 @@ def test_a_job_of_one_node_runs_its_command_unbound_and_ends_with_its_code(
     assert python.arguments == wanted
 
 
-def test_fine_tuning_on_several_nodes_tells_each_its_number_and_the_session(
+def test_fine_tuning_on_several_nodes_gives_each_its_number_and_the_session(
     machine: Machine,
 ) -> None:
     variables = {"SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_ID": "71", "SLURM_PROCID": "2"}
@@ -214,7 +214,7 @@ def test_a_wrong_split_of_nodes_is_refused_with_code_2(
         pytest.param((1, 2), 0, 2, False, id="bad input, found by the rollout side"),
     ],
 )
-def test_what_the_roles_say_decides_whether_the_job_is_queued_again(
+def test_what_the_roles_report_decides_whether_the_job_is_queued_again(
     machine: Machine, codes: tuple[int, int], restarts: int, code: int, requeued: bool
 ) -> None:
     run = machine.root / "runs" / "a"

@@ -125,7 +125,7 @@ class Job:
         self._began = time.monotonic()
         self.id = cluster.submit(job_file, environment=ENVIRONMENT)
 
-    def tell(self, what: str) -> None:
+    def report(self, what: str) -> None:
         print(f"{time.monotonic() - self._began:6.1f} s  {what}")
 
     def wait_until(self, condition: Callable[[], bool], seconds: float) -> None:
@@ -154,23 +154,23 @@ def test_preemption_and_a_lost_node_cost_no_trajectory(
     job.wait_for_steps(2)
     assert_the_engine_wants_its_key(directory)
     assert_only_ranks_on_the_trainer_node(directory)
-    job.tell("two steps done; the signal before the time limit")
+    job.report("two steps done; the signal before the time limit")
     cluster.signal_batch(job.id, "USR1")
     job.wait_for_restart(1)
-    job.tell("queued again")
+    job.report("queued again")
     saved = list_checkpoints(directory.checkpoints)[0]
     done = steps_done(directory)
     assert saved.step == done, "a step was trained on and not saved"
     assert saved.step < CHECKPOINT_EVERY, "the checkpoint is one that was due anyway"
 
     job.wait_for_steps(done + 2)
-    job.tell("resumed, two more steps; the engine's node is lost")
+    job.report("resumed, two more steps; the engine's node is lost")
     cluster.set_node("n2", "down")
     job.wait_for_restart(2)
-    job.tell("queued again")
+    job.report("queued again")
 
     assert job.wait_for_end() == "COMPLETED", all_logs(directory)
-    job.tell("ended")
+    job.report("ended")
     assert directory.outcome() is RunOutcome.COMPLETE
     assert_trained_once(directory)
     deadline = time.monotonic() + 30
@@ -184,7 +184,7 @@ def test_preemption_and_a_lost_node_cost_no_trajectory(
     conversion = cluster.submit(script, *arguments, environment=ENVIRONMENT)
     assert cluster.wait_for(conversion, ENDED, 120) == "COMPLETED"
     assert (exported / "model.safetensors").is_file()
-    job.tell("exported")
+    job.report("exported")
 
 
 def assert_ray_wants_its_token(job: Job, directory: RunDirectory) -> None:
@@ -240,7 +240,7 @@ def assert_only_ranks_on_the_trainer_node(directory: RunDirectory) -> None:
 
 
 def assert_trained_once(directory: RunDirectory) -> None:
-    """Along the surviving line: every step once, no trajectory in two batches."""
+    """Along the surviving lineage: every step once, no trajectory in two batches."""
     with closing(StoreReader(directory.store_file)) as reader:
         content = reader.content()
     consumption = Consumption.at(content.tree, content.tree.newest)

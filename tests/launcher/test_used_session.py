@@ -1,4 +1,4 @@
-"""A session's name is for one launch; who comes to it later is told."""
+"""A session's name is for one launch; later ones are refused with a sentence."""
 
 from __future__ import annotations
 

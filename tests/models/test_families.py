@@ -1,4 +1,4 @@
-"""Families: the table names exactly the checkpoint's tensors, and what is not supported is said."""
+"""Families: the table names exactly the checkpoint's tensors; what is unsupported is refused."""
 
 from __future__ import annotations
 

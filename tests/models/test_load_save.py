@@ -1,4 +1,4 @@
-"""Model directories: what a damaged one says, and that writing one is whole or not at all."""
+"""Model directories: the error for a damaged one; writing one is whole or not at all."""
 
 from __future__ import annotations
 

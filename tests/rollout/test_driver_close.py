@@ -36,10 +36,10 @@ class Lingering(SimulatedEngine):
 
 
 class Late(Fixed):
-    """Every judgement waits for the event; then `verdict` makes it."""
+    """Every score waits for the event; then `outcome` makes it."""
 
-    def __init__(self, until: asyncio.Event, verdict: Callable[[], float | None]) -> None:
-        self._until, self._verdict = until, verdict
+    def __init__(self, until: asyncio.Event, outcome: Callable[[], float | None]) -> None:
+        self._until, self._outcome = until, outcome
         self.asked = 0
 
     async def score(
@@ -47,16 +47,16 @@ class Late(Fixed):
     ) -> tuple[float | None, dict[str, float]]:
         self.asked += 1
         await self._until.wait()
-        return self._verdict(), {}
+        return self._outcome(), {}
 
 
-async def stop_under_judgements(folder: Path, verdict: Callable[[], float | None]) -> list[str]:
-    """Stops when all that it generates but trajectory 0 is being judged.
+async def stop_under_scores(folder: Path, outcome: Callable[[], float | None]) -> list[str]:
+    """Stops when all that it generates but trajectory 0 is being scored.
 
-    Returns the requests that were sent while it stopped. The judgements end meanwhile.
+    Returns the requests that were sent while it stopped. The scores end meanwhile.
     """
     cancelling, sent = asyncio.Event(), list[str]()
-    verifier, engines = Late(cancelling, verdict), Engines()
+    verifier, engines = Late(cancelling, outcome), Engines()
     manager = manager_of(folder, settings("async"), engines, verifier)
     await manager.start()
     engine = engines.all[0]
@@ -76,11 +76,11 @@ async def stop_under_judgements(folder: Path, verdict: Callable[[], float | None
     return sent[before:]
 
 
-def test_a_judgement_that_ends_meanwhile_starts_no_request(tmp_path: Path) -> None:
+def test_a_score_that_ends_meanwhile_starts_no_request(tmp_path: Path) -> None:
     """One without a reward makes room for another group. It is made again after the next start."""
 
     async def body() -> None:
-        assert await stop_under_judgements(tmp_path, lambda: None) == []
+        assert await stop_under_scores(tmp_path, lambda: None) == []
 
     run(body())
     with closing(StoreReader(tmp_path / "store.sqlite")) as reader:
@@ -96,7 +96,7 @@ def test_a_defect_that_shows_meanwhile_is_in_the_log(
         raise LookupError("a defect of the verifier")
 
     async def body() -> None:
-        assert await stop_under_judgements(tmp_path, defect) == []
+        assert await stop_under_scores(tmp_path, defect) == []
 
     run(body())
     assert "a defect of the verifier" in caplog.text

@@ -1,4 +1,4 @@
-"""What a live driver tells with its batches, also a resumed one: lag, waste, load, warnings."""
+"""Metrics of a live driver's batches, also a resumed one's: lag, waste, load, warnings."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_a_run_in_which_every_group_is_filtered_stops_with_a_sentence(tmp_path: 
 
 
 class Storming(SimulatedEngine):
-    """Says that it has preempted `preempted` more requests at every report."""
+    """Reports that it has preempted `preempted` more requests at every report."""
 
     preempted = 0
     reports = 0
@@ -165,7 +165,7 @@ def test_the_engines_load_and_what_is_wrong_with_it_reach_the_trainer(
     tmp_path: Path, preempted: int
 ) -> None:
     """1,000 preemptions that it counted for somebody else before are no news."""
-    said: list[tuple[str, str]] = []
+    warnings: list[tuple[str, str]] = []
 
     async def body() -> None:
         config = changed("copris", engines={"health_interval_seconds": 0.02})
@@ -179,10 +179,10 @@ def test_the_engines_load_and_what_is_wrong_with_it_reach_the_trainer(
         while engine.reports < 6:
             await asyncio.sleep(0.01)
         batches = [await trainer.batch()]
-        said.extend((await trainer.publish(0, 1)).warnings)
+        warnings.extend((await trainer.publish(0, 1)).warnings)
         batches.append(await trainer.batch())
-        told = len((await trainer.publish(0, 2)).warnings)
-        assert told == 0, "each warning is handed out once"
+        repeated = len((await trainer.publish(0, 2)).warnings)
+        assert repeated == 0, "each warning is handed out once"
         metrics = batches[1].extra_metrics  # the first may be older than the first report
         assert metrics["rollout/kv_usage"] == 0.75
         assert metrics["rollout/concurrency"] == 4
@@ -192,7 +192,7 @@ def test_the_engines_load_and_what_is_wrong_with_it_reach_the_trainer(
         await trainer.manager.stop()
 
     run(body())
-    assert [name for name, _ in said] == (["recomputation_storm"] if preempted else [])
+    assert [name for name, _ in warnings] == (["recomputation_storm"] if preempted else [])
 
 
 def test_warnings_come_with_the_next_update_whatever_asked_for_it(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def test_the_event_that_makes_the_scheduler_raise_is_in_the_record_at_once(
         assert last.actions == (Raised("LookupError('a defect of the scheduler')"),)
 
     run(body())
-    # today's scheduler has no such defect: the replay says at which event there was one
+    # today's scheduler has no such defect: the replay names the event at which there was one
     with pytest.raises(ComponentFailure, match=r"BatchTaken.*was the exception LookupError"):
         replay_command(tmp_path, None, timeline=True)
     assert (

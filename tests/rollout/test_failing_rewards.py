@@ -35,7 +35,7 @@ class Pooled(Fixed):
 
 @pytest.mark.slow
 def test_failing_rewards_of_all_kinds_are_counted_and_stop_nothing(tmp_path: Path) -> None:
-    names = ("judge_that_hangs", "sleeps", "dies", "fails", "not_there")
+    names = ("scorer_that_hangs", "sleeps", "dies", "fails", "not_there")
     rewards = [{"name": f"{OWN}:{name}", "label": name, "timeout_seconds": 0.2} for name in names]
     waits = {"trainer": {"wait_for_batch_seconds": 120}}  # processes are started again and again
     config = build_config(merge(settings("copris").model_dump(), {"reward": rewards, **waits}))
@@ -65,6 +65,6 @@ def test_failing_rewards_of_all_kinds_are_counted_and_stop_nothing(tmp_path: Pat
     finally:
         pool.close()
     each = STEPS * config.schedule.groups_per_batch * config.schedule.group_size
-    assert counts["rollout/scorer_timeouts"] >= 2 * each  # the hanging judge and the sleeper
+    assert counts["rollout/scorer_timeouts"] >= 2 * each  # the hanging scorer and the sleeper
     for kind in ("crashes", "errors", "unavailable"):
         assert counts[f"rollout/scorer_{kind}"] >= each, counts

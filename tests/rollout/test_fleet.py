@@ -27,7 +27,7 @@ class Engine:
 
 
 class Driver:
-    """Notes what the fleet tells it."""
+    """Records what the fleet reports to it."""
 
     def __init__(self) -> None:
         self.engines: list[Engine] = []
@@ -127,7 +127,7 @@ def test_a_successor_waits_for_the_engine_that_still_has_a_restart() -> None:
     run(body())
 
 
-def test_when_none_is_left_every_trainer_is_told_why() -> None:
+def test_when_none_is_left_every_trainer_gets_the_reason() -> None:
     async def body() -> None:
         it = Run(count=2, max_restarts=1)
         driver = await it.start()

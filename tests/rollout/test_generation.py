@@ -59,7 +59,7 @@ def chunk(*token_ids: int, end: Any = None) -> TokenChunk:
 
 @dataclass
 class Scripted:
-    """An engine that says one thing after the other, to whoever asks."""
+    """An engine that yields one scripted item after the other, to any request."""
 
     script: list[TokenChunk | EngineError]
     engine_id: str = "scripted"
@@ -67,10 +67,10 @@ class Scripted:
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
         self.asked.append(request)
-        for said in self.script:
-            if isinstance(said, EngineError):
-                raise said
-            yield said
+        for item in self.script:
+            if isinstance(item, EngineError):
+                raise item
+            yield item
 
     async def abort(self, request_ids: list[str]) -> None:
         return None
@@ -146,12 +146,12 @@ class Bench:
 
 LOST = EngineError("scripted died")
 ENDS = {
-    "said with the last token": ([chunk(7, STOP, end="stop")], FinishReason.STOP),
-    "said by itself": ([chunk(7), chunk(9), chunk(end="stop")], FinishReason.STOP),
-    "a stop string, said": ([chunk(7, 8, end="stop")], FinishReason.STOP),
+    "reported with the last token": ([chunk(7, STOP, end="stop")], FinishReason.STOP),
+    "reported by itself": ([chunk(7), chunk(9), chunk(end="stop")], FinishReason.STOP),
+    "a stop string, reported": ([chunk(7, 8, end="stop")], FinishReason.STOP),
     "lost after the stop token": ([chunk(7, STOP), LOST], FinishReason.STOP),
     "aborted at the stop token": ([chunk(7, STOP, end="abort")], FinishReason.STOP),
-    "the limit, said": ([chunk(*[7] * LIMIT, end="length")], FinishReason.LENGTH),
+    "the limit, reported": ([chunk(*[7] * LIMIT, end="length")], FinishReason.LENGTH),
     "lost at the limit": ([chunk(*[7] * LIMIT), LOST], FinishReason.LENGTH),
     "aborted at the limit": ([chunk(*[7] * LIMIT, end="abort")], FinishReason.LENGTH),
     "lost before": ([chunk(7, STOP, 8), LOST], None),
@@ -198,7 +198,7 @@ def test_a_forced_length_is_reached_whatever_the_tokens_are(tmp_path: Path) -> N
 def test_no_await_is_between_the_last_tokens_and_their_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: TokenChunk
 ) -> None:
-    """Also when the tokens alone do not tell: who is killed or closed here must leave both."""
+    """Also when the tokens alone do not show it: who is killed or closed here must leave both."""
 
     async def body() -> None:
         bench = Bench.of(tmp_path, config_of(), last)
@@ -222,7 +222,7 @@ def test_no_await_is_between_the_last_tokens_and_their_end(
 def test_the_old_stream_of_a_lost_engine_is_not_heard_when_its_trajectory_runs_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: TokenChunk | EngineError
 ) -> None:
-    """It had said that the response is complete, which was then restarted on another engine."""
+    """It had reported that the response is complete, which was then restarted on another engine."""
 
     async def body() -> None:
         bench = Bench.of(tmp_path, config_of(), chunk(7, STOP, end="stop"), more)
@@ -244,7 +244,7 @@ def test_the_old_stream_of_a_lost_engine_is_not_heard_when_its_trajectory_runs_a
     run(body())
 
 
-def test_what_an_engine_says_after_the_end_is_a_warning_and_nothing_else(tmp_path: Path) -> None:
+def test_what_an_engine_sends_after_the_end_is_a_warning_and_nothing_else(tmp_path: Path) -> None:
     async def body() -> None:
         script = chunk(7, STOP, end="stop"), chunk(9), chunk(9, end="stop")
         bench = Bench.of(tmp_path, config_of(), *script)
@@ -258,19 +258,19 @@ def test_what_an_engine_says_after_the_end_is_a_warning_and_nothing_else(tmp_pat
     run(body())
 
 
-def test_who_ends_behind_the_last_abort_is_not_blamed(
+def test_a_request_that_ends_behind_the_last_abort_is_no_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @dataclass
     class Slow(Scripted):
-        told: asyncio.Event = field(default_factory=asyncio.Event)
+        aborted: asyncio.Event = field(default_factory=asyncio.Event)
 
         async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
-            await self.told.wait()
+            await self.aborted.wait()
             yield chunk(end="abort")
 
         async def abort(self, request_ids: list[str]) -> None:
-            self.told.set()
+            self.aborted.set()
 
     async def body() -> None:
         monkeypatch.setattr("megatron_async.rollout.generation._ABORT_TRIES", 1)
@@ -290,7 +290,7 @@ def test_who_ends_behind_the_last_abort_is_not_blamed(
 def test_an_engine_that_is_lost_while_the_last_tokens_are_committed_has_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str | None
 ) -> None:
-    """Whether it had said so or not (`end`)."""
+    """The same whether it had reported the end or not (`end`)."""
 
     async def body() -> None:
         bench = Bench.of(tmp_path, config_of(), chunk(7, STOP, end=end), chunk(9, end="stop"))
@@ -375,13 +375,13 @@ def test_an_engine_on_which_several_prompts_in_a_row_fail_is_given_up(tmp_path: 
 
 
 class Quiet(Scripted):
-    """Says what it is scripted to say, and then neither anything more nor an end."""
+    """Yields what is scripted, and then neither anything more nor an end."""
 
     aborts = 0
 
     async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
-        async for said in super().generate(request):
-            yield said
+        async for item in super().generate(request):
+            yield item
         await asyncio.Event().wait()
 
     async def abort(self, request_ids: list[str]) -> None:
@@ -389,7 +389,7 @@ class Quiet(Scripted):
 
 
 async def quiet(bench: Bench) -> EngineSlot:
-    """A request that has said (7) on a `Quiet` engine with a clock in `bench.now`."""
+    """A request that has generated (7) on a `Quiet` engine with a clock in `bench.now`."""
     slot = verified_slot(Quiet([chunk(7)]), lambda: bench.now)
     slot.watch.queue(0, 0.0)
     bench.generation.submit(bench.trajectory_id, slot)
@@ -468,18 +468,18 @@ def test_only_what_the_policy_wrote_last_can_end_a_response() -> None:
     def response(*segments: Segment) -> Trajectory:
         return Trajectory(0, 0, Prompt(np.array([5], np.int32), "fixed"), segments=segments)
 
-    def said(*tokens: int, from_environment: bool = False) -> Segment:
+    def segment(*tokens: int, from_environment: bool = False) -> Segment:
         values = np.zeros(len(tokens), np.float32)
         return Segment(np.array(tokens, np.int32), values, V0, "e", from_environment)
 
-    stopped, told = said(7, STOP), said(STOP, from_environment=True)
+    stopped, appended = segment(7, STOP), segment(STOP, from_environment=True)
     assert end_of(response(), LIMIT, (STOP,)) is None
     assert end_of(response(stopped), LIMIT, (STOP,)) is FinishReason.STOP
     assert end_of(response(stopped), LIMIT, ()) is None
     assert end_of(response(stopped), 2, ()) is FinishReason.LENGTH
     assert end_of(response(stopped), 1, ()) is FinishReason.LENGTH  # a limit that was lowered
-    assert end_of(response(said(7), told), LIMIT, (STOP,)) is None
-    assert end_of(response(told, said(7)), LIMIT, (STOP,)) is None
+    assert end_of(response(segment(7), appended), LIMIT, (STOP,)) is None
+    assert end_of(response(appended, segment(7)), LIMIT, (STOP,)) is None
 
 
 def spied(engine: SimulatedEngine, asked: list[GenerationRequest]) -> None:

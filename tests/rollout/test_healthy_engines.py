@@ -139,7 +139,7 @@ class Endless(SimulatedEngine):
 
 
 class Failing(Fixed):
-    """Scores of what it is told to hold have no result."""
+    """Scores of what it is asked to hold have no result."""
 
     def __init__(self) -> None:
         self.hold = False
@@ -345,7 +345,7 @@ def test_responses_that_take_longer_than_a_silence_may(tmp_path: Path) -> None:
     run(body())
 
 
-def test_engines_are_not_to_blame_for_connections_that_the_manager_cannot_open(
+def test_engines_do_not_fail_for_connections_that_the_manager_cannot_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The limit of open files: the run ends with the remedy, and no engine is given up."""
@@ -404,7 +404,7 @@ def test_an_update_that_waits_for_a_long_response(tmp_path: Path) -> None:
 
 
 def test_a_broken_stream_of_an_engine_that_answers_costs_one_request(tmp_path: Path) -> None:
-    """A connection that was reset says nothing about the engine, which is asked."""
+    """A connection that was reset is no evidence about the engine, which is asked."""
 
     class Dropping(SimulatedEngine):
         requests = 0

@@ -1,6 +1,6 @@
 """The manager between trainers that come and go: attach, resume, and engines that are left over.
 
-Simulated engines in this process, a trainer that only says what a real one would say.
+Simulated engines in this process, a trainer that only makes the calls of a real one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.rollout.stand_ins import Engines, Fixed, manager_of, run, settings
 
 
 class Noting(Fixed):
-    """Also notes which part of the task was asked for."""
+    """Also records which part of the task was asked for."""
 
     def __init__(self, asked: list[range]) -> None:
         self._asked = asked
@@ -216,7 +216,7 @@ def test_attaches_at_once_follow_each_other_and_a_late_one_is_refused(tmp_path: 
 
 
 @pytest.mark.parametrize("last", [False, True])
-def test_what_a_replaced_trainer_still_says_changes_nothing_for_its_successor(
+def test_calls_of_a_superseded_trainer_change_nothing_for_its_successor(
     tmp_path: Path, last: bool
 ) -> None:
     """Its update was being verified when it died; the engine does not hold the successor's."""
@@ -303,7 +303,7 @@ def test_a_call_that_a_replaced_trainer_makes_later_is_refused(tmp_path: Path, c
     ],
     ids=["replaced", "attached again", "stopped"],
 )
-def test_who_waits_for_a_batch_that_cannot_come_any_more_is_told_at_once(
+def test_a_wait_for_a_batch_that_cannot_come_any_more_ends_at_once(
     tmp_path: Path, end: Callable[[RolloutManager], Any], why: str
 ) -> None:
     async def body() -> None:
@@ -488,7 +488,7 @@ def test_an_engine_that_was_being_restarted_when_the_trainer_was_lost_comes_back
     run(body())
 
 
-def test_a_late_error_of_an_engine_that_was_replaced_is_not_blamed_on_its_successor(
+def test_a_late_error_of_an_engine_that_was_replaced_does_not_count_against_its_successor(
     tmp_path: Path,
 ) -> None:
     """It has the same id."""

@@ -18,7 +18,7 @@ from tests.small_disk import SmallDisk
 
 
 class Stopped(Engines):
-    """Notes which engines were ended."""
+    """Records which engines were ended."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,14 +50,14 @@ async def update(manager: RolloutManager, engines: Engines, lineage: int, number
 
 
 async def failure_of(manager: RolloutManager) -> str:
-    """What the status tells once the disk has refused a write."""
+    """The status once the disk has refused a write."""
     async with asyncio.timeout(20):
         while not (found := manager.status()["failure"]):
             await asyncio.sleep(0.01)
     return str(found)
 
 
-def test_a_full_disk_is_told_in_a_sentence_and_stopping_ends_the_engines_all_the_same(
+def test_a_full_disk_is_reported_in_a_sentence_and_stopping_ends_the_engines_all_the_same(
     disk: SmallDisk,
 ) -> None:
     async def body() -> None:

@@ -46,7 +46,7 @@ async def give_up_some(trainer: Trainer, seed: int) -> None:
         async with asyncio.timeout(10):
             while not any(r.slot is slot and r.complete for r in generation._requests.values()):
                 await asyncio.sleep(0)
-        driver.engine_stale(slot.engine_id, "its weights are doubtful (a test says so)")
+        driver.engine_stale(slot.engine_id, "its weights are suspect (a test asks for it)")
         owned = {request.task for request in generation._requests.values()}
         running = {t for t in asyncio.all_tasks() if "Generation._run" in repr(t)}
         assert not [t for t in running - owned if not t.cancelling()], "a stream of no request"
@@ -109,7 +109,7 @@ def test_a_stream_that_nobody_stopped_is_refused_by_the_store(tmp_path: Path) ->
         slot = driver._slots[trainer.engines.all[0].engine_id]
         for request in driver._generation._on(slot):
             request.cancel = lambda: None  # type: ignore[method-assign]
-        driver.engine_stale(slot.engine_id, "its weights are doubtful (a test says so)")
+        driver.engine_stale(slot.engine_id, "its weights are suspect (a test asks for it)")
         before = driver.statistics.tokens
         while driver.statistics.tokens < before + 300:
             await asyncio.sleep(0.005)

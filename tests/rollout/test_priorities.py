@@ -24,7 +24,7 @@ class Ranked(Fixed):
 
 
 class Endless(SimulatedEngine):
-    """Gives a request its first token and no end; notes the prompts in order."""
+    """Gives a request its first token and no end; records the prompts in order."""
 
     asked: list[int]
     given: PolicyVersion

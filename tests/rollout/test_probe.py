@@ -47,7 +47,7 @@ def test_every_engine_samples_as_many_tokens_and_the_trainer_sees_them_as_sequen
     run(body())
 
 
-def test_errors_are_told_apart_by_engine() -> None:
+def test_errors_are_separated_by_engine() -> None:
     def one(engine_id: str, logprobs: list[float]) -> ProbeSample:
         ids = np.zeros(len(logprobs), np.int32)
         return ProbeSample(engine_id, np.zeros(2, np.int32), ids, np.array(logprobs, np.float32))
@@ -98,7 +98,7 @@ class Breaking(SimulatedEngine):
 
 @pytest.mark.parametrize(("broken", "fails"), [(2, False), (3, True)])
 def test_a_stream_that_breaks_off_is_asked_for_again(broken: int, fails: bool) -> None:
-    """As a trajectory's would be: it says nothing about its engine. Three in a row do."""
+    """As for a trajectory: it is no evidence about its engine. Three in a row are."""
 
     async def body() -> None:
         engine = Breaking("one", MODEL, VERSION)

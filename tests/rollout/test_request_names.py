@@ -29,7 +29,7 @@ def test_no_request_of_a_trajectory_is_a_prefix_of_another(requests: list[Reques
 
 
 class Asked:
-    """An engine that notes the names, and refuses every other request."""
+    """An engine that records the names, and refuses every other request."""
 
     engine_id = "asked"
 

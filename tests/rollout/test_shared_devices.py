@@ -27,25 +27,25 @@ class MemoryEngine(SimulatedEngine):
     def __init__(self, engine_id: str) -> None:
         super().__init__(engine_id, MODEL)
         self.memory = ALL
-        self.said: list[str] = []
+        self.calls: list[str] = []
 
     async def pause(self, mode: PauseMode) -> None:
-        self.said.append(f"pause {mode}")
+        self.calls.append(f"pause {mode}")
         await super().pause(mode)
 
     async def resume(self) -> None:
         assert self.memory == ALL, "an engine without memory was let go on"
-        self.said.append("resume")
+        self.calls.append("resume")
         await super().resume()
 
     async def release_memory(self, *, keep_weights: bool = False) -> None:
         await super().release_memory()
-        self.said.append("release all but weights" if keep_weights else "release")
+        self.calls.append("release all but weights" if keep_weights else "release")
         self.memory = self.memory & {"weights"} if keep_weights else frozenset()
 
     async def resume_memory(self, *, weights_only: bool) -> None:
         await super().resume_memory(weights_only=weights_only)
-        self.said.append("weights" if weights_only else "all")
+        self.calls.append("weights" if weights_only else "all")
         self.memory = self.memory | {"weights"} if weights_only else ALL
 
 
@@ -126,7 +126,7 @@ def test_engines_rest_whenever_the_trainer_works(tmp_path: Path, preset: str, ve
             await it.publish(step + 1)
         assert it.all_hold(frozenset()), "after the last step the trainer exports"
         for engine in it.engines:
-            assert engine.said[:5] == ["pause retract", "release", "weights", "all", "resume"]
+            assert engine.calls[:5] == ["pause retract", "release", "weights", "all", "resume"]
         await it.manager.stop()
 
     run(body())

@@ -1,4 +1,4 @@
-"""What a batch's metrics say: times, news since the batch before, and only what was measured.
+"""A batch's metrics: times, news since the batch before, and only what was measured.
 
 Generation time is the time in which requests may run: paused and waiting time do not count.
 """
@@ -51,7 +51,9 @@ def batch(step: int = 0) -> TokenBatch:
     )
 
 
-def told(statistics: RolloutStatistics, batch: TokenBatch, view: SchedulerView) -> dict[str, float]:
+def metrics_of(
+    statistics: RolloutStatistics, batch: TokenBatch, view: SchedulerView
+) -> dict[str, float]:
     return statistics.batch_metrics(batch, view, ScorerCount(8, count=3, seconds=0.2))
 
 
@@ -61,7 +63,7 @@ def test_without_overlap_nothing_counts_between_a_batch_and_the_next_version() -
     statistics.running_changed(4)
     clock.now += 2
     statistics.generated(100)
-    first = told(statistics, batch(), view())
+    first = metrics_of(statistics, batch(), view())
     assert first["rollout/seconds"] == pytest.approx(2)
     assert first["rollout/slots_busy_share"] == pytest.approx(1)
 
@@ -73,7 +75,7 @@ def test_without_overlap_nothing_counts_between_a_batch_and_the_next_version() -
     statistics.running_changed(2)
     clock.now += 4
     statistics.generated(100)
-    second = told(statistics, batch(1), view())
+    second = metrics_of(statistics, batch(1), view())
     assert second["rollout/seconds"] == pytest.approx(4)
     assert second["rollout/tokens_per_second"] == pytest.approx(25)
     assert second["rollout/slots_busy_share"] == pytest.approx(0.5)  # 2 of 4
@@ -89,7 +91,7 @@ def test_the_rate_of_generation_is_measured_over_the_time_generated() -> None:
     for step, (seconds, tokens) in enumerate([(2.0, 100), (0.001, 500), (3.0, 40)]):
         clock.now += seconds
         statistics.generated(tokens)
-        rates.append(told(statistics, batch(step), view()).get("rollout/tokens_per_second"))
+        rates.append(metrics_of(statistics, batch(step), view()).get("rollout/tokens_per_second"))
     assert rates == [pytest.approx(50), None, pytest.approx(540 / 3.001)]
 
 
@@ -98,14 +100,14 @@ def test_with_overlap_only_the_pause_of_an_update_does_not_count() -> None:
     statistics = RolloutStatistics(overlap=True, clock=clock)
     statistics.running_changed(4)
     clock.now += 2
-    told(statistics, batch(), view())
+    metrics_of(statistics, batch(), view())
     clock.now += 3
     statistics.update_began()
     clock.now += 1
     statistics.update_ended()
     clock.now += 2
     statistics.generated(50)
-    metrics = told(statistics, batch(1), view())
+    metrics = metrics_of(statistics, batch(1), view())
     assert metrics["rollout/seconds"] == pytest.approx(5)
     assert metrics["rollout/tokens_per_second"] == pytest.approx(10)
     assert metrics["rollout/slots_busy_share"] == pytest.approx(1)
@@ -115,7 +117,7 @@ def test_counts_are_those_since_the_batch_before() -> None:
     statistics = RolloutStatistics(overlap=False, clock=Clock())
     statistics.dropped("filtered")
     statistics.loaded("a", 0.5, 3)
-    first = told(
+    first = metrics_of(
         statistics, batch(), view(wasted_tokens=70, filtered_tokens=30, restarted=2, concurrency=8)
     )
     assert first["rollout/concurrency"] == 8
@@ -124,7 +126,7 @@ def test_counts_are_those_since_the_batch_before() -> None:
     assert (first["rollout/dropped_filtered"], first["rollout/dropped_stale"]) == (1, 0)
     statistics.dropped("stale")
     statistics.loaded("a", 0.5, 4)
-    second = told(
+    second = metrics_of(
         statistics,
         batch(1),
         view(wasted_tokens=75, filtered_tokens=30, restarted=2, concurrency=16),
@@ -139,34 +141,36 @@ def test_faults_of_scorers_are_counted_by_kind() -> None:
     statistics = RolloutStatistics(overlap=False, clock=Clock())
     statistics.scored({"score": 1.0}, 0.0)
     statistics.scored({"verifier_error": 1.0, "stray_output": 5.0}, 0.0)
-    first = told(statistics, batch(), view())
+    first = metrics_of(statistics, batch(), view())
     assert (first["rollout/scorer_errors"], first["rollout/scorer_stray_output"]) == (1, 5)
     assert (first["rollout/scorer_timeouts"], first["rollout/scorer_crashes"]) == (0, 0)
     statistics.scored({"verifier_timeout": 1.0}, 0.0)
     statistics.scored({"verifier_crash": 1.0}, 0.0)
-    second = told(statistics, batch(1), view())
+    second = metrics_of(statistics, batch(1), view())
     assert (second["rollout/scorer_errors"], second["rollout/scorer_stray_output"]) == (0, 0)
     assert (second["rollout/scorer_timeouts"], second["rollout/scorer_crashes"]) == (1, 1)
 
 
 def test_kv_usage_is_the_mean_of_the_reports_since_the_batch_before_or_of_the_newest_ones() -> None:
     statistics = RolloutStatistics(overlap=False, clock=Clock())
-    assert "rollout/kv_usage" not in told(statistics, batch(), view()), "nobody told it"
+    assert "rollout/kv_usage" not in metrics_of(statistics, batch(), view()), (
+        "no engine reported it"
+    )
     for engine, usage in (("a", 0.2), ("a", 0.4), ("b", 0.9)):
         statistics.loaded(engine, usage, 0)
-    seen = [told(statistics, batch(step), view()) for step in (1, 2)]
+    seen = [metrics_of(statistics, batch(step), view()) for step in (1, 2)]
     assert [m["rollout/kv_usage"] for m in seen] == pytest.approx([0.5, 0.65])
     assert [m["rollout/kv_usage_max"] for m in seen] == [0.9, 0.9]
     statistics.engine_lost("b")
-    assert told(statistics, batch(3), view())["rollout/kv_usage"] == pytest.approx(0.4)
+    assert metrics_of(statistics, batch(3), view())["rollout/kv_usage"] == pytest.approx(0.4)
 
 
 def test_what_a_dropped_batch_held_is_no_longer_counted_as_trained() -> None:
     statistics = RolloutStatistics(overlap=False, clock=Clock())
-    told(statistics, batch(), view())
+    metrics_of(statistics, batch(), view())
     old = replace(batch(1), version_T=np.array([-1, 0], np.int32))
     statistics.batch_dropped(0, "nonfinite", 1)
-    metrics = told(statistics, old, view())
+    metrics = metrics_of(statistics, old, view())
     assert metrics["rollout/lag_samples_max"] == 0
     assert metrics["rollout/dropped_nonfinite"] == 1
 
@@ -176,11 +180,11 @@ def test_busy_slots_are_a_share_of_a_concurrency_that_was_lowered() -> None:
     statistics = RolloutStatistics(overlap=True, clock=clock)
     statistics.running_changed(8)
     clock.now += 1
-    told(statistics, batch(), view(concurrency=8))
+    metrics_of(statistics, batch(), view(concurrency=8))
     statistics.running_changed(4)
-    told(statistics, batch(1), view(concurrency=4))
+    metrics_of(statistics, batch(1), view(concurrency=4))
     clock.now += 1
-    metrics = told(statistics, batch(2), view(concurrency=4))
+    metrics = metrics_of(statistics, batch(2), view(concurrency=4))
     assert metrics["rollout/slots_busy_share"] == pytest.approx(1)
 
 
@@ -196,16 +200,16 @@ def test_every_new_warning_is_handed_out_once() -> None:
     assert statistics.warnings == {"engine_failed": "engine b is gone"}
 
 
-def test_the_queue_for_scores_and_the_time_of_a_score_are_told() -> None:
+def test_the_queue_for_scores_and_the_time_of_a_score_are_reported() -> None:
     statistics = RolloutStatistics(overlap=False, clock=Clock())
     for _ in range(3):
         statistics.score_wanted()
     statistics.scored({}, 1.0)
     statistics.scored({}, 2.0)
-    first = told(statistics, batch(), view())
+    first = metrics_of(statistics, batch(), view())
     assert (first["rollout/score_queue"], first["rollout/score_queue_max"]) == (1, 3)
     assert first["rollout/score_seconds"] == pytest.approx(1.5)
     assert (first["rollout/scorers"], first["rollout/scorer_seconds"]) == (3, 0.2)
-    second = told(statistics, batch(1), view())
+    second = metrics_of(statistics, batch(1), view())
     assert (second["rollout/score_queue"], second["rollout/score_queue_max"]) == (1, 1)
     assert "rollout/score_seconds" not in second, "none came"

@@ -66,7 +66,7 @@ class WrongEngine(SimulatedEngine):
 
 
 class WrongEngines(Engines):
-    """Engine 0 lies as often as `times[0]` says, the one that replaces it `times[1]`, ..."""
+    """Engine 0 lies `times[0]` times, the one that replaces it `times[1]`, ..."""
 
     def __init__(self, lie: str, times: list[int]) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ def test_after_the_second_the_engine_is_replaced(tmp_path: Path, lie: str) -> No
     run(body())
 
 
-def test_one_of_three_that_differs_is_the_one_that_is_doubted(tmp_path: Path) -> None:
+def test_one_of_three_that_differs_is_the_suspect(tmp_path: Path) -> None:
     async def body() -> None:
         it = Run(tmp_path, restarting(3), WrongEngines("checksum", [2]))
         await it.train(3)

@@ -38,15 +38,15 @@ WEATHER = Weather(
 
 
 class RecordedWorld(World):
-    """A world that records what its newest scheduler is told and answers."""
+    """A world that records what its newest scheduler gets and answers."""
 
     def start(self, step: int, version: PolicyVersion) -> None:
         super().start(step, version)
         self.record = io.StringIO()
         self.recorder = Recorder(self.record, self.config, first_step=step, version=version)
 
-    def tell(self, event: ev.Event) -> list[ev.Action]:
-        actions = super().tell(event)
+    def send(self, event: ev.Event) -> list[ev.Action]:
+        actions = super().send(event)
         self.recorder.write(event, actions)
         return actions
 

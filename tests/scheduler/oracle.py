@@ -1,6 +1,6 @@
-"""What a correct scheduler may and must do, judged from events and actions alone.
+"""What a correct scheduler may and must do, decided from events and actions alone.
 
-The oracle keeps its own books and knows nothing of the implementation. `event` is called before
+The oracle keeps its own books, apart from the implementation. `event` is called before
 the scheduler sees an event, `actions` with its answer; both raise AssertionError on a broken rule.
 """
 
@@ -15,7 +15,7 @@ from megatron_async.scheduler import events as ev
 from megatron_async.trajectory.types import DropReason, PolicyVersion, TrajectoryState
 
 SIGNATURES = {"recomputation_storm", "queue_underflow", "queue_overflow", "scoring_backlog"}
-DONE = ("finished", "judging", "judged", "scored")
+DONE = ("finished", "scoring", "rewarded", "scored")
 
 
 @dataclass(eq=False)
@@ -25,7 +25,7 @@ class T:
     trajectory_id: int
     group: G
     index: int
-    state: str = "waiting"  # waiting running finished judging judged scored batched dropped
+    state: str = "waiting"  # waiting running finished scoring rewarded scored batched dropped
     tokens: int = 0
     oldest: int | None = None
     served: int = 0  # version at its last submission without a token: a lower bound of `oldest`
@@ -51,7 +51,7 @@ class G:
     members: list[T] = field(default_factory=list)
     started: int | None = None
     step: int | None = None
-    judged_none: bool = False
+    unscored: bool = False
     refused: bool = False
 
     @property
@@ -102,8 +102,8 @@ class Oracle:
             if t.state == "running" and (engine_id is None or engine_id == t.engine)
         ]
 
-    def judging(self) -> list[T]:
-        return [t for g in self.live.values() for t in g.members if t.state == "judging"]
+    def scoring(self) -> list[T]:
+        return [t for g in self.live.values() for t in g.members if t.state == "scoring"]
 
     def waiting(self) -> list[T]:
         """Trajectories that could run now, groups on their way out excluded."""
@@ -180,14 +180,14 @@ class Oracle:
                 t.group.refused = True
             case ev.RewardReady():
                 t = self.trajectories[event.trajectory_id]
-                t.state, t.reward = "judged", event.reward
+                t.state, t.reward = "rewarded", event.reward
                 t.regenerate = event.regenerate and event.reward is None
                 if event.reward is not None:
                     t.state = "scored"
                 elif t.regenerate and t.regenerations < self.config.max_regenerations:
                     pass
                 elif not any(m.state == "dropped" for m in t.group.members):
-                    t.group.judged_none = True
+                    t.group.unscored = True
             case ev.EngineUp():
                 self.engines[event.engine_id] = event
             case ev.EngineDown():
@@ -249,7 +249,7 @@ class Oracle:
                 case ev.Score():
                     t = self.trajectories[action.trajectory_id]
                     assert t.state == "finished", f"{action}: {t.state}"
-                    t.state = "judging"
+                    t.state = "scoring"
                 case ev.Restart():
                     self._restart(action)
                 case ev.Drop():
@@ -343,8 +343,8 @@ class Oracle:
 
     def _restart(self, action: ev.Restart) -> None:
         t = self.trajectories[action.trajectory_id]
-        assert t.state in ("waiting", "scored", "finished", "judged"), f"{action}: {t.state}"
-        if t.state == "judged" and t.regenerate and not self._leaving(t):
+        assert t.state in ("waiting", "scored", "finished", "rewarded"), f"{action}: {t.state}"
+        if t.state == "rewarded" and t.regenerate and not self._leaving(t):
             t.regenerations += 1
             assert t.regenerations <= self.config.max_regenerations
         else:
@@ -356,7 +356,7 @@ class Oracle:
     def _drop(self, action: ev.Drop) -> None:
         t = self.trajectories[action.trajectory_id]
         group, config = t.group, self.config
-        assert t.state in ("waiting", "scored", "finished", "judged"), f"{action}: {t.state}"
+        assert t.state in ("waiting", "scored", "finished", "rewarded"), f"{action}: {t.state}"
         others = {m.drop_reason for m in group.members if m.state == "dropped"}
         assert others <= {action.reason}, f"{action}: the group was dropped for {others}"
         if not others:
@@ -370,7 +370,7 @@ class Oracle:
                     if config.on_stale == "wait" and config.oversample == 1:
                         assert self.had_recovery, "on_stale: wait lost a group"
                 case DropReason.VERIFIER:
-                    assert group.judged_none
+                    assert group.unscored
                 case DropReason.REFUSED:
                     assert group.refused
                 case DropReason.FILTERED:
@@ -445,11 +445,11 @@ class Oracle:
             assert not any(t.state == "finished" for t in group.members), "not scored"
             if group.dropped:
                 for t in group.members:
-                    on_its_way = (t.state == "running" and t.aborted) or t.state == "judging"
+                    on_its_way = (t.state == "running" and t.aborted) or t.state == "scoring"
                     assert t.state == "dropped" or on_its_way, "half a group was dropped"
             elif config.on_stale != "mask" and group.step is None and group.oldest != -1:
                 for t in group.members:
-                    leaving = (t.state == "running" and t.aborted) or t.state == "judging"
+                    leaving = (t.state == "running" and t.aborted) or t.state == "scoring"
                     fresh = t.oldest is None or t.oldest >= self.floor
                     assert fresh or leaving, f"stale trajectory {t.trajectory_id} is kept"
         emitted = not config.overlap and self.next_step > self.version.number

@@ -1,4 +1,4 @@
-"""A hand on the scheduler for examples: tells events, keeps the newest actions, answers nothing."""
+"""Drives the scheduler in examples: sends events, keeps the newest actions, answers nothing."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ class Script:
         self.config = preset(name, **changes)
         self.version = PolicyVersion(0, first_step)
         self.scheduler = Scheduler(self.config, first_step=first_step, version=self.version)
-        self.told: list[ev.Action] = []
+        self.emitted: list[ev.Action] = []
         self.groups = 0
         self.running: list[int] = []
         for engine in engines:
             self.up(engine)
 
-    def tell(self, *events: ev.Event) -> list[ev.Action]:
-        self.told = []
+    def send(self, *events: ev.Event) -> list[ev.Action]:
+        self.emitted = []
         for event in events:
             if isinstance(event, ev.Finished | ev.Aborted) and event.trajectory_id in self.running:
                 self.running.remove(event.trajectory_id)
-            self.told += self.scheduler.step(event)
+            self.emitted += self.scheduler.step(event)
         self.running += [action.trajectory_id for action in self.of(ev.Submit)]
-        return self.told
+        return self.emitted
 
     def up(self, engine: str, number: int | None = None, **limits: Any) -> list[ev.Action]:
         version = self.version if number is None else PolicyVersion(0, number)
-        return self.tell(ev.EngineUp(engine, version, 10_000, **limits))
+        return self.send(ev.EngineUp(engine, version, 10_000, **limits))
 
     def spec(self, priority: int = 0, prompt_tokens: int = 10) -> ev.GroupSpec:
         first = 10 * self.groups
@@ -50,31 +50,31 @@ class Script:
         return ev.GroupSpec(first // 10, ids, prompt_tokens, priority)
 
     def prompts(self, count: int, **how: Any) -> list[ev.Action]:
-        return self.tell(ev.PromptsAvailable(tuple(self.spec(**how) for _ in range(count))))
+        return self.send(ev.PromptsAvailable(tuple(self.spec(**how) for _ in range(count))))
 
     def tokens(self, *ids: int, count: int = 5, version: int | None = None) -> None:
         number = self.version.number if version is None else version
-        self.tell(*(ev.TokensArrived(t, count, number) for t in ids))
+        self.send(*(ev.TokensArrived(t, count, number) for t in ids))
 
     def finish(self, *ids: int) -> list[ev.Action]:
         """Tokens, the end and a reward for each (rewards differ within a group)."""
-        told = []
+        emitted = []
         for t in ids:
             self.tokens(t)
-            told += self.tell(ev.Finished(t), ev.RewardReady(t, float(t % 10)))
-        self.told = told
-        return told
+            emitted += self.send(ev.Finished(t), ev.RewardReady(t, float(t % 10)))
+        self.emitted = emitted
+        return emitted
 
     def publish(self, number: int) -> list[ev.Action]:
         self.version = PolicyVersion(0, number)
-        return self.tell(ev.WeightsPublished(self.version))
+        return self.send(ev.WeightsPublished(self.version))
 
     def abort_acknowledged(self) -> list[ev.Action]:
         """Every `Abort` among the newest actions takes effect."""
-        return self.tell(*(ev.Aborted(a.trajectory_id) for a in self.of(ev.Abort)))
+        return self.send(*(ev.Aborted(a.trajectory_id) for a in self.of(ev.Abort)))
 
     def of(self, kind: type[A]) -> list[A]:
-        return [action for action in self.told if isinstance(action, kind)]
+        return [action for action in self.emitted if isinstance(action, kind)]
 
     def submitted(self) -> list[int]:
         return [action.trajectory_id for action in self.of(ev.Submit)]
@@ -95,4 +95,4 @@ class Script:
             )
             for i, t in enumerate(spec.trajectory_ids)
         )
-        return self.tell(ev.Recovered((ev.RecoveredGroup(spec, found),)))
+        return self.send(ev.Recovered((ev.RecoveredGroup(spec, found),)))

@@ -107,7 +107,7 @@ def test_reaches_95_percent_of_the_best_fixed_concurrency() -> None:
 
 
 class Loop:
-    """An `auto` loop that is told windows: one call is a settled, complete window at a rate."""
+    """An `auto` loop that gets windows: one call is a settled, complete window at a rate."""
 
     def __init__(self, groups: int = 4, size: int = 4) -> None:
         self.state = auto.start(groups, size, 100)
@@ -198,7 +198,7 @@ def test_it_probes_again_after_a_rest() -> None:
     assert seen == [32] * (auto.REST_WINDOWS - 1) + [45]
 
 
-def test_nothing_is_judged_before_a_turnover_and_a_window_of_batches() -> None:
+def test_nothing_is_compared_before_a_turnover_and_a_window_of_batches() -> None:
     state = auto.start(4, 4, 100)
     for _ in range(15):
         state = auto.completed(state)
@@ -280,14 +280,14 @@ def test_other_engines_start_the_search_again() -> None:
 
 def test_the_scheduler_uses_it() -> None:
     run = Script("pipeline", concurrency="auto", expected_tokens=2250)
-    assert run.told == [ev.RequestPrompts(2)]  # the cache holds four such requests
+    assert run.emitted == [ev.RequestPrompts(2)]  # the cache holds four such requests
     run.prompts(4)
     seen = []
     for step in range(4):
-        run.tell(ev.EngineLoad("a", 0.2, 0))
+        run.send(ev.EngineLoad("a", 0.2, 0))
         run.finish(*run.running[:4])
         run.prompts(4)
-        run.tell(ev.BatchTaken(step, 1.0 + step), ev.UpdateRequested(step + 1))
+        run.send(ev.BatchTaken(step, 1.0 + step), ev.UpdateRequested(step + 1))
         run.publish(step + 1)
         seen.append(run.scheduler.view().concurrency)
     assert seen == [4, 4, 4, 8]

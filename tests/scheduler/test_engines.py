@@ -27,7 +27,7 @@ def test_affinity_yields_to_load() -> None:
     run = Script("copris", engines="ab", concurrency=4)
     run.prompts(2)  # group 0 on a, group 1 on b
     run.tokens(1, count=500)
-    assert run.tell(ev.Aborted(0)) == [ev.Submit(0, "b", False)]
+    assert run.send(ev.Aborted(0)) == [ev.Submit(0, "b", False)]
 
 
 def test_affinity_stops_at_an_engines_share_of_the_slots() -> None:
@@ -49,7 +49,7 @@ def test_what_ran_on_a_lost_engine_goes_on_elsewhere_from_its_tokens() -> None:
     run = Script("copris", engines="ab", concurrency=4)
     run.prompts(2)
     run.tokens(0, 1)
-    run.tell(ev.EngineDown("a"))
+    run.send(ev.EngineDown("a"))
     assert run.of(ev.Submit) == [ev.Submit(0, "b", True), ev.Submit(1, "b", True)]
 
 
@@ -57,7 +57,7 @@ def test_with_no_engine_left_everything_waits_for_the_next_one() -> None:
     run = Script("copris")
     run.prompts(3)
     run.tokens(0)
-    assert run.tell(ev.EngineDown("a")) == []
+    assert run.send(ev.EngineDown("a")) == []
     assert run.scheduler.view().buffered_partial == 1
     run.up("b")
     assert run.submitted() == [0, 1, 10, 11, 20, 21]
@@ -78,33 +78,33 @@ def test_a_stale_engine_serves_nothing_until_it_holds_the_current_version() -> N
     assert run.up("new", number=3) == [ev.RequestPrompts(3)]
     run.prompts(3)
     assert set(placed(run).values()) == {"new"}
-    run.tell(ev.EngineDown("old"))
+    run.send(ev.EngineDown("old"))
     run.up("old", number=3)
-    run.tell(ev.EngineDown("new"))
+    run.send(ev.EngineDown("new"))
     assert set(placed(run).values()) == {"old"}
 
 
 def test_the_same_number_of_another_lineage_is_another_version() -> None:
     run = Script("copris", engines="", first_step=3)
-    assert run.tell(ev.EngineUp("a", PolicyVersion(1, 3), 10_000)) == []
+    assert run.send(ev.EngineUp("a", PolicyVersion(1, 3), 10_000)) == []
 
 
 def test_losing_the_last_running_request_lets_the_update_begin() -> None:
     run = Script("copris", engines="ab")
     run.prompts(3)
     run.finish(0, 1, 10, 11)
-    run.tell(ev.UpdateRequested(1))
-    run.tell(ev.EngineDown("a"), ev.EngineDown("b"))
-    assert run.told == [ev.AllowUpdate(1)]
+    run.send(ev.UpdateRequested(1))
+    run.send(ev.EngineDown("a"), ev.EngineDown("b"))
+    assert run.emitted == [ev.AllowUpdate(1)]
 
 
 def test_late_reports_of_a_lost_engine() -> None:
     run = Script("copris")
     run.prompts(3)
-    run.tell(ev.EngineDown("a"))
-    assert run.tell(ev.Aborted(0)) == []
-    run.tell(ev.TokensArrived(0, 9, 0))
-    assert run.tell(ev.Finished(1)) == [ev.Score(1)]
+    run.send(ev.EngineDown("a"))
+    assert run.send(ev.Aborted(0)) == []
+    run.send(ev.TokensArrived(0, 9, 0))
+    assert run.send(ev.Finished(1)) == [ev.Score(1)]
     run.up("a")
     assert run.of(ev.Submit)[0] == ev.Submit(0, "a", True)
     assert 1 not in run.submitted()
@@ -113,7 +113,7 @@ def test_late_reports_of_a_lost_engine() -> None:
 def test_higher_priority_groups_start_first() -> None:
     run = Script("copris", concurrency=2)
     run.scheduler.step(ev.EngineDown("a"))
-    run.tell(ev.PromptsAvailable((run.spec(), run.spec(priority=5))))
+    run.send(ev.PromptsAvailable((run.spec(), run.spec(priority=5))))
     run.up("a")
     assert run.submitted() == [10, 11]
 
@@ -131,34 +131,34 @@ def test_buffer_order(order: str, expected: list[int]) -> None:
     run.prompts(2)
     for trajectory_id, count in ((0, 5), (1, 6), (10, 9), (11, 4)):
         run.tokens(trajectory_id, count=count)
-    run.tell(ev.EngineDown("a"))
+    run.send(ev.EngineDown("a"))
     run.up("a")
     assert run.submitted() == expected
 
 
 class TestVerifier:
-    def test_a_failed_judgement_drops_the_whole_group(self) -> None:
+    def test_a_failed_score_drops_the_whole_group(self) -> None:
         run = Script("copris")
         run.prompts(3)
         run.finish(0)
-        run.tell(ev.Finished(1), ev.RewardReady(1, None))
+        run.send(ev.Finished(1), ev.RewardReady(1, None))
         drops = [ev.Drop(0, DropReason.VERIFIER), ev.Drop(1, DropReason.VERIFIER)]
         assert run.of(ev.Drop) == drops
 
     def test_a_running_sibling_is_aborted_first_and_dropped_when_it_ended(self) -> None:
         run = Script("copris")
         run.prompts(3)
-        run.tell(ev.Finished(1), ev.RewardReady(1, None))
+        run.send(ev.Finished(1), ev.RewardReady(1, None))
         assert run.of(ev.Drop) == [ev.Drop(1, DropReason.VERIFIER)]
         assert run.of(ev.Abort) == [ev.Abort(0, "a")]
-        assert run.tell(ev.Finished(0))[0] == ev.Drop(0, DropReason.VERIFIER)
+        assert run.send(ev.Finished(0))[0] == ev.Drop(0, DropReason.VERIFIER)
 
-    def test_a_sibling_that_is_being_judged_is_dropped_when_it_is(self) -> None:
+    def test_a_sibling_that_is_being_scored_is_dropped_once_it_is(self) -> None:
         run = Script("copris")
         run.prompts(3)
-        run.tell(ev.Finished(0), ev.Finished(1), ev.RewardReady(1, None))
+        run.send(ev.Finished(0), ev.Finished(1), ev.RewardReady(1, None))
         assert run.of(ev.Drop) == [ev.Drop(1, DropReason.VERIFIER)]
-        assert run.tell(ev.RewardReady(0, 1.0))[0] == ev.Drop(0, DropReason.VERIFIER)
+        assert run.send(ev.RewardReady(0, 1.0))[0] == ev.Drop(0, DropReason.VERIFIER)
 
 
 class TestRecovery:
@@ -185,32 +185,32 @@ class TestRecovery:
             0, state.DROPPED, 4, 0, None, 0, drop_reason=DropReason.STALE
         )
         partial = ev.RecoveredTrajectory(1, state.PARTIAL, 4, 0, None, 0)
-        told = run.tell(ev.Recovered((ev.RecoveredGroup(spec, (dropped, partial)),)))
-        assert told == [ev.Drop(1, DropReason.STALE)]
+        emitted = run.send(ev.Recovered((ev.RecoveredGroup(spec, (dropped, partial)),)))
+        assert emitted == [ev.Drop(1, DropReason.STALE)]
 
     def test_a_trajectory_is_known_once(self) -> None:
         run = Script("copris")
         spec = run.spec()
-        run.tell(ev.PromptsAvailable((spec,)))
+        run.send(ev.PromptsAvailable((spec,)))
         with pytest.raises(ValueError, match="trajectory 0 is known already"):
-            run.tell(ev.PromptsAvailable((spec,)))
+            run.send(ev.PromptsAvailable((spec,)))
 
 
 class TestEndOfSource:
     def test_what_is_left_is_a_last_smaller_batch(self) -> None:
         run = Script("copris")
         run.prompts(1)
-        run.tell(ev.PromptsAvailable(()))
+        run.send(ev.PromptsAvailable(()))
         assert not run.scheduler.finished
         run.finish(0, 1)
         assert run.of(ev.EmitBatch) == [ev.EmitBatch(0, (0,))]
-        run.tell(ev.BatchTaken(0))
+        run.send(ev.BatchTaken(0))
         assert run.scheduler.finished
 
     def test_a_last_batch_has_at_least_one_group_for_each_minibatch(self) -> None:
         run = Script("copris", updates_per_batch=2)
         run.prompts(1)
-        run.tell(ev.PromptsAvailable(()))
+        run.send(ev.PromptsAvailable(()))
         run.finish(0, 1)
         assert not run.of(ev.EmitBatch)
         assert run.scheduler.finished

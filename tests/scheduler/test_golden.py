@@ -1,6 +1,6 @@
 """Records of earlier code, one a preset: today's scheduler must answer them with the same actions.
 
-`golden.py` wrote them and says how to write them anew.
+`golden.py` wrote them; its docstring has the command that writes them anew.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`ManyAborted` says what single events say: same actions, same state, whatever happens after."""
+"""`ManyAborted` has the effect of single events: same actions, same state afterwards."""
 
 from __future__ import annotations
 
@@ -22,15 +22,17 @@ POLICIES = {
 }
 
 
-def told_one_by_one(config: ScheduleConfig, seed: int) -> list[tuple[ev.Event, list[ev.Action]]]:
-    """A random run in which, now and then, all that were told to end do so in a row."""
+def recorded_one_by_one(
+    config: ScheduleConfig, seed: int
+) -> list[tuple[ev.Event, list[ev.Action]]]:
+    """A random run in which, now and then, all requests under an abort end in a row."""
     world = World(config, Weather(engines=0), seed)  # engines come when all is recorded
-    told: list[tuple[ev.Event, list[ev.Action]]] = []
+    record: list[tuple[ev.Event, list[ev.Action]]] = []
     step = world.scheduler.step
 
     def recording(event: ev.Event) -> list[ev.Action]:
         actions = step(event)
-        told.append((event, actions))
+        record.append((event, actions))
         return actions
 
     world.scheduler.step = recording  # type: ignore[method-assign]
@@ -41,11 +43,11 @@ def told_one_by_one(config: ScheduleConfig, seed: int) -> list[tuple[ev.Event, l
         world.random_event()
         while world.random.random() < 0.9 and "aborted" in world.moves():
             world.aborted()
-    return told
+    return record
 
 
 def in_bulk(events: list[ev.Event]) -> list[ev.Event]:
-    """Requests that end with nothing else in between, told at once."""
+    """Requests that end with nothing else in between, reported at once."""
     out: list[ev.Event] = []
     ended: list[tuple[int, ...]] = []
     arrived: list[ev.TokensArrived] = []
@@ -80,12 +82,12 @@ def test_many_at_once_are_each_in_turn(name: str) -> None:
     config = POLICIES[name]
     largest = 0
     for seed in range(4):
-        told = told_one_by_one(config, seed)
+        record = recorded_one_by_one(config, seed)
         singly = Scheduler(config, first_step=0, version=PolicyVersion(0, 0))
-        wanted = [action for event, _ in told for action in singly.step(event)]
-        assert wanted == [action for _, actions in told for action in actions]
-        events = in_bulk([event for event, _ in told])
-        assert len(events) < len(told)
+        wanted = [action for event, _ in record for action in singly.step(event)]
+        assert wanted == [action for _, actions in record for action in actions]
+        events = in_bulk([event for event, _ in record])
+        assert len(events) < len(record)
         at_once = Scheduler(config, first_step=0, version=PolicyVersion(0, 0))
         assert [action for event in events for action in at_once.step(event)] == wanted
         assert at_once.view() == singly.view()

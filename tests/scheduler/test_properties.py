@@ -1,4 +1,4 @@
-"""Thousands of random event orders, judged by an oracle that knows only events and actions.
+"""Thousands of random event orders, checked by an oracle that sees only events and actions.
 
 Failures that are mixed in: engines that die and come back (also with an old version), requests that
 an engine ends by itself, aborts that lose the race against the end, tokens that are reported after
@@ -86,11 +86,11 @@ def test_lag_bound_holds_through_crashes(k: int, on_stale: str) -> None:
 def test_same_events_give_same_actions(name: str) -> None:
     def run() -> list[str]:
         world = World(preset(name), Weather(engine_failures=0.02), seed=5)
-        told = []
+        emitted = []
         for _ in range(300):
             world.random_event()
-            told.append(repr(world.scheduler.view()))
-        return told
+            emitted.append(repr(world.scheduler.view()))
+        return emitted
 
     assert run() == run()
 

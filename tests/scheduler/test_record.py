@@ -150,7 +150,7 @@ def test_missing_and_additional_actions_are_differences(tmp_path: Path) -> None:
 
 
 class Defective(Scheduler):
-    """Fails at every judgement."""
+    """Fails at every score."""
 
     def step(self, event: ev.Event) -> list[ev.Action]:
         if isinstance(event, ev.RewardReady):
@@ -163,7 +163,7 @@ def defective(header: Header) -> Scheduler:
 
 
 def failed_record(path: Path) -> None:
-    """The scheduler raised at event 5; the run told it one more before it ended."""
+    """The scheduler raised at event 5; the run sent it one more before it ended."""
     config, version = preset("copris"), PolicyVersion(0, 0)
     scheduler = defective(Header(config, 0, version))
     with path.open("w") as stream:

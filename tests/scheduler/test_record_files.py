@@ -59,7 +59,7 @@ def test_a_name_is_not_used_again_after_its_file_was_removed(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "name", ["notes.jsonl", "3.old.jsonl", "3.1.2.4.jsonl", ".jsonl", "03.jsonl", "3.0.jsonl"]
+    "name", ["other.jsonl", "3.old.jsonl", "3.1.2.4.jsonl", ".jsonl", "03.jsonl", "3.0.jsonl"]
 )
 def test_other_files_are_no_records(name: str) -> None:
     assert record_key(Path(name)) is None
@@ -70,9 +70,9 @@ class Recorded(World):
 
     recorder: Recorder
 
-    def tell(self, event: ev.Event) -> list[ev.Action]:
+    def send(self, event: ev.Event) -> list[ev.Action]:
         if not hasattr(self, "recorder"):
-            return super().tell(event)
+            return super().send(event)
         self.oracle.event(event)
         actions = self.recorder.step(self.scheduler, event)
         self.oracle.actions(event, actions)

@@ -36,9 +36,9 @@ def test_an_older_group_is_batched_first_wherever_it_stands(order: tuple[int, in
     config = preset("async", groups_per_batch=1, group_size=2, concurrency=4)
     groups = [scored(0, STEP), scored(1, STEP - 2)]
     scheduler = resumed(config)
-    told = scheduler.step(ev.Recovered(tuple(groups[i] for i in order)))
-    told += scheduler.step(ev.BatchTaken(STEP))
-    assert [action for action in told if isinstance(action, ev.EmitBatch | ev.Drop)] == [
+    emitted = scheduler.step(ev.Recovered(tuple(groups[i] for i in order)))
+    emitted += scheduler.step(ev.BatchTaken(STEP))
+    assert [action for action in emitted if isinstance(action, ev.EmitBatch | ev.Drop)] == [
         ev.EmitBatch(STEP, (1,)),
         ev.EmitBatch(STEP + 1, (0,)),
     ]
@@ -65,22 +65,22 @@ def test_the_order_in_which_groups_are_found_changes_nothing(
         random.Random(len(outcomes)).shuffle(found)
         events: list[ev.Event] = [ev.Recovered(tuple(found)), up]
         scheduler = Scheduler(config, first_step=step, version=PolicyVersion(1, step))
-        told = [scheduler.step(event) for event in (events[::-1] if engine_first else events)]
-        outcomes.append((told, scheduler.view()))
+        emitted = [scheduler.step(event) for event in (events[::-1] if engine_first else events)]
+        outcomes.append((emitted, scheduler.view()))
     assert outcomes[0] == outcomes[1] == outcomes[2]
 
 
 class TestOneFailedMember:
-    """Its scorer failed: the setting says whether it alone, or its group, is lost."""
+    """Its scorer failed: the setting decides whether it alone, or its group, is lost."""
 
     def test_it_alone_is_generated_again_and_its_group_waits(self) -> None:
         run = Script("copris", concurrency=4)
         run.prompts(2)
         run.finish(0, 10, 11)
         run.tokens(1)
-        run.tell(ev.Finished(1))
-        told = run.tell(ev.RewardReady(1, None, regenerate=True))
-        assert told[:2] == [ev.Restart(1), ev.Submit(1, "a", False)]
+        run.send(ev.Finished(1))
+        emitted = run.send(ev.RewardReady(1, None, regenerate=True))
+        assert emitted[:2] == [ev.Restart(1), ev.Submit(1, "a", False)]
         view = run.scheduler.view()
         assert (view.restarted, view.regenerated, view.wasted_tokens) == (1, 1, 5)
         assert view.dropped == {}
@@ -91,7 +91,7 @@ class TestOneFailedMember:
         run = Script("copris")
         run.prompts(1)
         run.finish(0)
-        run.tell(ev.Finished(1), ev.RewardReady(1, None))
+        run.send(ev.Finished(1), ev.RewardReady(1, None))
         assert [action.trajectory_id for action in run.of(ev.Drop)] == [0, 1]
 
     @pytest.mark.parametrize("times", [0, 1, 3])
@@ -100,9 +100,9 @@ class TestOneFailedMember:
         run.prompts(1)
         run.finish(0)
         for _ in range(times):
-            run.tell(ev.Finished(1), ev.RewardReady(1, None, regenerate=True))
+            run.send(ev.Finished(1), ev.RewardReady(1, None, regenerate=True))
             assert run.of(ev.Restart) == [ev.Restart(1)] and not run.of(ev.Drop)
-        run.tell(ev.Finished(1), ev.RewardReady(1, None, regenerate=True))
+        run.send(ev.Finished(1), ev.RewardReady(1, None, regenerate=True))
         assert run.of(ev.Drop) == [ev.Drop(t, DropReason.VERIFIER) for t in (0, 1)]
 
     def test_its_group_is_as_old_as_the_members_that_stay(self) -> None:
@@ -111,15 +111,15 @@ class TestOneFailedMember:
         run.prompts(2)
         run.tokens(0)
         run.finish(10, 11)
-        run.tell(ev.BatchTaken(0), ev.UpdateRequested(1))
+        run.send(ev.BatchTaken(0), ev.UpdateRequested(1))
         run.publish(1)
         run.tokens(1)
-        run.tell(ev.Finished(0), ev.RewardReady(0, None, regenerate=True))
+        run.send(ev.Finished(0), ev.RewardReady(0, None, regenerate=True))
         run.tokens(0)
         run.prompts(1)
         run.finish(20, 21)
         assert run.of(ev.EmitBatch) == [ev.EmitBatch(1, (2,))]
-        run.tell(ev.BatchTaken(1), ev.UpdateRequested(2))
+        run.send(ev.BatchTaken(1), ev.UpdateRequested(2))
         run.publish(2)
         run.finish(0, 1)
         assert run.of(ev.EmitBatch) == [ev.EmitBatch(2, (0,))]

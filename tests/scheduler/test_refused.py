@@ -15,28 +15,28 @@ def test_its_group_is_dropped_and_its_slot_is_free() -> None:
     run = Script("copris", concurrency=2, group_size=2, groups_per_batch=1)
     run.prompts(2)
     assert run.submitted() == [0, 1]
-    told = run.tell(ev.Refused(0))
-    assert told[0] == ev.Drop(0, DropReason.REFUSED)
+    emitted = run.send(ev.Refused(0))
+    assert emitted[0] == ev.Drop(0, DropReason.REFUSED)
     assert run.of(ev.Abort) == [ev.Abort(1, "a")]
     assert run.submitted() == [10]
-    assert run.tell(ev.Aborted(1))[0] == ev.Drop(1, DropReason.REFUSED)
+    assert run.send(ev.Aborted(1))[0] == ev.Drop(1, DropReason.REFUSED)
     assert run.submitted() == [11]
 
 
 def test_members_that_are_refused_too_leave_as_well() -> None:
     run = Script("copris", concurrency=2, group_size=2, groups_per_batch=1)
     run.prompts(1)
-    run.tell(ev.Refused(0))
-    assert run.tell(ev.Refused(1))[0] == ev.Drop(1, DropReason.REFUSED)
-    assert run.tell(ev.Refused(1)) == []  # late news of one that is gone
+    run.send(ev.Refused(0))
+    assert run.send(ev.Refused(1))[0] == ev.Drop(1, DropReason.REFUSED)
+    assert run.send(ev.Refused(1)) == []  # late news of one that is gone
 
 
 def test_a_member_that_is_being_scored_leaves_when_its_reward_has_come() -> None:
     run = Script("copris", concurrency=2, group_size=2, groups_per_batch=1)
     run.prompts(1)
-    run.tell(ev.TokensArrived(0, 5, 0), ev.Finished(0))
-    assert run.tell(ev.Refused(1))[0] == ev.Drop(1, DropReason.REFUSED)
-    assert run.tell(ev.RewardReady(0, 1.0))[0] == ev.Drop(0, DropReason.REFUSED)
+    run.send(ev.TokensArrived(0, 5, 0), ev.Finished(0))
+    assert run.send(ev.Refused(1))[0] == ev.Drop(1, DropReason.REFUSED)
+    assert run.send(ev.RewardReady(0, 1.0))[0] == ev.Drop(0, DropReason.REFUSED)
 
 
 def test_one_that_was_to_start_again_leaves_with_its_group() -> None:
@@ -52,13 +52,13 @@ def test_one_that_was_to_start_again_leaves_with_its_group() -> None:
     run.prompts(2)
     run.tokens(0, 1)
     run.finish(10, 11)
-    run.tell(ev.BatchTaken(0))
+    run.send(ev.BatchTaken(0))
     run.publish(1)
     run.prompts(1)
     run.finish(20, 21)
-    run.tell(ev.BatchTaken(1))
+    run.send(ev.BatchTaken(1))
     run.publish(2)
-    run.tell(ev.Refused(0), ev.Aborted(1))
+    run.send(ev.Refused(0), ev.Aborted(1))
     assert [drop for drop in run.of(ev.Drop) if drop.trajectory_id < 2] == [
         ev.Drop(0, DropReason.REFUSED),
         ev.Drop(1, DropReason.REFUSED),

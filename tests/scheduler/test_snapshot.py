@@ -48,9 +48,9 @@ class Twins(World):
         super().start(step, version)
         self.twin = copy(self.scheduler, self.config)
 
-    def tell(self, event: ev.Event) -> list[ev.Action]:
+    def send(self, event: ev.Event) -> list[ev.Action]:
         expected = self.twin.step(event)
-        actions = super().tell(event)
+        actions = super().send(event)
         assert actions == expected
         if self.events % 17 == 0:
             self.twin = copy(self.scheduler, self.config)

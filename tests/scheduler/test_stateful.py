@@ -1,6 +1,6 @@
 """The same world as a hypothesis state machine: a failing order of events is shrunk to a short one.
 
-Each rule is one thing that may happen; the oracle judges after every event, and at the end the
+Each rule is one thing that may happen; the oracle checks after every event, and at the end the
 world, calm again, must make two more steps.
 """
 
@@ -49,10 +49,10 @@ class Machine(RuleBasedStateMachine):
     def aborted(self) -> None:
         self.world.aborted()
 
-    @precondition(lambda self: self.can("judge"))
+    @precondition(lambda self: self.can("score"))
     @rule()
-    def judge(self) -> None:
-        self.world.judge()
+    def score(self) -> None:
+        self.world.score()
 
     @precondition(lambda self: self.can("prompts"))
     @rule()

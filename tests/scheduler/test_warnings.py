@@ -14,12 +14,12 @@ def test_recomputation_storm_after_three_bad_reports_in_a_row() -> None:
     run = Script("copris")
     run.prompts(3)
     bad, good = ev.EngineLoad("a", 1.0, 3), ev.EngineLoad("a", 1.0, 0)
-    run.tell(bad, bad, good, bad, bad)
+    run.send(bad, bad, good, bad, bad)
     assert names(run) == []
-    run.tell(bad, bad, bad)
+    run.send(bad, bad, bad)
     assert names(run) == ["recomputation_storm"]
     assert "schedule.concurrency" in run.of(ev.Warn)[0].message
-    run.tell(good, bad, bad, bad)
+    run.send(good, bad, bad, bad)
     assert names(run) == ["recomputation_storm"]
 
 
@@ -29,7 +29,7 @@ def test_queue_underflow_when_the_trainer_finds_no_batch_three_times() -> None:
     for step in range(4):
         run.prompts(1)
         run.finish(10 * step, 10 * step + 1)
-        run.tell(ev.BatchTaken(step), ev.UpdateRequested(step + 1))
+        run.send(ev.BatchTaken(step), ev.UpdateRequested(step + 1))
         run.publish(step + 1)
         seen += names(run)
     assert seen == ["queue_underflow"]
@@ -40,7 +40,7 @@ def test_no_underflow_where_the_trainer_waits_by_design() -> None:
     for step in range(4):
         run.prompts(1)
         run.finish(10 * step, 10 * step + 1)
-        run.tell(ev.BatchTaken(step), ev.UpdateRequested(step + 1))
+        run.send(ev.BatchTaken(step), ev.UpdateRequested(step + 1))
         run.publish(step + 1)
         assert names(run) == []
 
@@ -54,7 +54,7 @@ def test_queue_overflow_when_the_ring_stays_full() -> None:
             run.finish(*run.running[:2])
             if run.of(ev.RequestPrompts):
                 run.prompts(1)
-        run.tell(ev.BatchTaken(run.scheduler.view().next_step - 1))
+        run.send(ev.BatchTaken(run.scheduler.view().next_step - 1))
         seen += names(run)
     assert seen == ["queue_overflow"]
 
@@ -63,7 +63,7 @@ def finish_all(run: Script, waiting: list[int]) -> None:
     """All that runs finishes, and what starts for it, until new groups are held back."""
     while run.running:
         done = list(run.running)
-        run.tell(*(ev.Finished(t) for t in done))
+        run.send(*(ev.Finished(t) for t in done))
         waiting += done
         if run.of(ev.RequestPrompts):
             run.prompts(2)
@@ -78,10 +78,10 @@ def test_a_scoring_backlog_is_named_once_while_it_lasts() -> None:
         finish_all(run, waiting)
         for _ in range(2):
             t = waiting.pop(0)
-            run.tell(ev.RewardReady(t, float(t % 10)))
-        run.tell(ev.BatchTaken(step))
+            run.send(ev.RewardReady(t, float(t % 10)))
+        run.send(ev.BatchTaken(step))
         seen += [(step, name) for name in names(run)]
-        run.tell(ev.UpdateRequested(step + 1))
+        run.send(ev.UpdateRequested(step + 1))
         run.publish(step + 1)
     assert seen == [(2, "scoring_backlog")]
 
@@ -92,9 +92,9 @@ def test_a_scorer_that_keeps_up_is_no_backlog() -> None:
     for step in range(8):
         run.finish(*run.running[:2])
         run.abort_acknowledged()
-        run.tell(ev.BatchTaken(step))
+        run.send(ev.BatchTaken(step))
         assert names(run) == []
-        run.tell(ev.UpdateRequested(step + 1))
+        run.send(ev.UpdateRequested(step + 1))
         run.publish(step + 1)
         if run.of(ev.RequestPrompts):
             run.prompts(1)

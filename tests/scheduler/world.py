@@ -1,6 +1,6 @@
 """A small random world around a scheduler: engines, verifier, trainer, prompt source, crashes.
 
-It offers the events that may happen now, tells the oracle and the scheduler, and carries out the
+It sends the events that may happen now to the oracle and the scheduler, and carries out the
 actions. All choices come from one `random.Random`, so a run is a function of (config, seed).
 """
 
@@ -18,7 +18,7 @@ from tests.scheduler.oracle import Oracle, T
 
 @dataclass(frozen=True)
 class Weather:
-    """How often what goes wrong goes wrong; probabilities per event unless it says otherwise."""
+    """How often what goes wrong goes wrong; probabilities per event unless stated otherwise."""
 
     engines: int = 2
     max_running: int | None = None
@@ -53,7 +53,7 @@ class World:
             self.engine_up()
 
     def start(self, step: int, version: PolicyVersion) -> None:
-        """A new process, with nothing but what `recover` will tell it."""
+        """A new process, with nothing but what `recover` will give it."""
         self.version = version
         self.trainer: int | None = None  # the step it works on
         self.engine_versions: dict[str, PolicyVersion] = {}
@@ -63,7 +63,7 @@ class World:
 
     # ------------------------------------------------------------ the loop
 
-    def tell(self, event: ev.Event) -> list[ev.Action]:
+    def send(self, event: ev.Event) -> list[ev.Action]:
         """One event: oracle, scheduler, oracle, and what follows."""
         self.events += 1
         self.oracle.event(event)
@@ -87,8 +87,8 @@ class World:
             moves += ["tokens", "tokens", "finish"]
         if any(t.aborted for t in running):
             moves += ["aborted", "aborted"]
-        if oracle.judging():
-            moves += ["judge", "judge"]
+        if oracle.scoring():
+            moves += ["score", "score"]
         if oracle.prompts_outstanding:
             moves += ["prompts", "prompts"]
         if self.trainer is None and oracle.untaken and self.steps_done == oracle.untaken[0]:
@@ -115,13 +115,13 @@ class World:
                 return True
             if chance() < 0.02 and self.engine_versions:
                 name = self.random.choice(list(self.engine_versions))
-                self.tell(ev.EngineLoad(name, chance(), self.random.randrange(4)))
+                self.send(ev.EngineLoad(name, chance(), self.random.randrange(4)))
                 return True
         moves = self.moves()
         if not moves:
             return False
         if self.weather.slow_scores and not self.calm and chance() < self.weather.slow_scores:
-            moves = [move for move in moves if move != "judge"] or moves
+            moves = [move for move in moves if move != "score"] or moves
         getattr(self, self.random.choice(moves))()
         return True
 
@@ -137,27 +137,27 @@ class World:
         refusals = 0.0 if self.calm else self.weather.refusals
         if refusals and self.random.random() < refusals:
             self.late.pop(t.trajectory_id, None)
-            self.tell(ev.Refused(t.trajectory_id))
+            self.send(ev.Refused(t.trajectory_id))
             return
         if not self.calm and self.random.random() < self.weather.spontaneous_aborts:
             self.late.pop(t.trajectory_id, None)
-            self.tell(ev.Aborted(t.trajectory_id))
+            self.send(ev.Aborted(t.trajectory_id))
             return
         self.report_tokens(t)
 
     def report_tokens(self, t: T) -> None:
         assert t.engine is not None
         version = self.late.pop(t.trajectory_id, self.engine_versions[t.engine].number)
-        self.tell(ev.TokensArrived(t.trajectory_id, self.random.randint(1, 9), version))
+        self.send(ev.TokensArrived(t.trajectory_id, self.random.randint(1, 9), version))
 
     def finish(self) -> None:
-        """A trajectory ends (also one that was told to abort: the race); else more tokens."""
+        """A trajectory ends (also one under an abort: the race); else more tokens."""
         t = self._running()
         if self.random.random() < self.weather.finish:
             self.report_tokens(t)
             if t.state == "running":
                 self.late.pop(t.trajectory_id, None)
-                self.tell(ev.Finished(t.trajectory_id))
+                self.send(ev.Finished(t.trajectory_id))
         else:
             self.report_tokens(t)
 
@@ -166,7 +166,7 @@ class World:
         if self.random.random() < 0.5:
             self.report_tokens(t)
         self.late.pop(t.trajectory_id, None)
-        self.tell(ev.Aborted(t.trajectory_id))
+        self.send(ev.Aborted(t.trajectory_id))
 
     def engine_up(self) -> None:
         """An engine arrives: with the current version, or (not yet synchronised) an older one."""
@@ -176,7 +176,7 @@ class World:
         if not self.calm and version.number and self.random.random() < 0.3:
             version = PolicyVersion(version.lineage, self.random.randrange(version.number))
         self.engine_versions[name] = version
-        self.tell(ev.EngineUp(name, version, 1000, self.weather.max_running))
+        self.send(ev.EngineUp(name, version, 1000, self.weather.max_running))
 
     def _stale_engines(self) -> list[str]:
         return [name for name, version in self.engine_versions.items() if version != self.version]
@@ -186,25 +186,25 @@ class World:
         name = self.random.choice(self._stale_engines())
         self.engine_down(name)
         self.engine_versions[name] = self.version
-        self.tell(ev.EngineUp(name, self.version, 1000, self.weather.max_running))
+        self.send(ev.EngineUp(name, self.version, 1000, self.weather.max_running))
 
     def engine_down(self, name: str) -> None:
         for t in self.oracle.running(name):
             self.late.pop(t.trajectory_id, None)
         del self.engine_versions[name]
-        self.tell(ev.EngineDown(name))
+        self.send(ev.EngineDown(name))
 
     # ------------------------------------------------------------ verifier and prompts
 
-    def judge(self) -> None:
-        t = self.random.choice(self.oracle.judging())
+    def score(self) -> None:
+        t = self.random.choice(self.oracle.scoring())
         reward: float | None = float(self.random.randrange(3))
         if self.random.random() < self.weather.equal_rewards:
             reward = 1.0
         if self.random.random() < self.weather.verifier_failures:
             reward = None
         regenerate = self.weather.regenerate and reward is None
-        self.tell(ev.RewardReady(t.trajectory_id, reward, regenerate))
+        self.send(ev.RewardReady(t.trajectory_id, reward, regenerate))
 
     def prompts(self) -> None:
         count = self.oracle.prompts_outstanding
@@ -218,18 +218,18 @@ class World:
             priority = self.random.choice([0, 0, 0, 1])
             specs.append(ev.GroupSpec(self.prompts_given, ids, length, priority))
             self.prompts_given += 1
-        self.tell(ev.PromptsAvailable(tuple(specs)))
+        self.send(ev.PromptsAvailable(tuple(specs)))
 
     # ------------------------------------------------------------ trainer
 
     def take(self) -> None:
         self.trainer = self.oracle.untaken[0]
         self.taken_at += 1.0
-        self.tell(ev.BatchTaken(self.trainer, self.taken_at))
+        self.send(ev.BatchTaken(self.trainer, self.taken_at))
 
     def update(self) -> None:
         assert self.trainer is not None
-        self.tell(ev.UpdateRequested(self.trainer + 1))
+        self.send(ev.UpdateRequested(self.trainer + 1))
 
     def publish(self) -> None:
         """All engines that are up get the new weights; some tokens of the old ones come later."""
@@ -242,7 +242,7 @@ class World:
                 self.late[t.trajectory_id] = old
         for name in self.engine_versions:
             self.engine_versions[name] = self.version
-        self.tell(ev.WeightsPublished(self.version))
+        self.send(ev.WeightsPublished(self.version))
 
     # ------------------------------------------------------------ crash and resume
 
@@ -255,7 +255,7 @@ class World:
         if early:
             for _ in range(self.weather.engines):
                 self.engine_up()
-        self.tell(ev.Recovered(tuple(found)))
+        self.send(ev.Recovered(tuple(found)))
         while len(self.engine_versions) < self.weather.engines:
             self.engine_up()
 
@@ -266,7 +266,7 @@ class World:
         """
         states = {
             "running": TrajectoryState.RUNNING,
-            "judging": TrajectoryState.FINISHED,
+            "scoring": TrajectoryState.FINISHED,
             "scored": TrajectoryState.SCORED,
             "batched": TrajectoryState.SCORED,
             "dropped": TrajectoryState.DROPPED,

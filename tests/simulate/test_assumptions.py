@@ -54,7 +54,7 @@ def test_the_value_is_that_of_the_run() -> None:
     )
 
 
-def test_a_sweep_says_what_each_point_rests_on() -> None:
+def test_a_sweep_lists_what_each_point_rests_on() -> None:
     small, large = config("copris"), config("copris", model="qwen2.5-7b")
     lines = assumptions_of_all([("small", small), ("large", large)])
     for label, point in (("small", small), ("large", large)):

@@ -47,7 +47,7 @@ def test_simulate_prints_figures_and_assumptions(config_file: Path) -> None:
         assert words in output
 
 
-def test_simulate_says_what_goes_wrong_by_its_name(config_file: Path) -> None:
+def test_simulate_names_what_goes_wrong(config_file: Path) -> None:
     output = call(
         "simulate", "--config", config_file, "--set", "schedule.preset=pipeline",
         "--set", "schedule.concurrency=160", "--set", "simulate.kv_capacity_tokens=6000",
@@ -85,7 +85,7 @@ def test_a_table_fits_eighty_columns_unless_it_is_asked_to_be_wide(config_file: 
     assert rows and max(map(len, rows)) <= 80
 
 
-def test_what_is_bad_about_a_schedule_is_said_with_what_to_try(config_file: Path) -> None:
+def test_what_is_bad_about_a_schedule_comes_with_what_to_try(config_file: Path) -> None:
     output = call(
         "simulate", "--config", config_file, "--set", "simulate.steps=8",
         "--set", "schedule.preset=sync", "--set", "schedule.concurrency=1000",

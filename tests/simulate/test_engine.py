@@ -199,9 +199,9 @@ def test_requests_that_leave_together_free_what_each_had(cancelled: range) -> No
     requests = dict(engine.running)
     engine.forecast()
     engine.advance(engine.now + engine.stall + 0.1)
-    told = engine.cancel(cancelled)
-    assert [trajectory_id for trajectory_id, _ in told] == list(cancelled)
-    for trajectory_id, tokens in told:
+    cancelled_tokens = engine.cancel(cancelled)
+    assert [trajectory_id for trajectory_id, _ in cancelled_tokens] == list(cancelled)
+    for trajectory_id, tokens in cancelled_tokens:
         if trajectory_id in requests:
             request = requests[trajectory_id]
             assert tokens == request.written == [(0, request.before)]

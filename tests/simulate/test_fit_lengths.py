@@ -191,7 +191,7 @@ def test_the_command_prints_settings_that_simulate_takes(export: Path) -> None:
     assert settings["distribution"] in ("lognormal", "weibull")
 
 
-def test_bare_numbers_are_cut_where_the_option_says(tmp_path: Path) -> None:
+def test_bare_numbers_are_cut_at_the_option(tmp_path: Path) -> None:
     file = tmp_path / "lengths.json"
     file.write_text(json.dumps([*range(10, 50), 60, 60, 70]))
     result = CliRunner().invoke(app, ["fit-lengths", str(file), "--cut", "60"])

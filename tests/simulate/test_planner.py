@@ -77,7 +77,7 @@ def test_a_lag_bound_limits_the_requests_in_flight() -> None:
         assert candidate.engines.concurrency <= 8 * 8 * 2 + candidate.engines.count
 
 
-def test_what_cannot_fit_is_said() -> None:
+def test_what_cannot_fit_is_refused() -> None:
     settings = merge(SEVEN, {"simulate": {"model": "llama-3-70b", "gpus": 4}})
     with pytest.raises(UserError, match=r"nothing fits: simulate\.gpus 4"):
         make_plan(settings, 1)

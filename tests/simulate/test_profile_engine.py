@@ -53,7 +53,7 @@ def load(tokens: int, mean: int, *, per_request: float, step: float, per_kv: flo
     return Load(40, seconds, 100, tokens, kv_tokens)
 
 
-def test_what_goes_with_requests_is_told_from_what_goes_with_tokens() -> None:
+def test_costs_of_requests_are_separated_from_costs_of_tokens() -> None:
     known = {"per_request": 0.25, "step": 0.08, "per_kv": 1e-5}
     short, long = load(700, 7, **known), load(1900, 19, **known)
     assert request_seconds(short, long, 1e-5) == pytest.approx(0.25)

@@ -1,7 +1,7 @@
 """The shape of published results, with nothing fitted: data sheets and the stated assumptions.
 
 Where a published range is given, the tolerance is 10 % on each end. What does not come out is
-tested as what it is; docs/simulator.md says which constant would have to differ.
+tested as what it is; docs/simulator.md names the constant that would have to differ.
 """
 
 from __future__ import annotations

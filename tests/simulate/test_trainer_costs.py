@@ -1,4 +1,4 @@
-"""What the trainer's cost model says of padding and of updates."""
+"""Padding and updates in the trainer's cost model."""
 
 from __future__ import annotations
 

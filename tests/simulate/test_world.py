@@ -107,7 +107,7 @@ def test_lag_in_samples_is_that_in_versions_times_the_batch(preset: str) -> None
     assert summary.lag_samples_mean <= summary.lag_samples_max
 
 
-def test_kept_and_recomputed_caches_are_told_apart() -> None:
+def test_kept_and_recomputed_caches_differ() -> None:
     keep, recompute = (
         simulate(build_config(merge(SMALL, {"schedule": {"preset": "pipeline", "kv": kv}})))
         for kv in ("keep", "recompute")
@@ -135,7 +135,7 @@ def test_busy_and_idle_add_up_on_shared_gpus() -> None:
     assert step == pytest.approx(summary.step_seconds, rel=1e-6)
 
 
-def test_generation_and_training_overlap_only_where_the_schedule_says_so() -> None:
+def test_generation_and_training_overlap_only_where_the_schedule_asks_for_it() -> None:
     base = {"trainer_seconds_per_token": 2e-4, "warmup_steps": 6, "steps": 16}
     whole = {name: simulate(config(name, **base)) for name in ("copris", "pipeline")}
     assert whole["copris"].step_seconds > whole["copris"].train_seconds * 1.05

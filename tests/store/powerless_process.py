@@ -1,6 +1,6 @@
 """A rollout manager whose trainer takes some batches; see test_power_loss.py.
 
-`python -m tests.store.powerless_process RUN BATCHES STORE_DIRECTORY` says of each batch that the
+`python -m tests.store.powerless_process RUN BATCHES STORE_DIRECTORY` prints of each batch that the
 trainer got, one line: its step, the store's position that came with it, and its trajectories. After
 the first there is a checkpoint, whose position is the first line. Then it is gone.
 """
@@ -18,7 +18,7 @@ from tests.rollout.stand_ins import settings
 from tests.rollout.test_manager import Trainer
 
 
-def say(**line: object) -> None:
+def emit(**line: object) -> None:
     os.write(1, (json.dumps(line) + "\n").encode())
 
 
@@ -30,10 +30,10 @@ async def live(run: Path, batches: int, directory: str) -> None:
     await trainer.begin(ResumePoint(0))
     for step in range(batches):
         batch = await trainer.batch()
-        say(step=batch.step, position=batch.store_position, ids=batch.trajectory_ids_S.tolist())
+        emit(step=batch.step, position=batch.store_position, ids=batch.trajectory_ids_S.tolist())
         await trainer.publish(0, step + 1)
         if step == 0:
-            say(checkpoint=(await trainer.manager.position(0))["store_position"])
+            emit(checkpoint=(await trainer.manager.position(0))["store_position"])
             assert trainer.manager._session is not None
             await trainer.manager._session.store._replicator.finish()
     os._exit(0)

@@ -1,6 +1,6 @@
 """Damaged files: found, named, replaced by the replica; never anything that was not written.
 
-Pages are overwritten and files cut at many places; whatever the store then says must be true:
+Pages are overwritten and files cut at many places; whatever the store then reports must be true:
 tokens are a prefix of what was written, and a group that was trained is not offered again.
 """
 
@@ -184,7 +184,7 @@ def test_of_a_cut_file_everything_up_to_the_checkpoint_comes_back(
 def test_a_replica_that_is_behind_the_trainer_offers_nothing_again(
     healthy: Healthy, tmp_path: Path
 ) -> None:
-    """The trainer lives on, on the same line: batches since the checkpoint are in no file now."""
+    """The trainer goes on on its lineage: batches since the checkpoint are in no file now."""
     path = healthy.copy(tmp_path)
     path.write_bytes(b"")
     seen = check_truth(path, healthy.end, lineage=0, step=8)
@@ -214,7 +214,7 @@ def test_without_a_replica_a_damaged_store_begins_anew(
     assert ("and its replica is damaged" in seen.recovery.sentence) == (replica == "damaged")
 
 
-def test_a_trainer_that_does_not_say_what_it_has_seen_is_offered_nothing(
+def test_a_trainer_that_does_not_report_what_it_has_seen_is_offered_nothing(
     healthy: Healthy, tmp_path: Path
 ) -> None:
     path = healthy.copy(tmp_path)
@@ -226,7 +226,7 @@ def test_a_trainer_that_does_not_say_what_it_has_seen_is_offered_nothing(
 
 @pytest.mark.slow
 def test_every_single_page_may_be_lost(healthy: Healthy, tmp_path: Path) -> None:
-    """One page after the other, zeros and noise: what is said is true, and it is found."""
+    """One page after the other, zeros and noise: the damage is found, and reported as it is."""
     rng = random.Random(7)
     pages = (healthy.run / STORE).stat().st_size // PAGE_BYTES
     damages: list[Callable[[Path, int], None]] = [

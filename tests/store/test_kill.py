@@ -1,8 +1,8 @@
 """A writer process is killed with SIGKILL again and again; what it was promised must hold.
 
 After each kill: no finished trajectory is lost, a running one has lost less than a chunk and what
-had just arrived. At the end: along the surviving line each trajectory is in one batch at most, and
-all others are still there.
+had just arrived. At the end, along the surviving lineage, each trajectory is in one batch at most,
+and all others are still there.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ MOST_AT_ONCE = 16  # tokens of one append
 
 
 @dataclass
-class Said:
-    """What a life has told, in order."""
+class Printed:
+    """The lines that a life has printed, in order."""
 
     start: int = -1
     appended: dict[int, int] = field(default_factory=dict)
@@ -51,9 +51,9 @@ class Said:
                 self.batches[numbers[0]] = numbers[1:]
 
 
-def live_and_die(run: Path, lineage: int, directory: str, seconds: float) -> Said:
+def live_and_die(run: Path, lineage: int, directory: str, seconds: float) -> Printed:
     """Start a writer, let it work for `seconds` from its first word, SIGKILL it."""
-    said = Said()
+    printed = Printed()
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.store.writer_process", str(run)]
     log = run / f"life-{lineage}.log"
@@ -77,8 +77,8 @@ def live_and_die(run: Path, lineage: int, directory: str, seconds: float) -> Sai
             child.wait(30)
     text = log.read_text()
     for line in text[: text.rfind("\n") + 1].splitlines():
-        said.hear(line)
-    return said
+        printed.hear(line)
+    return printed
 
 
 def exported_groups(run: Path) -> set[int]:
@@ -95,20 +95,20 @@ def exported_groups(run: Path) -> set[int]:
 def test_kills_lose_no_finished_trajectory_and_at_most_a_chunk(tmp_path: Path, where: str) -> None:
     rng, kills = random.Random(5), 3
     directory = str(tmp_path / "scratch") if where != "in the run directory" else ""
-    lives: list[Said] = []
+    lives: list[Printed] = []
     for lineage in range(kills):
-        said = live_and_die(tmp_path, lineage, directory, rng.uniform(0.3, 1.2))
-        lives.append(said)
+        printed = live_and_die(tmp_path, lineage, directory, rng.uniform(0.3, 1.2))
+        lives.append(printed)
         reader = StoreReader(tmp_path / STORE)
         kept = {s.trajectory_id: s for s in reader.summaries()}
-        for trajectory_id, count in said.appended.items():
+        for trajectory_id, count in printed.appended.items():
             if trajectory_id not in kept:
                 continue  # consumed and exported: checked below
             found = reader.trajectory(trajectory_id)
             got = response(found)
             assert got == expected(trajectory_id, len(got))
             assert len(got) > count - CHUNK - MOST_AT_ONCE
-            if trajectory_id in said.finished:
+            if trajectory_id in printed.finished:
                 assert len(got) == length_of(trajectory_id)
                 done = (TrajectoryState.FINISHED, TrajectoryState.SCORED, TrajectoryState.BATCHED)
                 assert found.state in done
@@ -116,10 +116,10 @@ def test_kills_lose_no_finished_trajectory_and_at_most_a_chunk(tmp_path: Path, w
 
     final = newest_manifest(tmp_path)
     trained: list[int] = []
-    for said, following in zip(lives, [*lives[1:], None], strict=True):
+    for printed, following in zip(lives, [*lives[1:], None], strict=True):
         end = final["step"] if following is None else following.start
-        assert said.start >= 0
-        trained += [g for step, ids in said.batches.items() if step < end for g in ids]
+        assert printed.start >= 0
+        trained += [g for step, ids in printed.batches.items() if step < end for g in ids]
     assert len(trained) == len(set(trained)), "a group was trained twice"
     assert len(trained) >= 2 * kills, "too little happened to mean anything"
 

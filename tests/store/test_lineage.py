@@ -41,7 +41,7 @@ def test_going_back_to_a_line_that_was_abandoned_brings_its_batches_back() -> No
     assert Consumption.at(tree, 4).holds(1, 15)
 
 
-def test_branch_points_are_where_the_lines_part() -> None:
+def test_branch_points_are_where_the_lineages_part() -> None:
     tree = two_rollbacks()
     assert tree.branch_points(2) == {0: 10, 1: 20, 3: 10}
     assert tree.branch_points(3) == {0: 10, 1: 10, 2: 10}

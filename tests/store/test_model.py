@@ -1,6 +1,6 @@
 """The store against a plain in-memory model: random lives, crashes, rollbacks, compaction.
 
-The model knows nothing of lines: it keeps, with each checkpoint, a copy of what was consumed then.
+The model has no lineages: it keeps, with each checkpoint, a copy of what was consumed then.
 """
 
 from __future__ import annotations
@@ -363,7 +363,7 @@ SETTINGS = settings(
 
 
 @pytest.mark.slow
-def test_the_store_is_what_the_model_says() -> None:
+def test_the_store_equals_the_model() -> None:
     StoreMachine.happened.clear()
     run_state_machine_as_test(StoreMachine, settings=SETTINGS)
     happened = StoreMachine.happened

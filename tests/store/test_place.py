@@ -131,7 +131,7 @@ def test_a_shared_run_directory_has_its_database_on_the_managers_node(cluster: C
     asyncio.run(scenario())
 
 
-def test_store_directory_says_where_the_database_lies(cluster: Cluster) -> None:
+def test_store_directory_sets_where_the_database_lies(cluster: Cluster) -> None:
     async def scenario() -> None:
         scratch = cluster.folder / "scratch"
         settings = StoreConfig(directory=str(scratch))
@@ -182,7 +182,7 @@ except UserError as error:
 
 
 def opened(run: Path, directory: str, environment: dict[str, str]) -> str:
-    """What a process of this environment says when it opens the store."""
+    """The output of a process of this environment that opens the store."""
     command = [sys.executable, "-c", OPEN, str(run / STORE), directory]
     return subprocess.run(
         command, env=environment, check=True, capture_output=True, text=True, timeout=60
@@ -204,9 +204,9 @@ def test_a_file_system_that_cannot_have_the_database_is_named(
     shared, scratch = tmp_path / "shared", tmp_path / "scratch"
     (shared / "run").mkdir(parents=True)
     environment = without(shared, ability)
-    said = opened(shared / "run", "", environment)
-    assert re.search(sentence, said), said
-    assert "set store.directory to a local disk" in said
+    output = opened(shared / "run", "", environment)
+    assert re.search(sentence, output), output
+    assert "set store.directory to a local disk" in output
     assert opened(shared / "run", str(scratch), environment) == ""
     assert (shared / "run" / REPLICA).exists(), "that needs neither"
 
@@ -376,7 +376,7 @@ def test_a_run_directory_that_is_moved_takes_its_store_along(tmp_path: Path) -> 
     asyncio.run(scenario())
 
 
-def test_a_reader_on_another_node_has_the_replica_and_says_so(cluster: Cluster) -> None:
+def test_a_reader_on_another_node_has_the_replica_and_reports_it(cluster: Cluster) -> None:
     async def scenario() -> None:
         store = TrajectoryStore.open(cluster.store)
         with closing(StoreReader(cluster.store)) as here:
@@ -477,7 +477,7 @@ def test_a_record_that_is_no_record_leaves_the_replica(cluster: Cluster) -> None
         (cluster.run / "store.json").write_text(json.dumps(["nothing"]))
         again = TrajectoryStore.open(cluster.store, lineage=1, step=2, parent=0)
         assert again.recovery is not None
-        assert offered(again) == []  # nobody knows whether that is all
+        assert offered(again) == []  # it may not be all
         await again.close(leave=True)
 
     asyncio.run(scenario())

@@ -20,7 +20,7 @@ BATCHES = 3
 
 
 def powerless(folder: Path, directory: str) -> list[dict[str, Any]]:
-    """What a manager said whose files are now what had been forced to disk, in their place."""
+    """The lines of a manager whose files are now what had been forced to disk, in their place."""
     run, durable = folder / "world" / "run", folder / "durable"
     run.mkdir(parents=True)
     command = [sys.executable, "-m", "tests.store.powerless_process"]
@@ -42,8 +42,8 @@ def powerless(folder: Path, directory: str) -> list[dict[str, Any]]:
 def test_a_batch_is_on_disk_before_the_trainer_gets_it(tmp_path: Path, where: str) -> None:
     """Everything may be lost that was not forced to disk, as of any commit but the batch's own."""
     directory = str(tmp_path / "world" / "scratch") if where != "in the run directory" else ""
-    said = powerless(tmp_path, directory)
-    taken = [line for line in said if "step" in line]
+    lines = powerless(tmp_path, directory)
+    taken = [line for line in lines if "step" in line]
     assert [batch["step"] for batch in taken] == list(range(BATCHES))
     file, settings = tmp_path / "world" / "run" / "store.sqlite", StoreConfig(directory=directory)
 
@@ -57,7 +57,7 @@ def test_a_batch_is_on_disk_before_the_trainer_gets_it(tmp_path: Path, where: st
     async def resume_without_the_node() -> None:
         """Only the run directory is left: the checkpoint's replica."""
         store = TrajectoryStore.open(
-            file, settings, lineage=1, step=1, parent=0, position=said[1]["checkpoint"]
+            file, settings, lineage=1, step=1, parent=0, position=lines[1]["checkpoint"]
         )
         assert store.recovery is not None
         assert not store.recovery.behind

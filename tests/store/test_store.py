@@ -127,7 +127,9 @@ def test_a_wait_for_the_disk_that_is_cancelled_as_it_ends_counts_as_cancelled(
         store = TrajectoryStore.open(tmp_path / STORE)
         waiting = asyncio.create_task(store.sync())
         await asyncio.sleep(0)
-        store._writer.barrier().result(10)  # the one before it is done, which nobody knows yet
+        store._writer.barrier().result(
+            10
+        )  # the one before it is done, which was not acknowledged yet
         await asyncio.sleep(0)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -2,7 +2,7 @@
 
 `python -m tests.store.writer_process RUN_DIR LINEAGE SEED STORE_DIRECTORY` goes on from the newest
 manifest.
-What it has appended, finished, batched and committed it says on stdout, one unbuffered line each,
+What it has appended, finished, batched and committed it prints, one unbuffered line each,
 always after the store's promise (never before).
 """
 
@@ -29,7 +29,7 @@ def length_of(trajectory_id: int) -> int:
     return 40 + trajectory_id * 7919 % 400
 
 
-def say(*words: object) -> None:
+def emit(*words: object) -> None:
     os.write(1, (" ".join(map(str, words)) + "\n").encode())
 
 
@@ -70,15 +70,15 @@ class Manager:
             count = min(self.rng.randint(1, 16), length_of(trajectory_id) - done)
             append(store, trajectory_id, done, count, PolicyVersion(self.lineage, self.step))
             done += count
-            say("appended", trajectory_id, done)
+            emit("appended", trajectory_id, done)
             await store.written(trajectory_id)
             await asyncio.sleep(self.rng.random() * 0.002)
         store.end(trajectory_id, FinishReason.STOP)
         await store.sync()
-        say("finished", trajectory_id)
+        emit("finished", trajectory_id)
 
     async def work(self) -> None:
-        say("open", self.lineage, self.step)
+        emit("open", self.lineage, self.step)
         tasks: dict[int, asyncio.Task[None]] = {}
         while True:
             while len(self.store.unconsumed_groups()) < GROUPS_IN_WORK:
@@ -105,7 +105,7 @@ class Manager:
         batch = complete[:GROUPS_PER_BATCH]
         self.store.mark_batched(batch, self.step)
         await self.store.sync()
-        say("batched", self.step, *batch)
+        emit("batched", self.step, *batch)
         self.step += 1
         if self.step % CHECKPOINT_EVERY == 0:
             await self.checkpoint()
@@ -118,7 +118,7 @@ class Manager:
         temporary = target.with_suffix(".part")
         temporary.write_text(json.dumps(content))
         temporary.rename(target)
-        say("checkpoint", self.step)
+        emit("checkpoint", self.step)
         await self.store.checkpoint_finalised(self.step, [self.step])
 
 

@@ -84,7 +84,7 @@ def test_a_malformed_line_is_named(tmp_path: Path, line: str, sentence: str) -> 
     assert str(path) in str(caught.value)
 
 
-def test_a_line_may_say_how_urgent_its_prompt_is(tmp_path: Path) -> None:
+def test_a_row_may_set_the_priority_of_its_prompt(tmp_path: Path) -> None:
     rows = [{"prompt": f"What is {i} + 1?", "answer": i + 1, "priority": i} for i in range(9)]
     path = _write(tmp_path / "ranked.jsonl", [*rows, {"prompt": "What is 2 x 3?", "answer": 6}])
     problems = FileProblems(_config(path, heldout_share=0.001))

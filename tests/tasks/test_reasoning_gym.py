@@ -88,7 +88,7 @@ def test_partial_credit_of_the_verifier_is_kept_only_on_request() -> None:
     assert lenient.reward == 0.5
 
 
-def test_a_payload_of_other_settings_is_not_judged() -> None:
+def test_a_payload_of_other_settings_is_not_scored() -> None:
     problem = PROBLEMS.train(3)
     with pytest.raises(ValueError, match="made another problem"):
         SCORER.score({**problem.payload, "answer": "123456"}, "#1")

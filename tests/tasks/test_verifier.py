@@ -1,4 +1,4 @@
-"""Verifiers: the verdict, the hard limit, replacement of what hangs or dies, nothing left over."""
+"""Verifiers: the score, the hard limit, replacement of what hangs or dies, nothing left over."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from megatron_async.trajectory.types import Prompt
 HANGS_MATH_VERIFY = "10^{10^{10^{10}}}"
 
 
-def _judge(worker: VerifierWorker, payload: dict[str, str], text: str) -> ResponseScore:
+def _score(worker: VerifierWorker, payload: dict[str, str], text: str) -> ResponseScore:
     ((score,),) = worker.score([Work(0, payload, (text,))])
     return score
 
@@ -69,16 +69,16 @@ def _with_limit(math_file: str, policy: str) -> VerifierWorker:
     return VerifierWorker(ScorerSettings(task=task))
 
 
-def test_a_judgement_that_hangs_is_cut_off_and_the_process_replaced(math_file: str) -> None:
+def test_a_score_that_hangs_is_cut_off_and_the_process_replaced(math_file: str) -> None:
     worker = _with_limit(math_file, "zero")
     worker.start()
     first = worker.pid()
     assert first is not None
     began = time.monotonic()
-    judgement = _judge(worker, {"answer": "3"}, rf"\boxed{{{HANGS_MATH_VERIFY}}}")
+    score = _score(worker, {"answer": "3"}, rf"\boxed{{{HANGS_MATH_VERIFY}}}")
     assert time.monotonic() - began < 4.0
-    assert judgement.reward == 0.0
-    assert judgement.detail["verifier_timeout"] == 1.0
+    assert score.reward == 0.0
+    assert score.detail["verifier_timeout"] == 1.0
     assert _gone(first)
     assert worker.restarts == 1
     worker.start()
@@ -86,33 +86,33 @@ def test_a_judgement_that_hangs_is_cut_off_and_the_process_replaced(math_file: s
     worker.close()
 
 
-def test_a_judgement_that_hangs_can_drop_the_trajectory(math_file: str) -> None:
+def test_a_score_that_hangs_can_drop_the_trajectory(math_file: str) -> None:
     worker = _with_limit(math_file, "drop")
-    assert _judge(worker, {"answer": "3"}, rf"\boxed{{{HANGS_MATH_VERIFY}}}").reward is None
+    assert _score(worker, {"answer": "3"}, rf"\boxed{{{HANGS_MATH_VERIFY}}}").reward is None
     worker.close()
 
 
 def test_a_killed_verifier_is_replaced_and_counted(worker: VerifierWorker) -> None:
-    assert _judge(worker, {"answer": "1/2"}, "0.5").reward == 1.0
+    assert _score(worker, {"answer": "1/2"}, "0.5").reward == 1.0
     pid = worker.pid()
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)  # so that it dies with the request unanswered
     os.kill(pid, signal.SIGKILL)
-    judgement = _judge(worker, {"answer": "1/2"}, "0.5")
-    assert judgement.reward == 1.0
+    score = _score(worker, {"answer": "1/2"}, "0.5")
+    assert score.reward == 1.0
     assert worker.restarts == 1
 
 
-def test_one_that_is_killed_while_it_judges_is_asked_again(worker: VerifierWorker) -> None:
+def test_one_that_is_killed_while_it_scores_is_asked_again(worker: VerifierWorker) -> None:
     worker.start()
     pid = worker.pid()
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)  # so that the kill comes after the question
     killer = threading.Timer(0.3, os.kill, (pid, signal.SIGKILL))
     killer.start()
-    judgement = _judge(worker, {"answer": "1/2"}, "0.5")
+    score = _score(worker, {"answer": "1/2"}, "0.5")
     killer.join()
-    assert judgement.reward == 1.0 and "verifier_crash" not in judgement.detail
+    assert score.reward == 1.0 and "verifier_crash" not in score.detail
     assert worker.restarts == 1
 
 
@@ -136,13 +136,13 @@ def test_one_that_is_killed_before_it_is_ready_is_followed_by_another(
     killer.join()
     assert killed and worker.pid() not in killed
     assert worker.restarts == 1
-    assert _judge(worker, {"answer": "1/2"}, "0.5").reward == 1.0
+    assert _score(worker, {"answer": "1/2"}, "0.5").reward == 1.0
 
 
 def test_an_error_of_the_verifier_is_a_wrong_answer(worker: VerifierWorker) -> None:
-    judgement = _judge(worker, {"no": "answer"}, "1")
-    assert judgement.reward == 0.0
-    assert judgement.detail["verifier_error"] == 1.0
+    score = _score(worker, {"no": "answer"}, "1")
+    assert score.reward == 0.0
+    assert score.detail["verifier_error"] == 1.0
     assert worker.restarts == 0
 
 
@@ -151,14 +151,14 @@ def test_bad_settings_are_the_users_error() -> None:
         VerifierWorker(ScorerSettings(task=TaskConfig(name="nonsense"))).start()
 
 
-def test_the_pool_judges_tokens_concurrently_and_leaves_no_process(tmp_path: Path) -> None:
+def test_the_pool_scores_tokens_concurrently_and_leaves_no_process(tmp_path: Path) -> None:
     write_character_tokenizer(tmp_path)
     config = TaskConfig(answer_marker="#", direct_share=1.0, verifier_workers=2)
     tokenizer = character_tokenizer()
     pairs = ReasoningGymProblems(config).worked(40)
     pool = LocalVerifierPool(ScorerSettings(task=config), str(tmp_path))
 
-    async def judge_all() -> list[tuple[float | None, dict[str, float]]]:
+    async def score_all() -> list[tuple[float | None, dict[str, float]]]:
         jobs = []
         for number, (problem, text) in enumerate(pairs):
             prompt = Prompt(np.zeros(1, np.int32), "chain_sum", problem.payload)
@@ -166,15 +166,15 @@ def test_the_pool_judges_tokens_concurrently_and_leaves_no_process(tmp_path: Pat
             jobs.append(pool.score(prompt, [*tokenizer.encode(given), EOS_ID]))
         return await asyncio.gather(*jobs)
 
-    verdicts = asyncio.run(judge_all())
+    scores = asyncio.run(score_all())
     pids = [worker.worker.pid() for worker in pool.workers]
     pool.close()
-    assert [reward for reward, _ in verdicts] == [0.0, 1.0] * 20
+    assert [reward for reward, _ in scores] == [0.0, 1.0] * 20
     assert all(pid is not None and _gone(pid) for pid in pids)
 
 
 @pytest.mark.slow
-def test_the_ray_pool_judges_the_same_and_leaves_no_process(tmp_path: Path) -> None:
+def test_the_ray_pool_scores_the_same_and_leaves_no_process(tmp_path: Path) -> None:
     ray = pytest.importorskip("ray")
     write_character_tokenizer(tmp_path)
     config = TaskConfig(answer_marker="#", verifier_workers=2)
@@ -190,7 +190,7 @@ def test_the_ray_pool_judges_the_same_and_leaves_no_process(tmp_path: Path) -> N
     try:
         pool = RayVerifierPool(ScorerSettings(task=config), str(tmp_path))
 
-        async def judge_all() -> list[tuple[float | None, dict[str, float]]]:
+        async def score_all() -> list[tuple[float | None, dict[str, float]]]:
             prompts = [Prompt(np.zeros(1, np.int32), "chain_sum", p.payload) for p, _ in pairs]
             return await asyncio.gather(
                 *(
@@ -199,10 +199,10 @@ def test_the_ray_pool_judges_the_same_and_leaves_no_process(tmp_path: Path) -> N
                 )
             )
 
-        verdicts = asyncio.run(judge_all())
+        scores = asyncio.run(score_all())
         pids = [ray.get(worker.actor.pid.remote()) for worker in pool.workers]
         pool.close()
-        assert [reward for reward, _ in verdicts] == [0.0, 1.0] * 5
+        assert [reward for reward, _ in scores] == [0.0, 1.0] * 5
         deadline = time.monotonic() + 10
         while not all(map(_gone, pids)) and time.monotonic() < deadline:
             time.sleep(0.05)

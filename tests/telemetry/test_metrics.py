@@ -1,4 +1,4 @@
-"""metrics.jsonl: whole lines, and after a rollback the surviving line is what is read."""
+"""metrics.jsonl: whole lines, and after a rollback the surviving lineage is what is read."""
 
 import re
 from io import StringIO
@@ -132,28 +132,30 @@ def test_broken_health_rules_are_named_once(tmp_path: Path, capsys) -> None:  # 
     assert read_metrics(path) == []
 
 
-def test_a_signature_is_said_again_after_it_had_ended() -> None:
+def test_a_signature_is_reported_again_after_it_had_ended() -> None:
     watch = HealthWatch()
     sick, well = {"off_policy/ess": 0.1}, {"off_policy/ess": 0.9}
-    said = [watch.step(metrics) for metrics in [*[sick] * 5, well, *[sick] * 5]]
-    assert [step for step, warnings in enumerate(said) if warnings] == [2, 8]
-    assert all(name == "ess_collapse" for warnings in said for name, _ in warnings)
+    reported = [watch.step(metrics) for metrics in [*[sick] * 5, well, *[sick] * 5]]
+    assert [step for step, warnings in enumerate(reported) if warnings] == [2, 8]
+    assert all(name == "ess_collapse" for warnings in reported for name, _ in warnings)
 
 
-def test_a_step_without_the_metric_does_not_end_what_it_was_said_of() -> None:
+def test_a_step_without_the_metric_does_not_end_its_signature() -> None:
     """A step that was skipped, as its gradients were not finite, has none of the rules' metrics."""
     watch = HealthWatch()
     sick, well = {"rollout_corr/rollout_is_mean": 7.0}, {"rollout_corr/rollout_is_mean": 1.0}
     skipped = {"train/skipped": 1.0}
     steps = [sick, skipped, skipped, sick, skipped, well, skipped, sick]
-    said = [watch.step(metrics) for metrics in steps]
-    assert [step for step, warnings in enumerate(said) if warnings] == [0, 7]
+    reported = [watch.step(metrics) for metrics in steps]
+    assert [step for step, warnings in enumerate(reported) if warnings] == [0, 7]
 
 
-def test_entropy_that_rises_on_and_on_is_said_once() -> None:
+def test_entropy_that_rises_on_and_on_is_reported_once() -> None:
     watch = HealthWatch()
-    said = [watch.step({"actor/entropy": 1.2**step}) for step in range(30)]
-    assert [[name for name, _ in warnings] for warnings in said if warnings] == [["entropy_growth"]]
+    reported = [watch.step({"actor/entropy": 1.2**step}) for step in range(30)]
+    assert [[name for name, _ in warnings] for warnings in reported if warnings] == [
+        ["entropy_growth"]
+    ]
 
 
 def test_warnings_are_in_tensorboard_too(tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def test_a_run_on_simulated_engines_has_a_trace(tmp_path: Path) -> None:
     assert {"decode", "weight update to version 2", "batch 3 complete"} <= set(names)
 
 
-def test_a_run_without_recorded_times_says_what_is_missing(tmp_path: Path) -> None:
+def test_a_run_without_recorded_times_names_what_is_missing(tmp_path: Path) -> None:
     directory = RunDirectory.create(build_config({"name": "a", "root": str(tmp_path)}))
     with pytest.raises(UserError, match=r"needs telemetry\.record_events true"):
         make_trace(directory)

@@ -89,8 +89,8 @@ def test_a_tracker_that_hangs_delays_nothing_and_is_counted(
     lines = read_metrics(tmp_path / "m.jsonl")
     assert len(lines) == 100 and lines[-1]["telemetry/tracker_calls_dropped"] >= 90
     warnings = [json.loads(t) for t in (tmp_path / "m.jsonl").read_text().splitlines()]
-    said = [w["message"] for w in warnings if w["kind"] == "warning"]
-    assert said == ["tracker hanging is too slow: calls are dropped"]
+    messages = [w["message"] for w in warnings if w["kind"] == "warning"]
+    assert messages == ["tracker hanging is too slow: calls are dropped"]
     assert not tracker.close(0.1), "it is left to the end of the process"
 
 

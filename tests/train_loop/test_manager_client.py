@@ -18,7 +18,7 @@ from megatron_async.train_loop.stop import StopAsked
 
 
 class NotingLink(RayLink):
-    """Notes the limit of every call in place of making it."""
+    """Records the limit of every call in place of making it."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
@@ -38,7 +38,7 @@ def test_an_evaluation_may_take_longer_than_an_update() -> None:
     link.verify_update(0, None, False)
     link.evaluate(0)
     assert link.limits["end_update"] < 60
-    assert link.limits["evaluate"] > 5000, "the rollout side gives up first, and says why"
+    assert link.limits["evaluate"] > 5000, "the rollout side gives up first, with its reason"
 
 
 class Manager:
@@ -58,7 +58,7 @@ def link(
     stop: bool = False,
     config: RunConfig | None = None,
 ) -> tuple[RayLink, list[str]]:
-    """Looking for a manager raises `absent` first. Says what was looked up and asked."""
+    """Looking for a manager raises `absent` first. Returns what was looked up and asked."""
     trouble, log = list(absent), []
 
     def get_actor(name: str) -> Manager:
@@ -105,7 +105,7 @@ CALLS: dict[str, Callable[[RolloutLink], Any]] = {
 
 
 @pytest.mark.parametrize("method", CALLS)
-def test_every_call_says_of_which_line_its_trainer_is(
+def test_every_call_carries_the_lineage_of_its_trainer(
     monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     """So that the manager can refuse one that was replaced; and its parameters are those sent."""

@@ -223,7 +223,7 @@ def _gemma3(rng: random.Random, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mixtral(rng: random.Random, _settings: Mapping[str, Any]) -> dict[str, Any]:
-    # A single chosen expert would have weight 1 whatever the router says: no gradient to compare.
+    # A single chosen expert always has weight 1: there is no gradient of the router to compare.
     num = rng.choice((2, 4, 6, 8))
     return {
         "num_local_experts": num,

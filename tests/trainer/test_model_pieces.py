@@ -161,7 +161,7 @@ class TestLayout:
 
 
 class TestCapabilities:
-    def test_without_a_gpu_layers_are_local_and_the_reason_is_said(self) -> None:
+    def test_without_a_gpu_layers_are_local_and_the_reason_is_logged(self) -> None:
         chosen = choose(ModelConfig(), CPU_ONLY)
         assert chosen.layers == "local"
         assert chosen.layers_reason == "no CUDA device"

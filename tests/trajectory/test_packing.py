@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_async.trajectory.packing import line_number, pack_groups
+from megatron_async.trajectory.packing import number_on_lineage, pack_groups
 from megatron_async.trajectory.types import (
     DropReason,
     FinishReason,
@@ -179,7 +179,7 @@ def test_every_token_equals_the_plain_loop_definition(
                     if part.from_environment:
                         rows.append((int(token), 0.0, 0.0, -1, 0))
                         continue
-                    number = line_number(part.version, 2, branch_points)
+                    number = number_on_lineage(part.version, 2, branch_points)
                     lag = step - number
                     stale = mask_before is not None and number < mask_before
                     rows.append(

@@ -60,7 +60,7 @@ def test_it_counts_the_batches_from_the_oldest_version_on() -> None:
     assert counts.lag_S(batch_of(5, on_policy, older, resumed)).tolist() == [0, 32, 8 + 32 + 32]
 
 
-def test_a_token_of_an_abandoned_line_counts_from_where_the_lines_part() -> None:
+def test_a_token_of_an_abandoned_line_counts_from_where_the_lineages_part() -> None:
     """Version 9 of line 1 was never trained on this line: it is as old as the checkpoint, 3."""
     counts = trained(*[10] * 5)
     assert counts.lag_S(batch_of(5, ["1.9"], ["1.1"])).tolist() == [20, 40]
@@ -76,7 +76,7 @@ def test_a_batch_without_sequences_has_no_lag() -> None:
     assert trained(10).lag_S(batch_of(1)).tolist() == []
 
 
-def test_after_a_resume_it_goes_on_from_what_the_store_knows() -> None:
+def test_after_a_resume_it_goes_on_from_what_the_store_holds() -> None:
     """Batch 0 was compacted, the trainer could not use batch 1, batch 2 was a small one."""
     counts = SamplesTrained(4, 32, {1: 0, 2: 8, 3: 32, 4: 99})
     assert [counts.between(version, 4) for version in range(5)] == [72, 40, 40, 32, 0]

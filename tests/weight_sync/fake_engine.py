@@ -5,7 +5,7 @@
 It prints its port, joins the update group as an engine would, and at the first announced bucket
 `dies` (exits), `hangs` (never answers, never receives), `refuses` (answers 400, receives nothing)
 `drops` (receives, keeps nothing) or `works` (receives; its checksum is the sum of the bytes). It
-knows the parameters in NAMES.json, or two of its own. `serving` runs one in this process.
+has the parameters in NAMES.json, or two of its own. `serving` runs one in this process.
 """
 
 from __future__ import annotations

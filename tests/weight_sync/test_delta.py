@@ -220,7 +220,7 @@ def test_scales_of_quantised_weights_are_not_rounded() -> None:
     assert kinds == [torch.float32, torch.bfloat16, torch.int64]
 
 
-def test_a_receiver_says_what_it_misses(tmp_path: Path) -> None:
+def test_a_receiver_reports_what_it_misses(tmp_path: Path) -> None:
     receiver = WeightReceiver(tmp_path / "held")
     with pytest.raises(NeedsFull, match="no readable manifest"):
         receiver.receive(tmp_path / "published", "0.1", full=False)

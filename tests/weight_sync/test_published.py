@@ -135,8 +135,8 @@ def test_a_published_version_is_complete_checked_and_atomic(tmp_path: Path) -> N
     (path / name).write_bytes(data)
     with pytest.raises(ComponentFailure, match="damaged"):
         read_shard(path, name, manifest.shards[name])
-    told = (path / "manifest.json").read_text()
-    (path / "manifest.json").write_text(told.replace("2.9", "2.8"))
+    text = (path / "manifest.json").read_text()
+    (path / "manifest.json").write_text(text.replace("2.9", "2.8"))
     with pytest.raises(ComponentFailure, match="no readable manifest"):
         read_manifest(path)
 

@@ -1,4 +1,4 @@
-"""fp8 weights against a float64 reference that knows every fp8 number by its value."""
+"""fp8 weights against a float64 reference with a table of every fp8 number."""
 
 from __future__ import annotations
 
@@ -172,12 +172,12 @@ def test_what_engines_cannot_hold_is_one_sentence(tmp_path: Path) -> None:
         check_fp8(architecture, EngineConfig(quantization="fp8", tensor=2), "cuda")
 
 
-def test_an_fp8_engine_starts_without_weights_and_is_told_the_form(tmp_path: Path) -> None:
+def test_an_fp8_engine_starts_without_weights_and_gets_the_form(tmp_path: Path) -> None:
     model = _model(tmp_path)
     engines = EngineConfig(quantization="fp8", device="cuda")
     command = server_command(engines, model, 1, PolicyVersion(0, 0), "cuda")
     assert command[command.index("--load-format") + 1] == "dummy"
-    told = json.loads(command[command.index("--json-model-override-args") + 1])
-    assert told == {"quantization_config": quantization_config(read_architecture(model))}
+    override = json.loads(command[command.index("--json-model-override-args") + 1])
+    assert override == {"quantization_config": quantization_config(read_architecture(model))}
     plain = server_command(EngineConfig(), model, 1, PolicyVersion(0, 0), "cuda")
     assert "--load-format" not in plain

@@ -168,7 +168,7 @@ def _changed(bucket: list[tuple[str, torch.Tensor]], noise: float) -> Any:
 def test_an_update_that_breaks_off_leaves_the_engine_usable(
     engine: EngineUnderTest, tmp_path: Path
 ) -> None:
-    """The engine has been told of a bucket that never comes, and listens for it already."""
+    """A bucket was announced to the engine that never comes, and listens for it already."""
     sender = _sender("distributed", tmp_path)
     sender.connect([engine.address])
     buckets = _buckets(engine, "b")
@@ -206,7 +206,7 @@ class Killed(DistributedSender):
 def test_what_killed_trainers_have_left_is_ended_when_updates_begin(
     engine: EngineUnderTest, tmp_path: Path
 ) -> None:
-    """One died between updates, one in the middle: torch then knows neither group any more."""
+    """One died between updates, one in the middle: torch then has neither group any more."""
     settings = WeightsConfig(timeout_seconds=30.0)
     killed = [Killed(settings, SETTINGS, torch.device("cpu")) for _ in range(2)]
     killed[0].connect([engine.address])
@@ -217,7 +217,7 @@ def test_what_killed_trainers_have_left_is_ended_when_updates_begin(
         killed[1].send([*_buckets(engine, "b")[:3], [("nobody", torch.zeros(1))]], NEW)
 
     def again(sender: Killed) -> dict[str, Any]:
-        """torch refuses a group by a name that it knows."""
+        """torch refuses a group by a name that it has already."""
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         body = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 0}

@@ -70,7 +70,7 @@ def _buckets(fill: float = 1.0) -> list[list[tuple[str, torch.Tensor]]]:
 def test_the_first_broadcast_of_a_group_comes_after_its_announcement(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """NCCL's does not return before all ranks have called it, and engines wait to be told."""
+    """NCCL's returns only when all ranks have called it, and engines wait for its announcement."""
     engine = FakeEngine("works")
     start_broadcast = _Link.start
     sent = []
@@ -78,7 +78,7 @@ def test_the_first_broadcast_of_a_group_comes_after_its_announcement(
     def blocks(link: _Link, tensor: torch.Tensor) -> None:
         deadline = time.monotonic() + 5
         while not sent and not engine.calls:
-            assert time.monotonic() < deadline, "no engine has been told"
+            assert time.monotonic() < deadline, "no engine has had the announcement"
             time.sleep(0.01)
         sent.append(tensor.nbytes)
         start_broadcast(link, tensor)
@@ -153,7 +153,7 @@ def test_an_engine_that_fails_in_the_broadcast_is_named_at_once(start: Start, mo
 
 
 def test_an_engine_that_hangs_is_left_out_at_the_limit(start: Start) -> None:
-    """Its announcement and the broadcast have one limit; it is the engine that is to blame."""
+    """Its announcement and the broadcast have one limit; the failure is the engine's."""
     works, hangs = start("works"), start("hangs")
     sender = _sender(timeout_seconds=3.0)
     sender.connect([works, hangs])
@@ -168,7 +168,7 @@ def test_an_engine_that_hangs_is_left_out_at_the_limit(start: Start) -> None:
 
 
 class Heedless(FakeEngine):
-    """Answers what it is told of at once, and never receives it."""
+    """Answers an announcement at once, and never receives the bucket."""
 
     def do_update_weights_from_distributed(
         self, body: dict[str, Any]
@@ -187,7 +187,7 @@ class Heedless(FakeEngine):
         (Heedless("works"), 1.0, r"did not enter the first broadcast within weights\.timeout_sec"),
         (Heedless("refuses"), 20.0, r"engine engine .*answered 400"),
     ],
-    ids=["waits in vain", "has answered", "refuses"],
+    ids=["waits for nothing", "has answered", "refuses"],
 )
 def test_a_first_broadcast_that_blocks_has_the_same_limit(
     monkeypatch: pytest.MonkeyPatch, engine: FakeEngine, limit_seconds: float, message: str
@@ -246,7 +246,7 @@ def test_an_iterator_that_raises_leaves_the_engine_usable(start: Start) -> None:
     sender.close()
 
 
-def test_a_tensor_that_no_engine_knows_is_refused(start: Start) -> None:
+def test_a_tensor_that_no_engine_has_is_refused(start: Start) -> None:
     sender = _sender()
     sender.connect([start("works")])
     with pytest.raises(ComponentFailure, match=r"do not know 'z\.weight'"):

@@ -44,7 +44,7 @@ def test_the_checksum_of_most_engines_that_hold_the_version_is_right(
     assert agreed_checksum(reports, VERSION) == agreed
 
 
-def test_an_engine_that_disagrees_is_told_from_the_others() -> None:
+def test_an_engine_that_disagrees_is_found_among_the_others() -> None:
     reports = held("x" * 40, "x" * 40, "y" * 40)
     found = [disagreement(one, reports, VERSION, "x" * 40) for one in reports]
     assert found[:2] == [None, None]

@@ -52,7 +52,7 @@ def fork_and_raise(score: Any) -> Any:
 
 
 def fork_and_forge(score: Any) -> Any:
-    """A forked copy that knows the request's id replies first."""
+    """A forked copy that has the request's id replies first."""
     number = _request_id()
     pid = os.fork()
     if pid == 0:

@@ -81,7 +81,7 @@ def sleeps(sample: Sample) -> float:
     return 1.0
 
 
-async def judge_that_hangs(sample: Sample) -> float:
+async def scorer_that_hangs(sample: Sample) -> float:
     await asyncio.sleep(600)
     return 1.0
 

@@ -104,7 +104,7 @@ def test_a_reward_model_of_sglang_gets_the_filled_template() -> None:
     assert request.body == {"text": ["U: 2+2? A: It is 4."]}
 
 
-def test_a_judge_is_asked_by_its_rubric_and_its_last_score_counts() -> None:
+def test_a_grading_model_is_asked_by_its_rubric_and_its_last_score_counts() -> None:
     score, (request,) = ask(
         "judge",
         [lambda _: completion("<think>Score: 1</think>Right, but terse. **Score: 8**")],
