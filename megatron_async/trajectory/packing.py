@@ -111,7 +111,7 @@ def number_on_lineage(
     if version.lineage not in branch_points:
         raise ValueError(
             f"no branch point is known for lineage {version.lineage} of policy version {version}; "
-            f"the current line is {lineage}"
+            f"the current lineage is {lineage}"
         )
     return min(version.number, branch_points[version.lineage])
 

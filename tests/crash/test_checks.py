@@ -290,17 +290,17 @@ def test_a_stop_token_ends_a_response_of_any_length() -> None:
     assert audit(with_kept(5, stopped), RULES)["wrong end"] == []
 
 
-def test_what_follows_the_place_where_a_simulated_engine_stops_is_not_its_answer() -> None:
+def test_what_follows_the_place_where_a_simulated_engine_stops_is_not_its_response() -> None:
     model = SimulatedEngineModel(vocab_size=64, mean_length=1)  # each token is the last one
     rules = replace(RULES, simulated=model)
 
-    def problems(*tokens: int) -> list[str]:
+    def found_in(*tokens: int) -> list[str]:
         arrived = Request(5, len(PROMPT), 0, tokens, 2)
         evidence = replace(with_requests(5, arrived), kept={5: [kept(5, tokens=tokens)]})
-        return [line for line in audit(evidence, rules)["wrong tokens"] if "answer" in line]
+        return [line for line in audit(evidence, rules)["wrong tokens"] if "response to" in line]
 
-    assert problems(STOP) == []
-    assert problems(STOP, STOP) == ["trajectory 5 is not the engine's response to its prompt"]
+    assert found_in(STOP) == []
+    assert found_in(STOP, STOP) == ["trajectory 5 is not the engine's response to its prompt"]
 
 
 def test_an_engine_is_given_up_for_as_many_failed_requests_as_it_may_have() -> None:
@@ -335,7 +335,7 @@ def test_tokens_of_another_version_than_they_are_labelled_with_are_found() -> No
         one = kept(5, tokens=tokens, versions=labels, state="partial")
         arrived = Request(5, len(PROMPT), 0, tokens, 2)
         evidence = replace(with_requests(5, arrived), kept={5: [one]})
-        return [line for line in audit(evidence, rules)["wrong tokens"] if "answer" in line]
+        return [line for line in audit(evidence, rules)["wrong tokens"] if "response to" in line]
 
     assert wrong(old, old, new, new) == []
     assert len(wrong(old, old, old, new)) == 1

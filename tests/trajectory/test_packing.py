@@ -116,7 +116,7 @@ def test_what_cannot_be_trained_on_is_refused_by_name() -> None:
         pack_groups([group(no_reward)], step=4, lineage=0, branch_points={})
     with pytest.raises(ValueError, match="policy number 4"):
         pack_groups([group(good)], step=3, lineage=0, branch_points={})
-    with pytest.raises(ValueError, match="line 0"):
+    with pytest.raises(ValueError, match="lineage 0"):
         pack_groups([group(good)], step=4, lineage=1, branch_points={})
     empty = Prompt(np.empty(0, np.int32), "task")
     with pytest.raises(ValueError, match="empty prompt"):
