@@ -57,7 +57,7 @@ OPENINGS = frozenset(
 )
 # Per row of the glossary in CONTRIBUTING.md, where the words to use instead are.
 GLOSSARY = (
-    r"(?:surviving|abandoned) lines?",
+    r"(?:surviving|abandoned|current) lines?",
     r"(?:un)?judge[sd]?|(?:un)?judging|judge?ments?|verdicts?",
     r"say|says|said|saying|tell|tells|told|telling|untold",
     r"fate|blame[sd]?|blaming|woken|doubt|doubts|doubted|doubtful",

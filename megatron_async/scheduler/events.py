@@ -50,7 +50,7 @@ class RecoveredTrajectory:
     """A stored trajectory that is unconsumed after a restart.
 
     `oldest_version` and `newest_version` are those of its oldest and newest policy token, in
-    numbers of the current line. `drop_reason` belongs to state `dropped`: a process that ended
+    numbers of the current lineage. `drop_reason` belongs to state `dropped`: a process that ended
     in the middle of dropping a group left the others behind.
     """
 

@@ -25,7 +25,7 @@ from megatron_async.trajectory.types import FloatArray, IntArray
 
 @dataclass(frozen=True, eq=False)
 class TokenBatch:
-    """S sequences, T tokens. `version_T` holds policy numbers along the current line (-1 = none).
+    """S sequences, T tokens. `version_T`: policy numbers along the current lineage (-1 = none).
 
     `lag_T` is `step - version`, 0 where untrained; a policy token masked for staleness keeps its
     number in `version_T`. `old_logprobs_T` and `ref_logprobs_T` are filled in by the trainer,

@@ -1,7 +1,7 @@
 """From complete groups to one packed `TokenBatch`: versions, lags and masks of every token.
 
 Invariants
-- The policy number of a token is counted along the current line: a token of version (l, a) whose
+- The policy number of a token is counted along the current lineage: a token of version (l, a) whose
   line l parted from the current one at n0 counts as number min(a, n0), so that its lag in update n
   is n - min(a, n0) (docs/semantics.md section 1). Every lag is >= 0.
 - Trained (mask 1) are exactly the policy's own tokens that no staleness rule masks. Everything else

@@ -70,7 +70,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.lineage, self.step = 0, 0
         self.lives: dict[int, Life] = {}
         self.members: dict[int, list[int]] = {}
-        self.consumed: dict[int, int] = {}  # trajectory -> step, on the current line
+        self.consumed: dict[int, int] = {}  # trajectory -> step, on the current lineage
         self.checkpoints: dict[PolicyVersion, dict[int, int]] = {PolicyVersion(0, 0): {}}
         self.committed = 0  # the newest step that a checkpoint of this line, or its start, holds
         self.position = 0
@@ -243,7 +243,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.lives[i].state, self.lives[i].drop = S.DROPPED, DropReason.NONFINITE
 
     def newest_batch_is_not_committed(self) -> bool:
-        """Whether it was made on the current line and is in no checkpoint."""
+        """Whether it was made on the current lineage and is in no checkpoint."""
         return self.step > self.committed
 
     def checkpoint(self, rng: random.Random) -> None:
