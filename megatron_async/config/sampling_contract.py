@@ -34,6 +34,7 @@ _REFUSED = {
     "--speculative-accept-threshold-acc": _OTHER_DRAW,
     "--dllm-algorithm": _OTHER_DRAW,
     "--json-model-override-args": f"{_OTHER_MODEL}; change config.json in model.path",
+    "--decrypted-config-file": f"{_OTHER_MODEL}; change config.json in model.path",
     "--forward-hooks": _OTHER_MODEL,
     "--lora-paths": _OTHER_MODEL,
     "--quantize-and-serve": f"{_OTHER_MODEL}; see engines.quantization",
@@ -62,8 +63,9 @@ _REFUSED = {
     "--context-length": "set engines.context_length",
     "--quantization": "set engines.quantization",
 }
+# SGLang takes SGL_X for SGLANG_X.
 _BREAKING_VARIABLES = re.compile(
-    r"SGLANG_(RETURN_ORIGINAL_LOGPROB|SANITIZE_NAN_LOGITS|(.*_)?SIMULATE_.*|TEST_.*"
+    r"SGL(?:ANG)?_(RETURN_ORIGINAL_LOGPROB|SANITIZE_NAN_LOGITS|(.*_)?SIMULATE_.*|TEST_.*"
     r"|KV_CANARY_PERTURB_.*|DEBUG_HISPARSE_SKIP_IO|SKIP_SOFTMAX_.*|NGRAM_FORCE_GREEDY_VERIFY"
     r"|.*LILICORR.*)"
 )

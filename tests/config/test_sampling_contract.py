@@ -97,6 +97,7 @@ def test_variables_that_change_tokens_or_log_probs_do_not_reach_a_server() -> No
     kept = {"PATH": "/bin", "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "256", "SGLANG_USE_AITER": "1"}
     breaking = {
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "1",
+        "SGL_RETURN_ORIGINAL_LOGPROB": "1",  # SGLang's older name, which it still takes
         "SGLANG_SIMULATE_ACC_LEN": "3",
         "SGLANG_SIMULATE_UNIFORM_EXPERTS": "true",
         "SGLANG_TEST_RETRACT": "1",
@@ -161,5 +162,6 @@ def test_every_variable_of_sglang_that_names_sampling_or_log_probs_was_looked_at
     assert len(names) > 500
     speaking = re.compile("LOGPROB|LOGIT|SAMPL|TEMPERATURE|GREEDY|SIMULATE|PERTURB|SKIP_SOFTMAX")
     found = {name for name in names if speaking.search(name)}
+    assert 'key.startswith("SGL_")' in source_of("environ.py"), "the older names are gone"
     passed = set(without_breaking_variables(dict.fromkeys(found, "1")))
     assert passed == HARMLESS
