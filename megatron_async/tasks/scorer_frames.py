@@ -4,8 +4,8 @@ Invariants
 - A request is JSON behind its length, on a pipe that only the worker writes to.
 - A reply is one JSON packet on a `SOCK_SEQPACKET` socket. The kernel keeps packets apart, so that
   what else is written to the socket is a packet of its own and never shifts or breaks a reply.
-- Every frame has an `id`. A reply repeats that of its request; a request for several scores has as
-  many replies, in its order.
+- Every frame has an `id`. That of a reply names its request and which of its scores it is, so that
+  one that comes twice shifts no other.
 """
 
 from __future__ import annotations
@@ -55,9 +55,14 @@ async def read_request_async(stream: asyncio.StreamReader) -> dict[str, Any] | N
     return content
 
 
-def reply_packet(content: dict[str, Any]) -> bytes:
+def reply_id(request: str, number: int) -> str:
+    """The id of the reply with score `number` of a request."""
+    return f"{request}.{number}"
+
+
+def reply_packet(name: str, content: dict[str, Any]) -> bytes:
     """A reply as it travels. Raises ValueError when it is too large or holds NaN or infinity."""
-    body = json.dumps(content, allow_nan=False).encode()
+    body = json.dumps({"id": name, **content}, allow_nan=False).encode()
     if len(body) > LARGEST_REPLY_BYTES:
         raise ValueError(
             f"the score and its parts take {len(body)} bytes of JSON; at most "

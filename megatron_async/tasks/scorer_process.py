@@ -31,6 +31,7 @@ from megatron_async.tasks.scorer_frames import (
     LARGEST_REPLY_BYTES,
     START_ID,
     parse_reply,
+    reply_id,
     request_frame,
 )
 
@@ -110,9 +111,9 @@ class ScorerProcess:
         number = secrets.token_hex(8)
         deadline = time.monotonic() + limits[0]
         self._send(request_frame({"id": number, "wanted": wanted}), deadline)
-        for limit in limits:
-            yield self._reply(number, deadline or time.monotonic() + limit)
-            deadline = 0.0
+        for place, limit in enumerate(limits):
+            deadline = deadline if not place else time.monotonic() + limit
+            yield self._reply(reply_id(number, place), deadline)
 
     def fileno(self) -> int:
         """Descriptor of the reply channel."""

@@ -47,6 +47,7 @@ from megatron_async.tasks.scorer_frames import (
     WAITING,
     read_request,
     read_request_async,
+    reply_id,
     reply_packet,
 )
 
@@ -68,10 +69,10 @@ class _Replies:
         self._channel = channel
         self._pid = os.getpid()
 
-    def send(self, number: str, content: dict[str, Any]) -> None:
+    def send(self, packet: bytes) -> None:
         if os.getpid() != self._pid:
             os._exit(0)
-        self._channel.send(reply_packet({"id": number, **content}))
+        self._channel.send(packet)
 
 
 def serve(settings: ScorerSettings, requests: BinaryIO, channel: socket.socket) -> int:
@@ -85,17 +86,17 @@ def serve(settings: ScorerSettings, requests: BinaryIO, channel: socket.socket) 
             if not waiting[number]
         }
     except UserError as error:
-        replies.send(START_ID, {"user_error": str(error)})
+        replies.send(reply_packet(START_ID, {"user_error": str(error)}))
         return 2
-    replies.send(START_ID, {"asynchronous": waiting})
+    replies.send(reply_packet(START_ID, {"asynchronous": waiting}))
     while (request := read_request(requests)) is not None:
-        for wanted in request["wanted"]:
-            reward = rewards[wanted["part"]]
+        for number, wanted in enumerate(request["wanted"]):
+            name, reward = reply_id(request["id"], number), rewards[wanted["part"]]
             try:
-                scores = reward.score(_samples(wanted))
-                replies.send(request["id"], _content(scores))
+                packet = reply_packet(name, _content(reward.score(_samples(wanted))))
             except (Exception, SystemExit) as error:  # noqa: BLE001 - scorers raise anything
-                replies.send(request["id"], _error(reward, error))
+                packet = reply_packet(name, _error(reward, error))
+            replies.send(packet)
     return 0
 
 
@@ -109,18 +110,18 @@ def serve_waiting(settings: ScorerSettings, requests: BinaryIO, channel: socket.
             if asynchronous(part)
         }
     except UserError as error:
-        replies.send(START_ID, {"user_error": str(error)})
+        replies.send(reply_packet(START_ID, {"user_error": str(error)}))
         return 2
 
     async def score(number: str, wanted: dict[str, Any]) -> None:
-        reward = rewards[wanted["part"]]
+        name, reward = reply_id(number, 0), rewards[wanted["part"]]
         try:
-            scores = await reward.score_async(_samples(wanted))
-            replies.send(number, _content(scores))
+            packet = reply_packet(name, _content(await reward.score_async(_samples(wanted))))
         except asyncio.CancelledError:
-            replies.send(number, {"error": "cancelled"})
+            packet = reply_packet(name, {"error": "cancelled"})
         except (Exception, SystemExit) as error:  # noqa: BLE001 - scorers raise anything
-            replies.send(number, _error(reward, error))
+            packet = reply_packet(name, _error(reward, error))
+        replies.send(packet)
 
     async def loop() -> None:
         reader = asyncio.StreamReader()
@@ -128,7 +129,7 @@ def serve_waiting(settings: ScorerSettings, requests: BinaryIO, channel: socket.
             lambda: asyncio.StreamReaderProtocol(reader), requests
         )
         running: dict[str, asyncio.Task[None]] = {}
-        replies.send(START_ID, {"asynchronous": []})
+        replies.send(reply_packet(START_ID, {"asynchronous": []}))
         while (request := await read_request_async(reader)) is not None:
             number = request["id"]
             if "wanted" not in request:  # it took too long
@@ -178,6 +179,8 @@ def _run_scorer(
         limit = min(limit, most)
     # The soft limit only: a program in the sandbox has limits of its own.
     resource.setrlimit(resource.RLIMIT_AS, (limit, most))
+    nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    os.register_at_fork(after_in_child=partial(os.dup2, nothing, requests, False))
     with os.fdopen(requests, "rb") as stream:
         return (serve_waiting if waits else serve)(settings, stream, channel)
 
@@ -279,7 +282,7 @@ def main(settings_json: str, kind: str) -> int:
     channel.settimeout(1.0)  # a queue full of stray packets
     with suppress(OSError):
         tail = printed.tail.decode(errors="replace").strip()
-        _Replies(channel).send(END_ID, {"exit_code": code, "output": tail})
+        _Replies(channel).send(reply_packet(END_ID, {"exit_code": code, "output": tail}))
     return 0
 
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from megatron_async.config.reward import ScorerSettings
 from megatron_async.tasks.base import ResponseScore
-from megatron_async.tasks.scorer_frames import WAITING, request_frame
+from megatron_async.tasks.scorer_frames import WAITING, reply_id, request_frame
 from megatron_async.tasks.scorer_process import ScorerCrash, ScorerProcess, ScorerTimeout
 from megatron_async.tasks.scorer_work import Work, failed, reward_of_failure, scores_of
 
@@ -94,7 +94,8 @@ class _Link:
         if self.closed:
             raise ScorerCrash("it ended")
         number = secrets.token_hex(8)
-        reply = self._replies[number] = self._loop.create_future()
+        name = reply_id(number, 0)
+        reply = self._replies[name] = self._loop.create_future()
         try:
             self._send({"id": number, "wanted": [work.content()]})
             done, _ = await asyncio.wait([reply], timeout=limit_seconds)
@@ -106,7 +107,7 @@ class _Link:
                 self.close()  # it hangs: nothing in it is served any more
             raise ScorerTimeout("no reply within the limit")
         finally:
-            self._replies.pop(number, None)
+            self._replies.pop(name, None)
             if reply.done() and not reply.cancelled():
                 reply.exception()  # an unread one would be logged
 

@@ -105,6 +105,15 @@ def test_every_reward_is_that_of_its_own_response(
     assert _left(config) == []
 
 
+def test_a_reply_that_is_interrupted_shifts_none_of_the_same_request(
+    hostile: Callable[..., VerifierWorker],
+) -> None:
+    worker = hostile("interrupted_reply")
+    right = [True, False, True, True, False]
+    scores = worker.score([Work(0, {"answer": "2"}, ("#2" if r else "#3",)) for r in right])
+    assert [score.reward for (score,) in scores] == [1.0, 0.0, 1.0, 1.0, 0.0]
+
+
 def test_a_flood_of_stray_packets_neither_hides_replies_nor_passes_the_limit(
     hostile: Callable[..., VerifierWorker], config: TaskConfig
 ) -> None:

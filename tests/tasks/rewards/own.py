@@ -60,6 +60,12 @@ async def hangs_on_request(sample: Sample) -> float:
     return 1.0
 
 
+async def forks(sample: Sample) -> float:
+    """Its forked copies go on waiting for longer."""
+    await asyncio.sleep(0.02 if os.fork() else 1.0)
+    return by_hand(sample)
+
+
 def process_id(sample: Sample) -> float:
     return float(os.getpid())
 

@@ -95,6 +95,13 @@ def test_one_that_hangs_or_dies_in_the_event_loop_costs_nobody_else_a_reward(
     assert found[2] == (0.0, {"verifier_crash": 1.0})
 
 
+def test_forked_copies_of_the_event_loop_take_no_requests(tmp_path: Path) -> None:
+    settings = settings_of(own("forks", concurrency=2), limit=10.0)
+    texts = ["2", "3"] * 8
+    (found,) = scores(tmp_path, settings, texts)
+    assert found == [(float(text == "2"), {}) for text in texts]
+
+
 def test_a_blocked_event_loop_is_replaced(tmp_path: Path) -> None:
     settings = settings_of(own("hangs_on_request"), limit=1.0)
     write_character_tokenizer(tmp_path)

@@ -1,0 +1,253 @@
+"""Ratios of on-policy tokens in half precision: what is usual, and what a defect looks like.
+
+    python -m benchmarks.half_precision --model runs/quickstart/sft --out FILE
+
+The check after each weight update (docs/weights.md, Ratios) learns the usual mean
+|engine - trainer| log-prob of a half-precision run and stops at ten times that, at least 0.2, at
+most 1.0. Measured here, with the trainer in float32 and in bfloat16 and the engine in bfloat16
+(both in float32 as control):
+
+Usual. A short training; the mean and largest error that each update's check reported.
+
+Defects. With the rule that this training has taught, and with none learned yet: the engine holds
+weights that are not the trainer's, or its log-probs are at another temperature.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import datetime
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from benchmarks.command import command_line
+from benchmarks.papers.training import configure, train, training_parser
+from megatron_async.commands.quickstart import with_model
+from megatron_async.config import RunConfig
+from megatron_async.engines.sglang.client import SGLangClient
+from megatron_async.engines.sglang.process import SGLangProcess
+from megatron_async.models.save import COPIED_SUFFIXES
+from megatron_async.rollout import probe
+from megatron_async.tasks import build_task
+from megatron_async.trainer.parallel import parallel_session
+from megatron_async.trainer.step import PolicyTrainer
+from megatron_async.trajectory.types import PolicyVersion
+from megatron_async.weight_sync.verify import BASELINE_UPDATES, RatioCheck, RatioError
+
+PRECISIONS = (("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16"))
+"""(engine, trainer)."""
+ON_POLICY, OTHER_TEMPERATURE = "none", "log-probs at temperature 0.7 for 1"
+SAMPLING_SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class Usual:
+    """Reports of the checks of one training."""
+
+    engine: str
+    trainer: str
+    means: Sequence[float]
+    largest: float
+    drift: float | None
+
+    @property
+    def rule(self) -> RatioCheck:
+        """The rule as this run has taught it."""
+        rule = RatioCheck(tolerance=None, temperature=1.0)
+        for mean in self.means[:BASELINE_UPDATES]:
+            rule.learn([RatioError(mean, mean)])
+        return rule
+
+
+def precision(engine: str, trainer: str) -> dict[str, Any]:
+    return {"engines": {"dtype": engine}, "model": {"dtype": trainer}}
+
+
+def usual(engine: str, trainer: str, url: str, root: Path, options: argparse.Namespace) -> Usual:
+    """Train, and read what the checks reported."""
+    name = f"{engine}-{trainer}"
+    run = train(configure(name, precision(engine, trainer), options.model, root, options), url)
+    means = run.series("weights/probe_mean_error")
+    drifts = run.series("weights/probe_drift")
+    return Usual(
+        engine,
+        trainer,
+        means,
+        run.largest("weights/probe_max_error"),
+        max(drifts) if drifts else None,
+    )
+
+
+def changed(model: Path, folder: Path, change: Mapping[str, torch.Tensor]) -> Path:
+    """A copy of a model directory with other values in some tensors."""
+    folder.mkdir()
+    for path in model.iterdir():
+        if path.suffix in COPIED_SUFFIXES:
+            (folder / path.name).write_bytes(path.read_bytes())
+    save_file(
+        {**load_file(model / "model.safetensors"), **change},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    return folder
+
+
+def defects(model: Path, root: Path) -> dict[str, Path]:
+    """Directories whose weights an engine holds while the trainer holds `model`."""
+    tensors = load_file(model / "model.safetensors")
+    torch.manual_seed(0)
+    layer = next(n for n in tensors if n.endswith("layers.1.self_attn.q_proj.weight"))
+    norm = next(n for n in tensors if n.endswith("model.norm.weight"))
+
+    def noise(share: float) -> dict[str, torch.Tensor]:
+        return {
+            name: tensor + share * tensor.float().std().nan_to_num(0.0) * torch.randn_like(tensor)
+            for name, tensor in tensors.items()
+            if tensor.dim() == 2
+        }
+
+    def shuffled(name: str) -> dict[str, torch.Tensor]:
+        return {name: tensors[name][torch.randperm(len(tensors[name]))]}
+
+    return {
+        ON_POLICY: model,
+        **{
+            f"noise of {share:g} of each matrix's deviation": changed(
+                model, root / f"noise-{share}", noise(share)
+            )
+            for share in (0.01, 0.1, 0.3)
+        },
+        "one query matrix with its rows in another order": changed(
+            model, root / "shuffled", shuffled(layer)
+        ),
+        "final norm's weights 1": changed(
+            model, root / "norm", {norm: torch.ones_like(tensors[norm])}
+        ),
+        "all weights of another, random model": changed(
+            model, root / "random", {n: torch.randn_like(t) * 0.05 for n, t in tensors.items()}
+        ),
+    }
+
+
+async def sampled(
+    config: RunConfig, url: str, models: Mapping[str, Path], prompts: int
+) -> dict[str, list[probe.ProbeSample]]:
+    """Samples of the engine with each of these weights, as a check takes them."""
+    task = build_task(config.task, config.model.path)
+    ids = probe.probe_prompts([p.token_ids for p in task.train_prompts(0, prompts)])
+    client = await SGLangClient.connect("engine", url, config.engines)
+    found = {}
+    try:
+        for number, (defect, path) in enumerate(models.items()):
+            version = PolicyVersion(900, number)
+            await client.load_from_disk(path, version)
+            found[defect] = await probe.sample(
+                client, ids, config.sampling, version, 16 * prompts, SAMPLING_SECONDS
+            )
+    finally:
+        await client.close()
+    return found
+
+
+def errors(
+    config: RunConfig, samples: Mapping[str, list[probe.ProbeSample]]
+) -> dict[str, RatioError]:
+    """By defect, against the trainer's log-probs."""
+    found = {}
+    with parallel_session(config.parallel, config.trainer, config.seed):
+        trainer = PolicyTrainer(config)
+        for defect, of in samples.items():
+            batch = probe.packed(of, config.sampling.temperature)
+            found[defect] = probe.errors(of, trainer.compute_logprobs(batch))["engine"]
+            if defect == ON_POLICY:
+                cooler = replace(batch, temperature=0.7)
+                logprobs_T = trainer.compute_logprobs(cooler)
+                found[OTHER_TEMPERATURE] = probe.errors(of, logprobs_T)["engine"]
+    return found
+
+
+def usual_row(of: Usual) -> str:
+    means = of.means
+    baseline = of.rule.baseline
+    exact = of.engine == of.trainer == "float32"
+    limit = of.rule.limit(exact=exact)
+    drift = "" if of.drift is None else f"{of.drift:.2f}"
+    return (
+        f"| {of.engine} | {of.trainer} | {len(means)} | {min(means):.1e} "
+        f"| {statistics.median(means):.1e} | {max(means):.1e} | {of.largest:.1e} "
+        f"| {'' if exact or baseline is None else f'{baseline:.1e}'} | {limit:.1e} | {drift} |"
+    )
+
+
+def defect_rows(of: Usual, found: Mapping[str, RatioError]) -> list[str]:
+    exact = of.engine == of.trainer == "float32"
+    new = RatioCheck(tolerance=None, temperature=1.0)
+
+    def word(rule: RatioCheck, error: RatioError) -> str:
+        return "passes" if rule.passes(error, exact=exact) else "stops"
+
+    return [
+        f"| {of.engine} | {of.trainer} | {defect} | {error.mean:.1e} | {error.largest:.1e} "
+        f"| {word(new, error)} | {word(of.rule, error)} |"
+        for defect, error in found.items()
+    ]
+
+
+USUAL_HEAD = """\
+| engine | trainer | checks | mean error: least | median | most | largest of a token | baseline \
+| limit then | largest drift |
+|---|---|---|---|---|---|---|---|---|---|"""
+DEFECT_HEAD = """\
+| engine | trainer | defect | mean error | largest of a token | before a baseline | with it |
+|---|---|---|---|---|---|---|"""
+
+
+def main() -> None:
+    parser = training_parser(__doc__, "../half_precision", steps=12)
+    parser.add_argument(
+        "--prompts", type=int, default=16, help="of a defect's sample, 16 tokens each"
+    )
+    options = parser.parse_args()
+    usual_rows, rows = [], list[str]()
+    with tempfile.TemporaryDirectory(prefix="half-precision-") as scratch:
+        root = Path(scratch)
+        models = defects(options.model, root)
+        for dtype in sorted({engine for engine, _ in PRECISIONS}):
+            settings = configure("e", precision(dtype, "float32"), options.model, root, options)
+            process = SGLangProcess(
+                options.model, settings.engines, root / f"{dtype}.log", in_place=True
+            )
+            process.start()
+            try:
+                samples = asyncio.run(sampled(settings, process.url, models, options.prompts))
+                for engine, trainer in PRECISIONS:
+                    if engine != dtype:
+                        continue
+                    of = usual(engine, trainer, process.url, root, options)
+                    usual_rows.append(usual_row(of))
+                    config = configure(
+                        "d", precision(engine, trainer), options.model, root, options
+                    )
+                    found = errors(with_model(config, options.model), samples)
+                    rows += defect_rows(of, found)
+                    print("\n".join([usual_rows[-1], *rows]), file=sys.stderr, flush=True)
+            finally:
+                process.stop()
+    text = "\n".join([USUAL_HEAD, *usual_rows, "", DEFECT_HEAD, *rows])
+    print(text)
+    if options.out is not None:
+        command = command_line("benchmarks.half_precision")
+        options.out.write_text(f"`{command}`, {datetime.date.today()}\n\n{text}\n")
+
+
+if __name__ == "__main__":
+    main()
