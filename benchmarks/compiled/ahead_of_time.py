@@ -123,13 +123,7 @@ def _resource_usage(cubin: bytes) -> tuple[int, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run(
-            [_tool("cuobjdump"), "--dump-resource-usage", file.name],
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        ).stdout
+        text = _output("cuobjdump", "--dump-resource-usage", file.name)
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     if found is None:
         raise ValueError(f"cuobjdump printed no resource usage: {text!r}")
@@ -143,17 +137,20 @@ def _spills(ptx: str, arch: int) -> tuple[int, int]:
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
-        text = subprocess.run(
-            [_tool(tool), "-v", f"--gpu-name=sm_{arch}{suffix}", source, "-o", f"{folder}/out"],
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        ).stderr
+        target = f"--gpu-name=sm_{arch}{suffix}"
+        text = _output(tool, "-v", target, str(source), "-o", f"{folder}/out")
     found = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", text)
     if found is None:
         raise ValueError(f"ptxas printed no spill counts: {text!r}")
     return int(found[1]), int(found[2])
+
+
+def _output(tool: str, *arguments: str) -> str:
+    """What one of Triton's tools prints."""
+    done = subprocess.run(
+        [_tool(tool), *arguments], check=True, capture_output=True, text=True, timeout=120
+    )
+    return done.stdout + done.stderr
 
 
 def _matrix_instruction(ptx: str) -> str:

@@ -6,6 +6,6 @@
 - forwarding: a client that hands every call on; the base of those that add something.
 - awake: limits of time that leave out what this process did not live through.
 - nodes: Ray nodes that the rollout side may use, and their addresses.
-- environment: what trainer ranks, engines and managers must have alike, NCCL's settings first.
+- communication: what trainer ranks, engines and managers must have alike, NCCL's settings first.
 - sglang, simulated: the two kinds of engine.
 """

@@ -33,7 +33,7 @@ import psutil
 from megatron_async.config.rollout import EngineConfig
 from megatron_async.config.sampling_contract import without_breaking_variables
 from megatron_async.disk import writing
-from megatron_async.engines.environment import communication_environment
+from megatron_async.engines.communication import communication_environment
 from megatron_async.engines.nodes import LOOPBACK, free_port
 from megatron_async.engines.sglang.server import (
     CPU_ATTENTION_BACKEND,
@@ -141,7 +141,7 @@ def server_environment(
     """The environment of one server: offline, a cheap health check, one thread per CPU rank.
 
     Nothing in it changes what is sampled or the log-probs of it. How it communicates is as in the
-    trainer (`engines.environment`).
+    trainer (`engines.communication`).
 
     The key is here because every user of the machine can read command lines.
     """

@@ -1,4 +1,4 @@
-"""Environment that trainer ranks, engines and managers share, however they are started.
+"""Communication settings that trainer ranks, engines and managers share, however they are started.
 
 Invariants
 - Every process that may be in one NCCL group with another gets the same NCCL settings: how buffers
