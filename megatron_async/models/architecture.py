@@ -166,6 +166,8 @@ class ConfigReader:
         theta = self.raw.get("rope_theta", default_theta)
         key = "rope_scaling" if self.raw.get("rope_parameters") is None else "rope_parameters"
         settings = self.mapping(key, self.raw.get(key) or {})
+        if any(isinstance(value, Mapping) for value in settings.values()):
+            raise self.error(key, dict(settings), "one for all layers")
         return self.rope_from({"rope_theta": theta, **settings}, key)
 
     def rope_from(self, settings: Mapping[str, Any], key: str) -> Rope:
@@ -226,6 +228,10 @@ class ConfigReader:
 
     def dense(self, **extra: Any) -> Architecture:
         """The fields that all supported decoders share, plus `extra`."""
+        # SGLang heeds these in models to which transformers does not apply them.
+        self.refuse("partial_rotary_factor", (None, 1.0))
+        self.refuse("final_logit_softcapping")
+        self.refuse("quantization_config")
         heads = self.integer("num_attention_heads")
         fields: dict[str, Any] = {
             "family": self.family,

@@ -74,6 +74,8 @@ def open_rows(path: str, split: str, setting: str) -> Rows:
 
 def _file(file: Path, setting: str) -> Rows:
     what = f"{setting} {file}"
+    if file.exists() and not file.is_file():
+        raise UserError(f"{what} is no regular file: rows are read more than once")
     with file.open("rb") as stream:
         magic = stream.read(6)
     if magic.startswith(b"PAR1"):
@@ -88,14 +90,13 @@ def _file(file: Path, setting: str) -> Rows:
 def _directory(folder: Path, split: str, setting: str) -> list[Rows]:
     what = f"{setting} {folder}"
     if (folder / "dataset_dict.json").is_file():
-        names = read_json_object(folder / "dataset_dict.json", f"{what}/dataset_dict.json")
-        known = [str(name) for name in names.get("splits", [])]
+        known = _names(folder / "dataset_dict.json", "splits", what)
         return _directory(folder / _chosen(split, known, what), "", setting)
     if (folder / "state.json").is_file():
-        state = read_json_object(folder / "state.json", f"{what}/state.json")
-        if state.get("_indices_data_files"):
+        state = folder / "state.json"
+        if read_json_object(state, f"{what}/state.json").get("_indices_data_files"):
             raise UserError(f"{what} holds a selection of rows: save it after flatten_indices()")
-        files = [folder / str(entry["filename"]) for entry in state["_data_files"]]
+        files = [folder / name for name in _names(state, "_data_files", what)]
         return [_ArrowRows(file, f"{setting} {file}") for file in files]
     found = sorted(f for f in folder.rglob("*") if f.suffix in _SUFFIXES and f.is_file())
     by_split: dict[str, list[Path]] = {}
@@ -107,6 +108,21 @@ def _directory(folder: Path, split: str, setting: str) -> list[Rows]:
         raise UserError(f"{what} holds no {', '.join(_SUFFIXES)} file and no saved dataset")
     name = _chosen(split, list(by_split), what)
     return [_file(file, setting) for file in by_split[name]]
+
+
+def _names(file: Path, key: str, what: str) -> list[str]:
+    """The names of splits or files that `datasets` has written."""
+    entries = read_json_object(file, f"{what}/{file.name}").get(key)
+    names: list[Any] = [
+        entry.get("filename") if isinstance(entry, dict) else entry
+        for entry in (entries if isinstance(entries, list) else [])
+    ]
+    if not names or not all(isinstance(name, str) and name.strip("./") for name in names):
+        raise UserError(
+            f"{what}: {file.name} has {key} {shown(entries)}; a directory that datasets has saved "
+            "lists names there"
+        )
+    return names
 
 
 def _chosen(split: str, known: Sequence[str], what: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -117,3 +118,30 @@ def test_a_name_that_is_no_file_is_refused() -> None:
     for path in ("", "a\0b"):
         with pytest.raises(UserError, match="cannot be read"):
             FileProblems(TaskConfig(**settings, path=path))
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("state.json", {}),
+        ("state.json", {"_data_files": 3}),
+        ("state.json", {"_data_files": [{"name": "x"}]}),
+        ("state.json", {"_data_files": [[]]}),
+        ("dataset_dict.json", {"splits": None}),
+        ("dataset_dict.json", {"splits": [""]}),
+        ("dataset_dict.json", {"splits": ["."]}),
+        ("dataset_dict.json", {"splits": [{}]}),
+    ],
+)
+def test_a_directory_that_datasets_has_not_saved_is_refused(
+    tmp_path: Path, file: str, content: dict[str, Any]
+) -> None:
+    (tmp_path / file).write_text(json.dumps(content))
+    with pytest.raises(UserError, match=rf"{file} has .* lists names there"):
+        open_rows(str(tmp_path), "", "task.path")
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rows.jsonl")
+    with pytest.raises(UserError, match="is no regular file"):
+        open_rows(str(tmp_path / "rows.jsonl"), "", "task.path")

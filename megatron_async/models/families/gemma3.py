@@ -13,7 +13,6 @@ from megatron_async.models.shards import Rule
 def _architecture(config: ConfigReader) -> Architecture:
     config.refuse("attention_bias")
     config.refuse("attn_logit_softcapping")
-    config.refuse("final_logit_softcapping")
     config.refuse("use_bidirectional_attention")
     config.refuse("hidden_activation", (None, "gelu_pytorch_tanh"))
     global_rope, local_rope = _ropes(config)
