@@ -110,7 +110,8 @@ class ImportanceWeights:
         for name, values, colour in zip(
             ("mean", "smallest", "largest"), (mean, least, most), COLOURS, strict=False
         ):
-            figure.add_trace(go.Scatter(x=x, y=values, name=name, marker_color=colour))
+            mode = "lines+markers" if len(x) < 3 else "lines"
+            figure.add_trace(go.Scatter(x=x, y=values, name=name, mode=mode, marker_color=colour))
         figure.update_yaxes(type="log", exponentformat="power")
         return styled(figure, f"Importance weight of a {self.what}", "weight")
 
