@@ -117,9 +117,12 @@ def train(
 
 @app.command()
 def sft(
-    out: Annotated[Path, typer.Option(help="Where the Hugging Face checkpoint goes.")],
     overrides: Overrides = None,
     config: ConfigOption = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Where the Hugging Face checkpoint goes; default: runs/NAME-sft/hf."),
+    ] = None,
     session: Annotated[
         str | None,
         typer.Option(help="On several nodes: a new name, alike on all of them (launch/slurm)."),

@@ -125,7 +125,11 @@ def launch_run(
     if dry_run:
         if from_step is not None:
             rollback_to(directory, from_step)
-        shown = [*layout_lines(config, machine), *derived.lines()]
+        shown = [
+            *layout_lines(config, machine),
+            *derived.lines(),
+            *checked.summary.splitlines(),
+        ]
         overview = "".join(f"# {line}\n" for line in shown)
         commands = script if slurm else by_hand(config, directory, rollout_nodes)
         return f"{commands.rstrip()}\n\n{notices}{overview}"

@@ -42,7 +42,7 @@ _POLL_SECONDS = 0.5
 def sft_command(
     config_file: Path,
     overrides: Sequence[str],
-    out: Path,
+    out: Path | None,
     session: str | None,
     index: int,
     teacher: str | None = None,
@@ -67,6 +67,7 @@ def sft_command(
         typer.echo(checked.summary)
     config = own_name(checked.config)
     check_trainer_here(config)
+    out = out or RunDirectory.of(config).hf_export
     if out.exists() and any(out.iterdir()):
         raise UserError(f"--out {out} exists and is not empty")
     if session is None:
@@ -79,7 +80,7 @@ def sft_command(
     else:
         run_sft_on_nodes(config, out, session, index)
     if index == 0:
-        typer.echo(f"checkpoint in {out}")
+        typer.echo(f"checkpoint in {out}; to go on from it: train with model.path={out}")
 
 
 def own_name(config: RunConfig) -> RunConfig:

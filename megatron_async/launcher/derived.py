@@ -35,6 +35,7 @@ from megatron_async.simulate.planner import sufficient_concurrency
 
 _GRAPH_STEP: Final = 8
 _GB: Final = 1e9
+_SET: Final = "as set (file, command line, recipe or preset)"
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ def derive(config: RunConfig, machine: Machine) -> DerivedRun:
         settings = getattr(config, section)
         value = getattr(settings, field)
         if field in settings.model_fields_set:
-            found.append(Derived(name, value, "as set"))
+            found.append(Derived(name, value, _SET))
             continue
         new, reason = rule(config, machine)
         found.append(Derived(name, new, reason, changed=new != value))

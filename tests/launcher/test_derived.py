@@ -63,7 +63,10 @@ def test_what_is_set_stays_even_at_the_default(section: str, given: dict[str, An
     derived = derive(run_with(**{section: given}), H100)
     for field, value in given.items():
         assert getattr(getattr(derived.config, section), field) == value
-        assert f"{section}.{field} = {value}: as set" in derived.lines()
+        assert (
+            f"{section}.{field} = {value}: as set (file, command line, recipe or preset)"
+            in derived.lines()
+        )
 
 
 def test_what_was_derived_is_kept_when_the_run_is_resumed_elsewhere(tmp_path: Path) -> None:

@@ -60,6 +60,7 @@ def test_a_dry_run_shows_the_script_and_makes_nothing(settings: Path, tmp_path: 
     for part in ("trainer: ", "engines: ", "batch: ", "memory of a trainer GPU", "of 80 GB"):
         assert part in text
     assert "# engines.max_total_tokens = " in text
+    assert "# first prompt, " in text, "what the templates make of it"
 
 
 def test_without_slurm_every_node_gets_its_command(settings: Path, tmp_path: Path) -> None:
