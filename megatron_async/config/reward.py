@@ -14,6 +14,9 @@ BUILT_IN: Final = ("task", "exact", "regex", "math", "code", "command", "http", 
 ASYNCHRONOUS: Final = ("http", "judge")
 """Those of them that wait for a network, hundreds at once in one process."""
 
+BATCH_METRICS: Final = frozenset({"mean", "std", "min", "max", "uninformative_groups"})
+"""Names under `reward/` that are those of the sum; no part of a reward may have one."""
+
 
 class RewardConfig(Settings):
     """A reward. `reward:` takes one (its name alone is enough) or a list of them."""
@@ -119,3 +122,8 @@ def check_labels(rewards: list[RewardConfig]) -> None:
     for label in labels:
         if labels.count(label) > 1:
             raise ValueError(f"reward has {label!r} twice; give each a `label` of its own")
+        if len(labels) > 1 and label in BATCH_METRICS:
+            raise ValueError(
+                f"reward has the name {label!r}, and reward/{label} is a metric of the sum of all "
+                "rewards; give it another `label`"
+            )

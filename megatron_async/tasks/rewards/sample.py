@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_async.config.reward import BATCH_METRICS
 from megatron_async.errors import shown
+from megatron_async.tasks.base import SCORER_FAULTS
 
 Returned = float | tuple[float, Mapping[str, float]]
 """A score, or a score and named parts of it."""
@@ -59,9 +61,10 @@ def score_of(returned: Any) -> RewardScore:
             f"the reward returned {shown(returned)}; the second of two must be a mapping of names "
             "to numbers"
         )
-    return RewardScore(
-        _number("", value), {str(name): _number(str(name), part) for name, part in parts.items()}
-    )
+    named = {str(name): _number(str(name), part) for name, part in parts.items()}
+    for name in named.keys() & (BATCH_METRICS | SCORER_FAULTS.keys()):
+        raise ValueError(f"the reward names a part {name!r}, which is a name of metrics; rename it")
+    return RewardScore(_number("", value), named)
 
 
 def _number(name: str, value: Any) -> float:

@@ -15,6 +15,7 @@ from megatron_async.config import build_config, load_config
 from megatron_async.config.reward import ScorerSettings
 from megatron_async.errors import UserError
 from megatron_async.tasks.rewards.check import check_rewards
+from megatron_async.tasks.rewards.sample import score_of
 from megatron_async.tasks.tokenizer import character_tokenizer, write_character_tokenizer
 from megatron_async.tasks.verifier import LocalVerifierPool
 from megatron_async.trajectory.types import Prompt
@@ -160,6 +161,13 @@ def test_a_bad_reward_is_found_before_anything_starts(reward: Any, sentence: str
         check_rewards(settings_of(reward), PAYLOAD)
 
 
+@pytest.mark.parametrize("part", ["mean", "uninformative_groups", "verifier_timeout"])
+def test_a_part_with_the_name_of_a_metric_is_refused(part: str) -> None:
+    with pytest.raises(ValueError, match=f"names a part {part!r}, which is a name of metrics"):
+        score_of((1.0, {"fine": 0.5, part: 0.5}))
+    assert score_of((1.0, {"fine": 0.5})).parts == {"fine": 0.5}
+
+
 def test_good_ones_pass_the_check() -> None:
     check_rewards(settings_of(own("with_parts"), own("rank", group=True), own("waits")), PAYLOAD)
 
@@ -169,6 +177,7 @@ def test_good_ones_pass_the_check() -> None:
     [
         ("nonsense", "reward is 'nonsense'; it must be package.module:name"),
         (["exact", "exact"], "reward has 'exact' twice"),
+        (["math", own("rank", label="mean")], "reward/mean is a metric of the sum of all rewards"),
         ({"name": "exact", "wieght": 2}, r"unknown setting reward\.0\.wieght"),
         (7, "reward is 7"),
     ],
