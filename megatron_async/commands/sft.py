@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 import typer
 
 from megatron_async.config import RunConfig, load_config
+from megatron_async.config.run import SFTConfig
 from megatron_async.engines.nodes import node_address
 from megatron_async.errors import UserError
 from megatron_async.launcher.claim import new_run
@@ -148,6 +150,17 @@ def run_sft_on_nodes(config: RunConfig, destination: Path, session_name: str, in
         run_sft(config, directory, destination, TrainerNode(session, index, count, node_address()))
 
 
+def batches_of(count: int, settings: SFTConfig, seed: int) -> list[npt.NDArray[np.int64]]:
+    """Examples of each step: epoch by epoch in a new order, so that none is learned once more than
+    another before all were. With `epochs`, the last batch may be smaller."""
+    size, wanted = settings.batch_sequences, settings.steps * settings.batch_sequences
+    if settings.epochs:
+        wanted = min(wanted, settings.epochs * count)
+    order = np.random.default_rng(seed)
+    epochs = [order.permutation(count) for _ in range(-(-wanted // count))]
+    return np.split(np.concatenate(epochs)[:wanted], range(size, wanted, size))
+
+
 def example_batch(examples: Sequence[WorkedExample], step: int) -> TokenBatch:
     """Pack worked examples; the response (end of text included) is what is trained."""
     lengths = [len(e.prompt_ids) + len(e.response_ids) for e in examples]
@@ -195,7 +208,7 @@ def train(config: RunConfig, directory: RunDirectory, destination: Path) -> None
         task = build_task(config.task, config.model.path, config.eval)
         trainer = PolicyTrainer(config, purpose="sft")
         examples = task.worked_examples(config.sft.examples, config.sft.file())
-        order = np.random.default_rng(config.seed)
+        batches = batches_of(len(examples), config.sft, config.seed)
         metrics = None
         if layout.rank == 0:
             run = TrackedRun(
@@ -204,10 +217,9 @@ def train(config: RunConfig, directory: RunDirectory, destination: Path) -> None
             trackers = start_trackers(config.telemetry, run)
             metrics = MetricsWriter(directory.metrics_file, trackers, lineage=0)
             stack.callback(metrics.close)
-        for step in range(config.sft.steps):
-            chosen = order.integers(0, len(examples), config.sft.batch_sequences)
+        for step, chosen in enumerate(batches):
             report = trainer.train_sft(example_batch([examples[i] for i in chosen], step))
-            due = step % config.sft.log_every == 0 or step == config.sft.steps - 1
+            due = step % config.sft.log_every == 0 or step == len(batches) - 1
             if metrics is not None and due:
                 metrics.write(step, _sft_metrics(report), kind="sft")
         save_hf(trainer.model, destination, config.model.path)

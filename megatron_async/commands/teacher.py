@@ -25,7 +25,7 @@ from megatron_async.engines.sglang.process import SGLangProcess
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.run_directory import RunDirectory
 from megatron_async.tasks.base import Problem
-from megatron_async.tasks.build import build_source, build_task
+from megatron_async.tasks.build import build_task
 from megatron_async.tasks.rewards.sample import Unavailable
 from megatron_async.tasks.rewards.services import JsonPoster
 from megatron_async.tasks.text_task import TextTask
@@ -80,10 +80,10 @@ def taught(config: RunConfig, directory: RunDirectory, teacher: str) -> RunConfi
             f"--from-teacher {teacher}: the reward accepted none of its answers "
             f"(sft.teacher.least_reward {config.sft.teacher.least_reward:g}); see {kept.parent}"
         )
-    steps = math.ceil(config.sft.teacher.epochs * count / config.sft.batch_sequences)
-    sft = config.sft.model_copy(
-        update={"data": str(kept), "examples": count, "steps": steps, "layout": "rows"}
-    )
+    epochs = config.sft.teacher.epochs
+    steps = math.ceil(epochs * count / config.sft.batch_sequences)
+    data = {"data": str(kept), "examples": count, "layout": "rows"}
+    sft = config.sft.model_copy(update={**data, "epochs": epochs, "steps": steps})
     task = config.task.model_copy(update={"prompt_template": template})
     return config.model_copy(update={"sft": sft, "task": task})
 
@@ -91,7 +91,9 @@ def taught(config: RunConfig, directory: RunDirectory, teacher: str) -> RunConfi
 async def _teach(config: RunConfig, start: Any, kept: Path) -> tuple[int, str]:
     """Write what the reward accepts; how many, and how their prompts are put."""
     settings = config.sft.teacher
-    source = build_source(config.task)
+    asked = build_task(config.task, config.model.path, config.eval)  # no problem of a set
+    assert isinstance(asked, TextTask)
+    source = asked.source
     known, _ = source.counts(0)
     if known is None and not settings.prompts:
         raise UserError(

@@ -52,7 +52,7 @@ class TeacherConfig(Settings):
     top_p: float = Field(0.95, gt=0, le=1, description="Nucleus.")
     prompts: int = Field(0, ge=0, description="Training prompts to ask; 0 = all of the files.")
     least_reward: float = Field(1.0, description="Answers with this reward or more are kept.")
-    epochs: int = Field(3, ge=1, description="Times that each kept answer is learned, about.")
+    epochs: int = Field(3, ge=1, description="Times that each kept answer is learned.")
     model: str = Field("", description="Name of the model at an address.")
     api_key_env: str = Field("", description="Environment variable with a key for the address.")
     concurrency: int = Field(64, ge=1, description="Answers under way at once.")
@@ -63,6 +63,9 @@ class SFTConfig(Settings):
     """Supervised fine-tuning on worked answers of the task."""
 
     steps: int = Field(200, ge=1, description="Optimizer steps.")
+    epochs: int = Field(
+        0, ge=0, description="Times that each example is learned at most; 0 = as `steps` allow."
+    )
     batch_sequences: int = Field(64, ge=1, description="Examples per step.")
     examples: int = Field(20000, ge=1, description="Different worked answers.")
     data: str = Field(

@@ -59,6 +59,11 @@ class TextTask:
         self._chat = chat_template(config, tokenizer)
 
     @property
+    def source(self) -> ProblemSource:
+        """The problems as text."""
+        return self._source
+
+    @property
     def stop_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a response."""
         return self._stop_token_ids

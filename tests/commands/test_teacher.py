@@ -10,12 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from aiohttp import web
 
+from megatron_async.commands.sft import batches_of
 from megatron_async.commands.teacher import _Engine, check_teacher, taught
 from megatron_async.config import RunConfig, build_config
 from megatron_async.config.rollout import SamplingConfig
+from megatron_async.config.run import SFTConfig
 from megatron_async.engines.simulated.engine import SimulatedEngine, SimulatedEngineModel
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.run_directory import RunDirectory
@@ -109,8 +112,24 @@ def test_five_answers_a_prompt_are_asked_and_the_right_ones_kept(
     task = build_task(found.task, str(tmp_path))
     examples = task.worked_examples(found.sft.examples, found.sft.file())
     assert len(examples) == 16
+    learned = Counter(np.concatenate(batches_of(len(examples), found.sft, 1)).tolist())
+    assert learned == dict.fromkeys(range(16), 3)
     assert task.text(examples[0].prompt_ids.tolist()) == f"{rows[0]['prompt']}="
     assert "teacher: 8 of 8 prompts, 16 answers kept" in capsys.readouterr().out
+
+
+def test_every_example_is_learned_once_before_one_is_again_and_epochs_are_a_limit() -> None:
+    def batches(**settings: int) -> list[list[int]]:
+        sft = SFTConfig.model_validate({"batch_sequences": 4, **settings})
+        return [batch.tolist() for batch in batches_of(10, sft, 1)]
+
+    endless = batches(steps=7)
+    assert [len(batch) for batch in endless] == [4] * 7
+    flat = [example for batch in endless for example in batch]
+    assert sorted(flat[:10]) == sorted(flat[10:20]) == list(range(10)) and flat[:10] != flat[10:20]
+    limited = batches(steps=7, epochs=1)
+    assert [len(batch) for batch in limited] == [4, 4, 2]
+    assert [example for batch in limited for example in batch] == flat[:10]
 
 
 def test_a_teacher_that_is_never_right_or_fails_ends_in_a_sentence(
