@@ -18,6 +18,7 @@ from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.launcher.derived import Machine, derive
 from megatron_async.launcher.preflight import check_evaluation
 from megatron_async.rollout.evaluate import Evaluation, Evaluator
+from megatron_async.rollout.evaluation_engines import EvaluationEngines
 from megatron_async.tasks import build_task
 from megatron_async.tasks.verifier import LocalVerifierPool
 from megatron_async.trajectory.types import PolicyVersion
@@ -81,13 +82,14 @@ async def _evaluate(
     task = build_task(config.task, str(checkpoints[0]), config.eval)
     client = await SGLangClient.connect("eval", process.url, config.engines)
     verifier = LocalVerifierPool(config.scorers, str(checkpoints[0]))
-    evaluator = Evaluator(config, task, verifier)
+    evaluator, engines = Evaluator(config, task, verifier), EvaluationEngines(lambda: [client])
     results = []
     try:
         for number, path in enumerate(checkpoints):
             try:
-                await client.load_from_disk(path, PolicyVersion(0, number))
-                result = await evaluator.evaluate([client], f"eval-{number}")
+                version = PolicyVersion(0, number)
+                await client.load_from_disk(path, version)
+                result = await evaluator.evaluate(engines, version)
             except EngineError as error:
                 raise ComponentFailure(f"the evaluation of {path} failed: {error}") from error
             on_result(path, result)

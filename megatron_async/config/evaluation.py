@@ -67,11 +67,24 @@ class EvalConfig(FileConfig):
         default_factory=dict, description="More sets, by the names that their metrics get."
     )
     every_steps: int = Field(0, ge=0, description="Also during training; 0 = only at its ends.")
+    exact: bool | None = Field(
+        None,
+        description="Whether training waits for evaluations on the way, so that each measures one "
+        "version; false: they run beside it, and responses under way go on with newer weights. "
+        "none = true where the schedule drains its requests or engines are colocated. At both ends "
+        "of a run training waits.",
+    )
+    slots: int = Field(
+        16, ge=1, description="Requests on each engine at once of an evaluation beside training."
+    )
     save_samples: int = Field(
         32, ge=0, description="Problems of each set whose responses are kept in `evaluations/`."
     )
     timeout_seconds: float = Field(
-        3600.0, gt=0, description="Limit of one evaluation; the trainer waits for it."
+        3600.0,
+        gt=0,
+        description="Limit of one evaluation: past it, one beside training is given up with a "
+        "warning, one that training waits for ends the run.",
     )
 
     @model_validator(mode="after")

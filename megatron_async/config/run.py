@@ -201,6 +201,13 @@ class RunConfig(Settings):
         return self.eval.settled(self.sampling, heldout=self.task.heldout_share > 0)
 
     @property
+    def evaluates_exactly(self) -> bool:
+        """Return whether training waits for evaluations on the way (`eval.exact`)."""
+        if self.eval.exact is not None:
+            return self.eval.exact
+        return self.schedule.boundary == "drain" or self.engines.placement == "colocated"
+
+    @property
     def resolved_schedule(self) -> ScheduleConfig:
         """Return the schedule with what follows from other sections: `expected_tokens`."""
         if self.schedule.expected_tokens is not None:
@@ -235,6 +242,7 @@ class RunConfig(Settings):
             "weights.transport": (self.weights.transport, "tensor"),
             "engines.kind": (self.engines.kind, "sglang"),
             "parallel.nodes": (self.parallel.nodes, 1),
+            "eval.exact": (self.evaluates_exactly, True),
         }
         for name, (value, wanted) in needed.items():
             if value != wanted:

@@ -12,6 +12,6 @@
 - shared_devices: turns on devices that engines share with the trainer.
 - manager: the whole side behind a handful of calls. actors: the same as Ray actors.
 - messages: what a trainer and the manager send each other.
-- evaluate: accuracy on held-out problems.
+- evaluate: accuracy on held-out problems. evaluation_engines: requests for it. evaluations: when.
 - statistics: counts of the rollout side, and the metrics of each batch.
 """

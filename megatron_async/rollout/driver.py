@@ -119,9 +119,9 @@ class RolloutDriver:
 
         A response whose end its process did not live to note is finished, not gone on with.
         """
-        self._spawn(self._control_loop())
-        self._spawn(self._clock.run())
-        self._spawn(self._monitor.run())
+        self.spawn(self._control_loop())
+        self.spawn(self._clock.run())
+        self.spawn(self._monitor.run())
         recovered = []
         for found in self._store.unconsumed_groups():
             partial = [t for t in found.trajectories if t.state is TrajectoryState.PARTIAL]
@@ -193,6 +193,10 @@ class RolloutDriver:
     def engines(self) -> list[EngineClient]:
         """All engines that are there."""
         return [slot.client for slot in self._slots.values()]
+
+    def serving(self) -> list[EngineClient]:
+        """Engines that generate with a verified version now."""
+        return [s.client for s in self._slots.values() if s.up and not s.watch.held]
 
     def fail(self, failure: ComponentFailure) -> None:
         """Keep the first failure; release every waiter."""
@@ -340,7 +344,7 @@ class RolloutDriver:
         unwanted = [action.trajectory_id for action in actions if isinstance(action, ev.Abort)]
         requests = self._generation.mark_unwanted(unwanted)
         if requests:
-            self._spawn(self._generation.abort(requests))
+            self.spawn(self._generation.abort(requests))
 
     def _carry_out(self, action: ev.Action) -> None:
         match action:
@@ -348,12 +352,12 @@ class RolloutDriver:
                 slot = self._slots[action.engine_id]
                 self._generation.submit(action.trajectory_id, slot)
             case ev.Score():
-                self._spawn(self._scoring.score(action.trajectory_id))
+                self.spawn(self._scoring.score(action.trajectory_id))
             case ev.RequestPrompts():
-                self._spawn(self._fetch_prompts(action.count))
+                self.spawn(self._fetch_prompts(action.count))
             case ev.EmitBatch():
                 self._admission.batch_emitted()
-                self._spawn(self._emit(action))
+                self.spawn(self._emit(action))
             case ev.Drop():
                 self._store.drop(action.trajectory_id, action.reason)
                 self.statistics.dropped(action.reason)
@@ -426,11 +430,13 @@ class RolloutDriver:
 
     # ------------------------------------------------------------ tasks and reports
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Have `work` done beside; `close` cancels it, and a defect in it ends the run."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         self._watch(task)
+        return task
 
     def _watch(self, task: asyncio.Task[Any]) -> None:
         task.add_done_callback(self._report_crash)

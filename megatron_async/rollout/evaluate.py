@@ -9,50 +9,40 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import numpy as np
 
 from megatron_async.config import RunConfig
 from megatron_async.config.evaluation import HELDOUT, EvalSet
-from megatron_async.engines.interface import (
-    EngineClient,
-    EngineError,
-    GenerationRequest,
-    RequestRefused,
-    Verifier,
-)
+from megatron_async.engines.interface import Verifier
+from megatron_async.rollout.evaluation_engines import Asked, EvalResponse, EvaluationEngines
 from megatron_async.tasks.answers import final_answer
 from megatron_async.tasks.base import Task
-from megatron_async.trajectory.types import Prompt
+from megatron_async.trajectory.types import PolicyVersion, Prompt
 
-_IN_FLIGHT_PER_ENGINE = 128
+T = TypeVar("T")
 _Z = 1.959964  # 95 % of a normal distribution
 
 
 @dataclass(frozen=True)
 class Answered:
-    """A response to an evaluation problem; `reward` None: it could not be scored."""
+    """A response to an evaluation problem; `reward` None: it could not be scored.
+
+    `versions`: how many of its tokens each policy version has made.
+    """
 
     text: str
     reward: float | None
     detail: Mapping[str, float]
     length: int
     truncated: bool
-
-
-@dataclass(frozen=True)
-class _Response:
-    """Tokens of a response; `truncated` at the longest length."""
-
-    token_ids: list[int]
-    truncated: bool
+    versions: Mapping[PolicyVersion, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -92,6 +82,7 @@ class EvalResult:
     length_max: int
     truncated_share: float
     seconds: float
+    versions: Mapping[PolicyVersion, int]
     estimates: Mapping[str, Estimate]
     samples: tuple[dict[str, Any], ...] = ()
 
@@ -101,6 +92,12 @@ class EvalResult:
         numbers = ("answers", "failed_judgements", "reward_mean", "length_mean", "length_median")
         more = ("length_max", "truncated_share", "seconds")
         metrics = {f"{prefix}{name}": float(getattr(self, name)) for name in (*numbers, *more)}
+        if self.versions:
+            numbers_ = [version.number for version in self.versions]
+            weights = list(self.versions.values())
+            metrics[f"{prefix}version_oldest"] = float(min(numbers_))
+            metrics[f"{prefix}version_newest"] = float(max(numbers_))
+            metrics[f"{prefix}version_mean"] = float(np.average(numbers_, weights=weights))
         for name, estimate in self.estimates.items():
             metrics[f"{prefix}{name}"] = estimate.value
             metrics[f"{prefix}{name}_low"] = estimate.low
@@ -119,9 +116,10 @@ class EvalResult:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """All sets, in the order of the settings."""
+    """All sets, in the order of the settings; `number`: that of the version it began with."""
 
     results: tuple[EvalResult, ...]
+    number: int = 0
 
     @property
     def accuracy(self) -> float:
@@ -191,39 +189,26 @@ class Evaluator:
         self._save_samples = config.eval.save_samples
         self._prompts: dict[str, list[Prompt]] = {}
 
-    async def evaluate(self, engines: Sequence[EngineClient], tag: str = "eval") -> Evaluation:
-        """Every prompt of every set as often as its settings ask for, spread over `engines`.
+    async def evaluate(self, engines: EvaluationEngines, version: PolicyVersion) -> Evaluation:
+        """Every prompt of every set as often as its settings ask for, begun with `version`.
 
-        Raises EngineError when an engine fails on the way.
+        Raises EngineError when engines fail again and again.
         """
-        gates = {engine.engine_id: asyncio.Semaphore(_IN_FLIGHT_PER_ENGINE) for engine in engines}
-        turns = itertools.cycle(engines)
-        return Evaluation(
-            tuple(
-                await asyncio.gather(
-                    *(self._evaluate_set(one, turns, gates, tag) for one in self._sets)
-                )
-            )
-        )
+        sets = (self._evaluate_set(one, engines, f"eval-{version}") for one in self._sets)
+        return Evaluation(tuple(await _all(sets)), version.number)
 
     def _prompts_of(self, one: EvalSet) -> list[Prompt]:
         if one.name not in self._prompts:
             self._prompts[one.name] = self._task.eval_prompts(one.prompts, one.name)
         return self._prompts[one.name]
 
-    async def _evaluate_set(
-        self,
-        one: EvalSet,
-        engines: Iterator[EngineClient],
-        gates: Mapping[str, asyncio.Semaphore],
-        tag: str,
-    ) -> EvalResult:
-        async def response(number: int) -> _Response | None:
-            engine = next(engines)
-            async with gates[engine.engine_id]:
-                # The terminator keeps any name from being a prefix of another.
-                name = f"{tag}-{one.name}-{number};"
-                return await self._response(engine, prompts[number // one.samples], name, one)
+    async def _evaluate_set(self, one: EvalSet, engines: EvaluationEngines, tag: str) -> EvalResult:
+        async def response(number: int) -> EvalResponse | None:
+            ids = prompts[number // one.samples].token_ids
+            stops = tuple(self._task.stop_token_ids)
+            return await engines.respond(
+                Asked(f"{tag}-{one.name}-{number}", ids, one.sampling, stops)
+            )
 
         async def alone(number: int) -> Answered:
             prompt = prompts[number // one.samples]
@@ -232,35 +217,16 @@ class Evaluator:
         async def problem(number: int) -> list[Answered]:
             asked = range(number * one.samples, (number + 1) * one.samples)
             if not self._of_groups:
-                return await asyncio.gather(*map(alone, asked))
-            whole = await asyncio.gather(*map(response, asked))
-            return await self._scored(prompts[number], whole)
+                return await _all(map(alone, asked))
+            return await self._scored(prompts[number], await _all(map(response, asked)))
 
         began = time.monotonic()
         prompts = self._prompts_of(one)
-        grouped = await asyncio.gather(*(problem(number) for number in range(len(prompts))))
+        grouped = await _all(problem(number) for number in range(len(prompts)))
         return self._result(one.name, prompts, grouped, time.monotonic() - began)
 
-    async def _response(
-        self, engine: EngineClient, prompt: Prompt, name: str, one: EvalSet
-    ) -> _Response | None:
-        """None when engines refuse the prompt."""
-        longest, stops = one.sampling.max_new_tokens, tuple(self._task.stop_token_ids)
-        request = GenerationRequest(name, prompt.token_ids, longest, one.sampling, stops)
-        ids: list[int] = []
-        end = None
-        try:
-            async for chunk in engine.generate(request):
-                ids += chunk.token_ids.tolist()
-                end = chunk.end or end
-        except RequestRefused:
-            return None
-        if end == "abort":
-            raise EngineError(f"engine {engine.engine_id} aborted evaluation request {name}")
-        return _Response(ids, end == "length")
-
     async def _scored(
-        self, prompt: Prompt, responses: Sequence[_Response | None]
+        self, prompt: Prompt, responses: Sequence[EvalResponse | None]
     ) -> list[Answered]:
         whole = [response for response in responses if response is not None]
         if self._of_groups and whole:
@@ -268,7 +234,9 @@ class Evaluator:
         else:
             scores = [await self._verifier.score(prompt, r.token_ids) for r in whole]
         found = iter(
-            Answered(self._task.text(r.token_ids), *score, len(r.token_ids), r.truncated)
+            Answered(
+                self._task.text(r.token_ids), *score, len(r.token_ids), r.truncated, r.versions
+            )
             for r, score in zip(whole, scores, strict=True)
         )
         refused = Answered("", None, {}, 0, False)
@@ -295,6 +263,7 @@ class Evaluator:
             length_max=int(lengths.max()),
             truncated_share=float(np.mean([answered.truncated for answered in answers])),
             seconds=seconds,
+            versions=sum((Counter(answered.versions) for answered in answers), Counter()),
             estimates=found,
             samples=tuple(
                 sample
@@ -315,4 +284,16 @@ def _samples(name: str, prompt: Prompt, answered: Sequence[Answered]) -> Iterato
             "parts": dict(one.detail),
             "tokens": one.length,
             "truncated": one.truncated,
+            "versions": [str(version) for version in one.versions],
         }
+
+
+async def _all(work: Iterable[Awaitable[T]]) -> list[T]:
+    """The results in order. When one fails, the others are cancelled."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        raise

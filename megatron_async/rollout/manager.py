@@ -32,6 +32,7 @@ from megatron_async.engines.interface import EngineClient, EngineError, Verifier
 from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.driver import RolloutDriver
 from megatron_async.rollout.evaluate import Evaluation, Evaluator
+from megatron_async.rollout.evaluations import Evaluations
 from megatron_async.rollout.fleet import EngineLauncher, Fleet
 from megatron_async.rollout.messages import NotAttached, ResumePoint, UpdateReport
 from megatron_async.rollout.probe import PROMPTS, ProbeSample, packed
@@ -68,6 +69,7 @@ class _Session:
     driver: RolloutDriver
     prompts: TaskPrompts
     recorder: Recorder | None
+    evaluations: Evaluations
 
 
 def _replaced(lineage: int, by: int) -> ComponentFailure:
@@ -167,7 +169,8 @@ class RolloutManager:
             stop_token_ids=self._task.stop_token_ids,
             recorder=recorder,
         )
-        self._session = _Session(resume, store, driver, prompts, recorder)
+        evaluations = Evaluations(self._config, self._evaluator, driver)
+        self._session = _Session(resume, store, driver, prompts, recorder, evaluations)
         if store.recovery is not None:
             driver.statistics.warned("store_recovered", store.recovery.sentence)
         driver.start()
@@ -254,6 +257,7 @@ class RolloutManager:
     async def begin_update(self, lineage: int, number: int) -> list[EngineAddress]:
         """Make engines ready for version `number`; returns those that must receive it."""
         session, version = self._session_of(lineage), PolicyVersion(lineage, number)
+        await session.evaluations.hold()
         engines = await session.driver.begin_update(version)
         self._still(session)
         if self._devices.shared:  # who gave its memory away has lost its weights
@@ -351,7 +355,7 @@ class RolloutManager:
         if last and not holders:
             raise ComponentFailure(f"no engine holds the last version, {version}: {self._why}")
         self._holders = holders
-        due = bool(holders) and self._evaluation_due(number)
+        due = session.evaluations.updated(version, held=bool(holders))
         if last and not due:
             await self._devices.rest(self._driver.engines())
         return UpdateReport(
@@ -360,6 +364,7 @@ class RolloutManager:
             probe_drift=ratios.drift,
             passed=len(holders) == len(self._addressed),
             evaluation_due=due,
+            evaluations=session.evaluations.take(),
             warnings=self._driver.statistics.take_warnings(),
         )
 
@@ -381,50 +386,18 @@ class RolloutManager:
     def _probe_prompts(self) -> list[IntArray]:
         return [prompt.token_ids for prompt in self._task.train_prompts(0, PROMPTS)]
 
-    def _evaluation_due(self, number: int) -> bool:
-        every = self._config.eval.every_steps
-        if not self._config.eval_sets():
-            return False
-        at_an_end = number in (0, self._config.steps)
-        return at_an_end or (every > 0 and number % every == 0)
-
-    async def evaluate(self, lineage: int, number: int) -> Evaluation:
-        """Held-out accuracy of version `number`, after the `end_update` that found it due.
+    async def evaluate(self, lineage: int, number: int) -> tuple[Evaluation, ...]:
+        """Evaluate version `number`, after the `verify_update` that found it due; with it,
+        those that have ended meanwhile.
 
         Raises ComponentFailure when no engine that holds it is left, or past the limit.
         """
         session, version = self._session_of(lineage), PolicyVersion(lineage, number)
-        limit = self._config.eval.timeout_seconds
-        try:
-            async with asyncio.timeout(limit):
-                result = await self._evaluate_on_living(session, version)
-        except TimeoutError as error:
-            raise ComponentFailure(
-                f"the evaluation of {version} did not end within {limit:g} s, eval.timeout_seconds"
-            ) from error
+        await session.evaluations.exact(version, self._holders)
         self._still(session)
         if number >= self._config.steps:
             await self._devices.rest(self._driver.engines())
-        return result
-
-    async def _evaluate_on_living(self, session: _Session, version: PolicyVersion) -> Evaluation:
-        """Begun anew on those that are left when one dies."""
-        left = [engine for engine in session.driver.engines() if engine in self._holders]
-        if not left:
-            raise ComponentFailure(f"no engine that holds {version} is left to evaluate it")
-        while True:
-            try:
-                return await self._evaluator.evaluate(left, f"eval-{version}-on{len(left)}")
-            except EngineError as error:
-                dead = [engine for engine in left if not await engine.healthy()]
-                self._still(session)
-                left = [engine for engine in left if engine not in dead]
-                for engine in dead:
-                    self._driver.engine_failed(engine.engine_id, str(error))
-                if not dead or not left:
-                    raise ComponentFailure(
-                        f"the evaluation of {version} failed: {error}"
-                    ) from error
+        return session.evaluations.take()
 
     def _passed(self, session: _Session, outcome: CheckedEngines) -> list[EngineClient]:
         """Return engines that passed a check. Others are sent the weights again, then replaced."""

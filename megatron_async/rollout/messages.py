@@ -6,8 +6,12 @@ Plain values: a trainer rank reads them without the rollout side's packages.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from megatron_async.errors import ComponentFailure
+
+if TYPE_CHECKING:
+    from megatron_async.rollout.evaluate import Evaluation
 
 
 class NotAttached(ComponentFailure):
@@ -16,10 +20,12 @@ class NotAttached(ComponentFailure):
 
 @dataclass(frozen=True, eq=False)
 class UpdateReport:
-    """A verified update: how far log-probs were from the trainer's, and whether to evaluate it.
+    """A verified update: how far log-probs were from the trainer's, and whether the trainer must
+    ask for its evaluation now.
 
     `probe_drift`: the mean error over the usual one, in half precision once that is learned.
     `passed`: every engine that was sent the weights, none was left out or is sent them again.
+    `evaluations`: those beside training that have ended since the update before.
     `warnings`: (name, message) of what the rollout side has reported since the update before.
     """
 
@@ -28,6 +34,7 @@ class UpdateReport:
     probe_drift: float | None
     passed: bool
     evaluation_due: bool
+    evaluations: tuple[Evaluation, ...] = ()
     warnings: tuple[tuple[str, str], ...] = ()
 
 

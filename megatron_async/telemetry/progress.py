@@ -156,8 +156,14 @@ def _accuracies(line: dict[str, Any]) -> Iterator[str]:
             yield (
                 f"{which} accuracy at step {line['step']}: {100 * accuracy:.1f} % "
                 f"of {line[f'{prefix}/answers']:.0f} answers, "
-                f"{line[f'{prefix}/length_mean']:.1f} tokens each"
+                f"{line[f'{prefix}/length_mean']:.1f} tokens each{_span(line, prefix)}"
             )
+
+
+def _span(line: dict[str, Any], prefix: str) -> str:
+    """The versions of an evaluation that measured several."""
+    ends = [line.get(f"{prefix}/version_{end}", 0.0) for end in ("oldest", "newest")]
+    return f", versions {ends[0]:.0f} to {ends[1]:.0f}" if ends[0] < ends[1] else ""
 
 
 def _speeds(line: dict[str, Any]) -> str:

@@ -108,8 +108,8 @@ class LocalLink:
         work = self._manager.verify_update(self._lineage, number, logprobs_T, float32)
         return self._call(work)  # type: ignore[no-any-return]
 
-    def evaluate(self, number: int) -> Evaluation:
-        limit = self._config.eval.timeout_seconds + _CALL_SECONDS
+    def evaluate(self, number: int) -> tuple[Evaluation, ...]:
+        limit = 2 * self._config.eval.timeout_seconds + _CALL_SECONDS
         work = self._manager.evaluate(self._lineage, number)
         return self._call(work, limit)  # type: ignore[no-any-return]
 

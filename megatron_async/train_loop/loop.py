@@ -18,12 +18,13 @@ Invariants
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from megatron_async.checkpoint.manager import CheckpointManager, Finalised
 from megatron_async.config import RunConfig
+from megatron_async.rollout.evaluate import Evaluation
 from megatron_async.rollout.messages import ResumePoint, UpdateReport
 from megatron_async.telemetry.health import HealthWatch
 from megatron_async.telemetry.metrics import SAME_NUMBERS, MetricsWriter
@@ -201,6 +202,7 @@ class TrainLoop:
         if self._parts.metrics is not None:
             for name, message in update.warnings:  # of the step that made this version
                 self._parts.metrics.warn(max(0, number - 1), name, message)
+            self._write_evaluations(self._parts.metrics, update.evaluations)
         if update.evaluation_due:
             self._evaluate(number)
         return update
@@ -208,14 +210,19 @@ class TrainLoop:
     def _evaluate(self, number: int) -> None:
         """An evaluation may take longer than whoever asks the run to stop will wait."""
         try:
-            result = self._parts.rank_zero.does(lambda: self._link.evaluate(number))
+            found = self._parts.rank_zero.does(lambda: self._link.evaluate(number))
         except StopAsked:
             self._unevaluated = True
             return
         if self._parts.metrics is not None:
-            self._parts.metrics.write(number, result.metrics(), kind="eval")
-            for one in result.results:
-                self._parts.metrics.samples(number, one.name, one.samples)
+            self._write_evaluations(self._parts.metrics, found)
+
+    def _write_evaluations(self, metrics: MetricsWriter, found: Iterable[Evaluation]) -> None:
+        """Each under the number of the version that it began with."""
+        for evaluation in found:
+            metrics.write(evaluation.number, evaluation.metrics(), kind="eval")
+            for one in evaluation.results:
+                metrics.samples(evaluation.number, one.name, one.samples)
 
     # ------------------------------------------------------------ checkpoints and records
 

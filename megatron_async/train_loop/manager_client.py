@@ -71,8 +71,8 @@ class RolloutLink(Protocol):
         """The trainer's log-probs of what `end_update` returned, computed in `float32` or less."""
         ...
 
-    def evaluate(self, number: int) -> Evaluation:
-        """Held-out accuracy of the version that has just been published.
+    def evaluate(self, number: int) -> tuple[Evaluation, ...]:
+        """The evaluation of the version that has just been published, after those under way.
 
         Raises StopAsked when the run was asked to stop meanwhile.
         """
@@ -149,12 +149,12 @@ class RayLink:
         answer = self._call("verify_update", limit, number, logprobs_T, float32)
         return cast("UpdateReport", answer)
 
-    def evaluate(self, number: int) -> Evaluation:
-        limit = self._config.eval.timeout_seconds + _SLACK_SECONDS
+    def evaluate(self, number: int) -> tuple[Evaluation, ...]:
+        limit = 2 * self._config.eval.timeout_seconds + _SLACK_SECONDS  # one may be under way
         # Colocated engines must have come to rest before the trainer has their memory.
         colocated = self._config.engines.placement == "colocated"
         call = self._call if colocated else self._call_unless_stopped
-        return cast("Evaluation", call("evaluate", limit, number))
+        return cast("tuple[Evaluation, ...]", call("evaluate", limit, number))
 
     def position(self) -> dict[str, Any]:
         return cast("dict[str, Any]", self._call("position", _CALL_SECONDS))

@@ -31,7 +31,7 @@ def patience_seconds(config: RunConfig) -> float:
         config.engines.start_timeout_seconds,
         2 * config.weights.timeout_seconds,
         config.checkpoint.timeout_seconds,
-        config.eval.timeout_seconds,
+        2 * config.eval.timeout_seconds,
     )
 
 

@@ -23,8 +23,11 @@ from megatron_async.rollout.evaluate import (
     majority_is_right,
     pass_at_k,
 )
+from megatron_async.rollout.evaluation_engines import EvaluationEngines
 from megatron_async.trajectory.types import PolicyVersion, Prompt
 from tests.rollout.stand_ins import Fixed
+
+VERSION = PolicyVersion(0, 0)
 
 
 @settings(deadline=None)  # a loaded machine is no defect
@@ -109,11 +112,15 @@ class Sets(Fixed):
         return float(response_ids[0] % 2), {"part": 0.5}
 
 
+def alone(engine: Echo) -> EvaluationEngines:
+    return EvaluationEngines(lambda: [engine])  # type: ignore[list-item]
+
+
 def evaluated(**settings: Any) -> tuple[Evaluation, Echo]:
     config = RunConfig.model_validate({"eval": settings, "sampling": {"max_new_tokens": 3}})
     engine, task = Echo(), Sets()
     evaluator = Evaluator(config, task, task)  # type: ignore[arg-type]
-    return asyncio.run(evaluator.evaluate([engine])), engine  # type: ignore[list-item]
+    return asyncio.run(evaluator.evaluate(alone(engine), VERSION)), engine
 
 
 def test_sets_have_settings_and_metrics_of_their_own() -> None:
@@ -168,5 +175,5 @@ def test_a_reward_of_groups_gets_all_responses_to_a_problem() -> None:
     config = RunConfig.model_validate(settings_)
     task = Groups()
     evaluator = Evaluator(config, task, task)  # type: ignore[arg-type]
-    (result,) = asyncio.run(evaluator.evaluate([Echo()])).results  # type: ignore[list-item]
+    (result,) = asyncio.run(evaluator.evaluate(alone(Echo()), VERSION)).results
     assert (result.accuracy, result.answers) == (0.25, 12)

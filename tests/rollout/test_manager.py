@@ -366,7 +366,8 @@ def test_an_engine_that_dies_in_an_evaluation_is_left_out_of_it(tmp_path: Path) 
         await trainer.manager.attach(ResumePoint(0))
         trainer.engines.all[1].crash_after(3)
         assert (await trainer.publish(0, 0)).evaluation_due
-        assert (await trainer.manager.evaluate(0, 0)).results[0].answers == 2
+        (found,) = await trainer.manager.evaluate(0, 0)
+        assert found.results[0].answers == 2
         assert (await trainer.batch()).step == 0
         await trainer.manager.stop()
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from megatron_async.config import RunConfig
 from megatron_async.engines.interface import GenerationRequest, RequestRefused, TokenChunk
 from megatron_async.rollout.evaluate import Evaluator
+from megatron_async.rollout.evaluation_engines import EvaluationEngines
 from megatron_async.trajectory.types import PolicyVersion, RequestKey
 from tests.rollout.stand_ins import Fixed
 
@@ -48,7 +49,8 @@ def test_evaluation_names_are_no_prefixes_and_a_refusal_is_a_wrong_answer() -> N
     engine, task = Asked(), Fixed()
     config = RunConfig.model_validate({"eval": {"prompts": 12}})
     evaluator = Evaluator(config, task, task)  # type: ignore[arg-type]
-    work = evaluator.evaluate([engine], "eval-0.0-on1")  # type: ignore[list-item]
+    engines = EvaluationEngines(lambda: [engine])  # type: ignore[list-item]
+    work = evaluator.evaluate(engines, PolicyVersion(0, 0))
     (result,) = asyncio.run(work).results
     assert len(set(engine.names)) == 12 and not ambiguous(engine.names)
     assert (result.accuracy, result.failed_judgements, result.answers) == (0.5, 6, 12)
