@@ -3,8 +3,8 @@
 - base: the protocols of a task, a source and a scorer. build: from settings to them.
 - text_task: single-turn text problems: template, tokens, stop tokens. chat: the tokenizer's
   template.
-- jsonl, files, rows, layouts: problems from a user's files; every row is read before anything
-  starts.
+- files, rows, layouts: problems from a user's files; every row is read before anything starts.
+  kept_index: the index of a large one, for the next process.
 - reasoning_gym: procedural problems with their verifiers.
 - answers: the final answer in a response. worked_answers: supervised examples of a task.
 - rewards: the user's own rewards and the built-in ones. sandbox: where programs of responses run.

@@ -21,6 +21,7 @@ from functools import lru_cache
 from megatron_async.config.data import DataConfig, FileConfig
 from megatron_async.errors import UserError
 from megatron_async.tasks.base import Listed, Problem, is_heldout_key, stable_hash
+from megatron_async.tasks.kept_index import LEAST_ROWS, Index, KeptIndex
 from megatron_async.tasks.layouts import Columns
 from megatron_async.tasks.rows import open_rows
 
@@ -34,15 +35,24 @@ class ProblemFile:
         self._rows = open_rows(file.path, file.split, setting)
         self._columns = Columns.of(file.layout, file.columns, template)
         self.what = f"{setting} {file.path}"
-        self.places, self.keys, self.sizes = array("Q"), array("Q"), array("Q")
+        kept = KeptIndex(file, template) if len(self._rows) >= LEAST_ROWS else None
+        known = None if kept is None else kept.read()
+        self.places, self.keys, self.sizes = known or self._index(file)
+        if kept is not None and known is None:
+            kept.write((self.places, self.keys, self.sizes))
+
+    def _index(self, file: FileConfig) -> Index:
+        """Read every row: the places, keys and sizes of those that are problems."""
+        places, keys, sizes = array("Q"), array("Q"), array("Q")
         for place, row in enumerate(self._rows):
             if all(row.get(name) == value for name, value in file.where.items()):
                 problem = self._columns.problem(row, self._rows.where(place))
-                self.places.append(place)
-                self.keys.append(problem.key)
-                self.sizes.append(_size(problem, self._columns.named))
-        if not self.places:
+                places.append(place)
+                keys.append(problem.key)
+                sizes.append(_size(problem, self._columns.named))
+        if not places:
             raise UserError(f"{self.what} has no row with {file.where}")
+        return places, keys, sizes
 
     def __len__(self) -> int:
         return len(self.places)

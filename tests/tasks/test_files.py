@@ -19,7 +19,9 @@ from megatron_async.config.data import DataConfig, FileConfig
 from megatron_async.config.rollout import TaskConfig
 from megatron_async.errors import UserError
 from megatron_async.tasks import build_task
+from megatron_async.tasks.base import Problem
 from megatron_async.tasks.files import FileProblems, ProblemFile, turn
+from megatron_async.tasks.layouts import Columns
 from megatron_async.tasks.tokenizer import write_character_tokenizer
 
 Rows = list[dict[str, Any]]
@@ -106,6 +108,41 @@ def test_a_large_parquet_file_is_mapped_and_not_held(
     monkeypatch.setattr("megatron_async.tasks.rows._IN_MEMORY_BYTES", 0)
     mapped = FileProblems(config(path))
     assert questions(mapped, 0, 100) == questions(whole, 0, 100)
+
+
+def test_the_rows_of_a_large_file_are_read_once_by_all_processes_until_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_async.tasks.files.LEAST_ROWS", 90)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    read: list[str] = []
+    problem = Columns.problem
+
+    def noted(columns: Columns, row: Any, where: str, **more: Any) -> Problem:
+        read.append(where)
+        return problem(columns, row, where, **more)
+
+    monkeypatch.setattr(Columns, "problem", noted)
+
+    def rows_read(**changes: Any) -> int:
+        read.clear()
+        FileProblems(config(path, **changes))
+        return len(read)
+
+    path = write_jsonl(tmp_path / "large.jsonl", SUMS)
+    assert [rows_read(), rows_read()] == [90, 0]
+    again = FileProblems(config(path))
+    assert questions(again, 0, 90) == questions(FileProblems(config(path)), 0, 90)
+    assert rows_read(where={"level": 1}) == 30, "other settings have an index of their own"
+    write_jsonl(path, [*SUMS, {"prompt": "one more", "answer": "1"}])
+    assert [rows_read(), rows_read()] == [91, 0]
+    (kept, _) = sorted((tmp_path / "cache" / "megatron_async").iterdir())
+    for damaged in (b"", kept.read_bytes()[:-8], b"x" * 40):
+        for file in (tmp_path / "cache" / "megatron_async").iterdir():
+            file.write_bytes(damaged)
+        assert [rows_read(), rows_read()] == [91, 0]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(path))  # a file: there is no place for it
+    assert [rows_read(), rows_read()] == [91, 91]
 
 
 @pytest.mark.parametrize("write", [write_jsonl, write_parquet], ids=lambda f: f.__name__)
