@@ -132,6 +132,17 @@ def test_a_tokenizer_of_the_generic_class_is_read_without_torch(tmp_path: Path) 
     assert done.stdout.strip() == f"{TOKENIZER.encode('1+2=')} False", done.stderr
 
 
+def test_a_tokenizer_without_an_end_token_is_refused(tmp_path: Path) -> None:
+    write_character_tokenizer(tmp_path)
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        if (tmp_path / name).exists():
+            settings = json.loads((tmp_path / name).read_text())
+            settings.pop("eos_token", None)
+            (tmp_path / name).write_text(json.dumps(settings))
+    with pytest.raises(UserError, match="the tokenizer has no end-of-text token"):
+        load_tokenizer(str(tmp_path))
+
+
 def test_a_model_without_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"model\.path .* has no readable tokenizer"):
         build_task(_config(), str(tmp_path))
