@@ -23,7 +23,7 @@ from megatron_async.trajectory.types import PolicyVersion
 
 
 class Evaluations:
-    """Those of one session of a trainer."""
+    """The evaluations of one session of a trainer."""
 
     def __init__(self, config: RunConfig, evaluator: Evaluator, driver: RolloutDriver) -> None:
         self._config = config
@@ -65,7 +65,7 @@ class Evaluations:
         return bool(self._config.eval_sets()) and (at_an_end or (every > 0 and number % every == 0))
 
     def take(self) -> tuple[Evaluation, ...]:
-        """Those that have ended since the last call."""
+        """Return evaluations that have ended since the last call."""
         done, self._done = self._done, []
         return tuple(done)
 

@@ -64,7 +64,7 @@ def _stats(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
 
 @lru_cache
 def _code() -> str:
-    """What the index follows from besides the file."""
+    """Digest of the code that makes an index."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     return _digest("".join(file.read_text() for file in files)).hex()
 
