@@ -24,6 +24,7 @@ LARGEST_TEMPERATURE = 100.0
 _OTHER_MODEL = "engines then run another model than the trainer"
 _OTHER_DRAW = "tokens are then drawn from another distribution than their log-probs describe"
 _OTHER_NCCL = "its NCCL would hand buffers over otherwise than the trainer's"
+_ONE_SERVER = "an engine is one server of engines.tensor ranks; for more set engines.count"
 _OLD_PREFIXES = "it keeps prompt prefixes that other weights have computed"
 # Argument -> why it is refused, or which setting it has.
 _REFUSED = {
@@ -51,6 +52,11 @@ _REFUSED = {
     "--device": "set engines.device",
     "--tp-size": "set engines.tensor",
     "--tensor-parallel-size": "set engines.tensor",
+    "--dp-size": _ONE_SERVER,
+    "--data-parallel-size": _ONE_SERVER,
+    "--pp-size": _ONE_SERVER,
+    "--pipeline-parallel-size": _ONE_SERVER,
+    "--nnodes": _ONE_SERVER,
     "--host": "set engines.host",
     "--port": "a free port is found",
     "--api-key": "set engines.api_key",

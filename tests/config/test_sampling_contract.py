@@ -78,6 +78,7 @@ def test_no_setting_is_infinite_or_not_a_number(key: tuple[str, str], value: flo
         (["--log-level", "warning", "--enable-watermark"], "another distribution"),
         (["--json-model-override-args", "{}"], r"change config\.json"),
         (["--dtype", "bfloat16"], r"set engines\.dtype"),
+        (["--pp-size=2"], r"one server of engines\.tensor ranks"),
         (["--config", "engine.yaml"], "list its arguments"),
     ],
 )
@@ -126,7 +127,7 @@ def test_refused_arguments_exist_and_no_other_argument_is_the_beginning_of_one()
     fields = re.findall(r'^    "(\w+)",$', source_of("arg_groups/field_order.py"), re.M)
     flags = {"--" + name.replace("_", "-") for name in fields}
     assert len(flags) > 400
-    aliases = {"--tensor-parallel-size", "--config"}
+    aliases = {"--config", *(f"--{axis}-parallel-size" for axis in ("tensor", "data", "pipeline"))}
     assert set(_REFUSED) - flags == aliases
     begins = {f for f in flags - set(_REFUSED) if any(r.startswith(f) for r in _REFUSED)}
     assert not begins
