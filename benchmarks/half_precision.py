@@ -43,8 +43,8 @@ from megatron_async.trainer.step import PolicyTrainer
 from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.verify import BASELINE_UPDATES, RatioCheck, RatioError
 
-PRECISIONS = (("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16"))
-"""(engine, trainer)."""
+PRECISIONS = ("float32-float32", "bfloat16-float32", "bfloat16-bfloat16")
+"""Of engine and trainer."""
 ON_POLICY, OTHER_TEMPERATURE = "none", "log-probs at temperature 0.7 for 1"
 SAMPLING_SECONDS = 300.0
 
@@ -216,12 +216,14 @@ def main() -> None:
     parser.add_argument(
         "--prompts", type=int, default=16, help="of a defect's sample, 16 tokens each"
     )
+    parser.add_argument("--precisions", nargs="+", default=PRECISIONS, help="engine-trainer")
     options = parser.parse_args()
     usual_rows, rows = [], list[str]()
     with tempfile.TemporaryDirectory(prefix="half-precision-") as scratch:
         root = Path(scratch)
         models = defects(options.model, root)
-        for dtype in sorted({engine for engine, _ in PRECISIONS}):
+        chosen = [pair.split("-") for pair in options.precisions]
+        for dtype in sorted({engine for engine, _ in chosen}):
             settings = configure("e", precision(dtype, "float32"), options.model, root, options)
             process = SGLangProcess(
                 options.model, settings.engines, root / f"{dtype}.log", in_place=True
@@ -229,7 +231,7 @@ def main() -> None:
             process.start()
             try:
                 samples = asyncio.run(sampled(settings, process.url, models, options.prompts))
-                for engine, trainer in PRECISIONS:
+                for engine, trainer in chosen:
                     if engine != dtype:
                         continue
                     of = usual(engine, trainer, process.url, root, options)

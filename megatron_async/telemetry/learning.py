@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from megatron_async.weight_sync.verify import GROSS_FACTOR
+
 ZERO_REWARD_STEPS: Final = 5
 """Steps in a row without any reward above 0 before the warning."""
 AT_BOUND_STEPS: Final = 3
@@ -89,6 +91,17 @@ RULES: Final = (
         lambda m: (
             "the scorer found an answer in none of the responses: check task.answer_marker and "
             f"what task.prompt_template asks for ({_LOOK})"
+        ),
+    ),
+    LearningRule(
+        "ratio_drift",
+        ("weights/probe_drift", "weights/probe_mean_error"),
+        lambda m: m["weights/probe_drift"] > GROSS_FACTOR,
+        lambda m: (
+            "log-probs of tokens that an engine has just sampled differ from the trainer's by "
+            f"{m['weights/probe_mean_error']:.2g} on average, {m['weights/probe_drift']:.0f} times "
+            "what was usual: an engine with other settings or a numerical fault looks like this; "
+            "look at its log, and set weights.probe_tolerance to stop at such an error"
         ),
     ),
 )

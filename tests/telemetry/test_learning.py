@@ -20,6 +20,8 @@ WELL = {
     "rollout/lag_max": 2.0,
     "rollout/dropped_stale": 0.0,
     "rollout/trajectories": 64.0,
+    "weights/probe_drift": 1.4,
+    "weights/probe_mean_error": 0.01,
 }
 
 
@@ -40,6 +42,7 @@ def test_a_run_that_learns_is_not_warned_of() -> None:
         ("no_informative_group", {"reward__uninformative_groups": 1.0}),
         ("all_truncated", {"rollout__truncated_share": 1.0}),
         ("no_answer_found", {"rollout__answered_share": 0.0}),
+        ("ratio_drift", {"weights__probe_drift": 24.0, "weights__probe_mean_error": 0.17}),
     ],
 )
 def test_it_is_named_at_the_first_batch(name: str, changes: dict[str, float]) -> None:
