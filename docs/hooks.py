@@ -50,34 +50,41 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def settings_page() -> str:
     """Every setting: name, type, default, range, description."""
-    from megatron_async.config.reference import all_settings, section_doc
+    from megatron_async.config.reference import all_sections, sections_of
+    from megatron_async.config.reward import BUILT_IN
+    from megatron_async.tasks.rewards.reward import arguments_of
 
     lines = [
         "# Settings",
         "",
         "Every setting of a configuration file, by section. An unknown one is refused. Any can be "
         "given on the command line: `section.setting=value`. `megatron-async settings` shows the "
-        "same, `megatron-async settings --of FILE` with the values of a file.",
+        "same, `megatron-async settings --of FILE` with the values of a file. A section `name[]` "
+        "has the settings of each element of the list or mapping `name`.",
     ]
-    for section in dict.fromkeys(setting.section for setting in all_settings()):
-        if section:
-            lines += ["", f"## `{section}`", "", _one_line(section_doc(section))]
-        lines += ["", "| setting | type | default | range | |", "|---|---|---|---|---|"]
+    arguments = [
+        section
+        for name in BUILT_IN
+        for section in sections_of(arguments_of(name), f"reward[].arguments ({name})")
+    ]
+    for section in (*all_sections(), *arguments):
+        if section.name:
+            lines += ["", f"## `{section.name}`", "", _one_line(section.description)]
+        lines += ["", "| setting | type | default | range | description |", "|---|---|---|---|---|"]
         lines += [
-            f"| `{s.name}` | {_code(s.type)} | {_code(s.default)} | {_code(s.range)} | "
-            f"{_one_line(s.description)} |"
-            for s in all_settings()
-            if s.section == section
+            f"| `{s.name.rpartition(').')[2]}` | {_code(s.type)} | {_code(s.default)} | "
+            f"{_code(s.range)} | {_one_line(s.description)} |"
+            for s in section.settings
         ]
     return "\n".join(lines) + "\n"
 
 
 def _code(text: str) -> str:
-    return f"`{text}`".replace("|", "\\|") if text else ""
+    return f"`{text}`".replace("|", "\\|").replace("\n", "\\n") if text else ""
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
 def commands_page() -> str:

@@ -14,9 +14,8 @@ from rich.text import Text
 from megatron_async.config.load import load_config
 from megatron_async.config.reference import (
     Setting,
-    all_settings,
+    all_sections,
     did_you_mean,
-    section_doc,
     shown_value,
 )
 from megatron_async.errors import UserError
@@ -25,9 +24,13 @@ from megatron_async.launcher.derived import Machine, derive
 
 def settings_command(section: str, file: Path | None, overrides: Sequence[str]) -> None:
     """Print the settings of a section (of all), with the values of `file`. Raises UserError."""
-    wanted = [s for s in all_settings() if _within(s.name, section)]
+    wanted = [
+        (part, shown)
+        for part in all_sections()
+        if (shown := [s for s in part.settings if _within(s.name, section)])
+    ]
     if not wanted:
-        sections = ", ".join(dict.fromkeys(s.name.split(".")[0] for s in all_settings()))
+        sections = ", ".join(dict.fromkeys(part.name.split(".")[0] for part in all_sections()[1:]))
         near = did_you_mean(section) or f"; the sections are {sections}"
         raise UserError(f"there is no section or setting {section!r}{near}")
     dumped = None
@@ -35,16 +38,18 @@ def settings_command(section: str, file: Path | None, overrides: Sequence[str]) 
         config = load_config(file, overrides)
         dumped = derive(config, Machine.here(config)).config.model_dump(mode="json")
     console = Console(soft_wrap=False)
-    for name in dict.fromkeys(s.section for s in wanted):
-        console.print(Text(name or "top level", style="bold"), Text(section_doc(name)), sep="\n")
-        for setting in (s for s in wanted if s.section == name):
-            console.print(_head(setting, dumped), highlight=False)
+    for part, shown in wanted:
+        console.print(
+            Text(part.name or "top level", style="bold"), Text(part.description), sep="\n"
+        )
+        for setting in shown:
+            console.print(_head(setting, None if part.of_items else dumped), highlight=False)
             console.print(Padding(Text(setting.description), (0, 0, 0, 6)))
         typer.echo()
 
 
 def _within(name: str, section: str) -> bool:
-    return not section or name == section or name.startswith(f"{section}.")
+    return not section or name == section or name.startswith((f"{section}.", f"{section}[]."))
 
 
 def _head(setting: Setting, dumped: dict[str, object] | None) -> Text:

@@ -11,7 +11,7 @@ import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, TypeGuard, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
@@ -43,34 +43,54 @@ class Setting:
         return value
 
 
+@dataclass(frozen=True)
+class Section:
+    """Settings side by side. `of_items`: those of each element of a list or mapping, `name[]`."""
+
+    name: str
+    description: str
+    settings: tuple[Setting, ...]
+    of_items: bool = False
+
+
 @cache
 def all_settings() -> tuple[Setting, ...]:
-    """In the order of the models."""
-    return tuple(_settings(RunConfig, ""))
+    """In the order of the models, without those of elements."""
+    return tuple(
+        setting for part in all_sections() if not part.of_items for setting in part.settings
+    )
 
 
-def section_doc(name: str) -> str:
-    """The docstring of a section's model, on one line."""
-    model: Any = RunConfig
-    for part in name.split(".") if name else ():
-        model = model.model_fields[part].annotation
-    return " ".join((model.__doc__ or "").split())
+@cache
+def all_sections() -> tuple[Section, ...]:
+    """In the order of the models; sections of elements come behind the one that has the list."""
+    return tuple(sections_of(RunConfig))
 
 
-def _settings(model: type[BaseModel], prefix: str) -> Iterator[Setting]:
-    for name, field in model.model_fields.items():
-        inner = field.annotation
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
-            yield from _settings(inner, f"{prefix}{name}.")
+def sections_of(
+    model: type[BaseModel], name: str = "", of_items: bool = False
+) -> Iterator[Section]:
+    """The section of a model and all below it."""
+    prefix = f"{name}." if name else ""
+    settings: list[Setting] = []
+    below: list[Section] = []
+    for key, field in model.model_fields.items():
+        inner, full = field.annotation, f"{prefix}{key}"
+        if _is_model(inner):
+            below += sections_of(inner, full, of_items)
             continue
-        limits = (_limit(limit) for limit in field.metadata)
-        yield Setting(
-            f"{prefix}{name}",
-            type_text(inner),
-            _default(field),
-            ", ".join(filter(None, limits)),
-            " ".join((field.description or "").split()),
-        )
+        for element in filter(_is_model, get_args(inner)):
+            below += sections_of(element, f"{full}[]", of_items=True)
+        limits = ", ".join(filter(None, (_limit(limit) for limit in field.metadata)))
+        description = " ".join((field.description or "").split())
+        settings.append(Setting(full, type_text(inner), _default(field), limits, description))
+    if settings:
+        yield Section(name, " ".join((model.__doc__ or "").split()), tuple(settings), of_items)
+    yield from below
+
+
+def _is_model(annotation: Any) -> TypeGuard[type[BaseModel]]:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 def type_text(annotation: Any) -> str:
@@ -82,6 +102,8 @@ def type_text(annotation: Any) -> str:
         return " or ".join(type_text(part) for part in arguments)
     if annotation is type(None):
         return "none"
+    if _is_model(annotation):
+        return "mappings"
     if arguments:
         inner = ", ".join(type_text(part) for part in arguments)
         return f"{get_origin(annotation).__name__} of {inner}"  # type: ignore[union-attr]

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from megatron_async.cli import app
 from megatron_async.config import build_config, load_config
-from megatron_async.config.reference import all_settings, did_you_mean, section_doc
+from megatron_async.config.reference import all_sections, all_settings, did_you_mean
 from megatron_async.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +27,15 @@ def test_every_setting_has_a_type_a_default_and_a_description() -> None:
     assert found["sampling.top_p"].range == "> 0, ≤ 1"
     assert found["schedule.overflow"].type == "block | drop_oldest"
     assert all(s.description and s.type for s in all_settings())
-    assert section_doc("engines").startswith("Inference engines")
+
+
+def test_settings_of_the_elements_of_lists_and_mappings_are_listed_too() -> None:
+    sections = {section.name: section for section in all_sections()}
+    assert sections["engines"].description.startswith("Inference engines")
+    for name in ("reward[]", "task.sources[]", "eval.sets[]", "telemetry.trackers[]"):
+        assert sections[name].of_items and sections[name].description
+        assert all(s.description and s.type for s in sections[name].settings)
+    assert "reward[].weight" in CliRunner().invoke(app, ["settings", "reward"]).output
 
 
 def test_values_are_those_of_a_configuration() -> None:

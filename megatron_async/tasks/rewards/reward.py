@@ -87,14 +87,19 @@ def asynchronous(config: RewardConfig) -> bool:
     )
 
 
+def arguments_of(built_in: str) -> type[Settings]:
+    """The model of a built-in reward's arguments."""
+    module, _, name = _CLASSES[built_in].partition(":")
+    found: type[Settings] = getattr(import_module(f"megatron_async.tasks.rewards.{module}"), name)
+    return found
+
+
 def build_reward(settings: ScorerSettings, config: RewardConfig) -> Reward:
     """`config`, ready to be called. Raises UserError."""
     if config.own:
         return _own(config)
-    module, _, name = _CLASSES[config.name].partition(":")
-    made = getattr(import_module(f"megatron_async.tasks.rewards.{module}"), name)
     try:
-        reward: Settings = made.model_validate(config.arguments)
+        reward: Settings = arguments_of(config.name).model_validate(config.arguments)
     except ValidationError as error:
         raise UserError(f"reward {config.name}: arguments.{describe(error)}") from error
     function: Callable[..., Any] = reward.bound(  # type: ignore[attr-defined]
