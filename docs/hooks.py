@@ -107,7 +107,8 @@ def _command(command: Any, path: str) -> list[str]:
         names = ", ".join(f"`{name}`" for name in parameter.opts)
         plain = isinstance(parameter.default, str | int | float | Path) and parameter.default
         default = _code(str(parameter.default)) if plain else ""
-        rows.append(f"| {names} | {default} | {_one_line(parameter.help or '')} |")
+        text = _one_line(parameter.help or parameter.metavar or "")
+        rows.append(f"| {names} | {default} | {text} |")
     if rows:
-        lines += ["| argument or option | default | |", "|---|---|---|", *rows, ""]
+        lines += ["| argument or option | default | description |", "|---|---|---|", *rows, ""]
     return lines

@@ -409,7 +409,7 @@ def profile_engine(
 def replay(
     run_directory: Annotated[Path, typer.Argument(help="runs/NAME")],
     lineage: Annotated[
-        int | None, typer.Option(help="Only this line of the run; default: all of them.")
+        int | None, typer.Option(help="Only this lineage of the run; default: all of them.")
     ] = None,
     timeline: Annotated[bool, typer.Option(help="Print what happened, batch by batch.")] = True,
 ) -> None:

@@ -13,7 +13,7 @@ Invariants
   nowhere. Whatever of this is overlooked here, a second writer's tokens are refused at the store's
   edge and cannot be mixed into a response, whose log-probs would look right.
 - What an engine sends after the end of a response is ignored, with a warning.
-- A failure counts against what there is evidence about (docs/clusters.md, "What an engine is
+- A failure counts against what there is evidence about (docs/failures.md, "What an engine is
   given up for"): a refused request against its prompt alone; a broken stream first asks the engine
   whether it is alive; failures of several prompts in a row, without a token between them, count
   against the engine, and failures of one prompt alone against that prompt.

@@ -2,7 +2,7 @@
 
 Simulated engines: every part of a run killed once under `async`, the manager under `pipeline`, the
 whole tree at the end of both; the first run then goes back to an older checkpoint. Real engines,
-under `copris`: a killed verifier and the failure table of docs/clusters.md, one failure after the
+under `copris`: a killed verifier and the failure table of docs/failures.md, one failure after the
 other in one run, with two engines at first and with only one in its last life.
 """
 
