@@ -1,11 +1,14 @@
-"""Draws the pictures of README and documentation: `python -m benchmarks.pictures`.
+"""Draws the pictures of README and documentation: `python -m benchmarks.pictures [RUN]`.
 
 The five schedules as timelines come from the simulator: the run's own scheduler on a virtual clock,
-two engines with four slots each, the same response lengths for all.
+two engines with four slots each, the same response lengths for all. The learning curve comes from
+benchmarks/results/quickstart.jsonl, which RUN (a quickstart's directory) writes anew.
 """
 
 from __future__ import annotations
 
+import json
+import sys
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +17,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from megatron_async.config.load import build_config
 from megatron_async.scheduler import Scheduler
@@ -22,6 +26,8 @@ from megatron_async.simulate.build import build_world
 from megatron_async.simulate.world import World
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
+QUICKSTART = Path(__file__).parent / "results" / "quickstart.jsonl"
+KEPT = ("kind", "step", "reward/mean", "eval/accuracy", "eval/accuracy_low", "eval/accuracy_high")
 PRESETS = {
     "sync": "sync: all wait for the longest response",
     "rapid": "rapid: one large batch, four updates",
@@ -113,10 +119,65 @@ def timeline(preset: str) -> Timeline:
     return watch.timeline
 
 
-def draw(timelines: dict[str, Timeline], dark: bool) -> None:
-    ink, paper = ("#d7dae0", "#0d1117") if dark else ("#24292f", "#ffffff")
+def keep_curve(run: Path) -> None:
+    """Write the part of a run's metrics that the learning curve shows."""
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    rows = [
+        {name: line[name] for name in KEPT if name in line}
+        for line in lines
+        if line["kind"] in ("train", "eval")
+    ]
+    QUICKSTART.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def draw_curve(dark: bool) -> None:
+    """Mean reward of every batch, and held-out accuracy with its 95 % interval."""
+    ink, paper = _colours(dark)
+    rows = [json.loads(line) for line in QUICKSTART.read_text().splitlines()]
+    train = [row for row in rows if row["kind"] == "train"]
+    held_out = [row for row in rows if row["kind"] == "eval" and "eval/accuracy" in row]
+    figure, ax = plt.subplots(figsize=(7, 3.2))
+    ax.plot([r["step"] for r in train], [r["reward/mean"] for r in train], color="#4c9be8")
+    heights = [r["eval/accuracy"] for r in held_out]
+    lows = [r["eval/accuracy"] - r["eval/accuracy_low"] for r in held_out]
+    highs = [r["eval/accuracy_high"] - r["eval/accuracy"] for r in held_out]
+    steps = [r["step"] for r in held_out]
+    ax.errorbar(steps, heights, [lows, highs], fmt="o", color="#d9822b", capsize=3)
+    for step, height in zip(steps, heights, strict=True):
+        ax.annotate(
+            f"{height:.1%}", (step, height), (6, -12), textcoords="offset points", color=ink
+        )
+    ax.set_title("blue: mean reward of a batch; orange: held-out accuracy", loc="left", color=ink)
+    ax.set_xlabel("update", color=ink)
+    ax.set_ylim(0.4, 1.0)
+    ax.set_xlim(-1, max(steps) + 4)
+    ax.set_facecolor(paper)
+    ax.tick_params(colors=ink, length=0)
+    ax.grid(axis="y", color=ink, alpha=0.15)
+    for side in ax.spines.values():
+        side.set_visible(False)
+    _save(figure, "learning", dark, paper)
+
+
+def _colours(dark: bool) -> tuple[str, str]:
+    """Ink and paper."""
     mpl.rcParams.update({"svg.hashsalt": "megatron_async", "svg.fonttype": "none"})
     mpl.rcParams.update({"font.family": "sans-serif", "font.size": 9})
+    return ("#d7dae0", "#0d1117") if dark else ("#24292f", "#ffffff")
+
+
+def _save(figure: Figure, name: str, dark: bool, paper: str) -> None:
+    figure.patch.set_facecolor(paper)
+    figure.tight_layout()
+    FOLDER.mkdir(exist_ok=True)
+    target = FOLDER / f"{name}-{'dark' if dark else 'light'}.svg"
+    figure.savefig(target, metadata={"Date": None})
+    plt.close(figure)
+
+
+def draw(timelines: dict[str, Timeline], dark: bool) -> None:
+    """The schedules one above the other."""
+    ink, paper = _colours(dark)
     figure, axes = plt.subplots(len(timelines), 1, figsize=(9, 8.2), sharex=True)
     colours = plt.get_cmap("viridis")
     for (preset, line), ax in zip(timelines.items(), axes, strict=True):
@@ -134,12 +195,7 @@ def draw(timelines: dict[str, Timeline], dark: bool) -> None:
         "rows 1–8: slots of two engines, coloured by policy version; below, orange: the trainer",
         (0, 1.22), xycoords="axes fraction", color=ink, fontsize=8,
     )  # fmt: skip
-    figure.patch.set_facecolor(paper)
-    figure.tight_layout()
-    FOLDER.mkdir(exist_ok=True)
-    target = FOLDER / f"schedules-{'dark' if dark else 'light'}.svg"
-    figure.savefig(target, metadata={"Date": None})
-    plt.close(figure)
+    _save(figure, "schedules", dark, paper)
 
 
 def _frame(ax: Axes, title: str, ink: str) -> None:
@@ -153,9 +209,12 @@ def _frame(ax: Axes, title: str, ink: str) -> None:
 
 
 def main() -> None:
+    if sys.argv[1:]:
+        keep_curve(Path(sys.argv[1]))
     timelines = {preset: timeline(preset) for preset in PRESETS}
     for dark in (False, True):
         draw(timelines, dark)
+        draw_curve(dark)
 
 
 if __name__ == "__main__":
