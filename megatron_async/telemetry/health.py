@@ -1,10 +1,10 @@
-"""Named warnings from a run's own metrics: the correction guide's rules, ESS collapse, entropy.
+"""Named warnings from a run's own metrics: the correction guide's rules, ESS, entropy, drift.
 
 Invariants
 - A function of the metrics seen so far. The correction guide's rules are in `algorithms.metrics`.
 - Each is emitted once when it sets in, and again only after a step at which it did not hold. A step
   without the metric of a rule (one that was skipped) does not count for it.
-- The thresholds of ESS and entropy are assumed (no source gives numbers).
+- The thresholds of ESS, entropy and drift are assumed (no source gives numbers).
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
 
 from megatron_async.algorithms.metrics import health_warnings, unmeasured_rules
 from megatron_async.telemetry.learning import LearningWatch
@@ -25,16 +26,27 @@ ENTROPY_GROWTH = 1.5
 """Newest entropy over that of the window's first step that counts as growth without end."""
 ENTROPY_WINDOW = 10
 """Steps of entropy that are looked at."""
+DRIFT_STEPS = 5
+"""Steps at either end of the run whose median error of engines' log-probs is compared."""
+DRIFT_GROWTH = 2.0
+"""Newest median over the first one that counts as drift: single steps differ by less."""
+DRIFT_LEAST = 1e-3
+"""Median error in nats below which nothing is drift: rounding in float32 stays far below."""
+_PROBE = "weights/probe_mean_error"
 
 
 class HealthWatch:
     """Takes every step's metrics; returns what goes wrong. `holding`: names that hold now.
 
-    `bound`: schedule.max_async_level; `before`: metrics of the last step before a resume.
+    `bound`: schedule.max_async_level; `before`: metrics of the steps before a resume, in order.
     """
 
-    def __init__(self, bound: int | None = None, before: Mapping[str, float] | None = None) -> None:
-        self._learning = LearningWatch(bound, before)
+    def __init__(
+        self, bound: int | None = None, before: Iterable[Mapping[str, float]] = ()
+    ) -> None:
+        steps = list(before)
+        self._learning = LearningWatch(bound, steps[-1] if steps else None)
+        self._probe_errors = [metrics[_PROBE] for metrics in steps if _PROBE in metrics]
         self._ess: deque[float] = deque(maxlen=STREAK)
         self._entropy: deque[float] = deque(maxlen=ENTROPY_WINDOW)
         self.holding: frozenset[str] = frozenset()
@@ -58,6 +70,10 @@ class HealthWatch:
             found.append(("ess_collapse", collapse))
         if (growth := entropy_growth(list(self._entropy))) is not None:
             found.append(("entropy_growth", growth))
+        if _PROBE in metrics:
+            self._probe_errors.append(metrics[_PROBE])
+        if (drift := engine_drift(self._probe_errors)) is not None:
+            found.append(("engine_drift", drift))
         return found
 
 
@@ -85,4 +101,18 @@ def entropy_growth(entropy: Sequence[float]) -> str | None:
         f"entropy rose from {window[0]:.3f} to {window[-1]:.3f} nats in {ENTROPY_WINDOW} steps: "
         "stale data or clipping push the policy apart; lower schedule.max_async_level, tighten "
         "rejection, or lower the learning rate"
+    )
+
+
+def engine_drift(errors: Sequence[float]) -> str | None:
+    """A sentence when engines and trainer differ more and more on tokens of equal weights."""
+    if len(errors) < 2 * DRIFT_STEPS:
+        return None
+    first, newest = median(errors[:DRIFT_STEPS]), median(errors[-DRIFT_STEPS:])
+    if newest < DRIFT_LEAST or newest < DRIFT_GROWTH * first:
+        return None
+    return (
+        f"log-probs of engines and trainer differed by {first:.2g} at the start and by "
+        f"{newest:.2g} nats now, with the same weights: stale weights or KV cache, or rounding "
+        "that grows; see weights/probe_mean_error for the step and docs/weights.md for the causes"
     )

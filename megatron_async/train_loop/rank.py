@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 
@@ -73,7 +72,7 @@ def train(directory: RunDirectory, config: RunConfig, ray_address: str, stop: St
         trainer = None if colocated else build()
         metrics: MetricsWriter | None = None
         link: RolloutLink | None = None
-        before: Mapping[str, float] = {}
+        before: list[dict[str, float]] = []
         if first:
             ray_link = RayLink(config, ray_address, stop.asked)
             stack.callback(ray_link.close)
@@ -82,7 +81,7 @@ def train(directory: RunDirectory, config: RunConfig, ray_address: str, stop: St
                 ledger = load_object(config.experiment.ledger, "experiment.ledger")
                 link = ledger(directory.path).link(ray_link)
             trained = read_metrics(directory.metrics_file)
-            before = next((m for m in reversed(trained) if m["step"] < resume.step), {})
+            before = [metrics for metrics in trained if metrics["step"] < resume.step]
             run = TrackedRun(
                 config.name, directory.path, config.model_dump(mode="json"), lineage=lineage
             )

@@ -10,7 +10,12 @@ from rich.console import Console
 
 from megatron_async.config.run import TelemetryConfig
 from megatron_async.disk import CannotWrite
-from megatron_async.telemetry.health import HealthWatch, entropy_growth, ess_collapse
+from megatron_async.telemetry.health import (
+    HealthWatch,
+    engine_drift,
+    entropy_growth,
+    ess_collapse,
+)
 from megatron_async.telemetry.metrics import MetricsWriter, read_metrics
 from megatron_async.telemetry.progress import Progress, format_status, format_step
 from megatron_async.telemetry.trackers.background import BackgroundTracker
@@ -180,6 +185,39 @@ def test_entropy_growth_needs_a_steady_large_rise() -> None:
     assert entropy_growth(rising[::-1]) is None
     assert entropy_growth([1.0 + 0.01 * i for i in range(10)]) is None
     assert entropy_growth([*rising[:9], float("nan")]) is None
+
+
+def _probe_errors(first: float, last: float, steps: int, seed: int = 1) -> list[float]:
+    """A straight line with noise of a third, as few tokens a step give."""
+    random = np.random.default_rng(seed)
+    return list(np.linspace(first, last, steps) * random.uniform(0.67, 1.33, steps))
+
+
+def test_engines_that_drift_from_the_trainer_are_named_once_while_it_lasts() -> None:
+    """0.011 to 0.036 in 30 steps: what a user of this pair of engines reported."""
+    watch = HealthWatch()
+    found = [watch.step({"weights/probe_mean_error": e}) for e in _probe_errors(0.011, 0.036, 30)]
+    named = [(step, name) for step, warnings in enumerate(found) for name, _ in warnings]
+    assert [name for _, name in named] == ["engine_drift"]
+    assert 10 <= named[0][0] < 30
+    assert "engine_drift" in watch.holding
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_and_rounding_in_float32_are_no_drift(seed: int) -> None:
+    steady = _probe_errors(0.02, 0.02, 200, seed)
+    assert not any(engine_drift(steady[:n]) for n in range(200))
+    float32 = _probe_errors(1e-7, 1e-5, 200, seed)
+    assert not any(engine_drift(float32[:n]) for n in range(200))
+
+
+def test_a_slow_drift_is_seen_across_a_resume() -> None:
+    errors = _probe_errors(0.011, 0.036, 300)
+    lines = [{"weights/probe_mean_error": error} for error in errors]
+    resumed = HealthWatch(before=lines[:290])
+    found = [name for line in lines[290:] for name, _ in resumed.step(line)]
+    assert found == ["engine_drift"]
+    assert engine_drift([0.01] * 4 + [0.05] * 5) is None  # too few steps to tell
 
 
 def test_every_set_of_an_evaluation_is_a_line_of_the_display() -> None:

@@ -87,8 +87,10 @@ def server_command(
     change under running requests that keep their KV cache. The overlap scheduler is off then: with
     it the last token of the old weights is reported under the new version. (A retracted request's
     spans, and aborts, are exact either way.) `awaits_weights`: it serves nothing before an update
-    has replaced all weights, so on a GPU none are read from the model's files.
+    has replaced all weights, so on a GPU none are read from the model's files. In half precision
+    the head's logits stay in float32, as the trainer's do.
     """
+    dtype = resolve_dtype(settings, device)
     command = [
         sys.executable,
         "-m",
@@ -97,7 +99,8 @@ def server_command(
         *("--host", settings.host),
         *("--port", str(port)),
         *("--device", device),
-        *("--dtype", resolve_dtype(settings, device)),
+        *("--dtype", dtype),
+        *([] if dtype == "float32" else ["--enable-fp32-lm-head"]),
         *("--tp-size", str(settings.tensor)),
         f"--weight-version={version}",
         *("--stream-interval", str(settings.stream_interval)),
@@ -136,7 +139,7 @@ def server_command(
 
 
 def server_environment(
-    settings: EngineConfig, device: str, gpus: Sequence[int] | None, base: Mapping[str, str]
+    settings: EngineConfig, device: str, gpus: Sequence[str] | None, base: Mapping[str, str]
 ) -> dict[str, str]:
     """The environment of one server: offline, a cheap health check, one thread per CPU rank.
 
@@ -161,7 +164,7 @@ def server_environment(
             cores = [str(core % (os.cpu_count() or 1)) for core in range(settings.tensor)]
             environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(cores))
     elif gpus is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in gpus)
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     return environment
 
 
@@ -188,7 +191,7 @@ class SGLangProcess:
         settings: EngineConfig,
         log_path: Path,
         version: PolicyVersion = NO_VERSION,
-        gpus: Sequence[int] | None = None,
+        gpus: Sequence[str] | None = None,
         in_place: bool = False,
         awaits_weights: bool = False,
     ) -> None:
