@@ -71,7 +71,7 @@ class Window:
 
     `settling`: completions still to pass before anything is measured; `falling`: that is because
     N' was lowered, so that even the guards see what is past. `began_at` is None until the first
-    batch after that.
+    batch after that. `busiest`: the most requests in flight at a completion.
     """
 
     settling: int
@@ -125,14 +125,19 @@ def start(groups_per_batch: int, group_size: int, expected_tokens: int) -> AutoC
     )
 
 
-def completed(state: AutoConcurrency) -> AutoConcurrency:
-    """Count a request that ran to its end."""
+def completed(state: AutoConcurrency, in_flight: int) -> AutoConcurrency:
+    """Count a request that ran to its end; `in_flight` were under way just before it.
+
+    Load reports would not do for that: between two of them short responses come and go unseen.
+    """
     window = state.window
     if window.settling:
         left = window.settling - 1
         falling = window.falling and left > 0
         return replace(state, window=replace(window, settling=left, falling=falling))
-    return replace(state, window=replace(window, completions=window.completions + 1))
+    busiest = max(window.busiest, in_flight)
+    window = replace(window, completions=window.completions + 1, busiest=busiest)
+    return replace(state, window=window)
 
 
 def capped(state: AutoConcurrency, cap: int | None, kv_tokens: int) -> AutoConcurrency:
@@ -150,9 +155,7 @@ def capped(state: AutoConcurrency, cap: int | None, kv_tokens: int) -> AutoConcu
     return _at(replace(fresh, later=0), limit)
 
 
-def loaded(
-    state: AutoConcurrency, kv_usage: float, preemptions: int, in_flight: int
-) -> AutoConcurrency:
+def loaded(state: AutoConcurrency, kv_usage: float, preemptions: int) -> AutoConcurrency:
     """A load report of one engine."""
     window = state.window
     if preemptions >= max(1, state.limit // 2) and not window.falling:
@@ -166,7 +169,6 @@ def loaded(
             preemptions=window.preemptions + preemptions,
             usage_sum=window.usage_sum + kv_usage,
             reports=window.reports + 1,
-            busiest=max(window.busiest, in_flight),
         ),
     )
 
@@ -189,7 +191,8 @@ def taken(state: AutoConcurrency, at_seconds: float, batched_tokens: int) -> Aut
     seconds = at_seconds - window.began_at
     window = replace(window, batches=window.batches + 1)
     state = replace(state, window=window)
-    enough = window.batches >= WINDOW_BATCHES[state.later] and window.completions >= window.busiest
+    turned_over = 0 < window.busiest <= window.completions
+    enough = turned_over and window.batches >= WINDOW_BATCHES[state.later]
     if not enough or not window.reports or seconds <= 0:
         return state
     if window.preemptions > PREEMPTION_LIMIT * window.completions:

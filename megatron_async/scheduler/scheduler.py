@@ -132,9 +132,10 @@ class Scheduler:
     # ------------------------------------------------------------ events about trajectories
 
     def _finished(self, event: ev.Finished, out: Actions) -> None:
+        in_flight = self._fleet.in_flight
         news = self._life.finished(event, out)
         if news and self._auto is not None:
-            self._auto = auto_concurrency.completed(self._auto)
+            self._auto = auto_concurrency.completed(self._auto, in_flight)
         self._advance_unless_waiting(out)
 
     def _aborted(self, event: ev.Aborted, out: Actions) -> None:
@@ -196,12 +197,9 @@ class Scheduler:
         engine = self._fleet.engines.get(event.engine_id)
         if engine is None:
             return
-        in_flight = self._fleet.in_flight
-        out.extend(self._watch.load(event, len(engine.running), in_flight))
+        out.extend(self._watch.load(event, len(engine.running), self._fleet.in_flight))
         if self._auto is not None:
-            self._auto = auto_concurrency.loaded(
-                self._auto, event.kv_usage, event.preemptions, in_flight
-            )
+            self._auto = auto_concurrency.loaded(self._auto, event.kv_usage, event.preemptions)
             self._advance(out)
 
     def _update_requested(self, event: ev.UpdateRequested, out: Actions) -> None:

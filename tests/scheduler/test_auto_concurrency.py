@@ -86,12 +86,12 @@ def throughput(fixed: int | None, seed: int = 1, steps: int = 10_000) -> float:
         engine.step()
         for _ in range(engine.completions - completed):
             completed += 1
-            state = auto.completed(state)
+            state = auto.completed(state, state.limit if fixed is None else fixed)
             if completed % 16 == 0:
                 state = auto.taken(state, engine.seconds, engine.finished_tokens)
         if step % 20 == 0:
             usage = engine.kv / CAPACITY
-            state = auto.loaded(state, usage, engine.preemptions - reported, len(engine.requests))
+            state = auto.loaded(state, usage, engine.preemptions - reported)
             reported = engine.preemptions
         if step == steps // 2:
             mark = (engine.tokens, engine.seconds)
@@ -126,12 +126,12 @@ class Loop:
         """One window in which tokens come at `rate`; the N' that follows from it."""
         in_flight = self.state.limit if in_flight is None else in_flight
         for _ in range(self.state.window.settling):
-            self.state = auto.completed(self.state)
+            self.state = auto.completed(self.state, in_flight)
         self._batch(0, 1.0)
         for _ in range(in_flight):
-            self.state = auto.completed(self.state)
+            self.state = auto.completed(self.state, in_flight)
         for _ in range(reports):
-            self.state = auto.loaded(self.state, usage, preemptions, in_flight)
+            self.state = auto.loaded(self.state, usage, preemptions)
         for _ in range(auto.WINDOW_BATCHES[self.state.later]):
             self._batch(rate, 1.0)
         return self.state.limit
@@ -201,14 +201,14 @@ def test_it_probes_again_after_a_rest() -> None:
 def test_nothing_is_compared_before_a_turnover_and_a_window_of_batches() -> None:
     state = auto.start(4, 4, 100)
     for _ in range(15):
-        state = auto.completed(state)
+        state = auto.completed(state, 16)
     assert auto.taken(state, 5.0, 100) == state
-    state = auto.completed(state)
+    state = auto.completed(state, 16)
     for batch in range(auto.WINDOW_BATCHES[0] + 1):
-        state = auto.taken(auto.loaded(state, 0.1, 0, 16), float(batch), 100 * batch)
+        state = auto.taken(auto.loaded(state, 0.1, 0), float(batch), 100 * batch)
     assert (state.best, state.limit) == (0, 16)
     for _ in range(16):
-        state = auto.completed(state)
+        state = auto.completed(state, 16)
     assert auto.taken(state, 9.0, 900).limit == 32
 
 
@@ -216,14 +216,29 @@ def test_without_times_it_never_probes() -> None:
     state = auto.start(4, 4, 100)
     for batch in range(50):
         for _ in range(16):
-            state = auto.completed(state)
-        state = auto.taken(auto.loaded(state, 0.1, 0, 16), 0.0, 100 * batch)
+            state = auto.completed(state, 16)
+        state = auto.taken(auto.loaded(state, 0.1, 0), 0.0, 100 * batch)
     assert state.limit == 16
 
 
 def test_no_probe_goes_up_while_slots_stay_empty() -> None:
     """A full ring, a lag bound, too few prompts: more slots would be empty too."""
     assert Loop().window(1000, in_flight=12) == 11
+
+
+def test_responses_shorter_than_a_report_interval_do_not_look_like_empty_slots() -> None:
+    """Each report finds the engine empty: all that ran has ended, and what follows comes then."""
+    run = Script("pipeline", concurrency="auto", expected_tokens=2250)
+    run.prompts(2)
+    seen = []
+    for step in range(4):
+        run.finish(*run.running[:4])
+        run.tell(ev.EngineLoad("a", 0.0, 0))
+        run.prompts(2)
+        run.tell(ev.BatchTaken(step, 1.0 + step), ev.UpdateRequested(step + 1))
+        run.publish(step + 1)
+        seen.append(run.scheduler.view().concurrency)
+    assert seen == [4, 4, 4, 8]
 
 
 def test_no_probe_goes_far_beyond_the_cache() -> None:
@@ -242,18 +257,18 @@ def test_preemptions_are_a_ceiling_that_is_remembered() -> None:
 
 
 def test_a_storm_is_not_waited_for() -> None:
-    assert auto.loaded(auto.start(16, 8, 100), 1.0, 64, 128).limit == 119
+    assert auto.loaded(auto.start(16, 8, 100), 1.0, 64).limit == 119
 
 
 def test_the_end_of_a_storm_is_not_taken_for_another_one() -> None:
-    state = auto.loaded(auto.start(16, 8, 100), 1.0, 64, 128)
-    assert auto.loaded(state, 1.0, 64, 128) == state
+    state = auto.loaded(auto.start(16, 8, 100), 1.0, 64)
+    assert auto.loaded(state, 1.0, 64) == state
 
 
 def test_too_large_an_off_policy_share_lowers_it() -> None:
     state = auto.start(16, 8, 100)
     for _ in range(256):
-        state = auto.completed(state)
+        state = auto.completed(state, 16)
     lowered = auto.batched(state, 0.6, 0.5)
     assert lowered.limit == 119
     assert auto.batched(state, 0.6, 1.0) == state
@@ -265,8 +280,8 @@ def test_it_stays_between_one_group_and_what_engines_run() -> None:
     assert state.limit == 10
     for _ in range(50):
         for _ in range(20):
-            state = auto.completed(state)
-        state = auto.loaded(state, 1.0, 100, 10)
+            state = auto.completed(state, 16)
+        state = auto.loaded(state, 1.0, 100)
     assert state.limit == 4
 
 
