@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 from megatron_async.engines.interface import (
     EngineClient,
@@ -40,7 +40,7 @@ class ForwardingClient:
     def dtype(self) -> str | None:
         return self._client.dtype
 
-    def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
         return self._client.generate(request)
 
     async def abort(self, request_ids: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -94,8 +94,8 @@ class EngineClient(Protocol):
         """The type in which it computes, as torch calls it; None when that is not known."""
         ...
 
-    def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
-        """Stream a response. Cancelling the iteration aborts the request."""
+    def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
+        """Stream a response. Cancelling or closing the iteration aborts the request."""
         ...
 
     async def abort(self, request_ids: Sequence[str]) -> None:

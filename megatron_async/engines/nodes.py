@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import psutil
 
-from megatron_async.errors import UserError
+from megatron_async.errors import UserError, one_line
 
 ROLE_LABEL: Final = "megatron-async-role"
 TRAINER_ROLE: Final = "trainer"
@@ -33,11 +33,28 @@ _EVERY_INTERFACE: Final = "0.0.0.0"
 
 
 def init_ray(**arguments: Any) -> Any:
-    """`ray.init` that leaves SIGTERM as it was: Ray's own handler prints its C++ stack."""
+    """`ray.init` that leaves SIGTERM as it was: Ray's own handler prints its C++ stack.
+
+    Raises UserError when Ray does not start, or the cluster at `address` cannot be joined.
+    """
     import ray
 
     on_sigterm = signal.getsignal(signal.SIGTERM)
-    context = ray.init(**arguments)
+    try:
+        context = ray.init(**arguments)
+    except Exception as error:  # Ray raises it as such, too, when a start takes too long
+        ray.shutdown()  # nothing half-started is left
+        address = arguments.get("address")
+        if address in (None, "local"):
+            what = f"Ray did not start on {socket.gethostname()}"
+            remedy = (
+                f"its logs are in {ray_directory()}/session_latest/logs; it has 30 s to start, "
+            )
+            remedy += "so try again when the machine is less busy"
+        else:
+            what = f"the Ray cluster at {address} cannot be joined from {socket.gethostname()}"
+            remedy = "check that it runs, and that this node reaches it"
+        raise UserError(f"{what} ({one_line(error)}): {remedy}") from error
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, on_sigterm)
     return context

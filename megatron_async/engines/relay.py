@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import aclosing
 from functools import partial
 from typing import Any, Protocol
 
@@ -99,10 +100,11 @@ class StreamRelay:
 
     async def _read(self, stream: int, request: GenerationRequest) -> None:
         try:
-            async for chunk in self._client.generate(request):
-                if not self._outbox.has_room(stream):
-                    await self._room(stream)
-                self._put(stream, chunk)
+            async with aclosing(self._client.generate(request)) as chunks:
+                async for chunk in chunks:
+                    if not self._outbox.has_room(stream):
+                        await self._room(stream)
+                    self._put(stream, chunk)
         except (EngineError, ComponentFailure) as failure:
             self._put(stream, failure)
         except Exception as defect:  # noqa: BLE001 - it ends the run, from the manager
@@ -174,7 +176,7 @@ class RelayedEngine(ForwardingClient):
         self._receiving: asyncio.Task[None] | None = None
         self._closed = False
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
         """Stream a response. Cancelling or closing the iteration aborts the request."""
         if self._closed:
             raise EngineError(f"{self.engine_id} ({self.url}): the client has been closed")

@@ -24,6 +24,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 
 import numpy as np
@@ -279,8 +280,18 @@ class Generation:
         self._ended(request, refused=refused)
 
     async def _read(self, request: RunningRequest) -> None:
+        slot = request.slot
+        if request.abort_wanted:
+            return
+        # Closed before the request is reported to have ended: it may run elsewhere at once.
+        async with aclosing(slot.client.generate(self._generation_request(request))) as chunks:
+            await self._read_chunks(request, chunks)
+
+    async def _read_chunks(
+        self, request: RunningRequest, chunks: AsyncIterator[TokenChunk]
+    ) -> None:
         slot, trajectory_id = request.slot, request.trajectory_id
-        async for chunk in self._stream(request):
+        async for chunk in chunks:
             if request.complete:
                 self._statistics.warned(
                     "tokens_after_eos",
@@ -362,13 +373,6 @@ class Generation:
             f"it failed {_FAILURES_OF_ONE} times in a row on engines that serve others: {why}",
         )
         return True
-
-    async def _stream(self, request: RunningRequest) -> AsyncIterator[TokenChunk]:
-        """The engine's stream; empty when the request is already unwanted."""
-        if request.abort_wanted:
-            return
-        async for chunk in request.slot.client.generate(self._generation_request(request)):
-            yield chunk
 
     def _generation_request(self, request: RunningRequest) -> GenerationRequest:
         trajectory = self._store.load_trajectory(request.trajectory_id)

@@ -8,6 +8,8 @@ Invariants
   that hold or sample something else, and those that failed to answer.
 - The rules remember across updates: the checksum that a version was published with, and what
   difference to the trainer is usual in half precision.
+- Where two checksums are equally common none is taken for wrong before the trainer has compared:
+  its log-probs decide. Only if they do not is every engine taken for wrong.
 """
 
 from __future__ import annotations
@@ -60,6 +62,7 @@ class WeightChecks:
         self._config = config
         self._prompts = prompts
         self._agreed: tuple[PolicyVersion, str] | None = None
+        self._undecided: list[HeldVersion] = []  # engines whose checksums are equally common
         self._rule = RatioCheck(
             tolerance=config.weights.probe_tolerance, temperature=config.sampling.temperature
         )
@@ -71,7 +74,8 @@ class WeightChecks:
     async def held(self, engines: Sequence[EngineClient], version: PolicyVersion) -> CheckedEngines:
         """Return whether they hold `version` under one checksum.
 
-        Engines that come to a version later must have the checksum of those that serve it.
+        Engines that come to a version later must have the checksum of those that serve it. Where
+        two checksums are equally common all engines pass, and `ratios` decides.
         """
 
         async def ask(engine: EngineClient) -> HeldVersion:
@@ -84,14 +88,31 @@ class WeightChecks:
         if self._agreed is not None and self._agreed[0] == version:
             agreed = self._agreed[1]
         self._agreed = None if agreed is None else (version, agreed)
+        self._undecided = []
+        if agreed is None:
+            self._undecided = [report for report in reports if report.version == version]
         outcome = CheckedEngines(failed=failed)
         for engine, report in found:
-            why = disagreement(report, reports, version, agreed)
+            why = disagreement(report, reports, version, agreed or report.checksum)
             if why is None:
                 outcome.good.append(engine)
             else:
                 outcome.wrong[engine.engine_id] = why
         return outcome
+
+    def _decide(self, outcome: CheckedEngines, version: PolicyVersion) -> CheckedEngines:
+        """Settle which checksum is right: that of all engines which passed, if they have one."""
+        passed = {engine.engine_id for engine in outcome.good}
+        reports = [report for report in self._undecided if report.engine_id in passed]
+        self._undecided = []
+        if not reports:
+            return outcome
+        checksums = {report.checksum for report in reports}
+        if len(checksums) == 1:
+            self._agreed = (version, reports[0].checksum)
+            return outcome
+        disagree = {r.engine_id: disagreement(r, reports, version, None) or "" for r in reports}
+        return CheckedEngines(wrong=outcome.wrong | disagree, failed=outcome.failed)
 
     async def sampled(
         self, engines: Sequence[EngineClient], version: PolicyVersion
@@ -125,7 +146,7 @@ class WeightChecks:
         if logprobs_T is None:
             if samples:
                 raise ValueError(f"engines sampled with {version}, and no log-probs came of it")
-            return Ratios(CheckedEngines(list(engines)))
+            return Ratios(self._decide(CheckedEngines(list(engines)), version))
         exact = float32 and self._sent_exactly and all(e.dtype == "float32" for e in engines)
         errors = probe.errors(samples, logprobs_T)
         outcome = CheckedEngines()
@@ -146,7 +167,7 @@ class WeightChecks:
             drift = self._rule.drift(errors.values())
             self._rule.learn(errors[engine.engine_id] for engine in outcome.good)
         return Ratios(
-            outcome,
+            self._decide(outcome, version),
             float(np.max([error.mean for error in errors.values()], initial=0.0)),
             float(np.max([error.largest for error in errors.values()], initial=0.0)),
             drift,

@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -253,6 +253,40 @@ def test_what_an_engine_sends_after_the_end_is_a_warning_and_nothing_else(tmp_pa
         assert [s.token_ids.tolist() for s in kept.segments] == [[7, STOP]]
         assert bench.statistics.tokens == 2
         assert "engine scripted sent more" in bench.statistics.warnings["tokens_after_eos"]
+        await bench.store.close()
+
+    run(body())
+
+
+def test_a_stream_that_is_read_no_further_is_closed_before_its_request_has_ended(
+    tmp_path: Path,
+) -> None:
+    """The engine lets go of it in this order: its successor may be submitted at once."""
+
+    async def body() -> None:
+        unexpected = TokenChunk(
+            np.array([7], np.int32), np.full(1, -1.0, np.float32), PolicyVersion(0, 1), None
+        )
+        bench = Bench.of(tmp_path, config_of(), unexpected, chunk(8))
+        order: list[str] = []
+        generate = bench.engine.generate
+
+        async def noting(request: GenerationRequest) -> AsyncIterator[TokenChunk]:
+            try:
+                async for said in generate(request):
+                    yield said
+            finally:
+                order.append("closed")
+
+        bench.engine.generate = noting  # type: ignore[method-assign]
+        feed = bench.generation._reports.feed
+        bench.generation._reports = replace(
+            bench.generation._reports,
+            feed=lambda event: (order.append(type(event).__name__), feed(event)),  # type: ignore[func-returns-value]
+        )
+        await bench.one_request()
+        assert order == ["closed", "Aborted"]
+        assert len(bench.given_up) == 1, "it has not been sent that version"
         await bench.store.close()
 
     run(body())

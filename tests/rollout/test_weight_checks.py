@@ -55,6 +55,8 @@ class WrongEngine(SimulatedEngine):
             self.lied = []
 
     async def checksum(self) -> str:
+        if self._lies("probe") and (await super().version()).number >= self.first_wrong:
+            return "wrong weights"
         lies = self._lies("checksum")
         self._times -= lies
         return "another" if lies else await super().checksum()
@@ -163,7 +165,34 @@ def test_one_of_three_that_differs_is_the_suspect(tmp_path: Path) -> None:
     run(body())
 
 
-def test_of_two_that_differ_neither_is_believed(tmp_path: Path) -> None:
+def test_of_two_that_differ_the_one_that_samples_from_other_weights_is_wrong(
+    tmp_path: Path,
+) -> None:
+    """Its checksum has as many votes as the other's: the trainer's log-probs decide."""
+
+    async def body() -> None:
+        it = Run(tmp_path, restarting(2), WrongEngines("probe", [2]))
+        await it.manager.start()
+        await it.manager.attach(ResumePoint(0))
+        report = await it.publish(0)
+        assert not report.passed and it.up == ["engine1.1"]
+        assert it.manager._doubted == {"engine0.0"}
+        await it.publish(0)  # wrong once more: it is replaced, and the healthy one stays
+        while len(it.engines.all) == 2:
+            await asyncio.sleep(0.01)
+        while len(it.up) < 2:
+            await it.publish(0)
+        assert set(it.up) == {"engine0.2", "engine1.1"}
+        await it.manager.stop()
+
+    run(body())
+
+
+def test_two_that_differ_and_both_sample_as_the_trainer_does_are_sent_the_weights_again(
+    tmp_path: Path,
+) -> None:
+    """What one of them holds is wrong where a few tokens do not show it."""
+
     async def body() -> None:
         it = Run(tmp_path, restarting(2), WrongEngines("checksum", [1]))
         await it.manager.start()

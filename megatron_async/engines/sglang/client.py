@@ -18,7 +18,8 @@ import asyncio
 import errno
 import itertools
 import uuid
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Self
 
@@ -125,7 +126,7 @@ class SGLangClient:
     def dtype(self) -> str | None:
         return self._dtype
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
         """Stream a response. Cancelling or closing the iteration aborts the request."""
         name = request.request_id
         if name in self._wire_ids:
@@ -143,11 +144,12 @@ class SGLangClient:
         self._wire_ids[name] = wire_id
         ended = False
         try:
-            async for chunk in self._stream(body):
-                if chunk.end is not None:
-                    ended = True
-                    del self._wire_ids[name]
-                yield chunk
+            async with aclosing(self._stream(body)) as chunks:
+                async for chunk in chunks:
+                    if chunk.end is not None:
+                        ended = True
+                        del self._wire_ids[name]
+                    yield chunk
         except Refusal as refusal:
             raise RequestRefused(f"{self._engine_id}: request {name}: {refusal}") from refusal
         except (*_CONTROL_ERRORS, BadReport) as error:
@@ -265,7 +267,7 @@ class SGLangClient:
             raise EngineError(f"{self._engine_id} ({self._url}): the client has been closed")
         return self._session
 
-    async def _stream(self, body: dict[str, Any]) -> AsyncIterator[TokenChunk]:
+    async def _stream(self, body: dict[str, Any]) -> AsyncGenerator[TokenChunk, None]:
         decoder = StreamDecoder()
         buffer = bytearray()
         limit = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS)

@@ -19,7 +19,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -176,7 +176,7 @@ class SimulatedEngine:
 
     # ------------------------------------------------------------ EngineClient
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
         """Stream a response. Cancelling the iteration aborts the request."""
         self._require_alive("generate")
         name, longest = request.request_id, self._model.longest_tokens
