@@ -15,6 +15,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "megatron_async"
 ROOMS = (
     "errors",
+    "awake",
     "disk",
     "file_lock",
     "file_system",

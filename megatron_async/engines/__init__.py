@@ -4,7 +4,6 @@
 - actor: one Ray actor for each engine, and the launcher through which the fleet uses them.
 - relay, token_report: streams read where the server is, handed on in few messages.
 - forwarding: a client that hands every call on; the base of those that add something.
-- awake: limits of time that leave out what this process did not live through.
 - nodes: Ray nodes that the rollout side may use, and their addresses.
 - communication: what trainer ranks, engines and managers must have alike, NCCL's settings first.
 - sglang, simulated: the two kinds of engine.

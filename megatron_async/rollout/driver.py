@@ -18,9 +18,9 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
+from megatron_async.awake import AwakeClock
 from megatron_async.config import RunConfig
 from megatron_async.disk import disk_failure
-from megatron_async.engines.awake import AwakeClock
 from megatron_async.engines.interface import EngineClient, EngineError, PromptSource, Verifier
 from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.admission import Admission, recovered_group

@@ -12,8 +12,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 
+from megatron_async.awake import AwakeTimeout
 from megatron_async.config.rollout import EngineConfig
-from megatron_async.engines.awake import AwakeTimeout
 from megatron_async.engines.interface import EngineError
 from megatron_async.rollout.engine_slot import EngineSlot
 from megatron_async.rollout.generation import Generation

@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megatron_async.awake import AwakeTimeout
 from megatron_async.config.rollout import SamplingConfig
-from megatron_async.engines.awake import AwakeTimeout
 from megatron_async.engines.interface import (
     EngineClient,
     EngineError,

@@ -4,22 +4,28 @@ Invariants
 - Every call has a time limit; an engine that refuses, answers anything but 200 or is too slow is
   an `EngineCallError` that names the engine, the call and the answer.
 - Calls to several engines run side by side; one engine's failure does not hide the others'.
+- A limit counts time for which this process has run: an answer that came while it was stopped is
+  in time, and no engine's failure.
 """
 
 from __future__ import annotations
 
 import http.client
+import io
 import json
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from megatron_async.awake import STEP_SECONDS, AwakeDeadline
 from megatron_async.errors import ComponentFailure
 
 _ANSWER_CHARACTERS = 500
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,11 @@ def call(
     connection = http.client.HTTPConnection(
         parts.hostname or "", parts.port, timeout=max(timeout_seconds, 0.001)
     )
+    opened: socket.socket | None = None
     try:
+        connection.connect()
+        opened = connection.sock
+        connection.sock = _PatientSocket(opened, timeout_seconds)  # type: ignore[assignment]
         connection.request(method, f"/{path}", body=data, headers=headers)
         response = connection.getresponse()
         status, answer = response.status, response.read()
@@ -71,6 +81,8 @@ def call(
         ) from error
     finally:
         connection.close()
+        if opened is not None:
+            opened.close()
     if status != http.client.OK:
         text = answer[:_ANSWER_CHARACTERS].decode(errors="replace")
         raise EngineCallError(
@@ -83,6 +95,45 @@ def call(
     except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
+
+
+class _PatientSocket(io.RawIOBase):
+    """A connected socket with a limit of time awake, as far as `http.client` uses one.
+
+    Whoever has opened the socket closes it: `http.client` closes its own while it still reads.
+    """
+
+    def __init__(self, opened: socket.socket, seconds: float) -> None:
+        self._socket = opened
+        self._deadline = AwakeDeadline(seconds)
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        return io.BufferedReader(self)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        return self._patiently(partial(self._socket.recv_into, buffer))
+
+    def sendall(self, data: Any) -> None:
+        left = memoryview(data)
+        while left:
+            left = left[self._patiently(partial(self._socket.send, left)) :]
+
+    def close(self) -> None:
+        """Leave the socket open."""
+
+    def _patiently(self, attempt: Callable[[], T]) -> T:
+        while self._deadline.left:
+            self._socket.settimeout(min(self._deadline.left, STEP_SECONDS) or STEP_SECONDS)
+            try:
+                return attempt()
+            except TimeoutError:
+                continue
+            finally:
+                self._deadline.tick()
+        raise TimeoutError("timed out")
 
 
 class EngineCalls:

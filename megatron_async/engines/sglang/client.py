@@ -26,8 +26,8 @@ from typing import Any, Self
 import aiohttp
 import orjson
 
+from megatron_async.awake import AwakeTimeout
 from megatron_async.config.rollout import EngineConfig
-from megatron_async.engines.awake import AwakeTimeout
 from megatron_async.engines.interface import (
     EngineError,
     EngineStatus,

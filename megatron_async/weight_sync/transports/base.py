@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_async.awake import AwakeDeadline
 from megatron_async.config.rollout import EngineConfig, WeightsConfig
 from megatron_async.errors import ComponentFailure
 from megatron_async.trajectory.types import PolicyVersion
@@ -100,7 +101,7 @@ class Transfer:
         self.stage = turns.index
         self.is_first = turns.index == 0
         self.is_last = turns.last
-        self.deadline = time.monotonic() + timeout_seconds
+        self.deadline = AwakeDeadline(timeout_seconds)
         self.watch = PhaseTimes()
         self.sent_bytes = 0
         self.written: dict[str, Any] = {}
@@ -245,8 +246,9 @@ class WeightSender(abc.ABC):
             self.settings.timeout_seconds,
         )
         try:
-            self._transfer(transfer)
-            return transfer.finish()
+            with transfer.deadline.counting():
+                self._transfer(transfer)
+                return transfer.finish()
         except BaseException:
             transfer.give_up()
             self._abandon(calls)
@@ -266,7 +268,7 @@ class WeightSender(abc.ABC):
     def _transfer(self, transfer: Transfer) -> None:
         """Send this stage's buckets in its turn; the last stage's last one with the version."""
 
-    def _begin_session(self, deadline: float) -> None:
+    def _begin_session(self, deadline: AwakeDeadline) -> None:
         """Open a weight-update session on every engine, closing one that a failure left open."""
         try:
             self.calls.every("begin_weight_update", {}, time_left(deadline))
@@ -276,7 +278,7 @@ class WeightSender(abc.ABC):
             self._end_sessions_quietly(self.calls)
             self.calls.every("begin_weight_update", {}, time_left(deadline))
 
-    def _end_session(self, deadline: float) -> None:
+    def _end_session(self, deadline: AwakeDeadline) -> None:
         self.calls.every("end_weight_update", {}, time_left(deadline))
 
     def _end_sessions_quietly(self, calls: EngineCalls) -> None:
@@ -294,9 +296,9 @@ class WeightSender(abc.ABC):
             survivors.close()
 
 
-def time_left(deadline: float) -> float:
-    """Seconds until `deadline` (of time.monotonic); at least a moment, so that a call can fail."""
-    return max(deadline - time.monotonic(), 0.05)
+def time_left(deadline: AwakeDeadline) -> float:
+    """Seconds until `deadline`; at least a moment, so that a call can fail."""
+    return max(deadline.left, 0.05)
 
 
 def size_of(bucket: Bucket) -> int:

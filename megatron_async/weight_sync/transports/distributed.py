@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_async.awake import AwakeDeadline
 from megatron_async.config.rollout import EngineConfig, WeightsConfig
 from megatron_async.errors import ComponentFailure
 from megatron_async.weight_sync.http import EngineCallError, address_towards, gather, raise_together
@@ -50,6 +51,8 @@ from megatron_async.weight_sync.transports.base import (
 
 _FIRST_POLL_SECONDS = 5e-5
 _LONGEST_POLL_SECONDS = 5e-4
+# A group's own limit, by the clock; the deadline of the update, in time awake, comes first.
+_LATER_SECONDS = 86_400.0
 
 _logger = logging.getLogger(__name__)
 Answers = Sequence[Future[dict[str, Any]]]
@@ -248,7 +251,7 @@ class DistributedSender(WeightSender):
             ) from error
         self._link = link
         gather(joins)
-        link.set_limit(self.settings.timeout_seconds)
+        link.set_limit(_LATER_SECONDS)
 
     def _close_link(self) -> None:
         if self._link is None:
@@ -320,7 +323,7 @@ class DistributedSender(WeightSender):
             body["weight_version"] = str(transfer.version)
         return body
 
-    def _announce(self, body: dict[str, Any], deadline: float) -> Answers:
+    def _announce(self, body: dict[str, Any], deadline: AwakeDeadline) -> Answers:
         return self.calls.start(
             "update_weights_from_distributed",
             lambda _: body,
@@ -347,7 +350,7 @@ class DistributedSender(WeightSender):
         pause = _FIRST_POLL_SECONDS
         while not reached():
             _raise_first_failure(announced)
-            if time.monotonic() > transfer.deadline:
+            if not transfer.deadline.left:
                 # An engine that only waits for us answers when our connections close: then the
                 # limit is too short. One that does not is frozen, or waits for one that is.
                 self._require_link().begin_drop()
@@ -391,7 +394,7 @@ def _settle(result: Callable[[], None], announced: Answers) -> None:
         raise ComponentFailure(f"the weight broadcast failed: {error}") from error
 
 
-def _wait_for_answers(announced: Answers, deadline: float) -> None:
+def _wait_for_answers(announced: Answers, deadline: AwakeDeadline) -> None:
     """Wait until all engines have loaded what was announced. Raises as soon as one refuses."""
     wait(announced, time_left(deadline), return_when=FIRST_EXCEPTION)
     _raise_first_failure(announced)

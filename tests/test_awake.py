@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from megatron_async.engines.awake import STEP_SECONDS, AwakeClock, AwakeTimeout
+from megatron_async.awake import STEP_SECONDS, AwakeClock, AwakeTimeout
 
 
 def test_the_clock_leaves_out_what_passed_between_two_late_ticks() -> None:

@@ -11,8 +11,10 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Final
 
@@ -24,15 +26,16 @@ class AwakeClock:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._awake, self._since = 0.0, clock()
+        self._ticked = (0.0, clock())  # one object: it is read on other threads
 
     def __call__(self) -> float:
         """A reading; differences are what counts."""
-        return self._awake + min(self._clock() - self._since, 2 * STEP_SECONDS)
+        awake, since = self._ticked
+        return awake + min(self._clock() - since, 2 * STEP_SECONDS)
 
     def tick(self) -> None:
         """Count what has passed since the last one."""
-        self._awake, self._since = self(), self._clock()
+        self._ticked = (self(), self._clock())
 
     async def run(self) -> None:
         """Tick for ever."""
@@ -79,3 +82,33 @@ class AwakeTimeout:
             self._wait()
         else:
             self._limit.reschedule(now)
+
+
+class AwakeDeadline:
+    """The end of a limit for code that blocks; somebody must `tick`, or `counting` does."""
+
+    def __init__(self, seconds: float) -> None:
+        self._clock = AwakeClock()
+        self._ends = self._clock() + seconds
+        self.tick = self._clock.tick
+
+    @property
+    def left(self) -> float:
+        """Seconds until then; 0 when it has passed."""
+        return max(self._ends - self._clock(), 0.0)
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Tick on a thread for as long as this lasts."""
+        ended = threading.Event()
+
+        def tick() -> None:
+            while not ended.wait(STEP_SECONDS):
+                self.tick()
+
+        thread = threading.Thread(target=tick, name="awake", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
