@@ -1,8 +1,7 @@
 """A run in one process, to which faults are done: the product's manager, store, client and scorers.
 
 Everything between the engines' sockets and the trainer's calls is the product's own. Made up are
-the engines (`engines.py`, on a thread of their own), the trainer, which makes the calls that
-`train_loop/loop.py` makes and sends text for weights, and Ray, for which there is none.
+the engines (`engines.py`, on a thread of their own), the trainer (`trainer.py`) and Ray.
 
 Invariants
 - A run that a fault has ended is resumed from its newest checkpoint, as a person would; whatever
@@ -16,58 +15,42 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import time
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from benchmarks.crash.checks import Rules, audit, weights_of
+from benchmarks.crash.checks import Rules, audit
 from benchmarks.crash.engines import EngineThread, FaultyLauncher, Served
 from benchmarks.crash.evidence import Seen, gather, look
 from benchmarks.crash.faults import FOR_GOOD, KINDS, SILENCE_SECONDS, Fault, Injected, may_end
-from benchmarks.crash.hostile_reward import COMMAND_VARIABLE, IMPORT_PATH, reward_of
-from benchmarks.crash.ledger import Account, Ledger, faults_file, trained_file
+from benchmarks.crash.hostile_reward import reward_of
+from benchmarks.crash.ledger import Account, Ledger, faults_file
+from benchmarks.crash.scorers import PlainScorer, ScorerProcesses, text_of
+from benchmarks.crash.trainer import Trainer
 from megatron_async.checkpoint.manifest import (
-    Manifest,
-    SavedLayout,
-    finalise,
     list_checkpoints,
-    prune,
-    step_directory,
 )
 from megatron_async.config import RunConfig, build_config
 from megatron_async.config.load import merge
-from megatron_async.config.reward import RewardConfig, ScorerSettings
 from megatron_async.engines.simulated.engine import SimulatedEngineModel
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.rollout.manager import ResumePoint, RolloutManager
 from megatron_async.run_directory import RunDirectory
 from megatron_async.store.store import TrajectoryStore
-from megatron_async.tasks.scorer_count import ScorerCount
-from megatron_async.tasks.scorer_work import Work
-from megatron_async.tasks.verifier import VerifierWorker
-from megatron_async.trajectory.batch import TokenBatch
-from megatron_async.trajectory.types import FloatArray, PolicyVersion, Prompt
-from megatron_async.weight_sync.http import EngineAddress, EngineCallError, call
+from megatron_async.trajectory.types import Prompt
 
 STOP_TOKEN = 2
 MODEL = SimulatedEngineModel(
     vocab_size=4096, mean_length=40, step_seconds=0.01, stream_interval=4, max_running_requests=64
 )
-_KEPT_CHECKPOINTS = 2
-_CHECKPOINT_STEPS = 2
-_LAST_STEPS = 2
 _CONTROL_SECONDS = 6.0
 _LIFE_SECONDS = 120.0
 _LOOK_SECONDS = 0.7
 _LISTEN_SECONDS = 0.02
-_SCORERS = 2
 
 
 def settings(preset: str, **changes: Any) -> RunConfig:
@@ -99,11 +82,6 @@ def settings(preset: str, **changes: Any) -> RunConfig:
     return build_config(merge(base, changes))
 
 
-def text_of(response_ids: Iterable[int]) -> str:
-    """What is scored."""
-    return " ".join(map(str, response_ids))
-
-
 def rules_of(config: RunConfig) -> Rules:
     """What such a run promises."""
     return Rules(
@@ -130,58 +108,6 @@ class NumberedTask:
         return self.train_prompts(0, count)
 
 
-class PlainScorer:
-    """Scores without a process, for runs in which no scorer fails."""
-
-    scorers = ScorerCount(1)
-
-    async def score(
-        self, prompt: Prompt, response_ids: Sequence[int]
-    ) -> tuple[float | None, dict[str, float]]:
-        await asyncio.sleep(0)
-        return reward_of(text_of(response_ids)), {}
-
-    def close(self) -> None:
-        """Nothing to end."""
-
-
-class ScorerProcesses:
-    """The product's scorer processes, with a scorer that fails when `command` asks for it."""
-
-    scorers = ScorerCount(_SCORERS)
-
-    def __init__(self, config: RunConfig, command: Path) -> None:
-        os.environ[COMMAND_VARIABLE] = str(command)
-        reward = RewardConfig.model_validate({"name": IMPORT_PATH})
-        scoring = ScorerSettings(task=config.task, rewards=[reward])
-        self._workers = [VerifierWorker(scoring) for _ in range(_SCORERS)]
-        # One each: a score goes on in its thread when nobody waits for it any more.
-        self._threads = [ThreadPoolExecutor(1, "scorer") for _ in self._workers]
-        self._idle: asyncio.Queue[int] = asyncio.Queue()
-        for place in range(_SCORERS):
-            self._idle.put_nowait(place)
-
-    async def score(
-        self, prompt: Prompt, response_ids: Sequence[int]
-    ) -> tuple[float | None, dict[str, float]]:
-        place = await self._idle.get()  # bounded: every score is
-        loop = asyncio.get_running_loop()
-        work = [Work(0, prompt.payload, (text_of(response_ids),))]
-        try:
-            [[scored]] = await loop.run_in_executor(
-                self._threads[place], self._workers[place].score, work
-            )
-        finally:
-            self._idle.put_nowait(place)
-        return scored.reward, scored.detail
-
-    def close(self) -> None:
-        for thread in self._threads:
-            thread.shutdown(wait=True)
-        for worker in self._workers:
-            worker.close()
-
-
 class Gauge:
     """How long an event loop was kept from running, but for `seconds` that a fault took."""
 
@@ -195,151 +121,6 @@ class Gauge:
             self.meant, due = 0.0, time.monotonic() + interval
             await asyncio.sleep(interval)
             self.worst = max(self.worst, time.monotonic() - due - self.meant)
-
-
-class ManagerCalls:
-    """Calls a manager as Ray does: a call goes on when its caller is gone."""
-
-    def __init__(self, manager: RolloutManager) -> None:
-        self._manager = manager
-        self._calls: set[asyncio.Task[Any]] = set()
-
-    async def call(self, method: str, *arguments: Any) -> Any:
-        """The result of a method of the manager."""
-        task = asyncio.ensure_future(getattr(self._manager, method)(*arguments))
-        self._calls.add(task)
-        task.add_done_callback(self._done)
-        return await asyncio.shield(task)
-
-    def _done(self, task: asyncio.Task[Any]) -> None:
-        self._calls.discard(task)
-        if not task.cancelled():
-            task.exception()  # its caller may be gone
-
-
-class Trainer:
-    """Calls a manager as the training loop does, with pauses where it is asked to pause."""
-
-    def __init__(self, config: RunConfig, directory: RunDirectory, manager: RolloutManager) -> None:
-        self._config, self._directory = config, directory
-        self._call = ManagerCalls(manager).call
-        self._account = Account(trained_file(directory.path))
-        self.lineage, self.step = 0, 0
-        self.pause_seconds = 0.0
-
-    async def live(self, resume: ResumePoint, until: asyncio.Event) -> None:
-        """Train until asked to end, and some steps more; the last of them has a checkpoint.
-
-        Raises ComponentFailure.
-        """
-        self.lineage, self.step = resume.lineage, resume.step
-        self._account.add(attach=resume.lineage, step=resume.step, parent=resume.parent)
-        await self._call("attach", resume)
-        await self._publish()
-        end: int | None = None
-        while self.step != end:
-            if end is None and until.is_set():
-                end = self.step + _LAST_STEPS
-            batch = await self._call("next_batch", self.lineage)
-            await self._pause()
-            if batch is None:
-                await self._publish()
-                continue
-            self._note(batch)
-            self.step += 1
-            await self._publish()
-            if self.step % _CHECKPOINT_STEPS == 0 or self.step == end:
-                await self._checkpoint()
-
-    async def _pause(self) -> None:
-        seconds, self.pause_seconds = self.pause_seconds, 0.0
-        await asyncio.sleep(seconds)
-
-    def _note(self, batch: TokenBatch) -> None:
-        self._account.add(
-            batch=batch.step,
-            lineage=self.lineage,
-            ids=batch.trajectory_ids_S.tolist(),
-            responses=[
-                batch.token_ids_T[start + prompt : end].tolist()
-                for (start, end), prompt in zip(
-                    pairwise(batch.cu_seqlens_S1.tolist()), batch.prompt_lengths_S, strict=True
-                )
-            ],
-            lag=int(batch.lag_T[batch.loss_mask_T > 0].max(initial=0)),
-        )
-
-    async def _publish(self) -> None:
-        lineage, number = self.lineage, self.step
-        version = PolicyVersion(lineage, number)
-        addresses = await self._call("begin_update", lineage, number)
-        await self._pause()
-        reached = await self._send(addresses, version)
-        samples = await self._call("end_update", lineage, number, reached, True)
-        await self._pause()
-        logprobs_T = None if samples is None else _logprobs(samples, version)
-        await self._call("verify_update", lineage, number, logprobs_T, True)
-
-    async def _send(self, engines: Sequence[EngineAddress], version: PolicyVersion) -> list[str]:
-        """As a sender does: to all, and again without those that failed."""
-        wanted = list(engines)
-        while wanted:
-            sent = await asyncio.gather(*(asyncio.to_thread(self._to, e, version) for e in wanted))
-            if all(sent):
-                break
-            wanted = [engine for engine, good in zip(wanted, sent, strict=True) if good]
-        return [engine.engine_id for engine in wanted]
-
-    def _to(self, engine: EngineAddress, version: PolicyVersion) -> bool:
-        deadline = time.monotonic() + self._config.weights.timeout_seconds
-        body = {
-            "serialized_named_tensors": [f"weights {version}"],
-            "weight_version": str(version),
-        }
-
-        def post(path: str, content: dict[str, Any]) -> None:
-            call(engine, "POST", path, content, max(deadline - time.monotonic(), 0.05))
-
-        try:
-            try:
-                post("begin_weight_update", {})
-            except EngineCallError as error:
-                if "already open" not in str(error):
-                    raise
-                post("end_weight_update", {})
-                post("begin_weight_update", {})
-            post("update_weights_from_tensor", body)
-            post("end_weight_update", {})
-        except EngineCallError:
-            return False
-        return True
-
-    async def _checkpoint(self) -> None:
-        extra = await self._call("position", self.lineage)
-        await self._pause()
-        kept = await asyncio.to_thread(self._save, extra)
-        await self._call("checkpoint_finalised", self.lineage, self.step, kept)
-
-    def _save(self, extra: dict[str, Any]) -> list[int]:
-        root = self._directory.checkpoints
-        temporary = root / f".saving_{self.lineage}.{self.step}"
-        manifest = Manifest(self.lineage, self.step, SavedLayout(1, 1, 1), {}, extra=extra)
-        try:
-            temporary.mkdir(parents=True, exist_ok=True)
-            finalise(temporary, step_directory(root, self.step), manifest)
-        except OSError as error:
-            raise ComponentFailure(f"the checkpoint could not be written: {error}") from error
-        prune(root, _KEPT_CHECKPOINTS)
-        return sorted(one.step for one in list_checkpoints(root))
-
-
-def _logprobs(samples: TokenBatch, version: PolicyVersion) -> FloatArray:
-    """What a trainer with these weights computes."""
-    model = weights_of(MODEL, version)
-    bounds = pairwise(samples.cu_seqlens_S1.tolist())
-    sequences = [samples.token_ids_T[start:end] for start, end in bounds]
-    values = [model.logprob(int(t), place) for ids in sequences for place, t in enumerate(ids)]
-    return np.asarray(values, np.float32) * samples.loss_mask_T
 
 
 @dataclass
@@ -507,7 +288,7 @@ class World:
         if newest is not None:
             position = int(newest.extra["store_position"])
             resume = ResumePoint(self._lineage, newest.step, newest.lineage, position)
-        self._trainer = Trainer(self.config, self.directory, self._manager)
+        self._trainer = Trainer(self.config, self.directory, self._manager, MODEL)
         self._training = asyncio.create_task(self._trainer.live(resume, self._enough))
 
     async def _look(self) -> None:

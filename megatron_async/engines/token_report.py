@@ -11,7 +11,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
@@ -95,8 +95,8 @@ class Outbox:
     def __init__(self, chunk_tokens: int) -> None:
         self._chunk_tokens = chunk_tokens
         self._items: deque[tuple[int, Item]] = deque()
-        self._waiting: Counter[int] = Counter()
-        self._reported: Counter[int] = Counter()
+        self._waiting: dict[int, int] = {}
+        self._reported: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self._items)
@@ -108,13 +108,13 @@ class Outbox:
 
     def has_room(self, stream: int) -> bool:
         """Return whether there is room; otherwise there is after an acknowledgement."""
-        return self._waiting[stream] + self._reported[stream] < self._chunk_tokens
+        return self._waiting.get(stream, 0) + self._reported.get(stream, 0) < self._chunk_tokens
 
     def put(self, stream: int, item: Item) -> None:
         """The next item of a stream."""
         self._items.append((stream, item))
         if isinstance(item, TokenChunk):
-            self._waiting[stream] += len(item.token_ids)
+            self._waiting[stream] = self._waiting.get(stream, 0) + len(item.token_ids)
 
     def take(self, most: int) -> TokenReport:
         """The oldest items, `most` at most."""
@@ -124,7 +124,7 @@ class Outbox:
                 self.forget(stream)
             elif stream in self._waiting:
                 self._waiting[stream] -= len(item.token_ids)
-                self._reported[stream] += len(item.token_ids)
+                self._reported[stream] = self._reported.get(stream, 0) + len(item.token_ids)
         return TokenReport.of(items)
 
     def acknowledge(self, streams: Iterable[int]) -> None:

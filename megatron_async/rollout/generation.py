@@ -41,7 +41,7 @@ from megatron_async.rollout.statistics import RolloutStatistics
 from megatron_async.scheduler import events as ev
 from megatron_async.store.records import SupersededRequest
 from megatron_async.store.store import TrajectoryStore
-from megatron_async.trajectory.types import FinishReason, RequestKey, Trajectory
+from megatron_async.trajectory.types import FinishReason, RequestKey
 
 _FAILED_PROMPTS_IN_ROW = 3
 _FAILURES_OF_ONE = 6
@@ -254,9 +254,9 @@ class Generation:
 
         Its end is in the store, and on its way to the disk, when this returns.
         """
-        trajectory = self._store.load_trajectory(trajectory_id)
+        length, last = self._store.response_end(trajectory_id)
         limit, forced = self._length_limit(trajectory_id)
-        reason = end_of(trajectory, limit, () if forced else self._stop_token_ids)
+        reason = end_of(length, last, limit, () if forced else self._stop_token_ids)
         if reason is None:
             return False
         self._store.end(trajectory_id, reason)
@@ -299,6 +299,8 @@ class Generation:
                     "end of the response",
                 )
                 continue
+            if chunk.end == "abort" and not len(chunk.token_ids):
+                return  # as thousands do at once, at a boundary
             if len(chunk.token_ids) and not await slot.gate.passes(chunk.version):
                 why = f"generated tokens of version {chunk.version}, which it was not sent"
                 self._reports.give_up(slot, f"engine {slot.engine_id} {why}")
@@ -397,14 +399,14 @@ class Generation:
 
 
 def end_of(
-    trajectory: Trajectory, limit: int, stop_token_ids: Sequence[int]
+    length: int, last: int | None, limit: int, stop_token_ids: Sequence[int]
 ) -> FinishReason | None:
     """Return the reason for which a response is complete, by its tokens; None: it can go on.
 
-    An engine reports it with the last token, but that report is lost when the request is cut off
-    just then; and a request for what follows would be answered with tokens behind the end.
+    `last` is its last token if the policy made it. An engine reports the reason with that token,
+    but the report is lost when the request is cut off just then; and a request for what follows
+    would be answered with tokens behind the end.
     """
-    last = trajectory.segments[-1:]
-    if last and not last[0].from_environment and int(last[0].token_ids[-1]) in stop_token_ids:
+    if last in stop_token_ids:
         return FinishReason.STOP
-    return FinishReason.LENGTH if trajectory.response_length >= limit else None
+    return FinishReason.LENGTH if length >= limit else None

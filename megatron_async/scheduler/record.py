@@ -35,6 +35,7 @@ import typing
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO, TypeVar
 
@@ -92,6 +93,10 @@ _FIELD_TYPES: dict[type, tuple[Any, ...]] = {
 }
 
 _FIELD_NAMES = {cls: tuple(f.name for f in dataclasses.fields(cls)) for cls in _FIELD_TYPES}
+_MANY_FIELDS = 2
+_FIELDS_OF = {  # at once, for messages of several fields: there are thousands a second
+    cls: attrgetter(*names) for cls, names in _FIELD_NAMES.items() if len(names) >= _MANY_FIELDS
+}
 _PLAIN_TYPES = frozenset({int, float, str, bool, type(None)})
 
 
@@ -319,6 +324,8 @@ def _plain(value: Any) -> Any:
     kind = type(value)
     if kind in _PLAIN_TYPES:
         return value
+    if (fields := _FIELDS_OF.get(kind)) is not None:
+        return [v if type(v) in _PLAIN_TYPES else _plain(v) for v in fields(value)]
     if (names := _FIELD_NAMES.get(kind)) is not None:
         return [_plain(getattr(value, name)) for name in names]
     if isinstance(value, enum.Enum):

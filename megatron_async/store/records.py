@@ -148,7 +148,7 @@ class TrajectoryRecord:
             self.state.value,
             None if self.finish_reason is None else self.finish_reason.value,
             self.reward,
-            json.dumps(self.reward_detail),
+            json.dumps(self.reward_detail) if self.reward_detail else "{}",
             None if self.drop_reason is None else self.drop_reason.value,
         )
 
@@ -193,6 +193,14 @@ class TrajectoryRecord:
     def close_segment(self) -> None:
         """Whatever comes next is a new segment."""
         self._open = False
+
+    def response_end(self) -> tuple[int, int | None]:
+        """Length of the response in memory, and its last token if the policy made it."""
+        segments = self._segments or ()
+        length = sum(len(part) for segment in segments for part in segment.tokens)
+        if not length or segments[-1].from_environment:
+            return length, None
+        return length, int(segments[-1].tokens[-1][-1])
 
     def versions(self) -> set[PolicyVersion]:
         """Return the versions of the policy segments in memory."""

@@ -384,6 +384,10 @@ class TrajectoryStore:
         tokens = None if record.in_memory else self._tokens_on_disk(record)
         return record.trajectory(prompt, tokens)
 
+    def response_end(self, trajectory_id: int) -> tuple[int, int | None]:
+        """Length of a live trajectory's response, and its last token if the policy made it."""
+        return self._record(trajectory_id).response_end()
+
     def load_group(self, group_id: int) -> Group:
         """Raises LookupError when it is not in the store."""
         group = self._group(group_id)

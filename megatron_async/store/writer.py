@@ -223,6 +223,8 @@ class StoreWriter:
             raise ComponentFailure(f"trajectory store {self._path} is closed")
 
     def _wait_for_room(self) -> None:
+        if self._pending.size < self._max_pending:
+            return
         roomy = self._changed.wait_for(
             lambda: self._pending.size < self._max_pending or self._error is not None,
             self.stall_seconds,

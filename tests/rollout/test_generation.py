@@ -31,6 +31,7 @@ from megatron_async.rollout.manager import ResumePoint
 from megatron_async.rollout.statistics import RolloutStatistics
 from megatron_async.scheduler import events as ev
 from megatron_async.store.reader import StoreReader
+from megatron_async.store.records import TrajectoryRecord
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.types import (
     FinishReason,
@@ -499,13 +500,17 @@ def test_an_abort_waits_for_the_release_of_a_held_engine(tmp_path: Path, then: s
 
 
 def test_only_what_the_policy_wrote_last_can_end_a_response() -> None:
-    def response(*segments: Segment) -> Trajectory:
-        return Trajectory(0, 0, Prompt(np.array([5], np.int32), "fixed"), segments=segments)
+    def reason(
+        *segments: Segment, limit: int = LIMIT, stops: tuple[int, ...] = (STOP,)
+    ) -> FinishReason | None:
+        record = TrajectoryRecord(TrajectoryRecord.new(0, 0).row(), segments)
+        return end_of(*record.response_end(), limit, stops)
 
     def segment(*tokens: int, from_environment: bool = False) -> Segment:
         values = np.zeros(len(tokens), np.float32)
         return Segment(np.array(tokens, np.int32), values, V0, "e", from_environment)
 
+<<<<<<< HEAD
     stopped, appended = segment(7, STOP), segment(STOP, from_environment=True)
     assert end_of(response(), LIMIT, (STOP,)) is None
     assert end_of(response(stopped), LIMIT, (STOP,)) is FinishReason.STOP
@@ -514,6 +519,16 @@ def test_only_what_the_policy_wrote_last_can_end_a_response() -> None:
     assert end_of(response(stopped), 1, ()) is FinishReason.LENGTH  # a limit that was lowered
     assert end_of(response(segment(7), appended), LIMIT, (STOP,)) is None
     assert end_of(response(appended, segment(7)), LIMIT, (STOP,)) is None
+=======
+    stopped, told = said(7, STOP), said(STOP, from_environment=True)
+    assert reason() is None
+    assert reason(stopped) is FinishReason.STOP
+    assert reason(stopped, stops=()) is None
+    assert reason(stopped, limit=2, stops=()) is FinishReason.LENGTH
+    assert reason(stopped, limit=1, stops=()) is FinishReason.LENGTH  # lowered since
+    assert reason(said(7), told) is None
+    assert reason(told, said(7)) is None
+>>>>>>> 6c9c96b (Read engines' streams by a small HTTP reader, and reuse connections)
 
 
 def spied(engine: SimulatedEngine, asked: list[GenerationRequest]) -> None:

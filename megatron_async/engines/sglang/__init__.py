@@ -1,6 +1,7 @@
 """SGLang servers, on GPU and CPU, over SGLang's own HTTP API.
 
-- client: a server as an `EngineClient`. stream: its reports as token chunks; pure.
+- client: a server as an `EngineClient`. stream_connection: HTTP connections that bring its reports.
+- stream: those reports as token chunks; pure.
 - process: starts, watches and ends one server process; the server's command line.
 - server: SGLang's server with the hooks below, each through SGLang's registry.
 - start: starts sooner. abort: aborts that can be repeated. queue: urgent requests first.

@@ -18,8 +18,9 @@ import asyncio
 import errno
 import itertools
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
+from http.client import OK
 from pathlib import Path
 from typing import Any, Self
 
@@ -46,14 +47,15 @@ from megatron_async.engines.sglang.stream import (
     refusal_of,
     sampling_params,
 )
+from megatron_async.engines.sglang.stream_connection import (
+    CONNECT_SECONDS,
+    KEEP_ALIVE_SECONDS,
+    StreamConnections,
+)
 from megatron_async.errors import ComponentFailure
 from megatron_async.trajectory.types import PolicyVersion
 
 _FLUSH_SECONDS = 20
-# Loopback or a rack's network; long, since a server on a loaded machine accepts slowly.
-_CONNECT_SECONDS = 30.0
-# Below the server's own limit (5 s): a request on a connection that it is just closing is lost.
-_KEEP_ALIVE_SECONDS = 2.0
 _CONTROL_SECONDS = 60.0
 _HEALTH_SECONDS = 30.0
 _ABORT_AGAIN_SECONDS = 0.5
@@ -81,8 +83,9 @@ class SGLangClient:
         headers = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
         self._session = aiohttp.ClientSession(
             headers=headers,
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_SECONDS),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS),
         )
+        self._streams = StreamConnections(url, headers)
         self._wire_ids: dict[str, str] = {}
         self._unique = uuid.uuid4().hex
         self._serial = itertools.count()
@@ -258,6 +261,7 @@ class SGLangClient:
         for task in tuple(self._background):
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
+        self._streams.close()
         await self._session.close()
 
     def _open_session(self) -> aiohttp.ClientSession:
@@ -270,18 +274,18 @@ class SGLangClient:
     async def _stream(self, body: dict[str, Any]) -> AsyncGenerator[TokenChunk, None]:
         decoder = StreamDecoder()
         buffer = bytearray()
-        limit = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS)
-        async with self._open_session().post(
-            f"{self._url}/generate", data=orjson.dumps(body), headers=_JSON, timeout=limit
-        ) as response:
-            if response.status != 200:
-                raise refusal_of(response.status, await response.text())
-            async for data in _parts(response):
+        self._open_session()
+        async with self._streams.post("generate", orjson.dumps(body)) as answer:
+            while data := await answer.read():
+                if answer.status != OK:
+                    buffer += data
+                    continue
                 for event in events_of(buffer, data):
-                    if event == b"[DONE]":
-                        return
-                    for chunk in decoder.feed(orjson.loads(event)):
-                        yield chunk
+                    if event != b"[DONE]":
+                        for chunk in decoder.feed(orjson.loads(event)):
+                            yield chunk
+            if answer.status != OK:
+                raise refusal_of(answer.status, buffer.decode(errors="replace"))
 
     async def _abort_running(self, running: Mapping[str, str]) -> None:
         if len(running) == len(self._wire_ids) > 1:
@@ -337,7 +341,7 @@ class SGLangClient:
         self, method: str, path: str, body: dict[str, Any] | None, seconds: float
     ) -> bytes:
         """The answer's body. Raises EngineError unless the status is 200."""
-        limit = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS)
+        limit = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
         data = None if body is None else orjson.dumps(body)
         try:
             async with (
@@ -362,15 +366,6 @@ class SGLangClient:
 
 
 _JSON = {"Content-Type": "application/json"}
-
-
-async def _parts(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """Yield the body as it arrives. Raises aiohttp.ClientError, also where aiohttp does not."""
-    try:
-        async for data in response.content.iter_any():
-            yield data
-    except RuntimeError as error:  # what a read after the connection was lost gets
-        raise aiohttp.ClientConnectionError(str(error)) from error
 
 
 def _decoded(answer: bytes) -> dict[str, Any]:

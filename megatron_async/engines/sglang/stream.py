@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, cast
 
 import numpy as np
@@ -89,14 +90,14 @@ class StreamDecoder:
         if new == 0:
             return
         token_ids = report["output_ids"][-new:]
-        logprobs = meta.get("output_token_logprobs", ())[-new:]
+        logprobs = [entry[0] for entry in meta.get("output_token_logprobs", ())[-new:]]
         if len(token_ids) != new or len(logprobs) != new:
             raise BadReport(
                 f"{new} new tokens were announced, but {len(token_ids)} tokens and "
                 f"{len(logprobs)} log-probs came"
             )
-        self._token_ids.extend(token_ids)
-        self._logprobs.extend(entry[0] for entry in logprobs)
+        self._token_ids += token_ids
+        self._logprobs += logprobs
         self.received += new
 
     def _release(
@@ -133,6 +134,7 @@ def _chunk(
     )
 
 
+@lru_cache(16)
 def parse_version(text: str) -> PolicyVersion:
     """A version as the engine reports it. Raises BadReport if it is not `lineage.number`."""
     try:

@@ -1,0 +1,76 @@
+"""Scorers of the runs in one process: the product's processes, and one that cannot fail."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from benchmarks.crash.hostile_reward import COMMAND_VARIABLE, IMPORT_PATH, reward_of
+from megatron_async.config import RunConfig
+from megatron_async.config.reward import RewardConfig, ScorerSettings
+from megatron_async.tasks.scorer_count import ScorerCount
+from megatron_async.tasks.scorer_work import Work
+from megatron_async.tasks.verifier import VerifierWorker
+from megatron_async.trajectory.types import Prompt
+
+_SCORERS = 2
+
+
+def text_of(response_ids: Iterable[int]) -> str:
+    """What is scored."""
+    return " ".join(map(str, response_ids))
+
+
+class PlainScorer:
+    """Scores without a process, for runs in which no scorer fails."""
+
+    scorers = ScorerCount(1)
+
+    async def score(
+        self, prompt: Prompt, response_ids: Sequence[int]
+    ) -> tuple[float | None, dict[str, float]]:
+        await asyncio.sleep(0)
+        return reward_of(text_of(response_ids)), {}
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class ScorerProcesses:
+    """The product's scorer processes, with a scorer that fails when `command` asks for it."""
+
+    scorers = ScorerCount(_SCORERS)
+
+    def __init__(self, config: RunConfig, command: Path) -> None:
+        os.environ[COMMAND_VARIABLE] = str(command)
+        reward = RewardConfig.model_validate({"name": IMPORT_PATH})
+        scoring = ScorerSettings(task=config.task, rewards=[reward])
+        self._workers = [VerifierWorker(scoring) for _ in range(_SCORERS)]
+        # One each: a score goes on in its thread when nobody waits for it any more.
+        self._threads = [ThreadPoolExecutor(1, "scorer") for _ in self._workers]
+        self._idle: asyncio.Queue[int] = asyncio.Queue()
+        for place in range(_SCORERS):
+            self._idle.put_nowait(place)
+
+    async def score(
+        self, prompt: Prompt, response_ids: Sequence[int]
+    ) -> tuple[float | None, dict[str, float]]:
+        place = await self._idle.get()  # bounded: every score is
+        loop = asyncio.get_running_loop()
+        work = [Work(0, prompt.payload, (text_of(response_ids),))]
+        try:
+            [[scored]] = await loop.run_in_executor(
+                self._threads[place], self._workers[place].score, work
+            )
+        finally:
+            self._idle.put_nowait(place)
+        return scored.reward, scored.detail
+
+    def close(self) -> None:
+        for thread in self._threads:
+            thread.shutdown(wait=True)
+        for worker in self._workers:
+            worker.close()

@@ -1,0 +1,191 @@
+"""A trainer without a model: makes the calls of `train_loop/loop.py`, and sends text for weights.
+
+Invariants
+- A call of the manager goes on when its caller is gone, as Ray's do.
+- What it has trained is noted before it goes on, for the audit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from benchmarks.crash.checks import weights_of
+from benchmarks.crash.ledger import Account, trained_file
+from megatron_async.awake import AwakeDeadline
+from megatron_async.checkpoint.manifest import (
+    Manifest,
+    SavedLayout,
+    finalise,
+    list_checkpoints,
+    prune,
+    step_directory,
+)
+from megatron_async.config import RunConfig
+from megatron_async.engines.simulated.engine import SimulatedEngineModel
+from megatron_async.errors import ComponentFailure
+from megatron_async.rollout.manager import ResumePoint, RolloutManager
+from megatron_async.run_directory import RunDirectory
+from megatron_async.trajectory.batch import TokenBatch
+from megatron_async.trajectory.types import FloatArray, PolicyVersion
+from megatron_async.weight_sync.http import EngineAddress, EngineCallError, call
+
+_KEPT_CHECKPOINTS = 2
+_CHECKPOINT_STEPS = 2
+_LAST_STEPS = 2
+
+
+class ManagerCalls:
+    """Calls a manager as Ray does: a call goes on when its caller is gone."""
+
+    def __init__(self, manager: RolloutManager) -> None:
+        self._manager = manager
+        self._calls: set[asyncio.Task[Any]] = set()
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """The result of a method of the manager."""
+        task = asyncio.ensure_future(getattr(self._manager, method)(*arguments))
+        self._calls.add(task)
+        task.add_done_callback(self._done)
+        return await asyncio.shield(task)
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._calls.discard(task)
+        if not task.cancelled():
+            task.exception()  # its caller may be gone
+
+
+class Trainer:
+    """Calls a manager as the training loop does, with pauses where it is asked to pause."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        directory: RunDirectory,
+        manager: RolloutManager,
+        model: SimulatedEngineModel,
+    ) -> None:
+        """`model`: what engines generate with weights that are right."""
+        self._config, self._directory, self._model = config, directory, model
+        self._call = ManagerCalls(manager).call
+        self._account = Account(trained_file(directory.path))
+        self.lineage, self.step = 0, 0
+        self.pause_seconds = 0.0
+
+    async def live(self, resume: ResumePoint, until: asyncio.Event) -> None:
+        """Train until asked to end, and some steps more; the last of them has a checkpoint.
+
+        Raises ComponentFailure.
+        """
+        self.lineage, self.step = resume.lineage, resume.step
+        self._account.add(attach=resume.lineage, step=resume.step, parent=resume.parent)
+        await self._call("attach", resume)
+        await self._publish()
+        end: int | None = None
+        while self.step != end:
+            if end is None and until.is_set():
+                end = self.step + _LAST_STEPS
+            batch = await self._call("next_batch", self.lineage)
+            await self._pause()
+            if batch is None:
+                await self._publish()
+                continue
+            self._note(batch)
+            self.step += 1
+            await self._publish()
+            if self.step % _CHECKPOINT_STEPS == 0 or self.step == end:
+                await self._checkpoint()
+
+    async def _pause(self) -> None:
+        seconds, self.pause_seconds = self.pause_seconds, 0.0
+        await asyncio.sleep(seconds)
+
+    def _note(self, batch: TokenBatch) -> None:
+        self._account.add(
+            batch=batch.step,
+            lineage=self.lineage,
+            ids=batch.trajectory_ids_S.tolist(),
+            responses=[
+                batch.token_ids_T[start + prompt : end].tolist()
+                for (start, end), prompt in zip(
+                    pairwise(batch.cu_seqlens_S1.tolist()), batch.prompt_lengths_S, strict=True
+                )
+            ],
+            lag=int(batch.lag_T[batch.loss_mask_T > 0].max(initial=0)),
+        )
+
+    async def _publish(self) -> None:
+        lineage, number = self.lineage, self.step
+        version = PolicyVersion(lineage, number)
+        addresses = await self._call("begin_update", lineage, number)
+        await self._pause()
+        reached = await self._send(addresses, version)
+        samples = await self._call("end_update", lineage, number, reached, True)
+        await self._pause()
+        logprobs_T = None if samples is None else self._logprobs(samples, version)
+        await self._call("verify_update", lineage, number, logprobs_T, True)
+
+    async def _send(self, engines: Sequence[EngineAddress], version: PolicyVersion) -> list[str]:
+        """As a sender does: to all, and again without those that failed."""
+        wanted = list(engines)
+        while wanted:
+            sent = await asyncio.gather(*(asyncio.to_thread(self._to, e, version) for e in wanted))
+            if all(sent):
+                break
+            wanted = [engine for engine, good in zip(wanted, sent, strict=True) if good]
+        return [engine.engine_id for engine in wanted]
+
+    def _to(self, engine: EngineAddress, version: PolicyVersion) -> bool:
+        deadline = AwakeDeadline(self._config.weights.timeout_seconds)
+        body = {
+            "serialized_named_tensors": [f"weights {version}"],
+            "weight_version": str(version),
+        }
+
+        def post(path: str, content: dict[str, Any]) -> None:
+            call(engine, "POST", path, content, max(deadline.left, 0.05))
+            deadline.tick()
+
+        try:
+            try:
+                post("begin_weight_update", {})
+            except EngineCallError as error:
+                if "already open" not in str(error):
+                    raise
+                post("end_weight_update", {})
+                post("begin_weight_update", {})
+            post("update_weights_from_tensor", body)
+            post("end_weight_update", {})
+        except EngineCallError:
+            return False
+        return True
+
+    async def _checkpoint(self) -> None:
+        extra = await self._call("position", self.lineage)
+        await self._pause()
+        kept = await asyncio.to_thread(self._save, extra)
+        await self._call("checkpoint_finalised", self.lineage, self.step, kept)
+
+    def _save(self, extra: dict[str, Any]) -> list[int]:
+        root = self._directory.checkpoints
+        temporary = root / f".saving_{self.lineage}.{self.step}"
+        manifest = Manifest(self.lineage, self.step, SavedLayout(1, 1, 1), {}, extra=extra)
+        try:
+            temporary.mkdir(parents=True, exist_ok=True)
+            finalise(temporary, step_directory(root, self.step), manifest)
+        except OSError as error:
+            raise ComponentFailure(f"the checkpoint could not be written: {error}") from error
+        prune(root, _KEPT_CHECKPOINTS)
+        return sorted(one.step for one in list_checkpoints(root))
+
+    def _logprobs(self, samples: TokenBatch, version: PolicyVersion) -> FloatArray:
+        """What a trainer with these weights computes."""
+        model = weights_of(self._model, version)
+        bounds = pairwise(samples.cu_seqlens_S1.tolist())
+        sequences = [samples.token_ids_T[start:end] for start, end in bounds]
+        values = [model.logprob(int(t), at) for ids in sequences for at, t in enumerate(ids)]
+        return np.asarray(values, np.float32) * samples.loss_mask_T
