@@ -196,7 +196,7 @@ class TrajectoryRecord:
 
     def response_end(self) -> tuple[int, int | None]:
         """Length of the response in memory, and its last token if the policy made it."""
-        segments = self._segments or ()
+        segments = self._segments or []
         length = sum(len(part) for segment in segments for part in segment.tokens)
         if not length or segments[-1].from_environment:
             return length, None

@@ -4,6 +4,7 @@
  * DISK_KEEP=DIR     at every fsync the file's content is copied to DIR, under its path below the
  *                   root; at that of a directory, what was renamed and removed in it so far is
  *                   renamed and removed there. So DIR holds what is certain to survive a power loss.
+ *                   A copy is whole or the one before: the process may end in the middle of it.
  * DISK_NO_FLOCK=1   flock fails with ENOSYS, as on Lustre mounted without -o flock.
  * DISK_NO_SHM=1     *-shm cannot be mapped for sharing, as where SQLite's log cannot work.
  */
@@ -13,6 +14,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -74,9 +76,9 @@ static void keep_names(const char *path, const char *copy) {
     if (then) closedir(then);
 }
 
-static void keep(int fd) {
+static void keep_content(int fd) {
     const char *target = getenv("DISK_KEEP");
-    char path[PATH_MAX], copy[2 * PATH_MAX], block[1 << 16];
+    char path[PATH_MAX], copy[2 * PATH_MAX], part[3 * PATH_MAX], block[1 << 16];
     struct stat status;
     const char *name = target ? below_root(fd, path) : NULL;
     if (!name || fstat(fd, &status)) return;
@@ -94,7 +96,8 @@ static void keep(int fd) {
      * give up the process's locks on it. */
     int readable = (fcntl(fd, F_GETFL) & O_ACCMODE) != O_WRONLY;
     int from = readable ? fd : open(path, O_RDONLY);
-    int to = open(copy, O_WRONLY | O_CREAT | O_TRUNC, 0666);
+    snprintf(part, sizeof part, "%s.part", target);
+    int to = open(part, O_WRONLY | O_CREAT | O_TRUNC, 0666);
     off_t at = 0;
     ssize_t count = 0;
     while (from >= 0 && to >= 0 && (count = pread(from, block, sizeof block, at)) > 0) {
@@ -104,7 +107,18 @@ static void keep(int fd) {
     if (from < 0 || to < 0 || count < 0) abort();
     if (!readable) close(from);
     close(to);
+    if (rename(part, copy)) abort();
     note(status.st_ino, copy);
+}
+
+/* One thread at a time: several force files to disk. */
+static void keep(int fd) {
+    static pthread_mutex_t one = PTHREAD_MUTEX_INITIALIZER;
+    int error = errno;
+    pthread_mutex_lock(&one);
+    keep_content(fd);
+    pthread_mutex_unlock(&one);
+    errno = error;
 }
 
 #define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
