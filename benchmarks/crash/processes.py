@@ -32,6 +32,7 @@ PROCESS_KINDS = (
     "engine hangs for a moment",
     "engine dies",
     "trainer pauses",
+    "trainer pauses for long",
     "trainer restarts",
     "manager pauses",
     "scorer hangs",
@@ -48,7 +49,9 @@ PROCESS_KINDS = (
     "second run",
 )
 # Of these runs, against those in one process: an engine that is silent for 9 s is hung.
-_LONGER = 3.0
+LONGER = 3.0
+# What an update may take: less than a trainer pauses "for long".
+_UPDATE_SECONDS = 20.0
 _HEAL_SECONDS = 3.0
 _LARGEST_JUMP_SECONDS = 3600.0
 _SECOND_RUN_SECONDS = 120.0
@@ -61,7 +64,8 @@ class Programme:
     def __init__(self, preset: str, engine: str, root: Path, name: str, seed: str) -> None:
         prepare(root)
         changes: dict[str, Any] = {
-            "engines": {"no_progress_seconds": 3.0 * _LONGER},
+            "engines": {"no_progress_seconds": 3.0 * LONGER},
+            "weights": {"timeout_seconds": _UPDATE_SECONDS},
             "task": {"verifier_timeout_seconds": 4.0},
             "reward": [{"name": IMPORT_PATH}],
         }
@@ -81,7 +85,7 @@ class Programme:
         try:
             run.start()
             for fault in faults:
-                time.sleep(_LONGER * fault.after)
+                time.sleep(LONGER * fault.after)
                 self._do(fault)
                 self._go_on(fault)
             run.last_life(steps=2)
@@ -109,7 +113,7 @@ class Programme:
             run.wait_for_step(run.step() + 1)
 
     def _do(self, fault: Fault) -> None:
-        run, seconds = self.run, _LONGER * fault.seconds
+        run, seconds = self.run, LONGER * fault.seconds
         self._may_end = self._may_end or KINDS[fault.kind].ends
         match fault.kind:
             case "engine hangs":
@@ -118,7 +122,7 @@ class Programme:
                 run.pause("engine", seconds, fault.kind)
             case "engine dies":
                 run.kill("engine", patient=False)
-            case "trainer pauses":
+            case "trainer pauses" | "trainer pauses for long":
                 run.pause("trainer", seconds, fault.kind)
             case "trainer restarts":
                 run.note(fault.kind)

@@ -15,6 +15,7 @@ from typing import Any, Protocol, cast
 import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
+from megatron_async.awake import AwakeDeadline
 from megatron_async.config import RunConfig
 from megatron_async.engines.interface import EngineError
 from megatron_async.engines.nodes import init_ray
@@ -29,7 +30,7 @@ from megatron_async.weight_sync.http import EngineAddress
 
 _SLACK_SECONDS = 30.0
 _CALL_SECONDS = 60.0
-_LOOK_SECONDS = 1.0
+_LOOK_SECONDS = 0.5
 _RETRY_SECONDS = 0.2
 # A dead actor whose restart Ray has not begun yet looks like one that is dead for good.
 _DEAD_SECONDS = 15.0
@@ -172,21 +173,23 @@ class RayLink:
     def _call_unless_stopped(self, method: str, limit: float, *arguments: Any) -> Any:
         """`_call`, given up with StopAsked as soon as the run is asked to stop."""
         answer = self._send(method, self._lineage, *arguments)
-        deadline = time.monotonic() + limit
-        while time.monotonic() < deadline:
-            if ray.wait([answer], timeout=_LOOK_SECONDS)[0]:
-                break
-            if self._stop_asked():
-                raise StopAsked
-        return self._receive(method, answer, limit, waited=limit)
+        return self._receive(method, answer, limit, unless_stopped=True)
 
     def _send(self, method: str, *arguments: Any) -> Any:
         return self._manager.call.remote(method, *arguments)
 
-    def _receive(self, method: str, answer: Any, limit: float, waited: float = 0.0) -> Any:
-        """The answer, for which `waited` of the `limit` seconds have passed already."""
+    def _receive(
+        self, method: str, answer: Any, limit: float, *, unless_stopped: bool = False
+    ) -> Any:
+        """The answer, for which this process waits `limit` seconds of its life at most."""
+        deadline, ready = AwakeDeadline(limit), False
+        while not ready and deadline.left:
+            ready = bool(ray.wait([answer], timeout=min(deadline.left, _LOOK_SECONDS))[0])
+            deadline.tick()
+            if not ready and unless_stopped and self._stop_asked():
+                raise StopAsked
         try:
-            return ray.get(answer, timeout=limit - waited)
+            return ray.get(answer, timeout=_CALL_SECONDS if ready else 0)
         except RayTaskError as error:
             if isinstance(error.cause, NotAttached):
                 raise ManagerLost(str(error.cause)) from error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from benchmarks.crash.fault_programme import PRESETS, Plan, is_due_to_a_slow_machine
@@ -14,7 +16,9 @@ from benchmarks.crash.faults import (
     may_end,
     sequence,
 )
+from benchmarks.crash.processes import LONGER, Programme
 from benchmarks.crash.world import Result
+from megatron_async.config import build_config
 
 
 def test_a_seed_is_a_sequence_and_another_seed_another_one() -> None:
@@ -43,6 +47,18 @@ def test_a_plan_does_not_depend_on_those_before_it() -> None:
     assert [plan.preset for plan in plans] == [*PRESETS, "sync", "rapid"]
     assert plans[6] == Plan.of(4, 6, None, 13)
     assert Plan.of(4, 6, "async", 13).faults == plans[6].faults
+
+
+@pytest.mark.parametrize("engine", ["simulated", "sglang"])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_whole_runs_of_every_preset_can_be_planned_on_both_kinds_of_engine(
+    tmp_path: Path, preset: str, engine: str
+) -> None:
+    programme = Programme(preset, engine, tmp_path, "run", "1.0")  # type: ignore[arg-type]
+    config = build_config(programme.run.config)
+    assert (config.schedule.preset, config.engines.kind) == (preset, engine)
+    longest = KINDS["trainer pauses for long"].seconds
+    assert LONGER * longest[0] > config.weights.timeout_seconds, "or it shows nothing"
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS.values() if kind.edge == "engine"])
