@@ -97,6 +97,7 @@ def configuration(
             "groups_per_batch": 4,
             "group_size": 2,
             "concurrency": 16,
+            "updates_per_batch": 1,
             "max_async_level": 2 if preset == "async" else 4,
         },
         "sampling": {"max_new_tokens": 160},
