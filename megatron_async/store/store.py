@@ -380,9 +380,8 @@ class TrajectoryStore:
     def load_trajectory(self, trajectory_id: int) -> Trajectory:
         """With all tokens appended so far. Raises LookupError when it is not in the store."""
         record = self._record(trajectory_id)
-        prompt = self._group(record.group_id).prompt
         tokens = None if record.in_memory else self._tokens_on_disk(record)
-        return record.trajectory(prompt, tokens)
+        return record.trajectory(self._group(record.group_id).prompt, tokens)
 
     def response_end(self, trajectory_id: int) -> tuple[int, int | None]:
         """Length of a live trajectory's response, and its last token if the policy made it."""
