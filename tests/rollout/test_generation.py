@@ -274,8 +274,8 @@ def test_a_stream_that_is_read_no_further_is_closed_before_its_request_has_ended
 
         async def noting(request: GenerationRequest) -> AsyncIterator[TokenChunk]:
             try:
-                async for said in generate(request):
-                    yield said
+                async for one in generate(request):
+                    yield one
             finally:
                 order.append("closed")
 
@@ -510,25 +510,14 @@ def test_only_what_the_policy_wrote_last_can_end_a_response() -> None:
         values = np.zeros(len(tokens), np.float32)
         return Segment(np.array(tokens, np.int32), values, V0, "e", from_environment)
 
-<<<<<<< HEAD
     stopped, appended = segment(7, STOP), segment(STOP, from_environment=True)
-    assert end_of(response(), LIMIT, (STOP,)) is None
-    assert end_of(response(stopped), LIMIT, (STOP,)) is FinishReason.STOP
-    assert end_of(response(stopped), LIMIT, ()) is None
-    assert end_of(response(stopped), 2, ()) is FinishReason.LENGTH
-    assert end_of(response(stopped), 1, ()) is FinishReason.LENGTH  # a limit that was lowered
-    assert end_of(response(segment(7), appended), LIMIT, (STOP,)) is None
-    assert end_of(response(appended, segment(7)), LIMIT, (STOP,)) is None
-=======
-    stopped, told = said(7, STOP), said(STOP, from_environment=True)
     assert reason() is None
     assert reason(stopped) is FinishReason.STOP
     assert reason(stopped, stops=()) is None
     assert reason(stopped, limit=2, stops=()) is FinishReason.LENGTH
     assert reason(stopped, limit=1, stops=()) is FinishReason.LENGTH  # lowered since
-    assert reason(said(7), told) is None
-    assert reason(told, said(7)) is None
->>>>>>> 6c9c96b (Read engines' streams by a small HTTP reader, and reuse connections)
+    assert reason(segment(7), appended) is None
+    assert reason(appended, segment(7)) is None
 
 
 def spied(engine: SimulatedEngine, asked: list[GenerationRequest]) -> None:

@@ -32,7 +32,10 @@ _LINE_END = b"\r\n"
 
 
 class StreamConnection(asyncio.Protocol):
-    """One connection. `status` is that of the newest answer, 0 before it is known."""
+    """Reads the answers to one request after the other.
+
+    `status` is that of the newest answer, 0 before it is known.
+    """
 
     def __init__(self) -> None:
         self.status = 0
