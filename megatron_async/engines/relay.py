@@ -36,7 +36,8 @@ from megatron_async.errors import ComponentFailure
 _LONGEST_PAUSE_SECONDS = 0.1
 _PAUSE_PER_STREAM_SECONDS = 25e-6  # 4,096 streams: the longest pause
 _PAUSE_PER_ENGINE_SECONDS = 10e-3  # a message takes the manager about half a millisecond
-_MOST_ITEMS = 64  # of a report: what the manager's event loop takes up in one turn
+_MOST_ITEMS = 256  # of a report
+_ITEMS_IN_A_TURN = 64  # of the manager's event loop
 _MOST_STARTED = 256  # in one call
 _NEWS_SECONDS = 5.0
 # A stream that has no room waits for an acknowledgement, which comes with the next call.
@@ -245,9 +246,11 @@ class RelayedEngine(ForwardingClient):
             acknowledged, self._acknowledged = self._acknowledged, []
             report = await self._relay.report(acknowledged)
             async with self._pace.turn:
-                for stream, item in report.items():
+                for number, (stream, item) in enumerate(report.items(), 1):
                     if (inbox := self._inboxes.get(stream)) is not None:
                         inbox.put_nowait(item)
+                    if number % _ITEMS_IN_A_TURN == 0:
+                        await asyncio.sleep(0)
                 await asyncio.sleep(0)
             if len(report.runs_R5) < _MOST_ITEMS:  # else there is more already
                 await asyncio.sleep(self._pace.seconds)
