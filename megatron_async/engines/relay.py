@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -36,6 +36,7 @@ from megatron_async.errors import ComponentFailure
 _LONGEST_PAUSE_SECONDS = 0.1
 _PAUSE_PER_STREAM_SECONDS = 25e-6  # 4,096 streams: the longest pause
 _PAUSE_PER_ENGINE_SECONDS = 10e-3  # a message takes the manager about half a millisecond
+_PAUSE_OF_ABORTS_SECONDS = 10e-3  # an update waits for their ends
 _MOST_ITEMS = 256  # of a report
 _ITEMS_IN_A_TURN = 64  # of the manager's event loop
 _MOST_STARTED = 256  # in one call
@@ -172,6 +173,9 @@ class RelayedEngine(ForwardingClient):
         self._inboxes: dict[int, asyncio.Queue[Item]] = {}
         self._started: list[Started] = []
         self._cancelled: list[int] = []
+        self._running: set[str] = set()
+        self._aborted: set[str] = set()
+        self._hurried = asyncio.Event()
         self._acknowledged: list[int] = []
         self._sending: asyncio.Task[None] | None = None
         self._receiving: asyncio.Task[None] | None = None
@@ -183,6 +187,7 @@ class RelayedEngine(ForwardingClient):
             raise EngineError(f"{self.engine_id} ({self.url}): the client has been closed")
         stream, inbox = next(self._numbers), asyncio.Queue[Item]()
         self._inboxes[stream] = inbox
+        self._running.add(request.request_id)
         self._pace.streams += 1
         self._started.append((stream, request))
         self._send()
@@ -198,6 +203,8 @@ class RelayedEngine(ForwardingClient):
                     self._acknowledged.append(stream)
         finally:
             self._pace.streams -= 1
+            self._running.discard(request.request_id)
+            self._aborted.discard(request.request_id)
             del self._inboxes[stream]
             if not ended and not self._closed:
                 self._cancelled.append(stream)
@@ -208,6 +215,8 @@ class RelayedEngine(ForwardingClient):
         if self._sending is not None:
             await asyncio.wait([self._sending])  # an abort that comes first is lost
         await self._relay.abort(request_ids)
+        self._aborted |= self._running.intersection(request_ids)
+        self._hurried.set()
 
     async def close(self) -> None:
         """Release connections (not the server)."""
@@ -253,7 +262,17 @@ class RelayedEngine(ForwardingClient):
                         await asyncio.sleep(0)
                 await asyncio.sleep(0)
             if len(report.runs_R5) < _MOST_ITEMS:  # else there is more already
-                await asyncio.sleep(self._pace.seconds)
+                await self._pause()
+
+    async def _pause(self) -> None:
+        """Let news gather for a while; not for long when requests are about to end."""
+        self._hurried.clear()
+        seconds = self._pace.seconds
+        if self._aborted:
+            seconds = min(seconds, _PAUSE_OF_ABORTS_SECONDS)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._hurried.wait()
 
     async def _guarded(self, work: Callable[[], Awaitable[None]]) -> None:
         try:

@@ -97,6 +97,36 @@ def test_an_abort_ends_the_streams_with_what_they_have() -> None:
     asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
+def test_ends_of_aborted_streams_do_not_wait_for_the_pause_between_reports() -> None:
+    """An update waits for them; the pause is for thousands of streams that go on."""
+
+    class Slow(Pace):
+        seconds = 3600.0  # type: ignore[assignment]
+
+    async def scenario() -> None:
+        engine = SimulatedEngine("e", MODEL)
+        relay = Lossy(engine, 16)
+        client = RelayedEngine(engine, relay, Slow())
+        arrived: list[int] = []
+
+        async def read(name: str) -> str | None:
+            async for chunk in client.generate(request(name, 10**6)):
+                arrived.append(len(chunk.token_ids))
+            return chunk.end
+
+        streams = [asyncio.create_task(read(name)) for name in ("a", "b")]
+        while not arrived:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)  # the pause has begun
+        await client.abort(["a", "b", "c"])
+        assert await asyncio.gather(*streams) == ["abort", "abort"]
+        assert not client._aborted
+        await client.close()
+        await relay.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
 def test_a_stream_that_is_not_read_on_is_ended_at_the_engine() -> None:
     async def scenario() -> None:
         engine = SimulatedEngine("e", MODEL)

@@ -176,7 +176,7 @@ def test_of_two_that_differ_the_one_that_samples_from_other_weights_is_wrong(
         await it.manager.attach(ResumePoint(0))
         report = await it.publish(0)
         assert not report.passed and it.up == ["engine1.1"]
-        assert it.manager._doubted == {"engine0.0"}
+        assert it.manager._suspects == {"engine0.0"}
         await it.publish(0)  # wrong once more: it is replaced, and the healthy one stays
         while len(it.engines.all) == 2:
             await asyncio.sleep(0.01)
