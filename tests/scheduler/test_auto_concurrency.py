@@ -233,9 +233,9 @@ def test_responses_shorter_than_a_report_interval_do_not_look_like_empty_slots()
     seen = []
     for step in range(4):
         run.finish(*run.running[:4])
-        run.tell(ev.EngineLoad("a", 0.0, 0))
+        run.send(ev.EngineLoad("a", 0.0, 0))
         run.prompts(2)
-        run.tell(ev.BatchTaken(step, 1.0 + step), ev.UpdateRequested(step + 1))
+        run.send(ev.BatchTaken(step, 1.0 + step), ev.UpdateRequested(step + 1))
         run.publish(step + 1)
         seen.append(run.scheduler.view().concurrency)
     assert seen == [4, 4, 4, 8]

@@ -20,7 +20,6 @@ import itertools
 import uuid
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from http.client import OK
 from pathlib import Path
 from typing import Any, Self
 
@@ -44,7 +43,6 @@ from megatron_async.engines.sglang.stream import (
     StreamDecoder,
     events_of,
     parse_version,
-    refusal_of,
     sampling_params,
 )
 from megatron_async.engines.sglang.stream_connection import (
@@ -275,17 +273,12 @@ class SGLangClient:
         decoder = StreamDecoder()
         buffer = bytearray()
         self._open_session()
-        async with self._streams.post("generate", orjson.dumps(body)) as answer:
-            while data := await answer.read():
-                if answer.status != OK:
-                    buffer += data
-                    continue
+        async with self._streams.post("generate", orjson.dumps(body)) as parts:
+            async for data in parts:
                 for event in events_of(buffer, data):
                     if event != b"[DONE]":
                         for chunk in decoder.feed(orjson.loads(event)):
                             yield chunk
-            if answer.status != OK:
-                raise refusal_of(answer.status, buffer.decode(errors="replace"))
 
     async def _abort_running(self, running: Mapping[str, str]) -> None:
         if len(running) == len(self._wire_ids) > 1:
