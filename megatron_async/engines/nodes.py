@@ -44,15 +44,14 @@ def init_ray(**arguments: Any) -> Any:
         context = ray.init(**arguments)
     except Exception as error:  # Ray raises it as such, too, when a start takes too long
         ray.shutdown()  # nothing half-started is left
-        address = arguments.get("address")
+        host, address = socket.gethostname(), arguments.get("address")
         if address in (None, "local"):
-            what = f"Ray did not start on {socket.gethostname()}"
+            what = f"Ray did not start on {host}"
             remedy = (
-                f"its logs are in {ray_directory()}/session_latest/logs; it has 30 s to start, "
+                f"look into {ray_directory()}/session_latest/logs; on a busy machine, try again"
             )
-            remedy += "so try again when the machine is less busy"
         else:
-            what = f"the Ray cluster at {address} cannot be joined from {socket.gethostname()}"
+            what = f"the Ray cluster at {address} cannot be joined from {host}"
             remedy = "check that it runs, and that this node reaches it"
         raise UserError(f"{what} ({one_line(error)}): {remedy}") from error
     if threading.current_thread() is threading.main_thread():

@@ -93,10 +93,8 @@ _FIELD_TYPES: dict[type, tuple[Any, ...]] = {
 }
 
 _FIELD_NAMES = {cls: tuple(f.name for f in dataclasses.fields(cls)) for cls in _FIELD_TYPES}
-_MANY_FIELDS = 2
-_FIELDS_OF = {  # at once, for messages of several fields: there are thousands a second
-    cls: attrgetter(*names) for cls, names in _FIELD_NAMES.items() if len(names) >= _MANY_FIELDS
-}
+# At once, for messages of several fields: there are thousands a second.
+_FIELDS_OF = {cls: attrgetter(*names) for cls, names in _FIELD_NAMES.items() if len(names) > 1}
 _PLAIN_TYPES = frozenset({int, float, str, bool, type(None)})
 
 

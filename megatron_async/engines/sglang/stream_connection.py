@@ -67,28 +67,25 @@ class StreamConnection:
         if headers.get("transfer-encoding") != "chunked":
             body = await (self._reader.read() if length < 0 else self._reader.readexactly(length))
         else:
-            async with aclosing(self._chunks()) as chunks:
-                async for chunk in chunks:
-                    if status == OK:
-                        yield chunk
-                    else:
-                        body += chunk
+            while chunk := await self._chunk():
+                if status == OK:
+                    yield chunk
+                else:
+                    body += chunk
         if protocol == "HTTP/1.1" and headers.get("connection") != "close":
             self._reusable_until = time.monotonic() + KEEP_ALIVE_SECONDS
         if status != OK:
             raise refusal_of(status, body.decode(errors="replace"))
         yield body
 
-    async def _chunks(self) -> AsyncGenerator[bytes, None]:
-        while True:
-            line = await self._reader.readuntil(b"\r\n")
-            size = int(line.partition(b";")[0], 16)
-            chunk = await self._reader.readexactly(size + 2)
-            if chunk[size:] != b"\r\n":
-                raise ValueError(f"a chunk of {size} bytes that does not end there")
-            if not size:
-                return
-            yield chunk[:size]
+    async def _chunk(self) -> bytes:
+        """The next one; the last is empty."""
+        line = await self._reader.readuntil(b"\r\n")
+        size = int(line.partition(b";")[0], 16)
+        chunk = await self._reader.readexactly(size + 2)
+        if chunk[size:] != b"\r\n":
+            raise ValueError(f"a chunk of {size} bytes that does not end there")
+        return chunk[:size]
 
     def close(self) -> None:
         """End the connection, and with it the request at the server."""
