@@ -1,7 +1,9 @@
 """Schedules side by side on the real engine: same prompts, same lengths, one call.
 
-    python -m benchmarks.schedules --model runs/quickstart/sft     # everything: 25 minutes
-    python -m benchmarks.schedules --presets sync copris           # times of these two only
+    python -m benchmarks.schedules --presets sync copris           # five times: 27 minutes
+    python -m benchmarks.schedules --presets sync copris --pieces 4     # four runs of those
+    python -m benchmarks.schedules --repetitions 1 --model runs/quickstart/sft     # learning, too
+    python -m benchmarks.schedules --table                         # of the rows there are
 
 Time. Every trajectory's response length is forced (a recorded length per trajectory id), once
 long-tailed (`tail`) and once equal for all (`uniform`), the negative control: there asynchrony must
@@ -19,6 +21,10 @@ running request. At the default of 32 requests the constant part still counts, a
 where decode is bound by memory; with hundreds of requests a CPU is bound by arithmetic, an idle
 slot costs nothing, and no schedule can gain.
 
+Repetitions. The schedules alternate, each repetition runs all of them once, and a ratio is of two
+runs of one repetition: the machine's speed changes within minutes. Every run appends its row to
+--rows; runs that have a row there are not made again, so the comparison can be made in pieces.
+
 Prints markdown and, with --out, writes it with the command and the date.
 """
 
@@ -28,13 +34,15 @@ import argparse
 import datetime
 import sys
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.command import command_line
+from benchmarks.rows import append, missing, read, spread
 from megatron_async.config import RunConfig, build_config
 from megatron_async.config.load import merge, read_yaml
 from megatron_async.launcher.devices import split_of_this_machine
@@ -47,6 +55,10 @@ ROOT = Path(__file__).parents[1]
 WARM_UP_UPDATES = 4
 RAPID_UPDATES = 4
 GROUP = 8
+SIZES = (
+    *("steps", "groups", "concurrency", "longest"),
+    *("learning_steps", "learning_groups", "learning_concurrency"),
+)
 PRESETS = ["sync", "rapid", "copris", "pipeline", "async"]
 
 
@@ -67,6 +79,17 @@ class Row:
     ess: float
     reward: float
     accuracy: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """A run and the repetition that it belongs to."""
+
+    repetition: int
+    row: Row
+
+
+Pairs = list[tuple[Row, Row]]
 
 
 def forced_lengths(kind: str, count: int, longest: int) -> list[int]:
@@ -148,40 +171,54 @@ def measure(config: RunConfig, kind: str) -> Row:
     )
 
 
-def time_table(rows: list[Row]) -> str:
-    """Markdown; ratios are against `sync` of the same lengths."""
+def time_table(rows: Sequence[Result]) -> str:
+    """Markdown: medians and ranges; ratios are against `sync` of the same repetition."""
     out = [
-        "| lengths | schedule | rollout s/step | x sync | whole s/step | x sync | tokens/s "
+        "| lengths | schedule | runs | rollout s/step | x sync | whole s/step | x sync | tokens/s "
         "| x sync | slots idle | trainer idle | resumed | lag mean / max |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|--:|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for row in rows:
-        base = next((r for r in rows if r.lengths == row.lengths and r.preset == "sync"), row)
+    sync = {(r.row.lengths, r.repetition): r.row for r in rows if r.row.preset == "sync"}
+    for lengths, preset in dict.fromkeys((r.row.lengths, r.row.preset) for r in rows):
+        of = [r for r in rows if (r.row.lengths, r.row.preset) == (lengths, preset)]
+        bases = [(sync.get((lengths, r.repetition)), r.row) for r in of]
+        pairs = [(base, row) for base, row in bases if base is not None]
+
+        def ratio(of_pair: Callable[[Row, Row], float], pairs: Pairs = pairs) -> str:
+            return spread([of_pair(base, row) for base, row in pairs])
+
+        own = [r.row for r in of]
         out.append(
-            f"| {row.lengths} | {row.preset} | {row.rollout_seconds:.2f} "
-            f"| {base.rollout_seconds / row.rollout_seconds:.2f} | {row.step_seconds:.2f} "
-            f"| {base.step_seconds / row.step_seconds:.2f} | {row.tokens_per_second:,.0f} "
-            f"| {row.tokens_per_second / base.tokens_per_second:.2f} | {row.slots_idle:.0%} "
-            f"| {row.trainer_idle:.0%} | {row.resumed:.0%} "
-            f"| {row.lag_mean:.2f} / {row.lag_max:.0f} |"
+            f"| {lengths} | {preset} | {len(of)} | {spread([r.rollout_seconds for r in own])} "
+            f"| {ratio(lambda base, row: base.rollout_seconds / row.rollout_seconds)} "
+            f"| {spread([r.step_seconds for r in own])} "
+            f"| {ratio(lambda base, row: base.step_seconds / row.step_seconds)} "
+            f"| {spread([r.tokens_per_second for r in own], 0)} "
+            f"| {ratio(lambda base, row: row.tokens_per_second / base.tokens_per_second)} "
+            f"| {np.median([r.slots_idle for r in own]):.0%} "
+            f"| {np.median([r.trainer_idle for r in own]):.0%} "
+            f"| {np.median([r.resumed for r in own]):.0%} "
+            f"| {np.median([r.lag_mean for r in own]):.2f} / {max(r.lag_max for r in own):.0f} |"
         )
     return "\n".join(out)
 
 
-def learning_table(rows: list[Row], samples: int) -> str:
+def learning_table(rows: Sequence[Result], samples: int) -> str:
     """Markdown; every run has trained on the same number of trajectories."""
     out = [
         f"Equal samples: {samples:,} trajectories each.",
         "",
-        "| schedule | reward, last quarter | held-out accuracy after | rollout s/step "
+        "| schedule | run | reward, last quarter | held-out accuracy after | rollout s/step "
         "| whole s/step | tokens/s | trainer idle | lag mean / max | ESS |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "|---|--:|---|---|---|---|---|---|---|---|",
     ]
     out += [
-        f"| {r.preset} | {r.reward:.3f} | {r.accuracy:.1%} | {r.rollout_seconds:.2f} "
+        f"| {r.preset} | {result.repetition + 1} | {r.reward:.3f} | {r.accuracy:.1%} "
+        f"| {r.rollout_seconds:.2f} "
         f"| {r.step_seconds:.2f} | {r.tokens_per_second:,.0f} | {r.trainer_idle:.0%} "
         f"| {r.lag_mean:.2f} / {r.lag_max:.0f} | {r.ess:.3f} |"
-        for r in rows
+        for result in rows
+        for r in [result.row]
     ]
     return "\n".join(out)
 
@@ -209,30 +246,51 @@ def main() -> None:
     parser.add_argument("--learning-steps", type=int, default=16, help="updates after warm-up")
     parser.add_argument("--learning-groups", type=int, default=32, help="B of the learning runs")
     parser.add_argument("--learning-concurrency", type=int, default=96, help="N' of these")
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--pieces", type=int, default=1000, help="make at most so many runs")
+    parser.add_argument("--rows", type=Path, default=ROOT / "benchmarks/results/schedules.jsonl")
+    parser.add_argument("--table", action="store_true", help="only print the table of the rows")
     parser.add_argument("--out", type=Path, help="write the tables here too")
     options = parser.parse_args()
     kinds = [*options.lengths, *(["natural"] if options.model is not None else [])]
-    rows = []
-    with tempfile.TemporaryDirectory(prefix="schedules-") as scratch:
-        model = Path(scratch) / "model"
-        build_tiny_model(model, seed=1)
-        base = read_yaml(ROOT / "configs" / "quickstart.yaml")
-        for kind in kinds:
-            for preset in options.presets:
-                overrides = settings_of(preset, kind, model, Path(scratch), options)
-                rows.append(measure(build_config(merge(base, overrides)), kind))
-                print(rows[-1], file=sys.stderr, flush=True)
-    timed = [row for row in rows if row.lengths != "natural"]
-    learned = [row for row in rows if row.lengths == "natural"]
-    parts = [describe_lengths(options.longest), time_table(timed)] if timed else []
-    if learned:
-        updates = options.learning_steps + WARM_UP_UPDATES
-        parts.append(learning_table(learned, updates * options.learning_groups * GROUP))
-    text = "\n\n".join(parts)
+    sizes = {name: getattr(options, name) for name in SIZES}
+    wanted = [
+        {"repetition": repetition, "lengths": kind, "preset": preset, "sizes": sizes}
+        for repetition in range(options.repetitions)
+        for kind in kinds
+        for preset in options.presets
+    ]
+    todo = [] if options.table else missing(wanted, read(options.rows))[: options.pieces]
+    base = read_yaml(ROOT / "configs" / "quickstart.yaml")
+    for key in todo:
+        with tempfile.TemporaryDirectory(prefix="schedules-") as scratch:
+            model = Path(scratch) / "model"
+            build_tiny_model(model, seed=1)
+            kind = key["lengths"]
+            overrides = settings_of(key["preset"], kind, model, Path(scratch), options)
+            row = measure(build_config(merge(base, overrides)), kind)
+        append(options.rows, {**key, **asdict(row), "date": f"{datetime.date.today()}"})
+        print(row, file=sys.stderr, flush=True)
+    text = tables([row for row in read(options.rows) if row["sizes"] == sizes], options)
     print(text)
     if options.out is not None:
         command = command_line("benchmarks.schedules")
         options.out.write_text(f"`{command}`, {datetime.date.today()}\n\n{text}\n")
+
+
+def tables(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> str:
+    """Both tables, of the rows that were made with the sizes of `options`."""
+    names = [field.name for field in fields(Row)]
+    results = [
+        Result(row["repetition"], Row(**{name: row[name] for name in names})) for row in rows
+    ]
+    timed = [result for result in results if result.row.lengths != "natural"]
+    learned = [result for result in results if result.row.lengths == "natural"]
+    parts = [describe_lengths(options.longest), time_table(timed)] if timed else []
+    if learned:
+        updates = options.learning_steps + WARM_UP_UPDATES
+        parts.append(learning_table(learned, updates * options.learning_groups * GROUP))
+    return "\n\n".join(parts)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,137 @@
+"""Comparisons in pieces: what is still to be made, and the tables of recorded rows."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import engine_peers, schedules, trainer_alone, versus_trl
+from benchmarks.rows import append, missing, read, spread
+
+
+def test_a_piece_that_has_a_row_is_not_made_again(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "rows.jsonl"
+    assert read(file) == []
+    wanted = [{"seed": seed, "sizes": {"steps": steps}} for seed in (1, 2) for steps in (8, 16)]
+    append(file, {**wanted[1], "seconds": 3.5})
+    assert missing(wanted, read(file)) == [wanted[0], wanted[2], wanted[3]]
+
+
+def test_a_range_is_shown_where_there_are_several_values() -> None:
+    assert spread([3.0, 1.0, 2.0], 1) == "2.0 (1.0 to 3.0)"
+    assert spread([1234.4], 0) == "1,234"
+    assert spread([]) == "-"
+
+
+def versus_row(system: str, seed: int, step: float, accuracies: list[float]) -> dict[str, Any]:
+    return {
+        "distribution": "tail",
+        "system": system,
+        "seed": seed,
+        "startup_seconds": 10.0 * seed,
+        "step_seconds": [step] * 10,
+        "tokens": [1000.0] * 10,
+        "rewards": [0.1] * 7 + [0.5] * 3,
+        "accuracies": [[5 * place, value] for place, value in enumerate(accuracies)],
+    }
+
+
+def test_systems_are_compared_seed_by_seed() -> None:
+    """Seed 1: 6 s against 2 s a step, the target after 10 and after 5 steps: 60 s against 10 s."""
+    text = versus_trl.table(
+        [
+            versus_row("trl", 1, 6.0, [0.6, 0.8, 0.9]),
+            versus_row("megatron_async", 1, 2.0, [0.6, 0.9, 0.95]),
+            versus_row("trl", 2, 4.0, [0.6, 0.7, 0.8]),
+            versus_row("megatron_async", 2, 2.0, [0.6, 0.7, 0.9]),
+        ]
+    )
+    assert "a step 2.50 (2.00 to 3.00), to 85% 6.00." in text
+    trl = next(line for line in text.splitlines() if line.startswith("| tail | trl"))
+    assert "| 2 | 15 (10 to 20) | 5.00 (4.00 to 6.00) | 208 (167 to 250) | 0.500" in trl
+    assert trl.endswith("| 60, 1 never |")
+
+
+def test_a_system_without_its_pair_has_no_ratio() -> None:
+    text = versus_trl.table([versus_row("trl", 1, 6.0, [0.6, 0.9])])
+    assert "| tail | trl | 1 |" in text
+    assert "by seed" not in text
+
+
+def test_trainers_are_compared_round_by_round() -> None:
+    rates = {"megatron_async": (300.0, 400.0), "plain torch loop": (200.0, 100.0)}
+    rows = [
+        {"round": n, "system": s, "tokens_per_second": rate, "losses": [4.0, 2.0]}
+        for s, both in rates.items()
+        for n, rate in enumerate(both)
+    ]
+    line = trainer_alone.table(rows).splitlines()[-1]
+    assert line == (
+        "| plain torch loop | 2 | 150 (100 to 200) | 2.75 (1.50 to 4.00) | 4.0000, 2.0000 |"
+    )
+
+
+def test_the_engine_is_compared_at_equal_sizes_only() -> None:
+    def row(requests: int, engine: float) -> dict[str, Any]:
+        sizes = {"name": "m", "phase": "decode", "requests": requests, "prompt": 8, "new": 128}
+        return {**sizes, "engine": engine, "threads_1": 100.0, "threads_2": 200.0}
+
+    lines = engine_peers.table([row(32, 150), row(96, 900), row(32, 250)]).splitlines()
+    assert lines[2] == (
+        "| m | decode | 32 | 8 + 128 | 2 | 200 (150 to 250) | 100 (100 to 100) | 200 (200 to 200) "
+        "| 2.00 (1.50 to 2.50) | 1.00 (0.75 to 1.25) |"
+    )
+    assert lines[3].startswith("| m | decode | 96 | 8 + 128 | 1 | 900 ")
+
+
+def schedule_row(preset: str, repetition: int, seconds: float) -> dict[str, Any]:
+    times = {"rollout_seconds": seconds, "step_seconds": 2 * seconds}
+    zeros = ("slots_idle", "trainer_idle", "resumed", "lag_mean", "lag_max", "ess", "reward")
+    return {
+        "lengths": "tail",
+        "preset": preset,
+        "repetition": repetition,
+        **times,
+        **dict.fromkeys((*zeros, "accuracy"), 0.0),
+        "tokens_per_second": 1000 / seconds,
+        "date": "2026-11-22",
+    }
+
+
+def test_a_schedule_is_compared_with_sync_of_its_own_repetition() -> None:
+    rows = [
+        schedule_row("sync", 0, 4.0),
+        schedule_row("copris", 0, 2.0),
+        schedule_row("sync", 1, 9.0),
+        schedule_row("copris", 1, 3.0),
+        schedule_row("copris", 2, 100.0),  # its sync is not made yet
+    ]
+    options = argparse.Namespace(longest=1024, learning_steps=16, learning_groups=32)
+    copris = schedules.tables(rows, options).splitlines()[-1]
+    assert copris.startswith(
+        "| tail | copris | 3 | 3.00 (2.00 to 100.00) | 2.50 (2.00 to 3.00) | "
+        "6.00 (4.00 to 200.00) | 2.50 (2.00 to 3.00) | "
+    )
+
+
+def test_prompts_of_a_padded_batch_are_not_learned() -> None:
+    from benchmarks.trainer_alone_worker import padded
+
+    batch = padded([[[5, 6], [7]], [[8], [9, 10, 11]]])
+    assert batch["labels"].tolist() == [[-100, -100, 7, -100], [-100, 9, 10, 11]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
+
+
+def test_both_systems_take_the_same_settings(tmp_path: Path) -> None:
+    options = argparse.Namespace(model=tmp_path, steps=20, every=5)
+    short, tail = (
+        versus_trl.settings_of(name, 3, tmp_path, options) for name in versus_trl.DISTRIBUTIONS
+    )
+    assert short.sampling == tail.sampling
+    assert short.optimizer == tail.optimizer
+    assert short.task.params["mixture"] != tail.task.params["mixture"]
+    assert (tail.seed, tail.task.train_seed, tail.eval.every_steps) == (3, 3, 5)
+    assert tail.algorithm.kl.loss_coef == pytest.approx(0)  # TRL's beta
