@@ -256,4 +256,7 @@ def test_the_environment_keeps_a_cpu_server_single_threaded_and_offline() -> Non
     on_gpu = server_environment(EngineConfig(), "cuda", [3, 1], base)
     assert on_gpu["CUDA_VISIBLE_DEVICES"] == "3,1" and on_gpu["OMP_NUM_THREADS"] == "8"
     assert LIFELINE_VARIABLE not in on_gpu
+    reserve = "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION"
+    assert on_cpu[reserve] == "256" and reserve not in on_gpu
+    assert server_environment(EngineConfig(), "cpu", None, {reserve: "64"})[reserve] == "64"
     assert not {"SGLANG_RETURN_ORIGINAL_LOGPROB"} & (set(on_cpu) | set(on_gpu))
