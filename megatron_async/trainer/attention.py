@@ -156,24 +156,28 @@ def _per_sequence(
     window: int | None,
 ) -> Tensor:
     lengths = torch.diff(cu_seqlens_S1).tolist()
+    # Transposed before the split: a call in the loop is paid for by every sequence of every layer.
+    split_1HLD = [
+        x_THD.transpose(0, 1)[None].split(lengths, dim=2)
+        for x_THD in (query_THD, key_TGD, value_TGD)
+    ]
+    grouped = query_THD.shape[1] != key_TGD.shape[1]
     parts = []
-    for query_LHD, key_LHD, value_LHD in zip(
-        query_THD.split(lengths), key_TGD.split(lengths), value_TGD.split(lengths), strict=True
-    ):
-        length = query_LHD.shape[0]
+    for length, query_1HLD, key_1GLD, value_1GLD in zip(lengths, *split_1HLD, strict=True):
         mask = None
         if window is not None and window < length:
             position = torch.arange(length, device=query_THD.device)
             distance = position[:, None] - position[None, :]
             mask = (distance >= 0) & (distance < window)
-        out_1HLD = F.scaled_dot_product_attention(
-            query_LHD.transpose(0, 1)[None],
-            key_LHD.transpose(0, 1)[None],
-            value_LHD.transpose(0, 1)[None],
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scale,
-            enable_gqa=query_LHD.shape[1] != key_LHD.shape[1],
+        parts.append(
+            F.scaled_dot_product_attention(
+                query_1HLD,
+                key_1GLD,
+                value_1GLD,
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=scale,
+                enable_gqa=grouped,
+            )
         )
-        parts.append(out_1HLD[0].transpose(0, 1))
-    return torch.cat(parts)
+    return torch.cat(parts, dim=2)[0].transpose(0, 1)
