@@ -1,0 +1,152 @@
+"""What SGLang makes of the engines of every shipped configuration on GPUs of 80 GB.
+
+SGLang's own resolution of a server's arguments runs, on the command line that an engine's actor
+would start; only the machine is assumed (tests/engines/sglang_arguments.py).
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_async.config import RunConfig, load_config
+from megatron_async.engines.sglang.process import NO_VERSION, server_command
+from megatron_async.launcher.derived import Machine, derive
+from megatron_async.simulate.hardware import gpu_of
+
+ROOT = Path(__file__).parents[2]
+DATA = Path(__file__).parents[1] / "data"
+CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
+# What a process of CUDA, NCCL and kernels takes beside SGLang's share; SGLang counts what is left.
+CONTEXT_BYTES = 1.5e9
+QWEN_HALF_BILLION = {
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
+
+
+def config_json(name: str) -> dict[str, Any]:
+    """Of the configuration's model: the published one, the tiny one, or RAPID's placeholder."""
+    if name.startswith("quickstart"):
+        from megatron_async.tasks.tiny_model import TinyModel
+
+        return {**TinyModel().config().to_dict(), "architectures": ["Qwen3ForCausalLM"]}
+    if name.startswith(("rapid", "large_base")):
+        raw = json.loads((DATA / "qwen2.5-7b.config.json").read_text())
+        return {**raw, **QWEN_HALF_BILLION}
+    shape = name.replace("llama3.3", "llama-3.3")
+    found: dict[str, Any] = json.loads((DATA / f"{shape}.config.json").read_text())
+    return found
+
+
+def on_gpus(name: str, model: Path | None = None) -> RunConfig:
+    """The configuration as it starts on nodes of 8 GPUs."""
+    config = load_config(ROOT / "configs" / f"{name}.yaml")
+    if model is not None:
+        settings = config.model.model_copy(update={"path": str(model)})
+        config = config.model_copy(update={"model": settings})
+    return derive(config, Machine.of_nodes(config, 8, 1)).config
+
+
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunConfig]:
+    root = tmp_path_factory.mktemp("models")
+    found = {}
+    for name in CONFIGS:
+        (root / name).mkdir()
+        (root / name / "config.json").write_text(json.dumps(config_json(name)))
+        found[name] = on_gpus(name, root / name)
+    return found
+
+
+@pytest.fixture(scope="module")
+def resolved(configs: dict[str, RunConfig]) -> dict[str, dict[str, Any]]:
+    """One process for all: it takes ten seconds of imports."""
+    pytest.importorskip("sglang")
+    commands = {}
+    for name, config in configs.items():
+        command = server_command(
+            config.engines,
+            Path(config.model.path),
+            30_000,
+            NO_VERSION,
+            "cuda",
+            config.schedule.in_place,
+            awaits_weights=True,
+        )
+        commands[name] = command[command.index("--model-path") :]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.engines.sglang_arguments"],
+        cwd=ROOT,
+        input=json.dumps(commands),
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, dict[str, Any]] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_engines_settings_arrive(
+    name: str, configs: dict[str, RunConfig], resolved: dict[str, dict[str, Any]]
+) -> None:
+    config, found = configs[name], resolved[name]
+    wanted = {
+        "device": "cuda",
+        "dtype": "bfloat16",
+        "tp_size": config.engines.tensor,
+        "weight_version": str(NO_VERSION),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "stream_interval": config.engines.stream_interval,
+        "disable_overlap_schedule": config.schedule.in_place,
+        "enable_memory_saver": config.engines.placement == "colocated",
+        "max_total_tokens": None,
+        "max_running_requests": config.engines.max_running_requests,
+    }
+    assert {setting: found[setting] for setting in wanted} == wanted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+def test_kernels_and_batches_are_those_of_a_large_gpu(
+    name: str, configs: dict[str, RunConfig], resolved: dict[str, dict[str, Any]]
+) -> None:
+    """Prompts go in pieces that leave decoding its turns; every decode batch has a CUDA graph."""
+    config, found = configs[name], resolved[name]
+    assert found["attention_backend"] in ("fa3", "flashinfer")
+    assert 4096 <= found["chunked_prefill_size"] <= 16384
+    assert not found["disable_radix_cache"], "a group's prompt is computed once"
+    decode = found["cuda_graph_config"]["decode"]
+    assert decode["backend"] == "full"
+    assert isinstance(config.schedule.concurrency, int)
+    each = -(-config.schedule.concurrency // config.engines.count)
+    assert max(decode["bs"]) == decode["max_bs"]
+    assert each <= decode["max_bs"] < each + 8, "larger ones only take memory"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+def test_sglang_keeps_as_much_memory_for_weights_and_kv_as_the_planner_counts_with(
+    name: str, configs: dict[str, RunConfig], resolved: dict[str, dict[str, Any]]
+) -> None:
+    from tests.engines.sglang_arguments import MEMORY_MIB
+
+    settings = configs[name].simulate
+    promised = settings.engine_memory_share * gpu_of(settings.gpu).memory
+    kept = resolved[name]["mem_fraction_static"] * MEMORY_MIB * 2**20
+    assert promised <= kept - CONTEXT_BYTES
+    assert kept < 0.9 * MEMORY_MIB * 2**20, "activations of a prefill need room too"
