@@ -29,6 +29,7 @@ from megatron_async.models.families import read_architecture
 from megatron_async.models.layout import check_layout
 from megatron_async.models.parameters import placed_parameters
 from megatron_async.trainer.capabilities import Backends, choose
+from megatron_async.trainer.device import current_device
 from megatron_async.trainer.hf_config import transformer_config
 from megatron_async.trainer.layer_spec import block_spec
 from megatron_async.trainer.packed import PackedInputs, TokenLogprobs
@@ -196,4 +197,7 @@ def build_policy(
     config = transformer_config(architecture, model_config, parallel, trainer, backends)
     seed_everything(seed)
     spec = block_spec(architecture, config, backends)
-    return [PolicyModel(architecture, config, spec, backends, trainer.logprob_chunk_tokens)]
+    model = PolicyModel(architecture, config, spec, backends, trainer.logprob_chunk_tokens)
+    for parameter in model.parameters():  # Megatron leaves a router's weight on the host
+        parameter.data = parameter.data.to(device=current_device())
+    return [model]

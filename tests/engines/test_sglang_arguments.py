@@ -21,7 +21,10 @@ from megatron_async.simulate.hardware import gpu_of
 
 ROOT = Path(__file__).parents[2]
 DATA = Path(__file__).parents[1] / "data"
-CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
+# A file that others name as their base sets no layout of its own.
+CONFIGS = sorted(
+    path.stem for path in (ROOT / "configs").glob("*.yaml") if not path.stem.endswith("_base")
+)
 # What a process of CUDA, NCCL and kernels takes beside SGLang's share; SGLang counts what is left.
 CONTEXT_BYTES = 1.5e9
 QWEN_HALF_BILLION = {
@@ -41,7 +44,7 @@ def config_json(name: str) -> dict[str, Any]:
         from megatron_async.tasks.tiny_model import TinyModel
 
         return {**TinyModel().config().to_dict(), "architectures": ["Qwen3ForCausalLM"]}
-    if name.startswith(("rapid", "large_base")):
+    if name.startswith("rapid"):
         raw = json.loads((DATA / "qwen2.5-7b.config.json").read_text())
         return {**raw, **QWEN_HALF_BILLION}
     shape = name.replace("llama3.3", "llama-3.3")

@@ -1,0 +1,184 @@
+"""The trainer's GPU code for every family, without a GPU: devices, shapes, and what NCCL gets.
+
+Each case is one rank of TP 2 x DP 2 with sequence parallelism (experts over 2 ranks): the model is
+built, wrapped and given its optimizer, two microbatches go forward and backward with recomputation,
+and the optimizer makes its step. No value is computed (tests/trainer/fake_gpu.py).
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_async.config import build_config
+from megatron_async.trainer import capabilities
+from megatron_async.trainer.capabilities import Capabilities
+from megatron_async.trainer.forward import Microbatch, PolicyRunner
+from megatron_async.trainer.optimizer import (
+    build_optimizer,
+    guarded_step,
+    wrap_data_parallel,
+    zero_gradients,
+)
+from megatron_async.trainer.packed import PackedInputs, TokenLogprobs
+from megatron_async.trainer.parallel import init_parallel
+from megatron_async.trainer.policy_model import build_policy
+from tests.distributed import run_ranks
+from tests.hf_models import CASES, EXPERT_CASES, SHAPE
+
+FAMILIES = ["llama3", "qwen2", "qwen2_tied", "qwen3", "gemma3", "qwen3_moe", "mixtral"]
+TOKENS = 16
+# Of a tensor rank's 8 tokens each goes to two experts.
+ROUTED = 16
+NO_ENGINE = Capabilities(
+    torch=torch.__version__,
+    megatron_core="0.16.1",
+    cuda="13.0",
+    device_name="NVIDIA H100 80GB HBM3",
+    transformer_engine=None,
+    apex=None,
+    triton="3.8.0",
+)
+
+
+@dataclass(frozen=True)
+class Found:
+    """Where a family's tensors are after an update."""
+
+    parameters: set[str]
+    main_gradients: set[tuple[str, torch.dtype]]
+    moments: set[str]
+    applied: bool
+
+
+@dataclass(frozen=True)
+class _TwoMicrobatches:
+    num_microbatches: int = 2
+
+
+def one_update(case: str, folder: Path) -> Found:
+    """The update of one family, in a process that has no process group yet."""
+    from tests.trainer.fake_gpu import fake_gpu, fake_world
+
+    kernel = importlib.import_module("megatron_async_kernels.token_logprob")
+    config = build_config(
+        {
+            "model": {"path": str(write_config(case, folder / case)), "dtype": "bfloat16"},
+            "parallel": {
+                "ranks": 4,
+                "tensor": 2,
+                "sequence": True,
+                "expert": 2 if case in EXPERT_CASES else 1,
+            },
+            "trainer": {"recompute_activations": True},
+        }
+    )
+    with (
+        fake_gpu(ROUTED),
+        fake_world(config.parallel),
+        mock.patch.object(capabilities, "detect", lambda: NO_ENGINE),
+        # Triton's kernels need memory to work on; the torch version has the same interface.
+        mock.patch.object(kernel, "resolve_backend", lambda *_: "chunked"),
+        mock.patch.object(torch, "_assert_async", lambda *_: None),
+    ):
+        layout = init_parallel(config.parallel, config.trainer, seed=1)
+        [model] = build_policy(config.model, config.parallel, trainer=config.trainer, seed=0)
+        parameters = {str(parameter.device) for parameter in model.parameters()}
+        wrapped = wrap_data_parallel(model, config.optimizer, bf16=True)
+        optimizer = build_optimizer(wrapped, config.optimizer, bf16=True)
+        zero_gradients(wrapped, optimizer)
+        runner = PolicyRunner(wrapped, layout, token_budget=64, hidden_size=SHAPE["hidden_size"])
+        micro = Microbatch(packed(layout.device), None, None)  # type: ignore[arg-type]
+
+        def loss(output: TokenLogprobs, _micro: Microbatch) -> Any:
+            assert output.entropy_R is not None
+            count = torch.zeros((), dtype=torch.int, device=layout.device)
+            return output.logprobs_R.sum() + output.entropy_R.sum(), count, None
+
+        runner._run(
+            [micro, micro],
+            _TwoMicrobatches(),  # type: ignore[arg-type]
+            1.0,
+            loss,
+            forward_only=False,
+            entropy=True,
+        )
+        result = guarded_step(optimizer, rate=1e-6, loss_is_finite=True)
+        moments = {
+            str(value.device)
+            for part in optimizer.chained_optimizers
+            for state in part.optimizer.state.values()
+            for name, value in state.items()
+            if name != "step"
+        }
+        gradients = {(str(p.main_grad.device), p.main_grad.dtype) for p in model.parameters()}
+        return Found(parameters, gradients, moments, result.applied)
+
+
+def write_config(case: str, folder: Path) -> Path:
+    from transformers import AutoConfig
+
+    kind, _, changes = (CASES | EXPERT_CASES)[case]
+    kind = "gemma3_text" if kind == "gemma3" else kind
+    AutoConfig.for_model(kind, **{**SHAPE, **changes}).save_pretrained(folder)
+    return folder
+
+
+def packed(device: torch.device) -> PackedInputs:
+    """Three sequences, the longest of 7 tokens; 5 rows that reach the head."""
+
+    def integers(count: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return torch.zeros(count, dtype=dtype, device=device)
+
+    return PackedInputs(
+        integers(TOKENS), integers(TOKENS), integers(4, torch.int32), 7, integers(5), integers(5)
+    )
+
+
+def every_family(folder: Path) -> dict[str, Found]:
+    return {case: one_update(case, folder) for case in FAMILIES}
+
+
+def refusals() -> list[str]:
+    """What the fake device refuses: the checks below would find nothing if it took everything."""
+    from tests.trainer.fake_gpu import GPU, fake_gpu
+
+    found = []
+    with fake_gpu():
+        on_gpu, on_host = torch.zeros(2, device="cuda"), torch.zeros(2)
+        assert on_gpu.is_cuda and on_gpu.device == on_host.cuda().device == GPU
+        for wrong in (
+            lambda: on_gpu + on_host,
+            lambda: torch.mm(on_gpu[None], on_gpu[None]),
+            lambda: torch.distributed.all_reduce(on_host),
+        ):
+            try:
+                wrong()
+            except (RuntimeError, AssertionError) as error:
+                found.append(type(error).__name__)
+    return found
+
+
+@pytest.mark.slow
+def test_each_family_makes_an_update_on_a_gpu_that_only_has_shapes(tmp_path: Path) -> None:
+    [found] = run_ranks(every_family, 1, tmp_path, timeout_seconds=300)
+    expected = Found(
+        parameters={"cuda:0"},
+        main_gradients={("cuda:0", torch.float32)},
+        moments={"cuda:0"},
+        applied=True,
+    )
+    assert found == dict.fromkeys(FAMILIES, expected)
+
+
+@pytest.mark.slow
+def test_a_gpu_that_only_has_shapes_refuses_what_a_gpu_refuses() -> None:
+    [found] = run_ranks(refusals, 1, timeout_seconds=120)
+    assert len(found) == 3, found
