@@ -33,7 +33,7 @@ from megatron_async.trainer.policy_model import build_policy
 from tests.distributed import run_ranks
 from tests.hf_models import CASES, EXPERT_CASES, SHAPE
 
-FAMILIES = ["llama3", "qwen2", "qwen2_tied", "qwen3", "gemma3", "qwen3_moe", "mixtral"]
+FAMILIES = ["llama3", "qwen2_tied", "qwen3", "gemma3", "qwen3_moe", "mixtral"]
 TOKENS = 16
 # Of a tensor rank's 8 tokens each goes to two experts.
 ROUTED = 16
@@ -127,7 +127,10 @@ def write_config(case: str, folder: Path) -> Path:
 
     kind, _, changes = (CASES | EXPERT_CASES)[case]
     kind = "gemma3_text" if kind == "gemma3" else kind
-    AutoConfig.for_model(kind, **{**SHAPE, **changes}).save_pretrained(folder)
+    shape = {**SHAPE, **changes, "num_hidden_layers": 2}
+    if "layer_types" in changes:
+        shape["layer_types"] = changes["layer_types"][:2]
+    AutoConfig.for_model(kind, **shape).save_pretrained(folder)
     return folder
 
 
@@ -168,7 +171,7 @@ def refusals() -> list[str]:
 
 @pytest.mark.slow
 def test_each_family_makes_an_update_on_a_gpu_that_only_has_shapes(tmp_path: Path) -> None:
-    [found] = run_ranks(every_family, 1, tmp_path, timeout_seconds=300)
+    [found] = run_ranks(every_family, 1, tmp_path, timeout_seconds=540)
     expected = Found(
         parameters={"cuda:0"},
         main_gradients={("cuda:0", torch.float32)},

@@ -1,0 +1,220 @@
+"""Library functions that only run on GPUs take what we give them.
+
+No test on a CPU calls them, so that a release that renames an argument would be noticed on the
+first GPU. What a torch for CPUs lacks is recorded from one for GPUs (`NCCL`).
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import importlib.util
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_async.config.rollout import EngineConfig, WeightsConfig
+from megatron_async.engines.sglang.client import SGLangClient
+from megatron_async.trajectory.types import PolicyVersion
+from megatron_async.weight_sync.transports.base import WeightSender
+from megatron_async.weight_sync.transports.distributed import DistributedSender
+from megatron_async.weight_sync.transports.tensor import _DEVICE_ARGUMENT, TensorSender
+from tests.weight_sync.fake_engine import KNOWN, FakeEngine, serving
+
+ROOT = Path(__file__).parents[1]
+PRODUCT = (ROOT / "megatron_async", ROOT / "kernels" / "megatron_async_kernels")
+
+# Arguments of each as we pass them: positions, names.
+TORCH_CUDA: dict[str, tuple[int, tuple[str, ...]]] = {
+    "current_device": (0, ()),
+    "current_stream": (1, ()),
+    "device": (1, ()),
+    "device_count": (0, ()),
+    "empty_cache": (0, ()),
+    "get_device_capability": (1, ()),
+    "get_device_name": (0, ()),
+    "get_device_properties": (1, ()),
+    "get_rng_state": (0, ()),
+    "is_available": (0, ()),
+    "nccl.version": (0, ()),
+    "set_device": (1, ()),
+    "set_rng_state": (1, ()),
+    "stream": (1, ()),
+    "synchronize": (0, ()),
+}
+# torch 2.14.1+cu130, read on 22 November 2026 from the GPU lock (launch/requirements-gpu-lock.txt).
+NCCL = {
+    "__init__": "store: torch._C._distributed_c10d.Store, rank: typing.SupportsInt | "
+    "typing.SupportsIndex, size: typing.SupportsInt | typing.SupportsIndex, options: "
+    "c10d::ProcessGroupNCCL::Options",
+    "_set_default_timeout": "timeout: datetime.timedelta",
+    "abort": "self: torch._C._distributed_c10d.Backend",
+}
+NCCL_OPTIONS = ("_timeout",)
+
+
+def names_of_torch_cuda() -> Iterator[str]:
+    """Every `torch.cuda.X` (and `torch.cuda.nccl.X`) in the product's code."""
+    for folder in PRODUCT:
+        for path in folder.rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Attribute):
+                    text = ast.unparse(node)
+                    if text.startswith("torch.cuda."):
+                        yield text.removeprefix("torch.cuda.")
+
+
+def test_every_function_of_torch_cuda_that_is_called_is_in_the_table() -> None:
+    assert set(names_of_torch_cuda()) - {"nccl"} == set(TORCH_CUDA)
+
+
+@pytest.mark.parametrize("name", TORCH_CUDA)
+def test_torch_cuda_takes_what_it_is_given(name: str) -> None:
+    found: Any = torch.cuda
+    for part in name.split("."):
+        found = getattr(found, part)
+    count, named = TORCH_CUDA[name]
+    inspect.signature(found).bind(*range(count), **dict.fromkeys(named))
+
+
+def test_megatrons_parts_for_transformer_engine_take_what_they_are_given() -> None:
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec
+    inspect.signature(spec).bind(num_experts=8, moe_grouped_gemm=True, qk_layernorm=True)
+    path = Path(inspect.getfile(gpt_layer_specs)).parents[2] / "extensions/transformer_engine.py"
+    classes = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ClassDef)]
+    [norm] = [node for node in classes if node.name == "TENorm"]
+    [make] = [node for node in norm.body if getattr(node, "name", "") == "__new__"]
+    assert isinstance(make, ast.FunctionDef)
+    assert [argument.arg for argument in make.args.args][1:4] == ["config", "hidden_size", "eps"]
+
+
+def test_a_cuda_handle_has_its_device_where_we_write_its_uuid() -> None:
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    assert list(inspect.signature(rebuild_cuda_tensor).parameters)[_DEVICE_ARGUMENT] == (
+        "storage_device"
+    )
+
+
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="recorded: this torch has no NCCL")
+@pytest.mark.parametrize("name", NCCL)
+def test_the_nccl_group_is_as_recorded(name: str) -> None:
+    assert NCCL[name] in getattr(dist.ProcessGroupNCCL, name).__doc__
+    assert all(hasattr(dist.ProcessGroupNCCL.Options, option) for option in NCCL_OPTIONS)
+
+
+# ------------------------------------------------------------ SGLang's endpoints
+
+
+@cache
+def sglang_sources() -> tuple[ast.Module, ast.Module]:
+    """Its HTTP server and its messages, read and not imported."""
+    found = importlib.util.find_spec("sglang")
+    if found is None or found.origin is None:
+        pytest.skip("sglang is not installed")
+    root = Path(found.origin).parent / "srt"
+    server, messages = root / "entrypoints/http_server.py", root / "managers/io_struct.py"
+    return ast.parse(server.read_text()), ast.parse(messages.read_text())
+
+
+def message_of(endpoint: str) -> str | None:
+    """The class whose fields a call of this endpoint takes; None for one without a body."""
+    server, _ = sglang_sources()
+    for node in ast.walk(server):
+        if isinstance(node, ast.AsyncFunctionDef):
+            routes = [ast.unparse(decorator) for decorator in node.decorator_list]
+            if any(f"'/{endpoint}'" in route for route in routes):
+                kinds = " ".join(ast.unparse(a.annotation) for a in node.args.args if a.annotation)
+                bodies = re.findall(r"\w+ReqInput\b", kinds)
+                return bodies[0] if bodies else None
+    raise AssertionError(f"SGLang has no endpoint {endpoint}")
+
+
+def fields_of(message: str) -> tuple[set[str], set[str]]:
+    """All fields of a message and those without a default, its bases' included."""
+    _, messages = sglang_sources()
+    known = {node.name: node for node in messages.body if isinstance(node, ast.ClassDef)}
+    fields: set[str] = set()
+    required: set[str] = set()
+    for base in known[message].bases:
+        if ast.unparse(base) in known:
+            inherited = fields_of(ast.unparse(base))
+            fields |= inherited[0]
+            required |= inherited[1]
+    for line in known[message].body:
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
+            fields.add(line.target.id)
+            if line.value is None:
+                required.add(line.target.id)
+    return fields, required
+
+
+class Recording(FakeEngine):
+    """Keeps the bodies of what it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__("works")
+        self.bodies: dict[str, dict[str, Any]] = {}
+
+    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        self.bodies.setdefault(path.strip("/"), {}).update(body)
+        return super().answer(path, body)
+
+
+def sent_by(make: Callable[..., WeightSender]) -> dict[str, dict[str, Any]]:
+    engine = Recording()
+    sender = make(WeightsConfig(timeout_seconds=30.0), EngineConfig(), torch.device("cpu"))
+    with serving(engine, "engine") as address:
+        sender.connect([address])
+        sender.send([[(name, torch.zeros(4))] for name in KNOWN], PolicyVersion(0, 1))
+        sender.close()
+    return engine.bodies
+
+
+def sent_by_the_client() -> dict[str, dict[str, Any]]:
+    bodies: dict[str, dict[str, Any]] = {}
+
+    async def post(path: str, body: dict[str, Any] | None) -> dict[str, Any]:
+        bodies[path.partition("?")[0]] = body or {}
+        return {}
+
+    async def every_call() -> None:
+        client = SGLangClient("engine", "http://127.0.0.1:1", EngineConfig())
+        client._post = post  # type: ignore[method-assign]
+        await client.release_memory()
+        await client.resume_memory(weights_only=False)
+        await client.pause("retract")
+        await client.resume()
+        await client.load_from_disk(Path("/m"), PolicyVersion(0, 1))
+
+    asyncio.run(every_call())
+    return bodies
+
+
+@pytest.mark.parametrize(
+    "bodies",
+    [partial(sent_by, DistributedSender), partial(sent_by, TensorSender), sent_by_the_client],
+    ids=["distributed", "tensor", "client"],
+)
+def test_sglangs_endpoints_take_what_they_are_sent(
+    bodies: Callable[[], dict[str, dict[str, Any]]],
+) -> None:
+    sent = bodies()
+    assert len(sent) >= 5, sent
+    for endpoint, body in sent.items():
+        message = message_of(endpoint)
+        if message is None:
+            assert not body, endpoint
+            continue
+        fields, required = fields_of(message)
+        assert set(body) <= fields, f"{endpoint}: SGLang knows no {set(body) - fields}"
+        assert required <= set(body), f"{endpoint}: SGLang asks for {required - set(body)}"
