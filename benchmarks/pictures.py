@@ -214,7 +214,8 @@ def main() -> None:
     timelines = {preset: timeline(preset) for preset in PRESETS}
     for dark in (False, True):
         draw(timelines, dark)
-        draw_curve(dark)
+        if QUICKSTART.exists():
+            draw_curve(dark)
 
 
 if __name__ == "__main__":
