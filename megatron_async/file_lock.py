@@ -100,7 +100,7 @@ class FileLock:
         return FileLock(os.dup(self._file))
 
     def close(self) -> None:
-        """Give it up; nothing happens the second time."""
+        """Release the lock; a second call does nothing."""
         if self._file >= 0:
             file, self._file = self._file, -1
             os.close(file)
@@ -115,5 +115,5 @@ def read_holder(path: Path) -> Holder | None:
 
 
 def write_holder(path: Path, holder: Holder) -> None:
-    """Leave the note. Raises OSError."""
+    """Write the holder into the file. Raises OSError."""
     path.write_text(json.dumps(asdict(holder)))

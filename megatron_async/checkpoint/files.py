@@ -97,7 +97,7 @@ class RankFiles:
         self._files[dtype].add(key, piece)
 
     def finish(self) -> None:
-        """Raises OSError."""
+        """Finish every file of this rank. Raises OSError."""
         for file in self._files.values():
             file.finish()
 

@@ -211,7 +211,7 @@ def replicas(place: PlacedParameter) -> tuple[int, int]:
 
 
 def original(place: PlacedParameter) -> bool:
-    """Not a copy: neither a tied head nor what every tensor rank holds whole."""
+    """Return whether it is no copy (a tied head, or what every tensor rank holds whole)."""
     copied = place.rule.layout is ShardLayout.REPLICATED and place.rank > 0
     return place.rule.exported and not copied
 

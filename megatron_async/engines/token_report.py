@@ -128,7 +128,7 @@ class Outbox:
         return TokenReport.of(items)
 
     def acknowledge(self, streams: Iterable[int]) -> None:
-        """Everything of theirs that was reported is in the store."""
+        """Forget what was reported of these streams: it is in the store."""
         for stream in streams:
             self._reported.pop(stream, None)
 

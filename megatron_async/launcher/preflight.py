@@ -77,7 +77,7 @@ def check_engines(engines: EngineConfig) -> None:
 
 
 def check_one_machine(config: RunConfig) -> None:
-    """For what starts all ranks here."""
+    """Check that a command which starts all ranks here may run `config`. Raises UserError."""
     if config.parallel.nodes > 1:
         raise UserError(
             f"parallel.nodes is {config.parallel.nodes}, and this command uses one machine; "

@@ -91,7 +91,7 @@ class Child:
                 continue  # its grandchildren may still be there: the kill clears the session
 
     def log_tail(self, lines: int = 15) -> str:
-        """The last lines that it wrote."""
+        """Return the last lines that the process wrote."""
         if not self.log_file.exists():
             return ""
         return "\n".join(self.log_file.read_text(errors="replace").splitlines()[-lines:])

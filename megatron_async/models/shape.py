@@ -76,7 +76,7 @@ class ModelShape:
         return 4 * self.layers * self.heads * self.head_dim
 
     def weight_bytes_read(self, batch: float) -> float:
-        """Read by one decode step: with experts, those that at least one of `batch` tokens uses.
+        """Bytes that a decode step reads; of experts those that one of `batch` tokens uses.
 
         Assumes that routing is uniform and independent.
         """

@@ -288,7 +288,7 @@ class RolloutDriver:
             await asyncio.sleep(_IDLE_POLL_SECONDS)
 
     async def quiesce(self) -> None:
-        """Nothing is started any more; what runs goes on, also where an update has paused it."""
+        """Start nothing more; what runs goes on, also where an update has paused it."""
         self._quiet = True
         clients = [slot.client for slot in self._slots.values()]
         for slot in self._slots.values():

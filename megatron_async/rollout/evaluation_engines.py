@@ -95,7 +95,7 @@ class EvaluationEngines:
             await asyncio.sleep(_POLL_SECONDS)
 
     def release(self) -> None:
-        """Requests may run again."""
+        """Let requests run again."""
         self._open.set()
 
     async def respond(self, asked: Asked) -> EvalResponse | None:

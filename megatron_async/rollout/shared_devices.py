@@ -60,7 +60,7 @@ class SharedDevices:
             await self._ask([e for e in engines if e.engine_id in self._resting], take)
 
     async def give_back(self, engines: Iterable[EngineClient]) -> None:
-        """The engines' turn: the trainer holds nothing."""
+        """Give the devices back to the engines; the trainer holds nothing there."""
 
         async def take_all(engine: EngineClient) -> None:
             await engine.resume_memory(weights_only=False)

@@ -111,7 +111,7 @@ class EngineWatch:
             self._update(now)
 
     def queue(self, waiting: int, now: float) -> None:
-        """Note how many requests the engine reports in its queue."""
+        """Record how many requests the engine reports in its queue."""
         self._queue_empty = waiting == 0
         self._update(now)
 

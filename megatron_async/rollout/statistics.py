@@ -116,7 +116,7 @@ class RolloutStatistics:
         self.tokens += count
 
     def loaded(self, engine_id: str, kv_usage: float, preemptions: int) -> None:
-        """An engine's report: share of its KV cache in use, preemptions since the one before."""
+        """Take an engine's report: share of its KV cache in use, preemptions since the last one."""
         self._preemptions += preemptions
         self._kv_usage[engine_id] = kv_usage
         self._kv_reports.append(kv_usage)

@@ -48,7 +48,7 @@ class Counts:
         self.by_state[entry.state] -= 1
 
     def restart(self, entry: TrajectoryEntry) -> None:
-        """`entry` goes back to its prompt."""
+        """Count that `entry` goes back to its prompt."""
         self.restarted += 1
         self.wasted_tokens += entry.tokens
         self.move(entry, TrajectoryState.PENDING)

@@ -148,7 +148,7 @@ class Lifecycle:
             self._queue(entry)  # a late report after its engine was lost: it is partial now
 
     def _oldest_known(self, entry: TrajectoryEntry, version: int, out: Actions) -> None:
-        """The oldest token of `entry` is of `version`: correct what submission assumed."""
+        """Correct the version that submission assumed for the oldest token of `entry`."""
         if entry.oldest == version:
             return
         entry.oldest = version
@@ -186,7 +186,7 @@ class Lifecycle:
         group.unfinished += 1
 
     def aborted(self, event: ev.Aborted, out: Actions) -> None:
-        """A request ended early."""
+        """Take the report that a request ended early."""
         self.aborted_with_tokens((event.trajectory_id,), out)
 
     def aborted_with_tokens(self, request: tuple[int, ...], out: Actions) -> None:

@@ -116,7 +116,7 @@ class Statistics:
         return news
 
     def wasted(self, tokens: int) -> None:
-        """Tokens that nothing is trained on."""
+        """Count tokens that nothing is trained on."""
         self._wasted += tokens
 
     def taken(self, row: StepRow) -> None:

@@ -158,7 +158,7 @@ class World:
         return partial(self._recorder.step, self.scheduler)
 
     def _carry_out(self, actions: Iterable[ev.Action]) -> None:
-        """In order; submissions and aborts that follow each other at once."""
+        """Carry out actions in order; submissions and aborts in a row at once."""
         for kind, same in itertools.groupby(actions, type):
             if kind in self._in_bulk:
                 self._in_bulk[kind](list(same))

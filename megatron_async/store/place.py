@@ -168,7 +168,7 @@ def read_record(run_file: Path) -> Record | None:
 
 
 def write_record(place: StorePlace, lineage: int, closed_at: int | None = None) -> None:
-    """This node's database counts from now on. Durable. Raises CannotWrite."""
+    """Record durably that this node's database counts from now on. Raises CannotWrite."""
     file = str(place.file) if place.away else None
     record = Record(socket.gethostname(), file, lineage, closed_at)
     target = _record_file(place.run_file)

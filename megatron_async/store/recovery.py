@@ -240,7 +240,7 @@ class Copying:
             connection.backup(sink, pages=_PAGES_AT_ONCE, progress=self._come_on)
 
     def _come_on(self, status: int, remaining: int, total: int) -> None:
-        """Disk pace: else the last step would force all of it to disk at once."""
+        """Force each step to disk; else the last one would force all of it at once."""
         force_to_disk(self._part)
         self.progress += 1
 

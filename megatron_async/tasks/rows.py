@@ -48,7 +48,7 @@ class Rows(Protocol):
         ...
 
     def __iter__(self) -> Iterator[Row]:
-        """All of them, faster than one by one."""
+        """Iterate over all rows, faster than one by one."""
         ...
 
     def where(self, index: int) -> str:
@@ -135,7 +135,7 @@ def _chosen(split: str, known: Sequence[str], what: str) -> str:
 
 
 class _Chain:
-    """Several files as one."""
+    """Rows of several files as those of one."""
 
     def __init__(self, parts: Sequence[Rows]) -> None:
         self._parts = parts

@@ -26,7 +26,7 @@ class Work:
     texts: tuple[str, ...]
 
     def content(self) -> dict[str, Any]:
-        """As it travels to the scorer process."""
+        """Return the message to the scorer process."""
         return {"part": self.part, "payload": self.payload, "texts": self.texts}
 
 

@@ -29,7 +29,7 @@ _PACKETS_AT_ONCE: Final = 64
 
 
 class WaitingScorer:
-    """Started when first needed."""
+    """The scorer process of asynchronous rewards, started when first needed."""
 
     def __init__(self, settings: ScorerSettings) -> None:
         self._settings = settings

@@ -198,7 +198,7 @@ class FilteredRounds:
         return self.rounds >= self._most
 
     def kept(self, complete_groups: int) -> None:
-        """`complete_groups` are ready for a batch now; more than before: one was kept."""
+        """Take the number of complete groups; when it has grown, a group was kept."""
         if complete_groups > self._kept:
             self._members = 0
         self._kept = complete_groups

@@ -69,7 +69,7 @@ class RunData:
 
 
 def read_run(path: Path) -> RunData:
-    """Raises UserError when there is no run."""
+    """Read the files of a run. Raises UserError when there is no run."""
     directory, config = RunDirectory.find(path, [])
     train = read_metrics(directory.metrics_file)
     return RunData(

@@ -162,7 +162,7 @@ def _samples(run: RunData) -> str:
 
 
 def _sample(sample: ReportSample) -> str:
-    """Prompt, then the response with a colour for each policy version."""
+    """HTML of a prompt and its response, with a colour for each policy version."""
     versions = dict.fromkeys(piece.version for piece in sample.pieces)
     colours = dict(zip(versions, itertools.cycle(COLOURS), strict=False))
 

@@ -62,7 +62,7 @@ class PackedAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Raises ValueError without `packed_seq_params`: a border-less stream would mix."""
+        """Attend within each sequence. Raises ValueError without `packed_seq_params`."""
         if packed_seq_params is None:
             raise ValueError("PackedAttention needs packed_seq_params with the sequence borders")
         query_THD, key_TGD, value_TGD = (x.squeeze(1) for x in (query, key, value))

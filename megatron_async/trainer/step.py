@@ -69,7 +69,7 @@ class PolicyUpdate:
 
 
 def _skipped(reason: str) -> PolicyUpdate:
-    """An update that failed before there was a gradient."""
+    """Describe an update that failed before there was a gradient."""
     return PolicyUpdate(
         applied=False,
         reason=reason,

@@ -138,7 +138,7 @@ class VersionWriter:
         return self.path
 
     def discard(self) -> None:
-        """Leave nothing; does nothing after `finish`."""
+        """Remove what was written; does nothing after `finish`."""
         shutil.rmtree(self._partial, ignore_errors=True)
 
 

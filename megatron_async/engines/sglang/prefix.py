@@ -31,7 +31,7 @@ def _version() -> str:
 
 
 def before_queue(scheduler: Any, req: Any, is_retracted: bool = False) -> None:
-    """A request is about to wait in the scheduler's queue."""
+    """Mark a request that is about to wait in the scheduler's queue with the present weights."""
     req.cache_salt = _version()
 
 

@@ -264,7 +264,7 @@ class SGLangProcess:
             _end_group(process, members)
 
     def _why(self) -> str:
-        """The cause that the log of this start shows, or else its end."""
+        """Return the cause of a death from the log of this start, or else the end of that log."""
         text = ""
         if self._log_path.exists():
             with self._log_path.open("rb") as file:

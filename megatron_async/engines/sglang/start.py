@@ -36,7 +36,7 @@ def forked(original: Callable[..., Any], engine: Any, *args: Any, **asked: Any) 
 
 
 def register(on_cpu: bool) -> None:
-    """Before the server of this process starts."""
+    """Register the hooks, before the server of this process starts."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(_DETOKENIZERS, no_detokenizer, HookType.AROUND)

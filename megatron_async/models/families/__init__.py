@@ -1,4 +1,4 @@
-"""Model families: one file each, found by being here.
+"""Model families: one file each; every file of this folder is one.
 
 A family file defines `FAMILY`: how its config.json becomes an `Architecture`, and its table of
 names and shard rules. Adding a family is adding a file here or naming one of one's own in

@@ -77,7 +77,7 @@ class Buffers:
         self.device = self._held[0].device  # with its number
 
     def next(self, size: int) -> Tensor:
-        """At least `size` bytes; those that were returned before the last call are free by now."""
+        """Return at least `size` bytes; those returned before the last call are free by now."""
         self._turn ^= 1
         if self._held[self._turn].nbytes < size:
             self._held[self._turn] = torch.empty(size, dtype=torch.uint8, device=self.device)
