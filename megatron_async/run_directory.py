@@ -202,11 +202,11 @@ class RunDirectory:
         write_atomically(self.outcome_file, outcome.value)
 
     def outcome(self) -> RunOutcome | None:
-        """None while the trainers run, or when they have failed."""
+        """The trainers' outcome; None while they run, or when they have failed."""
         return RunOutcome(self.outcome_file.read_text()) if self.outcome_file.exists() else None
 
     def forget_outcome(self) -> None:
-        """Before trainers start anew."""
+        """Remove the outcome, before trainers start anew."""
         self.outcome_file.unlink(missing_ok=True)
 
 

@@ -29,32 +29,11 @@ FOLDERS = (
     ".github",
 )
 SUFFIXES = frozenset([".py", ".md", ".sh", ".sbatch", ".yaml", ".yml", ".toml"])
-OPENINGS = frozenset(
-    [
-        "It",
-        "Its",
-        "They",
-        "Their",
-        "Them",
-        "He",
-        "She",
-        "What",
-        "Who",
-        "Whose",
-        "Which",
-        "Whether",
-        "Where",
-        "When",
-        "Why",
-        "How",
-        "Until",
-        "Of",
-        "One",
-        "Those",
-        "These",
-        "That",
-    ]
-)
+_MID_THOUGHT = """
+It Its They Their Them He She What Who Whose Which Whether Where When Why How Until Of One Those
+These That After As At Before Behind Beside Both By For If In None Not Nothing On Once To Under With
+"""
+OPENINGS = frozenset(_MID_THOUGHT.split())
 # Per row of the glossary in CONTRIBUTING.md, where the words to use instead are.
 GLOSSARY = (
     r"(?:surviving|abandoned|current) lines?",
@@ -90,11 +69,12 @@ class Place:
 
 
 def openings(source: str, file: str = "") -> Iterator[Place]:
-    """Docstrings that open with a word of `OPENINGS`."""
+    """Docstrings that open with a word of `OPENINGS`, or that only name what is raised."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             first = (ast.get_docstring(node) or "").partition("\n")[0]
-            if (re.match(r"\w*", first) or [""])[0] in OPENINGS:
+            only_raises = re.fullmatch(r"Raises [^.]*\.", first)
+            if only_raises or (re.match(r"\w*", first) or [""])[0] in OPENINGS:
                 yield Place(file, node.body[0].lineno, first)
 
 

@@ -71,7 +71,7 @@ _OPEN_FILES = 1
 
 
 def parse_dtype(name: str | None) -> torch.dtype | None:
-    """Raises UserError for a name that is not one of `DTYPES`."""
+    """Refuse a name that is not one of `DTYPES`. Raises UserError."""
     if name is not None and name not in DTYPES:
         raise UserError(f"--dtype is {name!r}; it must be one of {', '.join(DTYPES)}")
     return None if name is None else DTYPES[name]

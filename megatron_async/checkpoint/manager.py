@@ -121,7 +121,7 @@ class CheckpointManager:
         raise self._failure(job.step, failed)
 
     def close(self) -> None:
-        """Before the process group ends."""
+        """Close it before the process group ends."""
         self.wait()
 
     def path(self, step: int) -> Path:

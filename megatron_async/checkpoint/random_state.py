@@ -44,7 +44,7 @@ def random_state() -> dict[str, Tensor]:
 
 
 def restore_random_state(state: Mapping[str, Tensor]) -> None:
-    """On a machine of the same kind. Raises KeyError or ValueError for anything else."""
+    """Restore on a machine of the same kind. Raises KeyError or ValueError for anything else."""
     gauss = float(state["python_gauss"])
     internal = tuple(state["python"].tolist())
     random.setstate((random.getstate()[0], internal, None if math.isnan(gauss) else gauss))
@@ -64,12 +64,12 @@ def restore_random_state(state: Mapping[str, Tensor]) -> None:
 
 
 def save_random_state(state: Mapping[str, Tensor], folder: Path, rank: int) -> None:
-    """Raises OSError."""
+    """Write the random states of this rank. Raises OSError."""
     write_atomically(folder / _file(rank), safetensors.torch.save(dict(state)))
 
 
 def load_random_state(folder: Path, rank: int) -> None:
-    """Raises CorruptCheckpoint."""
+    """Read the random states of a rank. Raises CorruptCheckpoint."""
     name = _file(rank)
     try:
         restore_random_state(safetensors.torch.load_file(file_in(folder, name)))

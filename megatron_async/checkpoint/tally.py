@@ -25,7 +25,7 @@ class TensorTally:
         self.elements += elements
 
     def record(self, name: str) -> TensorRecord:
-        """Raises CorruptCheckpoint when elements are missing or were counted twice."""
+        """Return the sums. Raises CorruptCheckpoint if elements are missing or counted twice."""
         if self.elements != prod(self.shape):
             raise CorruptCheckpoint(
                 f"tensor {name} has {self.elements} of {prod(self.shape)} elements"
@@ -41,7 +41,7 @@ def tally(
 
 
 def compare(expected: Mapping[str, TensorRecord], found: Mapping[str, TensorTally]) -> None:
-    """Raises CorruptCheckpoint for the first tensor that is not what was saved."""
+    """Compare with what was saved. Raises CorruptCheckpoint for the first tensor that differs."""
     for name, record in sorted(expected.items()):
         loaded = found[name].record(name)
         if loaded != record:

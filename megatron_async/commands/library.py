@@ -40,7 +40,7 @@ class Run:
 
 
 def open_run(path: Path | str) -> Run:
-    """Raises UserError when there is no run at `path`."""
+    """Open the run at `path`. Raises UserError when there is none."""
     directory, config = RunDirectory.find(path, [])
     return Run(directory.path, config)
 

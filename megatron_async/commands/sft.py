@@ -49,7 +49,7 @@ def sft_command(
     index: int,
     teacher: str | None = None,
 ) -> None:
-    """On this machine, or as node `index` of `session`. Raises UserError or ComponentFailure."""
+    """Fine-tune here, or as node `index` of `session`. Raises UserError or ComponentFailure."""
     from megatron_async.commands.teacher import check_teacher, taught  # not for every rank
 
     config = load_config(config_file, overrides)

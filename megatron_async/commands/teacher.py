@@ -44,7 +44,7 @@ class Teacher(Protocol):
 
 
 def check_teacher(config: RunConfig, teacher: str) -> None:
-    """Raises UserError for a teacher that cannot be asked, before anything starts."""
+    """Refuse a teacher that cannot be asked, before anything starts. Raises UserError."""
     if _is_address(teacher):
         if not config.sft.teacher.model:
             raise UserError(

@@ -93,7 +93,7 @@ def show_notices(checked: Checked) -> None:
 def resume_lines(
     directory: RunDirectory, before: RunConfig, after: RunConfig, back: Rollback | None
 ) -> list[str]:
-    """From where the run goes on, the steps that it repeats, and what was changed."""
+    """Lines on where the run goes on, which steps it repeats, and what was changed."""
     newest = back.target if back else next(iter(list_checkpoints(directory.checkpoints)), None)
     start = 0 if newest is None else newest.step
     trained = read_metrics(directory.metrics_file)

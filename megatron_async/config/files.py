@@ -78,7 +78,7 @@ def parse_yaml(text: str, what: str) -> Any:
 
 
 def _check_plain(value: object, what: str, where: str, seen: Iterator[int], depth: int = 0) -> None:
-    """Raises UserError for what YAML can express and JSON cannot.
+    """Refuse what YAML can express and JSON cannot. Raises UserError.
 
     `seen` counts values and `depth` levels, because YAML's aliases make cycles and towers.
     """

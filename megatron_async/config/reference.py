@@ -55,7 +55,7 @@ class Section:
 
 @cache
 def all_settings() -> tuple[Setting, ...]:
-    """In the order of the models, without those of elements."""
+    """All settings in the order of the models, without those of elements."""
     return tuple(
         setting for part in all_sections() if not part.of_items for setting in part.settings
     )
@@ -63,7 +63,7 @@ def all_settings() -> tuple[Setting, ...]:
 
 @cache
 def all_sections() -> tuple[Section, ...]:
-    """In the order of the models; sections of elements come behind the one that has the list."""
+    """All sections in the order of the models; those of elements behind the one with the list."""
     return tuple(sections_of(RunConfig))
 
 

@@ -117,7 +117,7 @@ def listed(value: Any) -> Any:
 
 
 def check_labels(rewards: list[RewardConfig]) -> None:
-    """Raises ValueError for two rewards whose parts would have the same names."""
+    """Refuse two rewards whose parts would have the same names. Raises ValueError."""
     labels = [reward.shown for reward in rewards]
     for label in labels:
         if labels.count(label) > 1:

@@ -133,7 +133,7 @@ class TelemetryConfig(Settings):
 
 
 class ExperimentConfig(Settings):
-    """For measurements only: what makes two runs comparable (docs/semantics.md section 6)."""
+    """Settings of measurements, to make two runs comparable (docs/semantics.md section 6)."""
 
     forced_lengths: list[int] = Field(
         default_factory=list,

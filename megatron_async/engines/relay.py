@@ -152,7 +152,7 @@ class Pace:
 
     @property
     def seconds(self) -> float:
-        """From one report's arrival to the question for the next."""
+        """Seconds between one report's arrival and the question for the next."""
         return min(
             _LONGEST_PAUSE_SECONDS,
             max(

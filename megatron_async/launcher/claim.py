@@ -124,7 +124,7 @@ def _remove_unfinished(directory: RunDirectory) -> None:
 
 @contextlib.contextmanager
 def _lock(directory: RunDirectory, holder: Holder) -> Iterator[None]:
-    """Raises LockHeld or CannotWrite."""
+    """Lock the run. Raises LockHeld or CannotWrite."""
     try:
         lock = FileLock.take(directory.lock_file, holder)
     except NoLocks as error:

@@ -109,7 +109,7 @@ def split_of_this_machine(config: RunConfig) -> DeviceSplit:
 
 
 def visible_gpus() -> list[str]:
-    """As CUDA_VISIBLE_DEVICES names them."""
+    """GPUs of this process, as CUDA_VISIBLE_DEVICES names them."""
     given = os.environ.get(VISIBLE_VARIABLE)
     if given is not None:
         return [name.strip() for name in given.split(",") if name.strip()]

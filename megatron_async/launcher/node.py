@@ -197,7 +197,7 @@ def drive_rollout(
 
 
 def _check_trainer_nodes(directory: RunDirectory) -> None:
-    """Raises ComponentFailure when one that had come is gone, and has not ended the run."""
+    """Check that no trainer node is gone without the run's end. Raises ComponentFailure."""
     import ray
 
     gone = [

@@ -126,7 +126,7 @@ def _check_checkpoint(path: Path) -> None:
 
 
 def check_resume(directory: RunDirectory) -> None:
-    """Raises UserError when the run's checkpoints are of another version's format."""
+    """Refuse checkpoints of another version's format. Raises UserError."""
     list_checkpoints(directory.checkpoints)
 
 

@@ -29,7 +29,7 @@ _POLL_SECONDS = 0.2
 
 
 def check_name(name: str) -> None:
-    """Raises UserError for a session's name that is no file name."""
+    """Refuse a session's name that is no file name. Raises UserError."""
     if not name or "/" in name or name.startswith("."):
         raise UserError(f"--session is {name!r}; it must be a plain name, e.g. a job's id")
 
@@ -74,7 +74,7 @@ class Session:
         )
 
     def begin(self) -> None:
-        """By the first rollout node: from now on this session owns the run. Raises UserError."""
+        """Make this session the owner of the run; by the first rollout node. Raises UserError."""
         if self.closed():
             raise UserError(
                 f"--session {self.path.name!r} was used by an earlier launch of the run"
@@ -123,7 +123,7 @@ class Session:
         return (self.path / "closed").exists()
 
     def check(self) -> None:
-        """Raises ComponentFailure when the session is over."""
+        """Check that the session is not over. Raises ComponentFailure."""
         if self.closed():
             raise ComponentFailure(f"session {self.path.name} was closed")
         if not self.is_current():

@@ -130,7 +130,7 @@ class ConfigReader:
         return value
 
     def refuse(self, key: str, allowed: Sequence[Any] = (None, False)) -> None:
-        """Raises UserError when `key` is set to anything that is not `allowed`."""
+        """Refuse a `key` that is set to anything that is not `allowed`. Raises UserError."""
         value = self.raw.get(key)
         if value not in allowed:
             raise UserError(

@@ -13,7 +13,7 @@ from megatron_async.models.architecture import Architecture
 
 
 def check_layout(architecture: Architecture, parallel: ParallelConfig) -> None:
-    """Raises UserError when the model cannot be laid out as `parallel` asks."""
+    """Refuse a model that cannot be laid out as `parallel` asks. Raises UserError."""
     a, p = architecture, parallel
     if p.context != 1:
         raise UserError(

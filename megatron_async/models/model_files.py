@@ -60,7 +60,7 @@ class SafetensorsDirectory:
         return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
-        """By its name in the file, such as BF16."""
+        """Return the tensor's data type as the file names it, such as BF16."""
         return str(self._slice(name).get_dtype())
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:

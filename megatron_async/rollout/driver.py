@@ -296,7 +296,7 @@ class RolloutDriver:
         await self._each(clients, lambda client: client.resume())
 
     async def end_generation(self) -> None:
-        """After `quiesce`: running requests are aborted, their tokens kept."""
+        """Abort running requests after `quiesce`; their tokens are kept."""
         await self._generation.abort(self._generation.mark_unwanted())
 
     def drop_batch(self, step: int, reason: DropReason) -> None:

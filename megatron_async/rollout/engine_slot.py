@@ -51,7 +51,7 @@ class EngineSlot:
         return self.client.engine_id
 
     def hold(self, why: str = _UPDATE) -> None:
-        """Nothing can be expected of it until `release`."""
+        """Expect nothing of the engine until `release`."""
         self.watch.hold(why, self.clock())
         self._released.clear()
 

@@ -4,7 +4,7 @@ Invariants
 - At most `slots` requests run on an engine at once, beside those of the rollouts.
 - None runs between the end of `hold` and `release`: weights never change under a request, and every
   token is of a version that has been verified. What was generated is kept, and the response goes on
-  from it, on any engine and before any new one; each knows the versions of its tokens.
+  from it, on any engine and before any new one; each has the versions of its tokens.
 - An engine that fails costs no response before `_TRIES` failures of that response.
 """
 
@@ -129,7 +129,7 @@ class EvaluationEngines:
                 while True:
                     await self._open.wait()
                     free = [e for e in self._serving() if self._load[e.engine_id] < self.slots]
-                    # Held again, it may be, since the one who waited was woken.
+                    # It may be held again since the wait ended.
                     if free and self._open.is_set() and (resumes or not self._resuming):
                         engine = min(free, key=lambda e: self._load[e.engine_id])
                         self._load[engine.engine_id] += 1

@@ -35,7 +35,7 @@ class Evaluations:
         self._engines = EvaluationEngines(driver.serving, config.eval.slots, self._failed)
 
     async def hold(self) -> None:
-        """Before an update: no request of an evaluation runs until `updated`."""
+        """Let no request of an evaluation run from before an update until `updated`."""
         await self._engines.hold()
 
     def updated(self, version: PolicyVersion, *, held: bool) -> bool:

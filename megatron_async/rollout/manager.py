@@ -221,7 +221,7 @@ class RolloutManager:
         return session
 
     def _still(self, session: _Session) -> None:
-        """After a wait. Raises ComponentFailure when the trainer of `session` was replaced."""
+        """Check after a wait that `session` is not superseded. Raises ComponentFailure."""
         if self._attached is not session:
             raise _replaced(session.resume.lineage, self._attached.resume.lineage)
 

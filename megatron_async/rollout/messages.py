@@ -40,9 +40,9 @@ class UpdateReport:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """From where a run goes on, on a line of its own: the restored checkpoint, if there is one.
+    """The checkpoint, if any, from which a run goes on along a lineage of its own.
 
-    `parent` is the line that wrote the checkpoint, `store_position` where the store stood then.
+    `parent` is the lineage that wrote the checkpoint, `store_position` where the store stood then.
     """
 
     lineage: int = 0

@@ -44,7 +44,7 @@ class EngineMonitor:
         self._failed = failed
 
     async def run(self) -> None:
-        """For ever: ask the engines that serve for their load."""
+        """Ask the engines that serve for their load, for ever."""
         while True:
             await asyncio.sleep(self._settings.health_interval_seconds)
             up = [slot for slot in self._slots.values() if slot.up and not slot.watch.held]

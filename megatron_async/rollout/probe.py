@@ -61,7 +61,7 @@ async def sample(
     tokens: int,
     timeout_seconds: float,
 ) -> list[ProbeSample]:
-    """At least `tokens` tokens in all, spread over the prompts. Raises EngineError.
+    """Sample at least `tokens` tokens in all, spread over the prompts. Raises EngineError.
 
     A prompt that the engine refuses as invalid is left out: that is no evidence about the engine.
     """
@@ -156,7 +156,7 @@ def packed(samples: Sequence[ProbeSample], temperature: float) -> TokenBatch:
 
 
 def errors(samples: Sequence[ProbeSample], logprobs_T: FloatArray) -> dict[str, RatioError]:
-    """By engine; `logprobs_T` are the trainer's of `packed`, [T]."""
+    """Errors by engine; `logprobs_T` are the trainer's of `packed`, [T]."""
     engines: dict[str, list[FloatArray]] = {}
     trainer: dict[str, list[FloatArray]] = {}
     end = 0

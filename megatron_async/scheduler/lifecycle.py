@@ -357,7 +357,7 @@ class Lifecycle:
             self._end(entry, out)
 
     def _end(self, entry: TrajectoryEntry, out: Actions) -> None:
-        """Nothing outside works on `entry` any more: drop it or start it again."""
+        """Drop `entry`, on which nothing outside works any more, or start it again."""
         if entry.ending is Ending.RESTART:
             self.counts.restart(entry)
             entry.forget_tokens()

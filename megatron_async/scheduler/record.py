@@ -100,7 +100,7 @@ _PLAIN_TYPES = frozenset({int, float, str, bool, type(None)})
 
 @dataclass(frozen=True)
 class Header:
-    """With what the recorded scheduler was made, and how it stood after `events_before` events."""
+    """Arguments of the recorded scheduler, and its state after `events_before` events."""
 
     config: ScheduleConfig
     first_step: int
@@ -263,7 +263,7 @@ class Recorder:
         return actions
 
     def _go_on(self, files: RecordFiles, scheduler: Scheduler) -> None:
-        """In the next file."""
+        """Go on in the next file."""
         self._stream.close()
         self._stream = files.open_next()
         self._write({**self._header, "events_before": self._events, "snapshot": freeze(scheduler)})

@@ -234,7 +234,7 @@ class Scheduler:
         self._fill(out)
 
     def _advance_unless_waiting(self, out: Actions) -> None:
-        """After the end of a request or of scoring.
+        """Advance after the end of a request or of scoring, unless a report is waited for.
 
         Between a batch and the version made from it nothing is emitted or submitted, and weights
         wait for the last request: there is nothing to do while others still run. (At a boundary

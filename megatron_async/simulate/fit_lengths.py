@@ -59,7 +59,7 @@ def fit_lengths(sample: Recorded) -> list[Fit]:
 
 
 def _lognormal(sample: Recorded) -> Fit:
-    """By expectation and maximisation: a censored length counts as the mean of what is beyond."""
+    """Fit by expectation and maximisation; a censored length counts as the mean beyond it."""
     y = np.log(sample.lengths)
     ended, (bounds, counts) = y[~sample.censored], np.unique(y[sample.censored], return_counts=True)
     mu, sigma = float(y.mean()), float(y.std())

@@ -108,7 +108,7 @@ class TrainerCosts:
 
     @property
     def publish_seconds(self) -> float:
-        """From the permission to change weights to the moment when all engines serve them."""
+        """Seconds between the permission to change weights and all engines serving them."""
         if self.settings.weight_update_seconds is not None:
             return self.settings.weight_update_seconds
         e = self.settings.efficiency

@@ -299,5 +299,5 @@ class Compactor:
             ) from error
 
     async def _run(self, job: Callable[[sqlite3.Connection], T]) -> T:
-        """On the writer's thread; what waits to be committed goes first."""
+        """Run on the writer's thread; what waits to be committed goes first."""
         return await self._writer.wait(self._writer.run(job))

@@ -139,7 +139,7 @@ def summaries(reader: StoreReader) -> list[TrajectorySummary]:
 
 
 def find(reader: StoreReader, trajectory_id: int) -> Trajectory:
-    """From the store or from its export. Raises UserError when it is in neither."""
+    """Find it in the store or in its export. Raises UserError when it is in neither."""
     if reader.holds(trajectory_id):
         return reader.trajectory(trajectory_id)
     for trajectory in _trajectories(reader.export_file, reader.exported(), only=trajectory_id):
@@ -148,7 +148,7 @@ def find(reader: StoreReader, trajectory_id: int) -> Trajectory:
 
 
 def _trajectories(file: Path, exported: Exported, only: int | None = None) -> Iterator[Trajectory]:
-    """In the order of the file, not beyond its committed length; `only` one of them."""
+    """Read the file in order, not beyond its committed length; `only` one trajectory."""
     if not exported.bytes:
         return
     # Exports of earlier versions have a space before the number.

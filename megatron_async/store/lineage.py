@@ -39,7 +39,7 @@ class LineageTree:
             self.add(lineage)
 
     def add(self, lineage: Lineage) -> None:
-        """Raises ValueError for a number that is not the largest, or an unknown parent."""
+        """Add a lineage. Raises ValueError if its number is not the largest, or no such parent."""
         if self._lineages and lineage.number <= self.newest:
             raise ValueError(f"lineage {lineage.number} is not newer than lineage {self.newest}")
         if lineage.parent is not None and lineage.parent not in self._lineages:
@@ -106,7 +106,7 @@ class Consumption:
 
     @classmethod
     def at(cls, tree: LineageTree, lineage: int, number: int | None = None) -> Consumption:
-        """Raises KeyError for an unknown lineage."""
+        """Return a lineage by its number. Raises KeyError for an unknown one."""
         limits = tree.path(lineage)
         limits[lineage] = number
         return cls(limits)

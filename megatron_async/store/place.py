@@ -60,7 +60,7 @@ class StorePlace:
 
 
 def place_of_writer(run_file: Path, directory: str) -> StorePlace:
-    """On this node; `directory` is `store.directory`. Makes nothing. Raises UserError."""
+    """Find the place on this node; `directory` is `store.directory`. Raises UserError."""
     run = run_file.parent.resolve()
     run_file = run / run_file.name
     if directory:
@@ -157,7 +157,7 @@ class Record:
 
 
 def read_record(run_file: Path) -> Record | None:
-    """None: the run is new, or older than the record."""
+    """Read the record; None: the run is new, or older than the record."""
     try:
         return Record(**json.loads(_record_file(run_file).read_text()))
     except FileNotFoundError:

@@ -211,7 +211,7 @@ def read_content(connection: sqlite3.Connection) -> StoreContent:
 
 
 def read_group(connection: sqlite3.Connection, group_id: int) -> GroupRow:
-    """Raises DamagedStore when it is not there."""
+    """Read a group's row. Raises DamagedStore when it is not there."""
     found = connection.execute("SELECT * FROM groups WHERE group_id = ?", (group_id,)).fetchone()
     if found is None:
         raise DamagedStore(f"group {group_id} is missing")

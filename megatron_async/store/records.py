@@ -128,7 +128,7 @@ class TrajectoryRecord:
         return self._segments is not None
 
     def move_to(self, state: TrajectoryState) -> None:
-        """Raises ValueError for a change that a trajectory's life does not know."""
+        """Check a change of state. Raises ValueError for one that a trajectory's life has not."""
         if self.batched_step is not None or state not in ALLOWED[self.state]:
             raise ValueError(
                 f"trajectory {self.trajectory_id} is {self.shown_state}, it cannot become {state}"

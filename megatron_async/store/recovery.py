@@ -279,7 +279,7 @@ class Replicator:
             self._task = asyncio.create_task(self._replicate())
 
     async def last(self) -> None:
-        """Before the writer ends: the replica gets all that the database has."""
+        """Copy all that the database has to the replica, before the writer ends."""
         await self.finish()
         try:
             self._lock = self._writer.share_lock()  # until `leave` has removed the database
@@ -291,7 +291,7 @@ class Replicator:
             self._complete_at = position
 
     def leave(self) -> None:
-        """After the writer has ended: remove what the replica holds all of. Raises OSError."""
+        """Remove the database that the replica holds whole, after the writer. Raises OSError."""
         if self._lock is None:
             return
         with closing(self._lock):

@@ -264,7 +264,7 @@ def connect(path: Path, *, read_only: bool = False, immutable: bool = False) -> 
 
 
 def _use_log(connection: sqlite3.Connection, path: Path) -> None:
-    """Raises UserError when SQLite goes on without its log, or cannot share the log's memory."""
+    """Refuse a place where SQLite has no log, or cannot share its memory. Raises UserError."""
     try:
         got = connection.execute("PRAGMA journal_mode=WAL").fetchone()[0]
         connection.execute("SELECT count(*) FROM sqlite_master").fetchone()  # maps the memory
@@ -317,7 +317,7 @@ def create_tables(connection: sqlite3.Connection) -> None:
 
 
 def check_identity(connection: sqlite3.Connection, path: Path) -> None:
-    """Raises UserError when the file is a database of something else or of another format."""
+    """Refuse a database of something else or of another format. Raises UserError."""
     application = connection.execute("PRAGMA application_id").fetchone()[0]
     version = connection.execute("PRAGMA user_version").fetchone()[0]
     tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]

@@ -266,7 +266,7 @@ def _begin_line(
 def check_serves(
     path: Path, tree: LineageTree, exported: Exported, restored: PolicyVersion
 ) -> None:
-    """Raises UserError unless a lineage can go on from the checkpoint `restored`."""
+    """Check that a lineage can go on from the checkpoint `restored`. Raises UserError."""
     if restored.lineage not in tree:
         raise UserError(
             f"checkpoint {restored} cannot be resumed from: {path} holds no lineage "

@@ -378,7 +378,7 @@ class TrajectoryStore:
     # ------------------------------------------------------------ questions
 
     def load_trajectory(self, trajectory_id: int) -> Trajectory:
-        """With all tokens appended so far. Raises LookupError when it is not in the store."""
+        """Load it with all tokens appended so far. Raises LookupError if it is not in the store."""
         record = self._record(trajectory_id)
         tokens = None if record.in_memory else self._tokens_on_disk(record)
         return record.trajectory(self._group(record.group_id).prompt, tokens)
@@ -388,7 +388,7 @@ class TrajectoryStore:
         return self._record(trajectory_id).response_end()
 
     def load_group(self, group_id: int) -> Group:
-        """Raises LookupError when it is not in the store."""
+        """Load a group. Raises LookupError when it is not in the store."""
         group = self._group(group_id)
         trajectories = tuple(self.load_trajectory(i) for i in group.trajectory_ids)
         return Group(group_id, group.prompt, trajectories)

@@ -169,7 +169,7 @@ class ProblemSource(Protocol):
         ...
 
     def counts(self, heldout: int) -> tuple[int | None, int]:
-        """As in `Task`."""
+        """Return the counts as in `Task`."""
         ...
 
     def worked(self, count: int) -> list[tuple[Problem, str]]:

@@ -310,7 +310,7 @@ class _ArrowRows(_Batches):
 
 
 def _check_schema(schema: Any, what: str) -> None:
-    """Raises UserError for columns of bytes: images and sounds as `datasets` stores them."""
+    """Refuse columns of bytes, images and sounds as `datasets` has them. Raises UserError."""
     for field in schema:
         if "binary" in str(field.type):
             raise UserError(

@@ -148,7 +148,7 @@ class ScorerPool(Generic[W]):
             task.add_done_callback(self._tasks.discard)
 
     def _share(self) -> int:
-        """So many pieces the next idle worker takes."""
+        """Number of pieces that the next idle worker takes."""
         seconds = self.scorers.seconds
         most = int(min(_HELD_SECONDS / seconds, _MOST_HELD)) if seconds else 1
         return max(1, min(most, len(self._queue) // len(self.workers)))

@@ -209,7 +209,7 @@ class _Output:
 
     @staticmethod
     def _log(piece: bytes) -> None:
-        """To standard error, unless its reader is behind: nothing here may wait for a log."""
+        """Log to standard error, unless its reader is behind: nothing here may wait for a log."""
         with suppress(OSError):
             if select.select([], [2], [], 0)[1]:
                 os.write(2, piece)

@@ -90,7 +90,7 @@ class _Link:
         return cls(process)
 
     async def ask(self, work: Work, limit_seconds: float) -> dict[str, Any]:
-        """Raises ScorerTimeout or ScorerCrash."""
+        """Ask the process for scores. Raises ScorerTimeout or ScorerCrash."""
         if self.closed:
             raise ScorerCrash("it ended")
         number = secrets.token_hex(8)

@@ -213,7 +213,7 @@ class FilteredRounds:
         return self._members == self._batch
 
     def sentence(self) -> str:
-        """For a person."""
+        """The warning as a sentence."""
         return (
             f"schedule.dynamic_sampling dropped the last {self._members} responses "
             f"({self.rounds:.0f} batches' worth) and kept none: the rewards within every group are "

@@ -86,7 +86,7 @@ def read_run(path: Path) -> RunData:
 
 
 def _warnings(metrics_file: Path, train: Lines) -> list[dict[str, Any]]:
-    """With a time each: their own, or that of their step (older versions wrote none)."""
+    """Warnings with a time each: their own, or their step's (older versions wrote none)."""
     if not metrics_file.exists():
         return []
     times = {line["step"]: line["time"] for line in train}

@@ -53,7 +53,7 @@ class Panel:
     logarithmic: bool = False
 
     def figure(self, run: RunData) -> Figure | None:
-        """None when the run has none of the metrics."""
+        """Draw the panel; None when the run has none of the metrics."""
         figure = go.Figure()
         if self.band is not None:
             _add_band(figure, run, *self.band)
@@ -91,7 +91,7 @@ class ImportanceWeights:
     extreme: str
 
     def figure(self, run: RunData) -> Figure | None:
-        """None when the run has none of the metrics."""
+        """Draw the panel; None when the run has none of the metrics."""
         names = [f"off_policy/{name}" for name in (self.mean, self.chi2)]
         names += [f"off_policy/{self.extreme}_{end}" for end in ("min", "max")]
         lines = [line for line in run.train if all(name in line for name in names)]

@@ -124,7 +124,7 @@ class TrainLoop:
                 self._attach_again()
 
     def _attach_again(self) -> None:
-        """To a manager that was started again; its engines are new and want weights."""
+        """Attach to a manager that was started again; its engines are new and want weights."""
         here = replace(
             self._parts.resume, step=self._trainer.step, store_position=self._store_position
         )

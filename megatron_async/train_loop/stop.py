@@ -32,14 +32,14 @@ class StopRequest:
 
     @classmethod
     def from_environment(cls) -> StopRequest:
-        """With the flag file of `launch/`, if any, and the signal handler in place."""
+        """Make it with the flag file of `launch/`, if any, and the signal handler in place."""
         name = os.environ.get(STOP_FILE_VARIABLE, "")
         request = cls(Path(name) if name else None)
         signal.signal(signal.SIGUSR2, request._on_signal)
         return request
 
     def asked(self) -> bool:
-        """On this rank."""
+        """Return whether this rank was asked to stop."""
         return self._signalled or (self._flag_file is not None and self._flag_file.exists())
 
     def asked_anywhere(self) -> bool:

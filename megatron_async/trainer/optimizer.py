@@ -190,6 +190,6 @@ def _set_rate(groups: Iterable[dict[str, Any]], rate: float) -> None:
 
 
 def zero_gradients(model: DistributedDataParallel, optimizer: ChainedOptimizer) -> None:
-    """Before the first microbatch of an update."""
+    """Zero the gradients, before the first microbatch of an update."""
     model.zero_grad_buffer()
     optimizer.zero_grad()

@@ -46,7 +46,7 @@ class SamplesTrained:
         self._before.append(self._before[-1] + samples)
 
     def drop(self, step: int) -> None:
-        """Nothing of batch `step` was trained."""
+        """Take back batch `step`, of which nothing was trained."""
         samples = self._before[step + 1] - self._before[step]
         for later in range(step + 1, len(self._before)):
             self._before[later] -= samples

@@ -131,7 +131,7 @@ class WeightPublisher:
         return _failed_engines(box[0])
 
     def _connect(self, sender: WeightSender, engines: Sequence[EngineAddress]) -> None:
-        """In turn, as engines join one group after the other."""
+        """Connect in turn, as engines join one group after the other."""
         self._turns.take()
         try:
             sender.connect(engines)

@@ -103,7 +103,7 @@ def quantization_config(architecture: Architecture) -> dict[str, Any]:
 
 
 def check_fp8(architecture: Architecture, engines: EngineConfig, device: str) -> None:
-    """Raises UserError when engines cannot hold this model in fp8."""
+    """Refuse a model that engines cannot hold in fp8. Raises UserError."""
     if device == "cpu":
         raise UserError(
             "engines.quantization is fp8, which needs GPU engines: SGLang's fp8 layers do not run "

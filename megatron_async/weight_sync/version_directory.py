@@ -63,7 +63,7 @@ class VersionManifest:
         return _sha256({name: shard.sha256 for name, shard in self.shards.items()})
 
     def to_json(self) -> bytes:
-        """With a checksum of itself."""
+        """Serialise it, with a checksum of itself."""
         content = {
             "version": self.version,
             "shards": _plain(self.shards),

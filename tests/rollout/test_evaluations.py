@@ -28,7 +28,7 @@ LONG = SimulatedEngineModel(mean_length=400, step_seconds=0.001, stream_interval
 
 
 class Watched(SimulatedEngine):
-    """Notes how many evaluation requests run, and whether one does while weights change."""
+    """Records how many evaluation requests run, and whether one does while weights change."""
 
     most = 0
     changed_under_one = False
@@ -252,7 +252,7 @@ def test_a_stream_that_an_engine_does_not_end_is_cut_off(
     run(body())
 
 
-def test_a_schedule_that_drains_evaluates_exactly_unless_it_is_told_not_to() -> None:
+def test_a_schedule_that_drains_evaluates_exactly_unless_it_is_asked_not_to() -> None:
     def exactly(**tree: Any) -> bool:
         return build_config(tree).evaluates_exactly
 

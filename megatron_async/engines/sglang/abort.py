@@ -13,14 +13,14 @@ _ABORT = "sglang.srt.managers.tokenizer_manager.TokenizerManager.abort_request"
 
 
 def forget_earlier_abort(manager: Any, rid: str = "", abort_all: bool = False) -> None:
-    """Before an abort: it is sent whether one was sent before or not."""
+    """Forget, before an abort, that one was sent, so that it is sent again."""
     state = manager.rid_to_state.get(rid)
     if state is not None:
         state.abort_sent = False
 
 
 def register() -> None:
-    """Before the server of this process starts."""
+    """Register the hook, before the server of this process starts."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(_ABORT, forget_earlier_abort, HookType.BEFORE)

@@ -43,7 +43,7 @@ _ACCEPT = (
 
 
 def _report_versions_of_unfinished(result: Any, accumulator: Any, *, req: Any) -> None:
-    """After SGLang has put a request's output into a batch: fill in its version spans.
+    """Fill in a request's version spans after SGLang has put its output into a batch.
 
     SGLang leaves None for a request that has not finished. The spans are counted from the
     request's first token, as in the final chunk.

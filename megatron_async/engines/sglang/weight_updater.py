@@ -66,7 +66,7 @@ class AheadHooks:
         return left
 
     def begin(self, updater: Any) -> None:
-        """Before `BEGIN`, the first call of an update: end what a killed trainer has left."""
+        """End what a killed trainer has left, before `BEGIN`, the first call of an update."""
         groups = updater._model_update_group
         left = self._ahead.clear()
         if self._used:  # else that update was only begun, which proves nothing

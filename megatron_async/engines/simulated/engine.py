@@ -243,7 +243,7 @@ class SimulatedEngine:
         self._require_alive("flush_cache")
 
     async def release_memory(self, *, keep_weights: bool = False) -> None:
-        """As SGLang: an error while a request holds memory."""
+        """Release memory; like SGLang, with an error while a request holds some."""
         self._require_alive("release_memory")
         if self._running:
             raise EngineError(f"{self._engine_id}: memory is in use by {len(self._running)}")

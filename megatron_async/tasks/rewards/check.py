@@ -14,7 +14,7 @@ from megatron_async.tasks.scorer_work import Work, split
 
 
 def check_rewards(settings: ScorerSettings, payload: Mapping[str, Any]) -> None:
-    """Raises UserError for a reward that cannot score a prompt with this payload.
+    """Refuse a reward that cannot score a prompt with this payload. Raises UserError.
 
     What is the user's, or waits for a service, is called in a scorer process as it is in a run;
     the others are only built.

@@ -159,7 +159,7 @@ class Transfer:
         )
 
     def give_up(self) -> None:
-        """After a failure: the stages behind must not wait."""
+        """Give up after a failure; the stages behind must not wait."""
         if not self._asked:
             with contextlib.suppress(EarlierStageFailed):  # its own leader has the reason
                 self._turns.take()
@@ -287,7 +287,7 @@ class WeightSender(abc.ABC):
             future.exception()
 
     def _abandon(self, calls: EngineCalls) -> None:
-        """After a failed transfer: free the engines that still wait for us."""
+        """Free the engines that still wait after a failed transfer."""
         self.disconnect()
         survivors = EngineCalls(calls.engines, self.engine_settings.api_key)
         try:
@@ -335,7 +335,7 @@ def combined(reports: Sequence[TransferReport]) -> TransferReport:
 
 
 def seconds_to_give_up(settings: WeightsConfig) -> float:
-    """By then a sender has ended an attempt that fails, connecting and cleaning up included.
+    """Longest time of an attempt that fails, connecting and cleaning up included.
 
     Of the waits that have `weights.timeout_seconds` at most one runs to its end, since it fails
     then. Around it: the group of the update before is left, engines join, a session that was left

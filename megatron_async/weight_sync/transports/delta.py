@@ -81,14 +81,14 @@ class _StageWriter(ShardWriter):
         return name, data
 
     def with_stages_before(self, before: Mapping[str, Any]) -> dict[str, Any]:
-        """None for `files` where any stage has no differences."""
+        """Join `files` with those of stages before; None where any stage has no differences."""
         files, earlier = self.files, before.get("files", {})
         both = None if files is None or earlier is None else {**earlier, **files}
         return {**super().with_stages_before(before), "files": both}
 
 
 def _difference(base: Path, data: bytes) -> bytes | None:
-    """From the file `base` to `data`; None if there is none."""
+    """Difference from the file `base` to `data`; None if there is none."""
     try:
         with base.open("rb") as file:
             old = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -142,7 +142,7 @@ class DeltaSender(WeightSender):
     def _publish(
         self, whole: VersionWriter, delta: VersionWriter, base: Path | None, transfer: Transfer
     ) -> VersionManifest:
-        """Both directories; the manifest that receivers begin with."""
+        """Publish both directories; return the manifest that receivers begin with."""
         written = transfer.written
         manifest = VersionManifest(str(transfer.version), written["shards"], written["owners"])
         keep(self._published, whole.finish(manifest))

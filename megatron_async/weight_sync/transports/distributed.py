@@ -179,7 +179,7 @@ class _Link:
         return bool(self._work.is_completed())
 
     def finish(self) -> None:
-        """After `done`. Raises RuntimeError if the broadcast failed."""
+        """Finish the broadcast after `done`. Raises RuntimeError if it failed."""
         self._work.wait()
         self._work = None  # it holds what was sent
 
@@ -346,7 +346,7 @@ class DistributedSender(WeightSender):
     def _wait_until(
         self, reached: Callable[[], bool], otherwise: str, announced: Answers, transfer: Transfer
     ) -> None:
-        """Raises as soon as an engine refuses what was announced, or at the deadline."""
+        """Wait; raise as soon as an engine refuses what was announced, or at the deadline."""
         pause = _FIRST_POLL_SECONDS
         while not reached():
             _raise_first_failure(announced)
@@ -386,7 +386,7 @@ def _aside(work: Callable[[], None]) -> Future[None]:
 
 
 def _settle(result: Callable[[], None], announced: Answers) -> None:
-    """Raises if a broadcast failed, with an engine's own report of it where there is one."""
+    """Check for a failed broadcast; raises with an engine's own report where there is one."""
     try:
         result()
     except RuntimeError as error:
