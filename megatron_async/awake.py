@@ -29,7 +29,7 @@ class AwakeClock:
         self._ticked = (0.0, clock())  # one object: it is read on other threads
 
     def __call__(self) -> float:
-        """A reading; differences are what counts."""
+        """Return a reading in seconds; only differences have a meaning."""
         awake, since = self._ticked
         return awake + min(self._clock() - since, 2 * STEP_SECONDS)
 
