@@ -216,5 +216,5 @@ def test_sglangs_endpoints_take_what_they_are_sent(
             assert not body, endpoint
             continue
         fields, required = fields_of(message)
-        assert set(body) <= fields, f"{endpoint}: SGLang knows no {set(body) - fields}"
+        assert set(body) <= fields, f"{endpoint}: SGLang has no {set(body) - fields}"
         assert required <= set(body), f"{endpoint}: SGLang asks for {required - set(body)}"

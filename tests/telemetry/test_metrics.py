@@ -217,7 +217,7 @@ def test_a_slow_drift_is_seen_across_a_resume() -> None:
     resumed = HealthWatch(before=lines[:290])
     found = [name for line in lines[290:] for name, _ in resumed.step(line)]
     assert found == ["engine_drift"]
-    assert engine_drift([0.01] * 4 + [0.05] * 5) is None  # too few steps to tell
+    assert engine_drift([0.01] * 4 + [0.05] * 5) is None  # too few steps
 
 
 def test_every_set_of_an_evaluation_is_a_line_of_the_display() -> None:

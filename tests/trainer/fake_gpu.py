@@ -159,7 +159,7 @@ def fake_gpu(routed_tokens: int = 0) -> Iterator[None]:
 
     `routed_tokens`: tokens that a rank's experts get, each as many as the others.
     """
-    mode = _Mode(allow_non_fake_inputs=True)  # before CUDA is said to be there
+    mode = _Mode(allow_non_fake_inputs=True)  # before CUDA is reported as there
     with ExitStack() as stack:
         for name, replacement in _CUDA.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, replacement))
