@@ -21,6 +21,8 @@ import yaml
 from megatron_async.cli import app
 from megatron_async.config.load import build_config
 from megatron_async.import_path import anchored
+from megatron_async.run_directory import RunDirectory
+from megatron_async.store.schema import export_file
 from tests.documented_metrics import undocumented
 
 ROOT = Path(__file__).parents[1]
@@ -117,3 +119,13 @@ def test_the_site_builds_strictly_and_its_links_hold(tmp_path: Path) -> None:
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_table_of_a_runs_folder_names_what_the_code_writes() -> None:
+    """Of `RunDirectory` and the store; what only a failed or running run has is left out."""
+    directory = RunDirectory(Path("runs/first"))
+    places = [directory.config_file, directory.metrics_file, directory.tensorboard]
+    places += [directory.checkpoints, directory.store_file, directory.events, directory.logs]
+    places += [directory.hf_export, export_file(directory.store_file).parent]
+    page = (ROOT / "docs" / "getting-started.md").read_text()
+    assert [p.name for p in places if not re.search(rf"`{re.escape(p.name)}/?`", page)] == []
