@@ -56,7 +56,9 @@ class Engines:
         return self.all[-1]
 
     async def alive(self, index: int) -> bool:
-        return await self.all[index].healthy()
+        """Return whether the newest engine `index` is; that before it has been replaced."""
+        own = [e for e in self.all if e.engine_id.partition(".")[0] == f"engine{index}"]
+        return await (own or self.all[index:])[-1].healthy()
 
     async def stop(self, index: int) -> None:
         return None
