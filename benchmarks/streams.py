@@ -373,7 +373,14 @@ def main() -> None:
     os.environ["RAY_AUTH_MODE"] = "disabled"
     actors: list[Any] = []
     if not arguments.direct:
-        ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+        # By default Ray's workers give way to every other process; in a run they do not either.
+        ray.init(
+            address="local",
+            num_cpus=1,
+            include_dashboard=False,
+            log_to_driver=False,
+            _system_config={"worker_niceness": 0},
+        )
         actors = [ray.remote(num_cpus=0)(Relays).remote() for _ in range(arguments.actors)]
         ray.get([actor.cpu_seconds.remote() for actor in actors])
     config = settings(arguments.streams, arguments.engines, arguments.interval)
