@@ -296,7 +296,10 @@ class Run:
             self.figures.found += len(tokens)
         await store.close()
         if self.figures.found != self.figures.reported:
-            raise ValueError(f"{self.figures.found} of {self.figures.reported} tokens are stored")
+            raise ValueError(
+                f"{self.figures.found} of {self.figures.reported} tokens are stored; the newest "
+                f"warnings: {self.figures.warnings}"
+            )
 
 
 async def _tick(phase: Phase) -> None:
