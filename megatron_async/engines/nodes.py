@@ -35,10 +35,14 @@ _EVERY_INTERFACE: Final = "0.0.0.0"
 def init_ray(**arguments: Any) -> Any:
     """`ray.init` that leaves SIGTERM as it was: Ray's own handler prints its C++ stack.
 
+    Nor does Ray print the traceback of a call that fails before its reply is awaited: who awaits
+    it shows one sentence.
+
     Raises UserError when Ray does not start, or the cluster at `address` cannot be joined.
     """
     import ray
 
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         context = ray.init(**arguments)
