@@ -1,6 +1,7 @@
 """What the documentation shows is executed: configurations load, Python runs, commands exist.
 
-A block after `<!-- not run: REASON -->` is left out.
+A block after `<!-- not run: REASON -->` is left out. Python with a title is a file of the tutorial,
+which `test_tutorial.py` walks.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ PAGES = [
     *sorted((ROOT / "examples").rglob("*.md")),
     *(ROOT / name for name in ("CONTRIBUTING.md", "kernels/README.md")),
 ]
-_BLOCK = re.compile(r"(<!-- not run: [^>]+ -->\n+)?^```(\w+)[^\n]*\n(.*?)^```", re.M | re.S)
+_BLOCK = re.compile(r"(<!-- not run: [^>]+ -->\n+)?^```(\w+)([^\n]*)\n(.*?)^```", re.M | re.S)
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 
 
@@ -52,8 +53,9 @@ def blocks(language: str) -> list[Block]:
     for page in PAGES:
         text = page.read_text()
         for match in _BLOCK.finditer(text):
-            if match[1] is None and match[2] == language:
-                found.append(Block(page, text.count("\n", 0, match.start()) + 1, match[3]))
+            walked = language == "python" and "title=" in match[3]
+            if match[1] is None and match[2] == language and not walked:
+                found.append(Block(page, text.count("\n", 0, match.start()) + 1, match[4]))
     return found
 
 

