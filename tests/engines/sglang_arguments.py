@@ -3,18 +3,22 @@
     python -m tests.engines.sglang_arguments < commands.json
 
 The input maps names to the arguments of a server; the output maps them to what SGLang's own
-resolution of them is on `H100`. Only the machine's facts are replaced.
+resolution of them is on `H100`. Only the machine's facts are replaced; our hooks are installed.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import pickle
 import sys
 from dataclasses import asdict
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, Final
 from unittest import mock
 
-from megatron_async.engines.sglang.cpu import install_stand_ins
+from megatron_async.engines.sglang import start
+from megatron_async.engines.sglang.server import CPU_VARIABLE, install
 
 MEMORY_MIB: Final = 81_559.0  # as nvidia-smi shows an H100 of 80 GB
 H100: Final = {
@@ -48,18 +52,25 @@ SHOWN: Final = (
 def resolved(arguments: list[str]) -> dict[str, Any]:
     """What a server with these arguments runs with."""
     from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.entrypoints.engine import Engine
     from sglang.srt.server_args import prepare_server_args
 
     server = prepare_server_args(arguments)
     server.resolve_once()
     found = resolving_view(server)
+    # On GPUs SGLang spawns its schedulers: what it hands them is pickled.
+    scheduler = Engine.run_scheduler_process_func
+    again, target = pickle.loads(ForkingPickler.dumps((server, scheduler)))
+    assert target is scheduler and vars(again).keys() == vars(server).keys()
     values = {name: getattr(found, name) for name in SHOWN}
     values["cuda_graph_config"] = asdict(found.cuda_graph_config)
     return values
 
 
 def main() -> None:
-    install_stand_ins()
+    os.environ[CPU_VARIABLE] = "1"  # stand-ins for what the GPU's packages bring
+    install()
+    start.register(on_cpu=False)
     from sglang.srt.arg_groups import memory_hook
     from sglang.srt.runtime_context import override_platform
 

@@ -1,7 +1,8 @@
 """What SGLang makes of the engines of every shipped configuration on GPUs of 80 GB.
 
 SGLang's own resolution of a server's arguments runs, on the command line that an engine's actor
-would start; only the machine is assumed (tests/engines/sglang_arguments.py).
+would start; only the machine is assumed (tests/engines/sglang_arguments.py, which also pickles
+what a server hands to the processes that it spawns).
 """
 
 from __future__ import annotations

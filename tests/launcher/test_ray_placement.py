@@ -1,0 +1,93 @@
+"""Ray gives every engine GPUs of its own, for each shipped configuration; no GPU is there.
+
+Ray counts the GPUs that it is told of; what an engine's server would see is the environment of its
+actor.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_async.config import RunConfig, load_config
+from megatron_async.launcher.devices import split_devices
+from megatron_async.shipped import ROOT
+
+GPUS = [str(index) for index in range(8)]
+NAMES = sorted(
+    path.stem for path in (ROOT / "configs").glob("*.yaml") if not path.stem.endswith("_base")
+)
+
+
+class Host:
+    """An engine's actor that starts nothing."""
+
+    def __init__(self, *_arguments: Any) -> None:
+        pass
+
+    async def start(self) -> str:
+        return os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+@pytest.fixture(scope="module")
+def node_of_eight() -> Iterator[None]:
+    import ray
+
+    from megatron_async.launcher.rollout_side import connect_ray
+
+    connect_ray(None, gpus=",".join(GPUS))
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def placed(config: RunConfig, engines: int, folder: Path) -> list[list[str]]:
+    """The GPUs that each of so many engines sees, all there at once."""
+    import ray
+
+    from megatron_async.engines.actor import RayEngineLauncher
+
+    settings = config.engines.model_copy(update={"device": "cuda"})
+    config = config.model_copy(update={"engines": settings})
+    launcher = RayEngineLauncher(config, folder, Host)  # type: ignore[arg-type]
+    actors = [launcher._make_actor(index, f"engine{index}") for index in range(engines)]
+    try:
+        seen = ray.get([actor.start.remote() for actor in actors], timeout=120)
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+    return [gpus.split(",") for gpus in seen]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_engines_of_a_node_share_no_gpu(name: str, node_of_eight: None, tmp_path: Path) -> None:
+    """Of a run over several nodes: as many engines as one node takes."""
+    config = load_config(ROOT / "configs" / f"{name}.yaml")
+    engines = min(config.engines.count, len(GPUS) // config.engines.tensor)
+    assert engines >= 1
+    seen = placed(config, engines, tmp_path)
+    assert all(len(gpus) == config.engines.tensor for gpus in seen)
+    every = [gpu for gpus in seen for gpu in gpus]
+    assert len(set(every)) == len(every) and set(every) <= set(GPUS)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_trainers_and_engines_of_one_node_share_no_gpu_unless_they_are_meant_to(name: str) -> None:
+    config = load_config(ROOT / "configs" / f"{name}.yaml")
+    if config.parallel.nodes > 1:
+        return  # trainers have nodes of their own: nothing is split
+    split = split_devices(GPUS, config)
+    if config.engines.placement == "colocated":
+        assert (split.trainers, split.engines) == (None, None)
+        return
+    assert split.trainers is not None and split.engines is not None
+    trainers, engines = split.trainers.split(","), split.engines.split(",")
+    assert len(trainers) == config.parallel.ranks
+    assert len(engines) == config.engines.count * config.engines.tensor
+    assert not set(trainers) & set(engines)
