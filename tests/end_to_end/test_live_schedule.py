@@ -7,22 +7,30 @@ finds: tests/simulate/test_auto_concurrency.py.)
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_async.commands.evaluation import _evaluate
 from megatron_async.config import RunConfig, build_config
 from megatron_async.config.load import merge, read_yaml
 from megatron_async.engines.sglang.process import SGLangProcess
 from megatron_async.run_directory import RunDirectory
 from megatron_async.scheduler import events as ev
 from megatron_async.scheduler.record import read_record, replay
+from megatron_async.store.reader import StoreReader
+from megatron_async.tasks.scorer_count import ScorerCount
 from megatron_async.tasks.tiny_model import TinyModel, build_tiny_model
 from megatron_async.telemetry.metrics import read_metrics
 from megatron_async.testing.local import train_locally
+from megatron_async.trajectory.types import Prompt
+from tests.documented_metrics import undocumented_in
 from tests.end_to_end.test_recipes_on_engine import LengthParity
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -126,3 +134,104 @@ def test_a_signature_is_in_the_metrics_file_though_nobody_watches(
     assert [line["kind"] for line in warnings] == ["warning"], "once, while it lasts"
     assert "schedule.concurrency" in warnings[0]["message"]
     assert 0 < warnings[0]["step"] < 6
+
+
+class ByAnswer:
+    """Some problems are never solved, some always, the others at every other try."""
+
+    scorers = ScorerCount(1)
+
+    def __init__(self) -> None:
+        self._tries: Counter[str] = Counter()
+
+    async def score(self, prompt: Prompt, response_ids: Sequence[int]) -> tuple[float, Any]:
+        kind, question = prompt.payload["answer"], prompt.payload["question"]
+        self._tries[question] += 1
+        right = {"never": False, "always": True}.get(kind, self._tries[question] % 2 == 1)
+        return float(right), {"length": float(len(response_ids))}
+
+
+def test_pools_length_penalties_and_evaluations_beside_training_act_and_are_recorded(
+    tmp_path: Path, model: Path, engine: SGLangProcess
+) -> None:
+    kinds = ["never", "always", "sometimes"] * 4
+    rows = [{"prompt": f"{n}+{n}=", "answer": kind} for n, kind in enumerate(kinds)]
+    for name, part in (("train", rows), ("eval", [{"prompt": "99+1=", "answer": "sometimes"}])):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, part)))
+    pools = [
+        {"up_to": 0.0, "share": 0.0},
+        {"up_to": 0.99, "share": 1.0},
+        {"up_to": 1.0, "share": 0.0},
+    ]
+    changes = {
+        "steps": 14,
+        "task": {
+            "kind": "files",
+            "name": "exact",
+            "path": str(tmp_path / "train.jsonl"),
+            "prompt_template": "{question}",
+            "heldout_share": 0,
+            "difficulty": {"min_attempts": 2, "pools": pools},
+        },
+        "eval": {
+            "path": str(tmp_path / "eval.jsonl"),
+            "prompts": 1,
+            "samples": 4,
+            "temperature": 1.0,
+            "every_steps": 1,
+            "slots": 1,
+        },
+        "schedule": {"preset": "copris", "concurrency": 4},
+        "experiment": {"forced_lengths": [10, 20, 30, 60]},
+        "algorithm": {"overlong": {"buffer_share": 1.0, "penalty": 0.5}},
+    }
+    config = settings("pools", tmp_path, model, changes)
+    directory = RunDirectory.create(config)
+    train_locally(config, directory, [engine.url], ByAnswer())
+
+    lines = read_metrics(directory.metrics_file)
+    found = undocumented_in(directory.metrics_file)
+    assert [name for name in found if not name.startswith("warning/")] == []
+    for line in lines:  # in proportion to the length, from every response
+        penalty = 0.5 * line["rollout/response_length_mean"] / 60
+        assert line["reward/mean"] == pytest.approx(line["rollout/reward_mean"] - penalty, abs=1e-6)
+        assert line["reward/length"] == line["rollout/response_length_mean"]
+    assert sum(line["difficulty/passed_over"] for line in lines) > 0
+    last = lines[-1]
+    assert last["difficulty/prompts"] == 12
+    assert [last[f"difficulty/pool_{n}"] for n in range(3)] == [pytest.approx(1 / 3)] * 3
+    assert last["difficulty/pass_rate"] == pytest.approx(0.5, abs=0.05)
+
+    asked: dict[int, str] = {}
+    scored: Counter[tuple[str, float]] = Counter()
+    with closing(StoreReader(directory.store_file)) as reader:
+        for entry in reader.summaries():
+            one = reader.trajectory(entry.trajectory_id)
+            asked[one.group_id] = one.prompt.payload["answer"]
+            if one.reward is not None:
+                scored[one.prompt.payload["question"], one.reward] += 1
+                assert one.reward_detail["length"] in config.experiment.forced_lengths
+    # The first epoch asks all; so does what was asked before its scores were there.
+    assert Counter(asked[group] for group in range(12)) == dict.fromkeys(set(kinds), 4)
+    assert {kind for group, kind in asked.items() if group >= 12 + 6} == {"sometimes"}
+    kept = [json.loads(text) for text in (directory.path / "difficulty.jsonl").open()]
+    tally = Counter(line["right"] for line in kept if "right" in line)
+    stored = Counter(reward == 1.0 for (_, reward), n in scored.items() for _ in range(n))
+    for right in (False, True):  # requests of the last moment have no reward in the store
+        assert 0 <= tally[right] - stored[right] <= 4
+
+    evaluations = read_metrics(directory.metrics_file, kind="eval")
+    ends = evaluations[0], evaluations[-1]
+    assert [line["step"] for line in ends] == [0, config.steps]
+    for line in evaluations:
+        assert line["eval/version_oldest"] >= line["step"] and line["eval/answers"] == 4
+        kept = (directory.path / "evaluations" / f"heldout-{line['step']:.0f}.jsonl").open()
+        newest = max(int(json.loads(text)["versions"][-1].split(".")[1]) for text in kept)
+        assert newest == line["eval/version_newest"]
+    assert {line["eval/version_newest"] - line["step"] for line in ends} == {0}
+    assert len(evaluations) > 2, "some ran beside training"
+
+    # The same by command (that the exported weights agree: tests/commands/test_quickstart.py).
+    (again,) = asyncio.run(_evaluate(config, [model], engine, lambda *_: None))
+    kept = (directory.path / "evaluations" / f"heldout-{config.steps}.jsonl").open()
+    assert [s["response"] for s in again.samples()] == [json.loads(s)["response"] for s in kept]
