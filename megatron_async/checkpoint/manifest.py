@@ -28,6 +28,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from megatron_async.disk import force_to_disk, replace_durably
 from megatron_async.errors import UserError
 from megatron_async.trajectory.types import PolicyVersion
 
@@ -35,7 +36,6 @@ logger = logging.getLogger(__name__)
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = 2  # 1: torch.distributed.checkpoint's files, without checksums of tensors
-_HASH_BLOCK = 1 << 22
 
 
 class CorruptCheckpoint(Exception):
@@ -170,35 +170,19 @@ def file_in(folder: Path, name: str) -> Path:
 
 def hash_file(path: Path) -> FileRecord:
     """Read a file once. Raises OSError."""
-    digest, size = hashlib.sha256(), 0
     with path.open("rb") as stream:
-        while block := stream.read(_HASH_BLOCK):
-            digest.update(block)
-            size += len(block)
-    return FileRecord(size, digest.hexdigest())
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        return FileRecord(stream.tell(), digest)
 
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Content is complete and on disk before the name exists. Raises OSError."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with temporary.open("wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(path)
+        temporary.write_bytes(content)
+        replace_durably(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    sync_directory(path.parent)
-
-
-def sync_directory(path: Path) -> None:
-    """Make renames inside `path` durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def finalise(temporary: Path, target: Path, manifest: Manifest) -> Checkpoint:
@@ -209,7 +193,7 @@ def finalise(temporary: Path, target: Path, manifest: Manifest) -> Checkpoint:
     """
     remove(target)
     temporary.rename(target)
-    sync_directory(target.parent)
+    force_to_disk(target.parent)
     write_atomically(target / MANIFEST_NAME, manifest.to_json().encode())
     return Checkpoint(target, manifest)
 

@@ -22,8 +22,8 @@ from megatron_async.checkpoint.manifest import (
     Checkpoint,
     list_checkpoints,
     open_checkpoint,
-    sync_directory,
 )
+from megatron_async.disk import force_to_disk
 from megatron_async.errors import UserError
 from megatron_async.run_directory import RunDirectory
 from megatron_async.store.place import check_not_in_use
@@ -83,7 +83,7 @@ def _set_aside(checkpoint: Checkpoint) -> Path:
     try:
         checkpoint.path.rename(place)
         # else a power loss may bring it back, and a plain resume would go on from it
-        sync_directory(place.parent)
+        force_to_disk(place.parent)
         return place
     except OSError as error:
         raise UserError(

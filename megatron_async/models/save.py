@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from megatron_async.disk import writing
+from megatron_async.disk import force_to_disk, writing
 from megatron_async.errors import UserError
 from megatron_async.models.architecture import Architecture
 from megatron_async.models.export import SENDER, NamedTensor, export_buckets
@@ -83,10 +83,10 @@ def write_model_directory(
                     shutil.copyfile(path, partial / path.name)
         with writing(destination):
             for path in partial.iterdir():
-                _sync(path)
-            _sync(partial)
+                force_to_disk(path)
+            force_to_disk(partial)
             partial.rename(destination)
-            _sync(destination.parent)
+            force_to_disk(destination.parent)
     finally:
         if partial.exists():
             shutil.rmtree(partial)
@@ -121,12 +121,3 @@ def _write_weights(stream: Iterator[list[NamedTensor]], folder: Path) -> None:
 
 def _numbered(number: int, count: int) -> str:
     return f"model-{number:05d}-of-{count:05d}.safetensors"
-
-
-def _sync(path: Path) -> None:
-    """fsync: what was renamed into place survives a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

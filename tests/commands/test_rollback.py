@@ -162,7 +162,7 @@ def test_each_is_aside_for_good_before_the_next(
 ) -> None:
     """A power loss brings back what was not made durable: never an older one without the newer."""
     durable = []
-    monkeypatch.setattr(rollback, "sync_directory", lambda path: durable.append(names(run)))
+    monkeypatch.setattr(rollback, "force_to_disk", lambda path: durable.append(names(run)))
     rollback_to(run, 2).carry_out()
     assert durable == [
         ["abandoned_0.6", "step_000002", "step_000004"],
