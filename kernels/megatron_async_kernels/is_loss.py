@@ -62,7 +62,8 @@ def is_loss(
         backend: "auto" is triton on CUDA, unless there are more than MAX_RULES rejection rules, and
             plain torch elsewhere ("chunked" and "reference" are plain torch: nothing in this
             function is larger than its inputs).
-        check: read the count of non-finite tokens back (one synchronisation) and raise.
+        check: read the count of non-finite tokens back (one synchronisation) and raise; without,
+            the result's `finite` has it.
 
     Raises
         NonFiniteError: `check` and a stream is not finite at a trained token; names the stream.
@@ -76,8 +77,8 @@ def is_loss(
         raise ValueError("a loss of the user's is plain torch: call policy_loss with it")
     inputs.require(config)
     stream = _contiguous(inputs)
-    output, nonfinite = _launch(stream, loss_spec(stream, config), denominators)
-    if check and float(nonfinite) > 0:
+    output = _launch(stream, loss_spec(stream, config), denominators)
+    if check and float(output.nonfinite) > 0:
         check_finite(stream.streams(), stream.mask_T)
     return output
 
@@ -93,10 +94,7 @@ def _contiguous(inputs: LossInputs) -> LossInputs:
     )
 
 
-def _launch(
-    inputs: LossInputs, spec: LossSpec, denominators: Denominators
-) -> tuple[LossOutput, Tensor]:
-    """The output, and how many trained tokens had a stream that is not finite ([], on device)."""
+def _launch(inputs: LossInputs, spec: LossSpec, denominators: Denominators) -> LossOutput:
     num_tokens = int(inputs.mask_T.shape[0])
     num_sequences = int(inputs.cu_seqlens_S1.shape[0]) - 1
     device = inputs.mask_T.device
@@ -118,8 +116,8 @@ def _launch(
         lag_sums_LB[:, 0] = torch.stack([sums_X[at] for at in names])
         maxima_X[4] = torch.where(sums_X[AT.tokens] > 0, 0.0, -math.inf)
     metrics = LossMetrics(sums_X[: len(SUM_NAMES)], lag_sums_LB, maxima_X[: len(MAX_NAMES)])
-    output = LossOutput(sums_X[AT.loss].to(torch.float32), dlogp, dentropy, metrics)
-    return output, sums_X[AT.nonfinite]
+    loss = sums_X[AT.loss].to(torch.float32)
+    return LossOutput(loss, dlogp, dentropy, metrics, sums_X[AT.nonfinite])
 
 
 def _run_passes(

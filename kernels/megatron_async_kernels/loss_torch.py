@@ -23,6 +23,7 @@ from megatron_async_kernels.loss_types import (
     LossOutput,
     RejectionRule,
     check_finite,
+    nonfinite_counts,
 )
 from megatron_async_kernels.packed import masked, segment_max, segment_sum, spread
 
@@ -55,6 +56,7 @@ def policy_loss(
     inputs.require(config)
     if check:
         check_finite(inputs.streams(), inputs.mask_T)
+    nonfinite = nonfinite_counts(list(inputs.streams().values()), inputs.mask_T).sum()
     stream = _Stream(inputs, config)
     kept_T = stream.mask_T * rejection_keep(
         stream.log_ratio_T, stream.mask_T, inputs.cu_seqlens_S1, config.rejection
@@ -65,7 +67,7 @@ def policy_loss(
         if own is None:
             raise ValueError("surrogate 'own' needs the function that computes it")
         terms = surrogates.own(stream.anchor_ratio_T)
-        policy_T, dlogp_T, dentropy_T = _differentiated(own, inputs, scale_T)
+        policy_T, dlogp_T, dentropy_T = _differentiated(own, inputs, scale_T, check)
     else:
         terms = _surrogate(stream, kept_T, config, denominators)
         policy_T, dlogp_T = terms.value_T * scale_T, terms.dlogp_T * scale_T
@@ -84,11 +86,11 @@ def policy_loss(
     parts_3T = torch.stack([policy_T, kl_T, entropy_T])
     parts_3 = parts_3T.double().sum(dim=1)
     metrics = _metrics(stream, kept_T, terms, parts_3, config)
-    return LossOutput(parts_3.sum().to(policy_T.dtype), dlogp_T, dentropy_T, metrics)
+    return LossOutput(parts_3.sum().to(policy_T.dtype), dlogp_T, dentropy_T, metrics, nonfinite)
 
 
 def _differentiated(
-    own: OwnLoss, inputs: LossInputs, scale_T: torch.Tensor
+    own: OwnLoss, inputs: LossInputs, scale_T: torch.Tensor, check: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Scaled loss of each token, d of its sum by the log-probs, and by the entropy if it counts."""
     shown = _without_untrained(inputs, scale_T.dtype)
@@ -100,7 +102,8 @@ def _differentiated(
         if not isinstance(value_T, torch.Tensor) or value_T.shape != scale_T.shape:
             got = tuple(value_T.shape) if isinstance(value_T, torch.Tensor) else type(value_T)
             raise ValueError(f"the loss returned {got}, not a tensor [{len(scale_T)}]")
-        check_finite({"own loss": value_T}, scale_T)
+        if check:
+            check_finite({"own loss": value_T}, scale_T)
         policy_T = masked(value_T, scale_T) * scale_T
         slopes: list[torch.Tensor | None] = [None] * len(leaves)
         if policy_T.requires_grad:
@@ -203,7 +206,9 @@ def rejection_keep(
             log_ratio_T, mask_T, cu_seqlens_S1, rule.level, rule.divergence
         )
         passes = ((statistic >= rule.lower) & (statistic <= rule.upper)).to(mask_T.dtype)
-        keep_T = keep_T * (passes if rule.level == "token" else spread(passes, cu_seqlens_S1))
+        if rule.level != "token":
+            passes = spread(passes, cu_seqlens_S1, tokens=len(keep_T))
+        keep_T = keep_T * passes
     return keep_T
 
 
@@ -222,7 +227,7 @@ def token_scale(
     if config.aggregation == "seq_mean_token_sum_norm":
         return kept_T / (sequences * config.fixed_normalizer)
     length_S = segment_sum(kept_T, cu_seqlens_S1).clamp(min=1.0)
-    return kept_T / (sequences * spread(length_S, cu_seqlens_S1))
+    return kept_T / (sequences * spread(length_S, cu_seqlens_S1, tokens=len(kept_T)))
 
 
 def generation_log_weight(
@@ -245,7 +250,7 @@ def _surrogate(
     if config.surrogate == "gspo":
         length_S = segment_sum(kept_T, stream.cu_seqlens_S1).clamp(min=1.0)
         mean_S = segment_sum(ratio_T * kept_T, stream.cu_seqlens_S1) / length_S
-        mean_T = spread(mean_S, stream.cu_seqlens_S1)
+        mean_T = spread(mean_S, stream.cu_seqlens_S1, tokens=len(kept_T))
         return surrogates.gspo(ratio_T, mean_T, A_T, v_T, config)
     if config.surrogate == "sft":
         return surrogates.sft(stream.logprobs_T)
@@ -254,7 +259,9 @@ def _surrogate(
         weight_T = surrogates.bounded_exp(ratio_T)[0]
     elif config.weight_level == "sequence":
         total_S = generation_log_weight(ratio_T, stream.mask_T, stream.cu_seqlens_S1)
-        weight_T = spread(surrogates.bounded_exp(total_S)[0], stream.cu_seqlens_S1)
+        weight_T = spread(
+            surrogates.bounded_exp(total_S)[0], stream.cu_seqlens_S1, tokens=len(kept_T)
+        )
     return surrogates.reinforce(
         stream.logprobs_T, ratio_T, weight_T, A_T, v_T, config, denominators.weight_mean
     )
@@ -272,8 +279,12 @@ def _metrics(
     log_T = stream.log_ratio_T.double()
     weight_T, clamped_T, _ = surrogates.bounded_exp(log_T)
     nonempty_S = segment_sum(mask_T, cu_S1) > 0
-    total_S = segment_sum(log_T, cu_S1)[nonempty_S]
+    total_S = segment_sum(log_T, cu_S1)
     seq_weight_S, seq_log_S, _ = surrogates.bounded_exp(total_S)
+    seq_weight_S, staleness_S = (
+        masked(x_S, nonempty_S)
+        for x_S in (seq_weight_S, seq_log_S.clamp(max=math.log(config.staleness_clip)))
+    )
     distance_T = (stream.logprobs_T - stream.ref_T).double() * float(stream.has_ref)
     inverse_T, negative_T, _ = surrogates.bounded_exp(-distance_T)
     A_T, lag_T = stream.advantages_T.double(), stream.lag_T
@@ -302,7 +313,6 @@ def _metrics(
     }
     totals = dict(zip(per_token, torch.stack(list(per_token.values())).sum(dim=1), strict=True))
     policy, kl, entropy = parts_3.unbind()
-    clip_log = math.log(config.staleness_clip)
     totals |= {
         "sequences": nonempty_S.sum(),
         "kept_sequences": (segment_sum(kept_T, cu_S1) > 0).sum(),
@@ -312,16 +322,16 @@ def _metrics(
         "entropy_loss": entropy,
         "seq_weight": seq_weight_S.sum(),
         "seq_weight_sq": seq_weight_S.square().sum(),
-        "seq_staleness": seq_log_S.clamp(max=clip_log).sum(),
+        "seq_staleness": staleness_S.sum(),
         "seq_weight_clipped": (seq_weight_S > config.staleness_clip).sum(),
     }
     trained_T = mask_T != 0
     maxima = [
-        _largest(log_T[trained_T]),
-        _largest(-log_T[trained_T]),
-        _largest(total_S),
-        _largest(-total_S),
-        _largest(lag_T[trained_T].double()),
+        _largest(log_T, trained_T),
+        _largest(-log_T, trained_T),
+        _largest(total_S, nonempty_S),
+        _largest(-total_S, nonempty_S),
+        _largest(lag_T.double(), trained_T),
     ]
     return LossMetrics(
         torch.stack([totals[name].double() for name in SUM_NAMES]),
@@ -330,8 +340,10 @@ def _metrics(
     )
 
 
-def _largest(values: torch.Tensor) -> torch.Tensor:
-    return torch.cat([values.new_full((1,), -math.inf), values]).max()
+def _largest(values: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+    """The largest of those that count, -inf without any. (Picking them would wait for a GPU.)"""
+    lowest = values.new_full((1,), -math.inf)
+    return torch.cat([lowest, torch.where(counted, values, lowest)]).max()
 
 
 def _by_lag(
@@ -340,5 +352,5 @@ def _by_lag(
     streams_LT = torch.stack([mask_T, weight_T * mask_T, weight_T.square() * mask_T, log_T])
     assert streams_LT.shape[0] == len(LAG_SUM_NAMES)
     bin_T = lag_T.clamp(0, NUM_LAG_BINS - 1)
-    columns = [streams_LT[:, bin_T == lag].sum(dim=1) for lag in range(NUM_LAG_BINS)]
+    columns = [masked(streams_LT, bin_T == lag).sum(dim=1) for lag in range(NUM_LAG_BINS)]
     return torch.stack(columns, dim=1)

@@ -22,7 +22,7 @@ l = p - b, r = exp(c(l)), v = `is_weights_T` or 1, n_i the kept tokens of sequen
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -272,12 +272,21 @@ class LossMetrics:
 
 @dataclass(frozen=True, eq=False)
 class LossOutput:
-    """`loss_sum` [] is this call's share of the loss; the gradients are those of `loss_sum`."""
+    """`loss_sum` [] is this call's share of the loss; the gradients are those of `loss_sum`.
+
+    `nonfinite` [] counts what is not finite among the streams' trained tokens.
+    """
 
     loss_sum: torch.Tensor
     dlogp_T: torch.Tensor
     dentropy_T: torch.Tensor | None
     metrics: LossMetrics
+    nonfinite: torch.Tensor
+
+    @property
+    def finite(self) -> torch.Tensor:
+        """Whether streams and loss are, [] on their device: reading it waits for the device."""
+        return torch.isfinite(self.loss_sum) & (self.nonfinite == 0)
 
 
 class _Attach(torch.autograd.Function):
@@ -327,9 +336,13 @@ def check_finite(tensors: Mapping[str, torch.Tensor | None], mask_T: torch.Tenso
     present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     if not present:
         return
-    untrained = mask_T == 0
-    flags = [(torch.isfinite(tensor) | untrained).all() for tensor in present.values()]
-    for name, finite in zip(present, torch.stack(flags).tolist(), strict=True):
-        if not finite:
-            bad = int((~torch.isfinite(present[name]) & ~untrained).sum())
+    counts_N = nonfinite_counts(list(present.values()), mask_T)
+    for name, bad in zip(present, counts_N.tolist(), strict=True):
+        if bad:
             raise NonFiniteError(f"{name} has {bad} non-finite values among its trained tokens")
+
+
+def nonfinite_counts(tensors: Sequence[torch.Tensor], mask_T: torch.Tensor) -> torch.Tensor:
+    """NaNs and infinities of each tensor where the mask is not 0, [N] on the device."""
+    trained_T = mask_T != 0
+    return torch.stack([(~torch.isfinite(tensor) & trained_T).sum() for tensor in tensors])

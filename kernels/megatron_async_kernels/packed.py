@@ -13,9 +13,11 @@ def lengths_S(cu_seqlens_S1: torch.Tensor) -> torch.Tensor:
     return cu_seqlens_S1.diff().to(torch.int64)
 
 
-def spread(values_S: torch.Tensor, cu_seqlens_S1: torch.Tensor) -> torch.Tensor:
-    """Each sequence's value at each of its tokens, [T]."""
-    return values_S.repeat_interleave(lengths_S(cu_seqlens_S1))
+def spread(
+    values_S: torch.Tensor, cu_seqlens_S1: torch.Tensor, *, tokens: int | None = None
+) -> torch.Tensor:
+    """Each sequence's value at each of its tokens, [T]; a GPU is waited for unless T is given."""
+    return values_S.repeat_interleave(lengths_S(cu_seqlens_S1), output_size=tokens)
 
 
 def segment_sum(values_T: torch.Tensor, cu_seqlens_S1: torch.Tensor) -> torch.Tensor:

@@ -85,6 +85,7 @@ def token_logprob(
     bias: Tensor | None = None,
     return_entropy: bool = False,
     token_mask: Tensor | None = None,
+    token_rows: Tensor | None = None,
     tp_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
     weight_grad_out: Tensor | None = None,
@@ -103,7 +104,8 @@ def token_logprob(
         temperature: divides the logits; > 0.
         bias: [V/tp] or None.
         return_entropy: also return each token's entropy in nats (differentiable).
-        token_mask: [T]; tokens with 0 are skipped and give 0.
+        token_mask: [T]; tokens with 0 are skipped and give 0. Finding them waits for a GPU.
+        token_rows: [R] int64, ascending: in place of a mask, the tokens that are not skipped.
         tp_group: the ranks that share the vocabulary; shards are equal in size and in rank order.
         sequence_parallel: gather `hidden` over `tp_group` forward, reduce-scatter its gradient.
         weight_grad_out: [V/tp, D] float32 (float64 for float64 inputs), added to in place.
@@ -128,6 +130,8 @@ def token_logprob(
         _check_vocab_size(weight, vocab_size, tp_group)
         if group_size(tp_group) > 1 or weight_grad_out is not None:
             raise ValueError("backend='reference' takes neither tp_group nor weight_grad_out")
+        if token_rows is not None:
+            token_mask = torch.zeros_like(targets).index_fill(0, token_rows, 1)
         logprobs_T, entropy_T = reference_token_logprob(
             hidden,
             weight,
@@ -147,6 +151,7 @@ def token_logprob(
         bias=bias,
         return_entropy=return_entropy,
         token_mask=token_mask,
+        token_rows=token_rows,
         tp_group=tp_group,
         sequence_parallel=sequence_parallel,
         weight_grad_out=weight_grad_out,
@@ -169,6 +174,7 @@ def prepare_call(
     bias: Tensor | None,
     return_entropy: bool,
     token_mask: Tensor | None,
+    token_rows: Tensor | None = None,
     tp_group: dist.ProcessGroup | None,
     sequence_parallel: bool,
     weight_grad_out: Tensor | None,
@@ -188,11 +194,13 @@ def prepare_call(
     )
     _check_weight_grad_out(weight, weight_grad_out)
     _check_vocab_size(weight, vocab_size, tp_group)
-    rows_R = None
+    rows_R = token_rows
     if token_mask is not None:
+        if token_rows is not None:
+            raise ValueError("token_mask and token_rows exclude each other")
         rows_R = token_mask.reshape(total).nonzero()[:, 0]
-        if rows_R.numel() == total:
-            rows_R = None
+    if rows_R is not None and rows_R.numel() == total:
+        rows_R = None
     call = HeadCall(
         targets_T=targets,
         rows_R=rows_R,

@@ -8,6 +8,7 @@
 - own_loss: a user's loss by import path (`algorithm.loss`, examples/own_loss), tried before a run.
 - metrics: from additive sums to what a run reports; a mean over nothing is left out.
 - reduce: sum, mean, extremes and deviation of a tensor, defined for no element at all.
+- transfer: arrays to the device without waiting for it, and host memory for copies of tensors.
 
 The losses themselves, and the clipped ratio, are in `megatron_async_kernels`.
 """

@@ -50,6 +50,7 @@ from megatron_async.algorithms.correction import (
 from megatron_async.algorithms.loss_settings import loss_config
 from megatron_async.algorithms.metrics import batch_staleness
 from megatron_async.algorithms.own_loss import own_loss
+from megatron_async.algorithms.transfer import to_device
 from megatron_async.config import RunConfig
 from megatron_async.config.algorithm import AlgorithmConfig
 from megatron_async.config.recipes import recipe_defaults
@@ -189,7 +190,7 @@ class Algorithm:
         device, dtype = logprobs_T.device, logprobs_T.dtype
 
         def taken(array_T: npt.NDArray[Any]) -> torch.Tensor:
-            return _copy(array_T if rows_R is None else array_T[rows_R]).to(device)
+            return to_device(array_T if rows_R is None else array_T[rows_R], device)
 
         def read(array_T: FloatVector | None) -> torch.Tensor | None:
             return None if array_T is None else taken(array_T).to(dtype)
@@ -203,8 +204,8 @@ class Algorithm:
             rollout_logprobs_T=current_T if is_sft else read(batch.rollout_logprobs_T),  # type: ignore[arg-type]
             advantages_T=read(batch.advantages_T),  # type: ignore[arg-type]
             mask_T=read(batch.loss_mask_T),  # type: ignore[arg-type]
-            cu_seqlens_S1=_copy(batch.cu_seqlens_S1 if cu_seqlens is None else cu_seqlens).to(
-                device
+            cu_seqlens_S1=to_device(
+                batch.cu_seqlens_S1 if cu_seqlens is None else cu_seqlens, device
             ),
             old_logprobs_T=read(batch.old_logprobs_T),
             ref_logprobs_T=read(batch.ref_logprobs_T),
@@ -214,12 +215,18 @@ class Algorithm:
         )
 
     def loss(
-        self, inputs: LossInputs, denominators: Denominators, *, backend: Backend = "auto"
+        self,
+        inputs: LossInputs,
+        denominators: Denominators,
+        *,
+        backend: Backend = "auto",
+        check: bool = True,
     ) -> LossOutput:
-        """The loss of one microbatch; `backend` as in `is_loss`."""
+        """The loss of one microbatch; `backend` and `check` as in `is_loss`."""
+        asked = (inputs, self.loss_config, denominators)
         if self._own_loss is not None:
-            return policy_loss(inputs, self.loss_config, denominators, own=self._own_loss)
-        return is_loss(inputs, self.loss_config, denominators, backend=backend)
+            return policy_loss(*asked, own=self._own_loss, check=check)
+        return is_loss(*asked, backend=backend, check=check)
 
     def correction_metrics(
         self,
@@ -351,15 +358,10 @@ class Algorithm:
         return self._tensor(batch.old_logprobs_T)
 
     def _tensor(self, array: FloatVector | torch.Tensor) -> torch.Tensor:
-        return _copy(array).to(self.device, torch.float64)
+        return to_device(array, self.device).to(torch.float64)
 
     def _cu_seqlens(self, batch: TokenBatch) -> torch.Tensor:
-        return _copy(batch.cu_seqlens_S1).to(self.device, torch.int64)
-
-
-def _copy(array: npt.NDArray[Any] | torch.Tensor) -> torch.Tensor:
-    """A tensor of its own: arrays of a batch may be read-only."""
-    return array.detach() if isinstance(array, torch.Tensor) else torch.tensor(array)
+        return to_device(batch.cu_seqlens_S1, self.device).to(torch.int64)
 
 
 def _reward_metrics(rewards_S: torch.Tensor, groups_S: torch.Tensor) -> dict[str, float]:

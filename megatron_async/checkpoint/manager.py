@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from megatron_async.algorithms.transfer import HostBuffers
 from megatron_async.checkpoint.collective import first_error, shared_faults
 from megatron_async.checkpoint.manifest import (
     Checkpoint,
@@ -65,6 +66,7 @@ class CheckpointManager:
         self._config = config
         self._group = group
         self._job: SaveJob | None = None
+        self._pinned = HostBuffers()  # the save before has ended when the next one begins
         self._saves = 0
         self._finalised: list[Finalised] = []
 
@@ -95,7 +97,7 @@ class CheckpointManager:
         self._on_rank_zero(lambda: self._make_room(temporary), version.number)
         self._saves += 1
         self._job = SaveJob(
-            prepare(trainer),
+            prepare(trainer, self._pinned),
             manifest,
             temporary,
             step_directory(self._root, version.number),

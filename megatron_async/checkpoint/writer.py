@@ -26,6 +26,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_async.algorithms.transfer import HostBuffers
 from megatron_async.checkpoint.files import RankFiles, header_room, piece_key
 from megatron_async.checkpoint.manifest import (
     Checkpoint,
@@ -82,10 +83,12 @@ class CopiedPiece:
     on_device: Tensor | None
 
     @classmethod
-    def of(cls, live: TensorPiece) -> CopiedPiece:
-        """Copy it."""
-        copy = replace(live, values=live.values.to("cpu", copy=True))
-        return cls(copy, live.checksum() if live.values.is_cuda else None)
+    def of(cls, live: TensorPiece, place: int, pinned: HostBuffers) -> CopiedPiece:
+        """Copy it; from a GPU to where the save before has copied its piece of this number."""
+        values = live.values
+        if not values.is_cuda:
+            return cls(replace(live, values=values.to("cpu", copy=True)), None)
+        return cls(replace(live, values=pinned.copy(place, values)), live.checksum())
 
     def checksum(self) -> int:
         return int(self.piece.checksum() if self.on_device is None else self.on_device)
@@ -104,13 +107,14 @@ class Prepared:
     error: str | None = None
 
 
-def prepare(trainer: Checkpointable) -> Prepared:
-    """Copy the live tensors to host memory."""
+def prepare(trainer: Checkpointable, pinned: HostBuffers) -> Prepared:
+    """Copy the live tensors to host memory; what was prepared before in `pinned` is overwritten."""
     try:
         check_rounding(trainer)
     except CorruptCheckpoint as error:
         return Prepared([], {}, frozenset(), str(error))
-    pieces = [CopiedPiece.of(piece) for shard in saved_shards(trainer) for piece in shard.pieces()]
+    live = (piece for shard in saved_shards(trainer) for piece in shard.pieces())
+    pieces = [CopiedPiece.of(piece, place, pinned) for place, piece in enumerate(live)]
     return Prepared(pieces, random_state(), tensor_names(trainer))
 
 

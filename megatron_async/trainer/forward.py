@@ -5,6 +5,8 @@ Invariants
 - The loss of a microbatch is its share of a sum that is already divided by global counts; shares
   are added over microbatches and data-parallel ranks. A share that is not finite contributes no
   gradient and is reported, so that every rank still takes part in every collective.
+- Between two microbatches the host waits for no result of the device: whether the shares were
+  finite is read once, after the last.
 - Whatever is returned is the same on every rank. One pipeline stage computes it (the last), one
   tensor rank counts it (the first), an all-reduce over all ranks spreads it.
 """
@@ -12,8 +14,8 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -28,6 +30,7 @@ from megatron_async_kernels.loss_types import (
 )
 from torch import Tensor
 
+from megatron_async.algorithms.transfer import to_device
 from megatron_async.trainer.microbatch import IndexArray, MicrobatchPlan, plan_microbatches
 from megatron_async.trainer.packed import PackedInputs, TokenLogprobs, pack_inputs
 from megatron_async.trainer.parallel import RankLayout
@@ -41,12 +44,14 @@ _DUMMY_TOKENS = 2
 class Microbatch:
     """A microbatch of this rank: model inputs and where its rows belong.
 
-    `rows_R` are positions in the batch's stream, `cu_rows_S1` the borders of the sequences among
-    those rows. A dummy (`rows_R` empty) has two tokens and one row that count for nothing.
+    `rows_R` are positions in the batch's stream (`index_R`: on the device), `cu_rows_S1` the
+    borders of the sequences among those rows. A dummy (`rows_R` empty) has two tokens and one row
+    that count for nothing.
     """
 
     packed: PackedInputs
     rows_R: IndexArray
+    index_R: Tensor
     cu_rows_S1: Tensor
 
     @property
@@ -54,7 +59,12 @@ class Microbatch:
         return self.rows_R.size == 0
 
 
-LossFunction = Callable[[Microbatch, TokenLogprobs], LossOutput]
+class LossFunction(Protocol):
+    """Loss of one microbatch. `check`: raise NonFiniteError, which waits for the device."""
+
+    def __call__(self, micro: Microbatch, output: TokenLogprobs, *, check: bool) -> LossOutput: ...
+
+
 # What Megatron wants of a loss function: value, a token count (unused here), things to report.
 _Share = tuple[Tensor, Tensor, None]
 
@@ -82,8 +92,7 @@ class _RowCollector:
 
     def add(self, micro: Microbatch, output: TokenLogprobs) -> None:
         if self._counts and not micro.is_dummy:
-            rows_R = torch.from_numpy(micro.rows_R).to(self._values_T.device)
-            self._values_T[rows_R] = output.logprobs_R.detach().float()
+            self._values_T[micro.index_R] = output.logprobs_R.detach().float()
 
     def all_reduce(self) -> FloatArray:
         """Collective; the same on every rank."""
@@ -145,30 +154,29 @@ class PolicyRunner:
         microbatches, plan = self.plan(batch)
         metrics = LossMetrics.empty(self._layout.device)
         rows = _RowCollector(batch.num_tokens, self._layout.device, self._counts)
-        reasons: list[str] = []
+        shares: list[tuple[Microbatch, TokenLogprobs, Tensor]] = []
 
         def share(output: TokenLogprobs, micro: Microbatch) -> _Share:
             nonlocal metrics
             rows.add(micro, output)
             value = output.logprobs_R.sum() * 0.0
             if not micro.is_dummy:
-                try:
-                    found = loss(micro, output)
-                    if not bool(torch.isfinite(found.loss_sum)):
-                        raise NonFiniteError("the loss is not finite")
-                    value = attach_gradient(found, output.logprobs_R, output.entropy_R)
-                    metrics = metrics.merge(found.metrics)
-                except NonFiniteError as error:
-                    reasons.append(str(error))
+                found = loss(micro, output, check=False)
+                finite = found.finite
+                shares.append((micro, output.detached(), finite))
+                metrics = metrics.merge(found.metrics)
+                found = _if(finite, found)
+                value = attach_gradient(found, output.logprobs_R, output.entropy_R)
             return value, self._zero(torch.int), None
 
         self._run(microbatches, plan, batch.temperature, share, forward_only=False, entropy=entropy)
+        reason = _first_reason(loss, shares)
         counted = metrics if self._counts else LossMetrics.empty(self._layout.device)
         return GradientResult(
             metrics=counted.all_reduce(dist.group.WORLD),
             logprobs_T=rows.all_reduce(),
-            loss_is_finite=not reasons,
-            reason=reasons[0] if reasons else None,
+            loss_is_finite=reason is None,
+            reason=reason,
             num_microbatches=plan.num_microbatches,
         )
 
@@ -205,6 +213,31 @@ class PolicyRunner:
         )
 
 
+def _if(finite: Tensor, found: LossOutput) -> LossOutput:
+    """The same loss, with a gradient of zero if it is not finite."""
+
+    def gated(gradient_R: Tensor) -> Tensor:
+        return torch.where(finite, gradient_R, torch.zeros_like(gradient_R))
+
+    dentropy_R = None if found.dentropy_T is None else gated(found.dentropy_T)
+    return replace(found, dlogp_T=gated(found.dlogp_T), dentropy_T=dentropy_R)
+
+
+def _first_reason(
+    loss: LossFunction, shares: list[tuple[Microbatch, TokenLogprobs, Tensor]]
+) -> str | None:
+    """Why the first share that is not finite is so; None where all are. Waits for the device."""
+    finite_M = torch.stack([finite for _, _, finite in shares]).tolist() if shares else []
+    if all(finite_M):
+        return None
+    micro, output, _ = shares[finite_M.index(False)]
+    try:
+        loss(micro, output, check=True)
+    except NonFiniteError as error:
+        return str(error)
+    return "the loss is not finite"
+
+
 def _rows_per_sequence(batch: TokenBatch) -> IndexArray:
     """Tokens with a loss mask of each sequence, [S]."""
     running_T1 = np.concatenate([[0], np.cumsum(batch.loss_mask_T != 0)])
@@ -228,13 +261,13 @@ def build_microbatch(batch: TokenBatch, sequences: IndexArray, device: torch.dev
     shift_S = starts_S - part.cu_seqlens_S1[:-1]
     where_T = np.repeat(shift_S, part.lengths_S()) + np.arange(part.num_tokens)
     cu_rows_S1 = np.concatenate([[0], np.cumsum(_rows_per_sequence(part))])
-    return Microbatch(packed, where_T[mask_T], torch.from_numpy(cu_rows_S1).to(device))
+    rows_R = where_T[mask_T]
+    return Microbatch(packed, rows_R, to_device(rows_R, device), to_device(cu_rows_S1, device))
 
 
 def _dummy(device: torch.device) -> Microbatch:
     tokens_T = torch.zeros(_DUMMY_TOKENS, dtype=torch.int64)
     mask_T = torch.arange(_DUMMY_TOKENS) == _DUMMY_TOKENS - 1
     packed = pack_inputs(tokens_T, torch.tensor([0, _DUMMY_TOKENS]), mask_T, device)
-    return Microbatch(
-        packed, np.zeros(0, dtype=np.int64), torch.zeros(1, dtype=torch.int64, device=device)
-    )
+    none_R = torch.zeros(0, dtype=torch.int64, device=device)
+    return Microbatch(packed, np.zeros(0, dtype=np.int64), none_R, none_R.new_zeros(1))

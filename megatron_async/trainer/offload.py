@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from megatron_async.algorithms.transfer import HostBuffers
 from megatron_async.config import RunConfig
 
 
@@ -53,8 +54,7 @@ class HostCopies:
         """`moves(tensor)`: whether a tensor is on a device that must be cleared."""
         self._moves = moves
         self._away: list[tuple[torch.UntypedStorage, Tensor]] = []
-        # Pinned memory is slow to get, and the same tensors go every time.
-        self._host: list[Tensor] = []
+        self._host = HostBuffers()
 
     @property
     def away(self) -> bool:
@@ -68,21 +68,11 @@ class HostCopies:
             storage = tensor.untyped_storage()
             if not self._moves(tensor) or not storage.nbytes() or storage.data_ptr() in kept:
                 continue
-            copy = self._buffer(len(self._away), storage)
-            copy.copy_(_bytes_of(storage))
+            copy = self._host.copy(len(self._away), _bytes_of(storage))
             self._away.append((storage, copy))
             moved += copy.nbytes
             storage.resize_(0)
         return moved
-
-    def _buffer(self, place: int, storage: torch.UntypedStorage) -> Tensor:
-        """Host memory for the storage that leaves as number `place`."""
-        if place < len(self._host) and self._host[place].nbytes == storage.nbytes():
-            return self._host[place]
-        pin = storage.device.type == "cuda"
-        buffer = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pin)
-        self._host[place : place + 1] = [buffer]
-        return buffer
 
     def give_back(self) -> None:
         """Fill the storages again."""

@@ -10,10 +10,12 @@ Invariants
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
+
+from megatron_async.algorithms.transfer import to_device
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +48,11 @@ class TokenLogprobs:
 
     logprobs_R: Tensor
     entropy_R: Tensor | None
+
+    def detached(self) -> TokenLogprobs:
+        """The same values without their graph."""
+        entropy_R = None if self.entropy_R is None else self.entropy_R.detach()
+        return TokenLogprobs(self.logprobs_R.detach(), entropy_R)
 
     @property
     def device(self) -> torch.device:
@@ -92,11 +99,6 @@ def pack_inputs(
 
 def move_inputs(inputs: PackedInputs, device: torch.device | str) -> PackedInputs:
     """The same microbatch on `device`."""
-    return PackedInputs(
-        token_ids_T=inputs.token_ids_T.to(device, non_blocking=True),
-        position_ids_T=inputs.position_ids_T.to(device, non_blocking=True),
-        cu_seqlens_S1=inputs.cu_seqlens_S1.to(device, non_blocking=True),
-        max_seqlen=inputs.max_seqlen,
-        response_index_R=inputs.response_index_R.to(device, non_blocking=True),
-        target_ids_R=inputs.target_ids_R.to(device, non_blocking=True),
-    )
+    values = {f.name: getattr(inputs, f.name) for f in fields(inputs)}
+    tensors = {name: x for name, x in values.items() if isinstance(x, Tensor)}
+    return replace(inputs, **{name: to_device(x, device) for name, x in tensors.items()})

@@ -157,9 +157,8 @@ class PolicyModel(GPTModel):
         self, hidden: Tensor, stream: PackedInputs, temperature: float, return_entropy: bool
     ) -> TokenLogprobs:
         rows_R = stream.response_index_R - 1
-        # Row t-1 predicts token t; rows that predict nothing wanted are skipped by the mask.
+        # Row t-1 predicts token t; rows that predict nothing wanted are skipped.
         targets_T = torch.zeros_like(stream.token_ids_T).index_copy(0, rows_R, stream.target_ids_R)
-        mask_T = torch.zeros_like(stream.token_ids_T, dtype=torch.bool).index_fill(0, rows_R, True)
         weight = self.head_weight()
         # The head's gradient is as large as the head: it goes to the main gradient at once, in its
         # precision. Megatron's layers need Apex for that, our kernel does not.
@@ -170,7 +169,7 @@ class PolicyModel(GPTModel):
             targets_T,
             temperature=temperature,
             return_entropy=return_entropy,
-            token_mask=mask_T,
+            token_rows=rows_R,
             tp_group=self.pg_collection.tp,
             sequence_parallel=self.config.sequence_parallel,
             weight_grad_out=main_grad,

@@ -15,6 +15,7 @@ import torch
 from megatron_async_kernels.loss_types import Denominators, LossOutput
 
 from megatron_async.algorithms.algorithm import Algorithm
+from megatron_async.algorithms.transfer import HostBuffers
 from megatron_async.trainer.forward import LossFunction, Microbatch
 from megatron_async.trainer.packed import TokenLogprobs
 from megatron_async.trajectory.batch import TokenBatch
@@ -25,7 +26,7 @@ def policy_gradient_loss(
 ) -> LossFunction:
     """The algorithm's loss of a prepared minibatch."""
 
-    def loss(micro: Microbatch, output: TokenLogprobs) -> LossOutput:
+    def loss(micro: Microbatch, output: TokenLogprobs, *, check: bool) -> LossOutput:
         inputs = algorithm.inputs(
             batch,
             output.logprobs_R,
@@ -33,7 +34,7 @@ def policy_gradient_loss(
             rows_R=micro.rows_R,
             cu_seqlens=micro.cu_rows_S1,
         )
-        return algorithm.loss(inputs, denominators)
+        return algorithm.loss(inputs, denominators, check=check)
 
     return loss
 
@@ -43,20 +44,24 @@ class ReferencePolicy:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        self._frozen = self._snapshot()
+        self._own = HostBuffers()
+        self._frozen = self._snapshot(HostBuffers())
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """The model computes with the reference weights inside, bit-exactly its own after."""
-        own = self._snapshot()
+        own = self._snapshot(self._own)
         try:
             self._install(self._frozen)
             yield
         finally:
             self._install(own)
 
-    def _snapshot(self) -> list[torch.Tensor]:
-        return [p.detach().to("cpu", copy=True) for p in self._model.parameters()]
+    def _snapshot(self, buffers: HostBuffers) -> list[torch.Tensor]:
+        return [
+            buffers.copy(place, parameter.detach())
+            for place, parameter in enumerate(self._model.parameters())
+        ]
 
     @torch.no_grad()
     def _install(self, weights: list[torch.Tensor]) -> None:

@@ -22,7 +22,7 @@ def sft_loss(batch: TokenBatch) -> LossFunction:
     trained = batch.loss_mask_T != 0
     denominators = Denominators(tokens=float(trained.sum()), sequences=float(batch.num_sequences))
 
-    def loss(micro: Microbatch, output: TokenLogprobs) -> LossOutput:
+    def loss(micro: Microbatch, output: TokenLogprobs, *, check: bool) -> LossOutput:
         zeros_R = torch.zeros_like(output.logprobs_R, requires_grad=False)
         return is_loss(
             LossInputs(
@@ -34,6 +34,7 @@ def sft_loss(batch: TokenBatch) -> LossFunction:
             ),
             _CROSS_ENTROPY,
             denominators,
+            check=check,
         )
 
     return loss

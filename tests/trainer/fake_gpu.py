@@ -129,6 +129,8 @@ class _OnFakeGpu(TorchFunctionMode):
                 return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
             if func is Tensor.record_stream:
                 return None
+        if func is Tensor.pin_memory:
+            return args[0]
         return func(*args, **named)
 
 

@@ -95,7 +95,7 @@ def one_update(case: str, folder: Path) -> Found:
         optimizer = build_optimizer(wrapped, config.optimizer, bf16=True)
         zero_gradients(wrapped, optimizer)
         runner = PolicyRunner(wrapped, layout, token_budget=64, hidden_size=SHAPE["hidden_size"])
-        micro = Microbatch(packed(layout.device), None, None)  # type: ignore[arg-type]
+        micro = Microbatch(packed(layout.device), None, None, None)  # type: ignore[arg-type]
 
         def loss(output: TokenLogprobs, _micro: Microbatch) -> Any:
             assert output.entropy_R is not None

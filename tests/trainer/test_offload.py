@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_async.algorithms.transfer import HostBuffers
 from megatron_async.config.load import merge
 from megatron_async.trainer.offload import (
     AlwaysThere,
@@ -18,6 +19,7 @@ from megatron_async.trainer.offload import (
     trainer_memory,
     weight_tensors,
 )
+from megatron_async.trainer.rl import ReferencePolicy
 from megatron_async.trainer.step import PolicyTrainer
 from tests.trainer.cases import ragged_batch, settings, single_process, trainer_session, write_model
 
@@ -46,12 +48,36 @@ def test_host_memory_is_asked_for_once() -> None:
     copies = HostCopies(everything)
     copies.take(tensors)
     copies.give_back()
-    held = [buffer.data_ptr() for buffer in copies._host]
+    held = [buffer.data_ptr() for buffer in copies._host._kept]
     originals = [tensor.clone() for tensor in tensors]
     copies.take(tensors)
-    assert [buffer.data_ptr() for buffer in copies._host] == held
+    assert [buffer.data_ptr() for buffer in copies._host._kept] == held
     copies.give_back()
     assert all(torch.equal(a, b) for a, b in zip(tensors, originals, strict=True))
+
+
+def test_the_reference_policy_asks_for_host_memory_once() -> None:
+    model = torch.nn.Linear(3, 2)
+    policy = ReferencePolicy(model)
+    reference = model.weight.detach().clone()
+    places = set()
+    for _ in range(3):
+        with torch.no_grad():
+            model.weight.add_(1.0)
+        own = model.weight.detach().clone()
+        with policy.in_place():
+            assert torch.equal(model.weight, reference)
+        assert torch.equal(model.weight, own)
+        places.add(tuple(buffer.data_ptr() for buffer in policy._own._kept))
+    assert len(places) == 1
+
+
+def test_a_buffer_for_another_shape_is_another_one() -> None:
+    buffers = HostBuffers()
+    first = buffers.copy(0, torch.ones(3))
+    assert buffers.copy(0, torch.zeros(3)) is first
+    other = buffers.copy(0, torch.ones(2, dtype=torch.bfloat16))
+    assert other is not first and other.dtype is torch.bfloat16
 
 
 def test_what_is_in_host_memory_anyway_stays() -> None:

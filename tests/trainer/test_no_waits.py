@@ -1,0 +1,152 @@
+"""Between two microbatches the host waits for nothing that the device computes.
+
+On a GPU each such wait leaves it without work. Counted on a CPU, where the same calls are made:
+every operation that must know a value, or how many there are, before it returns.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron_async_kernels import token_logprob as head_module
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_async.trainer.forward import PolicyRunner
+from megatron_async.trainer.rl import policy_gradient_loss
+from megatron_async.trainer.sft import sft_loss
+from megatron_async.trainer.step import PolicyTrainer
+from tests.trainer.cases import (
+    ragged_batch,
+    settings,
+    single_process,
+    trainer_session,
+    write_model,
+)
+
+aten: Any = torch.ops.aten
+_WAITS = {
+    aten._local_scalar_dense.default,
+    aten.nonzero.default,
+    aten.masked_select.default,
+    aten.equal.default,
+    aten._unique2.default,
+    aten.unique_dim.default,
+}
+
+
+class Waits(TorchDispatchMode):
+    """Counts what a GPU would be waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        unknown_size = func is aten.repeat_interleave.Tensor and not kwargs.get("output_size")
+        by_mask = func in (aten.index.Tensor, aten.index_put_.default) and any(
+            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+        )
+        if func in _WAITS or unknown_size or by_mask:
+            self.found[str(func)] += 1
+        return func(*args, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+def waits(
+    monkeypatch: pytest.MonkeyPatch, trainer: PolicyTrainer, work: Callable[[PolicyRunner], object]
+) -> Counter[str]:
+    """Of the schedule: microbatches are built before it, from host memory."""
+    from megatron_async.trainer.attention import packed_attention as per_sequence
+
+    mode, run, tolist = Waits(), PolicyRunner._run, torch.Tensor.tolist
+    # Off the CPU these are asserted on the device.
+    monkeypatch.setattr(head_module_of_call(), "_check_targets", lambda *_: None)
+
+    def listed(tensor: torch.Tensor) -> Any:
+        """Not dispatched on a CPU. Attention there runs sequence by sequence."""
+        frame: Any = sys._getframe(1)
+        while frame is not None and frame.f_globals["__name__"] != per_sequence.__module__:
+            frame = frame.f_back
+        mode.found["tolist"] += frame is None
+        return tolist(tensor)
+
+    def counted(*args: Any, **kwargs: Any) -> None:
+        with mode, monkeypatch.context() as during:
+            during.setattr(torch.Tensor, "tolist", listed)
+            run(*args, **kwargs)
+
+    monkeypatch.setattr(PolicyRunner, "_run", counted)
+    work(trainer._runner)
+    return mode.found
+
+
+def head_module_of_call() -> Any:
+    """The module, which its function hides in the package's names."""
+    return sys.modules[head_module.__module__]
+
+
+LOSSES = {
+    "a token's own loss": {"recipe": "copris"},
+    "sequences": {"recipe": "pipeline_rl", "loss": {"aggregation": "seq_mean_token_mean"}},
+    "rapid": {"recipe": "rapid"},
+}
+HALVES = {"groups_per_batch": 6, "group_size": 4, "updates_per_batch": 2}
+
+
+@pytest.mark.parametrize("algorithm", LOSSES.values(), ids=LOSSES)
+def test_microbatches_of_a_gradient_wait_for_nothing(
+    algorithm: dict[str, Any], model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer_settings = {"microbatch_tokens": 16}
+    changes = {"algorithm": algorithm, "trainer": trainer_settings, "schedule": HALVES}
+    with single_process(), trainer_session(settings(model_dir, changes)) as trainer:
+        batch, _ = trainer._prepare(ragged_batch())
+        current_T = trainer.compute_logprobs(batch)
+        needed = current_T if trainer.algorithm.needs_minibatch_pass else None
+        batch, denominators = trainer.algorithm.prepare_minibatch(batch, needed)
+        loss = policy_gradient_loss(trainer.algorithm, batch, denominators)
+        counts = []
+
+        def gradients(runner: PolicyRunner) -> None:
+            counts.append(runner.gradients(batch, loss, entropy=True).num_microbatches)
+
+        assert not +waits(monkeypatch, trainer, gradients)
+        assert counts[0] > 3
+
+
+def test_neither_do_those_of_fine_tuning_or_of_log_probs(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with single_process(), trainer_session(settings(model_dir, {})) as trainer:
+        batch = ragged_batch()
+
+        def both(runner: PolicyRunner) -> None:
+            runner.logprobs(batch)
+            runner.gradients(batch, sft_loss(batch), entropy=False)
+
+        assert not +waits(monkeypatch, trainer, both)
+
+
+def test_arrays_reach_a_gpu_through_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In calls: without CUDA there is nothing to pin."""
+    from megatron_async.algorithms.transfer import to_device
+
+    calls: list[Any] = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: calls.append("pin") or x)
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, *a, **k: calls.append((a, k)) or x)
+    to_device(torch.zeros(7), "cuda")
+    assert calls == ["pin", ((torch.device("cuda"),), {"non_blocking": True})]
+    calls.clear()
+    to_device(torch.zeros(7), "cpu")
+    assert "pin" not in calls
