@@ -11,6 +11,7 @@ Starting a rank costs more than most cases do. `legal_layouts` lists how a model
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,6 +48,7 @@ def world(size: int, number: int) -> Iterator[bool]:
             yield True
     finally:
         destroy_parallel()
+        gc.collect()  # Models in cycles hold groups, whose threads wake a hundred times a second.
 
 
 def legal_layouts(architecture: Architecture, largest: int) -> list[ParallelConfig]:

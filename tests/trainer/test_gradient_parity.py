@@ -21,6 +21,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,7 @@ from tests.trainer.random_cases import (
     draw_cases,
     reference_gradient,
 )
+from tests.worlds import world
 
 pytestmark = pytest.mark.slow
 
@@ -69,29 +71,21 @@ class Measured:
 def measure_cases(folder: str, count: int, seed: int) -> list[Measured]:
     """In each rank: all references, shared out, then all cases, layout by layout."""
     from megatron_async.trainer.device import device_adapter
-    from megatron_async.trainer.parallel import (
-        destroy_parallel,
-        init_parallel,
-        start_process_group,
-    )
+    from megatron_async.trainer.parallel import init_parallel
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     cases = draw_cases(count, size, seed)
     for case in cases[rank::size]:  # before there is a process group: in one, only rank 0 may save
         place = Path(folder) / str(case.number)
         torch.save(reference_gradient(case, place), place / "reference.pt")
-    first = _config(cases[0], folder)
-    start_process_group(first.parallel, first.trainer)
-    dist.barrier()
+    trainer = _config(cases[0], folder).trainer
     found = []
-    with device_adapter():
-        current = None
-        for case in sorted(cases, key=lambda case: (repr(case.parallel), case.number)):
-            if case.parallel != current:
-                init_parallel(case.parallel, first.trainer, seed=1)
-                current = case.parallel
-            found.append(_measure(case, folder))
-    destroy_parallel()
+    by_layout = sorted(cases, key=lambda case: (repr(case.parallel), case.number))
+    layouts = groupby(by_layout, key=lambda case: case.parallel)
+    for number, (parallel, its_cases) in enumerate(layouts):
+        with device_adapter(), world(size, number):  # its groups end, and their threads
+            init_parallel(parallel, trainer, seed=1)
+            found += [_measure(case, folder) for case in its_cases]
     return found if rank == 0 else []
 
 
