@@ -162,6 +162,7 @@ def _shade(
             y=[*high, *reversed(low)],
             fill="toself",
             fillcolor="rgba(0,114,178,0.18)",
+            mode="lines",
             line={"width": 0},
             name=name,
             hoverinfo="skip",

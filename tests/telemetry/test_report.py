@@ -128,6 +128,7 @@ def test_it_shows_every_kind_of_panel_that_the_run_has_data_for(page: str) -> No
 def test_the_band_of_importance_weights_is_their_spread_within_their_extremes(run: Path) -> None:
     figure = ImportanceWeights("token", "weight", "chi2_token", "log_ratio").figure(read_run(run))
     band, mean, smallest, largest = figure.data
+    assert {trace.mode for trace in figure.data} == {"lines"}, "no points at the band's corners"
     above, below = band.y[: len(mean.y)], band.y[len(mean.y) :]
     assert above[0] == pytest.approx(math.exp(0.1)), "no further than the largest weight"
     assert above[1:] == pytest.approx([1.5] * (len(mean.y) - 1)), "the square root of chi2"
