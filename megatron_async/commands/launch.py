@@ -29,6 +29,7 @@ from megatron_async.shipped import ROOT, script_environment
 
 _LOOPBACK = "127.0.0.1"
 _SUBMIT_SECONDS = 60.0
+_ONE_NODE = "srun --nodes=1 --ntasks=1 --exclusive --cpu-bind=none --gpus-per-node"
 # Before the time limit, for the step under way, a checkpoint and the requeue.
 _SIGNAL_SECONDS = 120
 
@@ -74,13 +75,9 @@ def for_hosts(config: RunConfig) -> RunConfig:
 
 def check_nodes(config: RunConfig, gpus_per_node: int) -> None:
     """Trainers and engines on different nodes. Raises UserError for what cannot work there."""
-    if config.engines.placement == "colocated":
-        raise UserError(
-            "engines.placement is colocated, and launch gives engines nodes of their own; on one "
-            "machine `megatron-async train` runs it"
-        )
     real, transport = config.engines.kind == "sglang", config.weights.transport
-    if gpus_per_node and real and transport == "tensor":
+    shared = config.engines.placement == "colocated"
+    if gpus_per_node and real and transport == "tensor" and not shared:
         raise UserError(
             "weights.transport is tensor, which hands weights over on one GPU, and launch gives "
             "engines nodes of their own: set weights.transport distributed, disk or delta"
@@ -120,6 +117,12 @@ def launch_run(
     config = checked.config
     check_probe_tolerance(config, "cuda" if cluster.gpus_per_node else "cpu")
     check_nodes(config, cluster.gpus_per_node)
+    shared = config.engines.placement == "colocated"
+    if shared and not dry_run:
+        raise UserError(
+            "engines.placement is colocated, and launch gives engines nodes of their own; on one "
+            "machine `megatron-async train` runs it, and --dry-run shows how"
+        )
     notices = "".join(f"# note: {notice}\n" for notice in checked.notices)
     script = job_script(config, directory, cluster, rollout_nodes)
     if dry_run:
@@ -132,6 +135,10 @@ def launch_run(
         ]
         overview = "".join(f"# {line}\n" for line in shown)
         commands = script if slurm else by_hand(config, directory, rollout_nodes)
+        if shared:
+            run = ["--resume", str(resume)] if resume else ["--config", str(config_file)]
+            train = shlex.join(["megatron-async", "train", *run, *overrides])
+            commands = f"{_ONE_NODE} {cluster.gpus_per_node} {train}"
         return f"{commands.rstrip()}\n\n{notices}{overview}"
     if slurm and shutil.which("sbatch") is None:
         raise UserError("--slurm: there is no sbatch on this machine; --dry-run shows the script")

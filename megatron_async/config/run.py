@@ -250,6 +250,13 @@ class RunConfig(Settings):
                     f"engines.placement colocated (generation and training take turns on the same "
                     f"devices of one node) needs {name} {wanted}, got {value}"
                 )
+        used = self.engines.count * self.engines.tensor
+        if used > self.parallel.ranks:
+            raise ValueError(
+                "engines.placement colocated puts engines on the GPUs of trainer ranks: "
+                f"engines.count x engines.tensor is {used}, parallel.ranks {self.parallel.ranks}; "
+                "set engines.count or engines.tensor lower"
+            )
 
     def _check_simulated_engines(self) -> None:
         if self.engines.kind != "simulated":

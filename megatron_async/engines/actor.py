@@ -29,6 +29,7 @@ from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.engines.sglang.process import SGLangProcess, resolve_device
 from megatron_async.engines.token_report import TokenReport
 from megatron_async.errors import ComponentFailure, ProcessKilled, one_line
+from megatron_async.weight_sync.seats import gpus_of
 
 _CALL_SECONDS = 30.0
 _STOP_SECONDS = 60.0
@@ -49,7 +50,9 @@ class EngineHost:
         log_path: str,
         in_place: bool,
         chunk_tokens: int,
+        shared_index: int | None = None,
     ) -> None:
+        """`shared_index`: the engine's, on GPUs that it shares with trainer ranks."""
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         self._engine_id = engine_id
         settings = EngineConfig.model_validate_json(settings_json)
@@ -57,8 +60,16 @@ class EngineHost:
             settings = settings.model_copy(update={"host": node_address()})
         self._settings = settings
         self._chunk_tokens = chunk_tokens
+        gpus = None
+        if shared_index is not None:
+            gpus = gpus_of(shared_index, settings.tensor, os.environ.get("CUDA_VISIBLE_DEVICES"))
         self._server = SGLangProcess(
-            Path(model_path), settings, Path(log_path), in_place=in_place, awaits_weights=True
+            Path(model_path),
+            settings,
+            Path(log_path),
+            gpus=gpus,
+            in_place=in_place,
+            awaits_weights=True,
         )
         self._relay: StreamRelay | None = None
 
@@ -199,9 +210,11 @@ class RayEngineLauncher:
 
     def _make_actor(self, index: int, engine_id: str) -> Any:
         on_gpu = resolve_device(self._settings) == "cuda"
+        # Which GPU an engine is on matters where trainer ranks are on them; Ray gives any.
+        shared = on_gpu and self._settings.placement == "colocated"
         return self._actor_class.options(  # type: ignore[attr-defined]
             num_cpus=0,
-            num_gpus=self._settings.tensor if on_gpu else 0,
+            num_gpus=self._settings.tensor if on_gpu and not shared else 0,
             label_selector=NOT_ON_TRAINER_NODES,
         ).remote(
             engine_id,
@@ -210,6 +223,7 @@ class RayEngineLauncher:
             str((self._log_directory / f"engine{index}.log").resolve()),
             self._in_place,
             self._chunk_tokens,
+            index if shared else None,
         )
 
 

@@ -32,6 +32,7 @@ from megatron_async.simulate.memory import (
     trainer_state_bytes,
 )
 from megatron_async.simulate.planner import sufficient_concurrency
+from megatron_async.weight_sync.seats import givers_of
 
 _GRAPH_STEP: Final = 8
 _GB: Final = 1e9
@@ -191,7 +192,7 @@ def layout_lines(config: RunConfig, machine: Machine) -> list[str]:
     lines = [
         f"trainer: {parallel.ranks} {what} on {parallel.nodes} node(s), TP {parallel.tensor} x PP "
         f"{parallel.pipeline} x CP {parallel.context} x DP {parallel.data}, EP {parallel.expert}",
-        f"engines: {engines.count} of TP {engines.tensor}, {engines.placement}",
+        f"engines: {engines.count} of TP {engines.tensor}, {engines.placement}{_shared(config)}",
         f"batch: {schedule.groups_per_batch} groups of {schedule.group_size}, "
         f"{schedule.updates_per_batch} update(s); microbatches of "
         f"{config.trainer.microbatch_tokens} tokens",
@@ -203,6 +204,15 @@ def layout_lines(config: RunConfig, machine: Machine) -> list[str]:
     except UserError as error:
         return [*lines, f"memory: not estimated ({error})"]
     return [*lines, *_memory_lines(config, machine, shape)]
+
+
+def _shared(config: RunConfig) -> str:
+    """Where engines share the GPUs of trainer ranks: which."""
+    if config.engines.placement != "colocated":
+        return ""
+    givers = (givers_of(e, config.engines.tensor) for e in range(config.engines.count))
+    shown = ", ".join("+".join(map(str, ranks)) for ranks in givers)
+    return f" on the GPUs of trainer ranks {shown}, which give all memory in turns"
 
 
 def _memory_lines(config: RunConfig, machine: Machine, shape: ModelShape) -> list[str]:

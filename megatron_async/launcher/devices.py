@@ -67,22 +67,11 @@ def check_ranks(gpus: int, config: RunConfig, source: str = "this machine has") 
 
 def check_sharing(config: RunConfig) -> None:
     """Check that engines on GPUs can take weights by the configured transport. Raises UserError."""
-    if config.engines.placement == "colocated":
-        needed = {
-            "engines.count x engines.tensor": config.engines.count * config.engines.tensor,
-            "parallel.pipeline": config.parallel.pipeline,
-        }
-        for name, value in needed.items():
-            if value > 1:
-                raise UserError(
-                    "engines.placement colocated works with one engine on the GPU of the trainer's "
-                    f"rank 0, which all weights are handed over on; {name} is {value}"
-                )
-    elif config.weights.transport == "tensor":
+    if config.engines.placement != "colocated" and config.weights.transport == "tensor":
         raise UserError(
-            "weights.transport tensor hands weights over on one GPU, and with engines.placement "
-            "disaggregated engines have GPUs of their own: set weights.transport distributed, or "
-            "engines.placement colocated"
+            "weights.transport tensor hands weights over on a GPU that both use, and with "
+            "engines.placement disaggregated engines have GPUs of their own: set "
+            "weights.transport distributed, or engines.placement colocated"
         )
 
 

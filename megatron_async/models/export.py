@@ -6,7 +6,7 @@ Invariants
 - A stage's leader (tensor rank 0 of the first replica) gathers its own stage: tensor shards over
   the tensor group, experts over the expert group. `stage_tensors` is that walk. To engines each
   leader sends its own layers (`stage_buckets`); for a file that rank 0 writes, `export_buckets`
-  forwards every stage to it.
+  forwards every stage to it; `everywhere` gives all of them to every rank.
 - Collective: every rank must exhaust the iterator, whatever it yields there.
 - The tied head of the last stage is a copy and is not exported.
 - Yielded tensors may share memory with parameters; use them before the next optimizer step.
@@ -14,7 +14,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,12 +76,12 @@ def stage_leader(stage: int) -> int:
 
 @torch.no_grad()
 def stage_tensors(
-    chunks: Sequence[torch.nn.Module], architecture: Architecture
+    chunks: Sequence[torch.nn.Module], architecture: Architecture, *, everywhere: bool = False
 ) -> Iterator[list[NamedTensor]]:
     """The Hugging Face tensors of this rank's stage, one walk step at a time.
 
     Whole tensors on the stage's leader, empty lists on the ranks that give it their shards;
-    ranks of other replicas yield nothing.
+    ranks of other replicas yield nothing. `everywhere`: whole tensors on every rank.
     """
     stage = parallel_state.get_pipeline_model_parallel_rank()
     leader = stage_leader(stage)
@@ -96,13 +96,13 @@ def stage_tensors(
     for step in stage_walk(architecture, stage):
         rule = step.rule
         group = expert_group if rule.expert else tensor_group
-        if leader not in dist.get_process_group_ranks(group):
+        if not everywhere and leader not in dist.get_process_group_ranks(group):
             continue
         shard = shard_of[rule, step.layer, first_expert + step.slot if rule.expert else 0]
         if rule.layout is ShardLayout.REPLICATED:
-            shards = [shard] if dist.get_rank() == leader else []
+            shards = [shard] if everywhere or dist.get_rank() == leader else []
         else:
-            shards = _gather(shard, leader, group)
+            shards = _gather(shard, None if everywhere else leader, group)
         if not shards:
             yield []
             continue
@@ -114,12 +114,16 @@ def stage_tensors(
         yield list(zip(names, tensors, strict=True))
 
 
-def _gather(shard: Tensor, leader: int, group: dist.ProcessGroup) -> list[Tensor]:
-    """All shards of the group on the leader, in rank order; [] elsewhere."""
+def _gather(shard: Tensor, leader: int | None, group: dist.ProcessGroup) -> list[Tensor]:
+    """All shards of the group, in rank order: on the leader, [] elsewhere; on all without one."""
     size = dist.get_world_size(group)
     if size == 1:
         return [shard]
     shard = shard.contiguous()
+    if leader is None:
+        all_shards = [torch.empty_like(shard) for _ in range(size)]
+        dist.all_gather(all_shards, shard, group=group)
+        return all_shards
     is_leader = dist.get_rank() == leader
     shards = [torch.empty_like(shard) for _ in range(size)] if is_leader else None
     dist.gather(shard, shards, dst=leader, group=group)
@@ -137,13 +141,44 @@ def stage_buckets(
     architecture: Architecture,
     bucket_bytes: int,
     convert: Callable[[Iterator[NamedTensor]], Iterator[NamedTensor]] | None = None,
+    *,
+    everywhere: bool = False,
 ) -> Iterator[list[NamedTensor]]:
     """This stage's own layers in buckets on its leader; every other rank must iterate too, and
 
-    gets nothing. `convert` changes tensors on the way (precision, quantisation).
+    gets nothing. `everywhere`: the whole model in the same buckets on every rank, stage after
+    stage. `convert` changes tensors on the way (precision, quantisation).
     """
     tensors = (item for step in stage_tensors(chunks, architecture) for item in step)
+    if everywhere:
+        tensors = _everywhere(chunks, architecture)
     return buckets(tensors if convert is None else convert(tensors), bucket_bytes)
+
+
+@torch.no_grad()
+def _everywhere(
+    chunks: Sequence[torch.nn.Module], architecture: Architecture
+) -> Generator[NamedTensor, None, None]:
+    group = parallel_state.get_pipeline_model_parallel_group()
+    parameter = next(chunks[0].parameters())
+    for stage, source in enumerate(dist.get_process_group_ranks(group)):
+        if source == dist.get_rank():
+            tensors = (
+                item
+                for step in stage_tensors(chunks, architecture, everywhere=True)
+                for item in step
+            )
+        else:
+            tensors = (
+                (name, torch.empty(shape, dtype=parameter.dtype, device=parameter.device))
+                for step in stage_walk(architecture, stage)
+                for name, shape in step.tensors(architecture)
+            )
+        for name, tensor in tensors:
+            whole = tensor.contiguous()
+            if dist.get_world_size(group) > 1:
+                dist.broadcast(whole, src=source, group=group)
+            yield name, whole
 
 
 def sender_tensors(

@@ -13,6 +13,7 @@ Invariants
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 
 from megatron_async.engines.interface import EngineClient
@@ -21,7 +22,7 @@ Ask = Callable[[Iterable[EngineClient], Callable[[EngineClient], Awaitable[None]
 
 
 class SharedDevices:
-    """Puts engines to rest and brings them back; `ask` asks all and drops those that fail."""
+    """Puts engines to rest and brings them back; `ask` asks and drops those that fail."""
 
     def __init__(self, shared: bool, ask: Ask) -> None:
         self._shared = shared
@@ -44,7 +45,7 @@ class SharedDevices:
         if self._shared:
             # One that rests already may have its weights to give.
             has_more = (lambda e: e not in self._resting) if keep_weights else self._has_weights
-            await self._ask([e for e in engines if has_more(e.engine_id)], put_to_rest)
+            await self._all([e for e in engines if has_more(e.engine_id)], put_to_rest)
 
     def _has_weights(self, engine_id: str) -> bool:
         return self._resting.get(engine_id, True)
@@ -57,7 +58,7 @@ class SharedDevices:
             self._resting[engine.engine_id] = True
 
         if self._shared:
-            await self._ask([e for e in engines if e.engine_id in self._resting], take)
+            await self._all([e for e in engines if e.engine_id in self._resting], take)
 
     async def give_back(self, engines: Iterable[EngineClient]) -> None:
         """Give the devices back to the engines; the trainer holds nothing there."""
@@ -68,6 +69,10 @@ class SharedDevices:
             del self._resting[engine.engine_id]
 
         if self._shared:
-            await self._ask(
-                [engine for engine in engines if engine.engine_id in self._resting], take_all
-            )
+            await self._all([e for e in engines if e.engine_id in self._resting], take_all)
+
+    async def _all(
+        self, engines: Iterable[EngineClient], what: Callable[[EngineClient], Awaitable[None]]
+    ) -> None:
+        """Side by side: each moves its own memory."""
+        await asyncio.gather(*(self._ask([engine], what) for engine in engines))

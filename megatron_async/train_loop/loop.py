@@ -179,14 +179,14 @@ class TrainLoop:
         sent = time.monotonic()
         wanted = self._config.weights.verify
         verify = wanted == "every" or (wanted == "first" and not self._verified_once)
-        self._parts.memory.hold(Residence.NOTHING)
+        self._give_memory_back()
         samples = self._parts.rank_zero.does(lambda: self._link.end_update(number, reached, verify))
         logprobs_T, float32 = None, False
         if samples is not None:
             self._parts.memory.hold(Residence.WEIGHTS)
             logprobs_T = self._trainer.compute_logprobs(samples)
             float32 = parameter_dtype(self._config.model).itemsize == 4
-            self._parts.memory.hold(Residence.NOTHING)
+            self._give_memory_back()
         update = self._parts.rank_zero.does(
             lambda: self._link.verify_update(number, logprobs_T, float32)
         )
@@ -206,6 +206,12 @@ class TrainLoop:
         if update.evaluation_due:
             self._evaluate(number)
         return update
+
+    def _give_memory_back(self) -> None:
+        """Engines may take it on every rank's device afterwards."""
+        self._parts.memory.hold(Residence.NOTHING)
+        if self._colocated:
+            self._parts.rank_zero.all_here()
 
     def _evaluate(self, number: int) -> None:
         """An evaluation may take longer than whoever asks the run to stop will wait."""

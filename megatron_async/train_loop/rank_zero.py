@@ -46,6 +46,10 @@ class RankZero:
         """Collective: over a group whose operations may take this long."""
         return cls(dist.new_group(timeout=timedelta(seconds=seconds), backend="gloo"))
 
+    def all_here(self) -> None:
+        """Collective: returns once every rank has called it."""
+        dist.barrier(group=self.group)
+
     def does(self, work: Callable[[], T]) -> T:
         """Do it on rank 0 and give every rank the result; an error there is raised everywhere."""
         box: list[Any] = [None, None]

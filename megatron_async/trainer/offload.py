@@ -113,6 +113,7 @@ class DeviceMemory:
             elif not self._weights.away:
                 self._weights.take(weight_tensors(self._trainer))
             if torch.cuda.is_available():
+                torch.cuda.ipc_collect()  # buckets that engines have opened and let go
                 torch.cuda.empty_cache()  # else the caching allocator keeps what was freed
         self.residence = residence
 

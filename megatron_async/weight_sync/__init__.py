@@ -3,7 +3,8 @@
 - publisher: the collective export and the senders, as one call on every rank.
 - transports: the ways to the engines: distributed, tensor, disk, delta.
 - verify: do engines hold what was sent? Names, checksums and log-prob ratios, the only such rules.
-- turns, stages: senders of several pipeline stages, one after the other in one order.
+- turns, stages: senders of several pipeline stages, one after the other in one order, or one rank
+  for each engine on the trainer's own GPUs; seats: which rank that is.
 - version_directory: a version as a directory, there whole or not at all.
 - blocks, receiver: differences between versions; the engine's end of `delta`, which checks digests.
 - receive_ahead, double_buffer: one bucket travels while another is loaded.

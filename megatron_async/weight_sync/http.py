@@ -30,10 +30,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class EngineAddress:
-    """An engine as the trainer sees it."""
+    """An engine as the trainer sees it; `engine3.1` is the second start of the one with index 3."""
 
     engine_id: str
     url: str
+
+    @property
+    def index(self) -> int:
+        return int(self.engine_id.removeprefix("engine").partition(".")[0])
 
 
 class EngineCallError(ComponentFailure):

@@ -4,14 +4,16 @@ Invariants
 - Every rank calls `publish` in the same order; the export is collective and always exhausted, also
   when a sending rank fails half-way.
 - The leader of every pipeline stage sends its own layers, stage after stage (`turns.py`): no layer
-  passes through another stage on its way to the engines.
+  passes through another stage on its way to the engines. Engines on the trainer's own GPUs
+  (`seats.py`) get all layers from the ranks on theirs, so there every rank gathers all.
 - An engine that fails during a transfer is left out and the whole update is repeated for the
   others; each repetition has at least one engine less, so it ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +29,9 @@ from megatron_async.models.parameters import unwrap
 from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.http import EngineAddress, EngineCallError
 from megatron_async.weight_sync.quantise import quantised_names, quantised_tensors
-from megatron_async.weight_sync.stages import StageTurns
+from megatron_async.weight_sync.stages import SharedGpus, StageTurns
 from megatron_async.weight_sync.transports.base import (
+    Bucket,
     TransferReport,
     WeightSender,
     combined,
@@ -41,6 +44,7 @@ from megatron_async.weight_sync.turns import EarlierStageFailed, TurnToken
 _MIB = 1 << 20
 # For the leaders' own messages, and what engines that are well take to be connected.
 _SLACK_SECONDS = 60.0
+_HELD_BUCKETS = 3
 
 
 @dataclass(frozen=True)
@@ -78,10 +82,17 @@ class WeightPublisher:
         self._names_in_fp8: frozenset[str] = frozenset()
         if config.engines.quantization == "fp8":
             self._names_in_fp8 = quantised_names(self._architecture)
-        self._turns = StageTurns(seconds_to_give_up(config.weights) + _SLACK_SECONDS)
+        limit = seconds_to_give_up(config.weights) + _SLACK_SECONDS
+        self._shared: SharedGpus | None = None
+        if config.engines.placement == "colocated":
+            self._shared = SharedGpus(config.engines.count, config.engines.tensor, limit)
+        self._turns: StageTurns | SharedGpus = self._shared or StageTurns(limit)
+        # An engine loads one bucket while this rank makes the next two.
+        self._held: deque[Bucket] = deque(maxlen=_HELD_BUCKETS)
         self._sender: WeightSender | None = None
+        device = sending_device(config.engines)
+        self._by_value = device.type == "cpu"
         if self._turns.leads:
-            device = sending_device(config.engines)
             where = Path(config.weights.directory) if config.weights.directory else directory
             self._sender = make_sender(config.weights, config.engines, device, where)
         self.report: TransferReport | None = None
@@ -107,34 +118,50 @@ class WeightPublisher:
 
     def _attempt(self, engines: Sequence[EngineAddress], version: PolicyVersion) -> set[str]:
         """Transfer once to all; returns the engines at which it failed."""
-        stream = stage_buckets(
-            self._chunks,
-            self._architecture,
-            self._settings.bucket_mib * _MIB,
-            lambda tensors: quantised_tensors(tensors, self._names_in_fp8),
-        )
+        stream = self._stream()
         outcomes: list[_Outcome] = []
-        sender = self._sender
+        sender, shared = self._sender, self._shared
         if sender is not None:
-            outcomes = self._turns.join(_outcome_of(lambda: self._connect(sender, engines)))
+            mine = engines if shared is None else shared.mine(engines)
+            outcomes = self._turns.join(_outcome_of(lambda: self._connect(sender, mine)))
             if all(outcome.ok for outcome in outcomes):
                 send = lambda: sender.send(stream, version, self._flush_cache, self._turns)  # noqa: E731
-                outcomes = self._turns.join(_outcome_of(send))
-            if all(outcome.ok for outcome in outcomes):
-                self.report = combined([outcome.value for outcome in outcomes])
-            else:
+                outcome = _outcome_of(send) if mine else _Outcome()
+                for _ in stream:  # other leaders may need this rank's shards
+                    pass
+                outcomes = self._turns.join(outcome)
+            reports = [outcome.value for outcome in outcomes if outcome.value is not None]
+            if not all(outcome.ok for outcome in outcomes):
                 sender.disconnect()
+            elif reports:
+                self.report = combined(reports) if shared is None else reports[0]
         for _ in stream:
             pass
         box = [outcomes]
         dist.broadcast_object_list(box, src=SENDER)
+        self._held.clear()
         return _failed_engines(box[0])
 
+    def _stream(self) -> Iterator[Bucket]:
+        """Buckets for the engines; collective."""
+        shared, size = self._shared, self._settings.bucket_mib * _MIB
+        convert = lambda tensors: quantised_tensors(tensors, self._names_in_fp8)  # noqa: E731
+        stream = stage_buckets(
+            self._chunks, self._architecture, size, convert, everywhere=shared is not None
+        )
+        for bucket in stream:
+            if shared is not None:
+                self._held.append(shared.collect(bucket, self._by_value))
+            yield bucket if shared is None else self._held[-1]
+
     def _connect(self, sender: WeightSender, engines: Sequence[EngineAddress]) -> None:
-        """Connect in turn, as engines join one group after the other."""
+        """Connect in turn, as engines join one group after the other; to none: leave the last."""
         self._turns.take()
         try:
-            sender.connect(engines)
+            if engines:
+                sender.connect(engines)
+            else:
+                sender.disconnect()
         except BaseException:
             self._turns.hand_on(TurnToken(failed=True))
             raise

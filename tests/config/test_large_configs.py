@@ -15,6 +15,7 @@ import pytest
 
 from megatron_async.commands.launch import Cluster, check_nodes
 from megatron_async.config import RunConfig, load_config
+from megatron_async.launcher.devices import DeviceSplit, split_devices
 from megatron_async.models.architecture import Architecture, ConfigReader
 from megatron_async.models.families import families, rules_of
 from megatron_async.models.layout import check_layout
@@ -23,6 +24,7 @@ from megatron_async.models.shards import Place
 from megatron_async.simulate.build import simulate
 from megatron_async.simulate.planner import make_plan
 from megatron_async.simulate.sweep import read_settings
+from megatron_async.weight_sync.seats import gpus_of
 
 ROOT = Path(__file__).parents[2]
 DATA = Path(__file__).parents[1] / "data"
@@ -38,6 +40,10 @@ PUBLISHED = {
     "qwen2.5-7b": ("qwen2.5-7b", 7_615_616_512, 1),
     "qwen3-30b-a3b": ("qwen3-30b-a3b", 30_532_122_624, 4),
 }
+
+
+# All 8 GPUs of a node for each phase in turn: Qwen2.5-7B.
+COLOCATED = ("colocated-copris", "colocated-rapid", "colocated-sync")
 
 
 def architecture_of(shape: str) -> Architecture:
@@ -175,7 +181,35 @@ def test_the_stated_memory_is_the_computed_one_and_fits(name: str) -> None:
     assert weights < 0.6 * GPU_GB, "no room for the KV cache"
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", COLOCATED)
+def test_engines_in_turn_with_the_trainer_use_every_gpu_of_the_node(name: str) -> None:
+    config = load_config(ROOT / "configs" / f"{name}.yaml")
+    check_layout(architecture_of("qwen2.5-7b"), config.parallel)
+    assert split_devices([str(gpu) for gpu in range(GPUS_PER_NODE)], config) == DeviceSplit()
+    engines = config.engines
+    gpus = [gpu for e in range(engines.count) for gpu in gpus_of(e, engines.tensor, None)]
+    assert gpus == [str(rank) for rank in range(config.parallel.ranks)]
+    assert config.schedule.preset == name.rpartition("-")[2]
+    assert config.simulate.placement == engines.placement == "colocated"
+    assert shape_of(config) == shape_of(load_config(ROOT / "configs" / "qwen2.5-7b.yaml"))
+
+
+def test_the_memory_stated_for_turns_is_the_computed_one() -> None:
+    config = load_config(ROOT / "configs" / "colocated-sync.yaml")
+    architecture = architecture_of("qwen2.5-7b")
+    state = state_gigabytes(config, count(architecture))
+    assert stated("colocated_base", r"state ([\d.]+) GB") == pytest.approx(state, abs=0.06)
+    host = config.parallel.ranks * state
+    assert stated("colocated_base", r"host memory then, (\d+) GB") == pytest.approx(host, abs=1)
+    activations = activation_gigabytes(config, architecture)
+    assert stated("colocated_base", r"activations ([\d.]+) GB") == pytest.approx(
+        activations, abs=0.06
+    )
+    weights = 2 * PUBLISHED["qwen2.5-7b"][1] / config.engines.tensor / 1e9
+    assert stated("colocated_base", r"weights ([\d.]+) GB") == pytest.approx(weights, abs=0.06)
+
+
+@pytest.mark.parametrize("name", [*PUBLISHED, *COLOCATED])
 def test_no_layout_leaves_a_third_of_its_gpus_idle(name: str) -> None:
     found = simulate(load_config(ROOT / "configs" / f"{name}.yaml"))
     assert found.gpu_idle < MOST_IDLE

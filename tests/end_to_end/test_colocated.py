@@ -6,6 +6,8 @@ test_recipes_on_engine.py.
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -69,6 +71,49 @@ def calls_of_a_loop() -> list[str]:
     assert TrainLoop(parts).run()
     dist.destroy_process_group()
     return calls
+
+
+def given_back_before_engines_take_it(folder: Path) -> int:
+    """How often rank 1 had given its memory back when rank 0 let the engines have it."""
+    import torch.distributed as dist
+
+    from megatron_async.train_loop.loop import LoopParts, TrainLoop
+    from megatron_async.trainer.offload import Residence
+    from megatron_async.trajectory.types import PolicyVersion
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    found: list[int] = []
+
+    def hold(residence: Any) -> None:
+        if rank == 1 and residence is Residence.NOTHING:
+            time.sleep(0.3)  # rank 0 is done long before
+            (folder / f"{len(list(folder.iterdir()))}").touch()
+
+    link = SimpleNamespace(
+        begin_update=lambda number: [],
+        end_update=lambda *_: found.append(len(list(folder.iterdir()))),  # None: no samples
+        verify_update=lambda *_: SimpleNamespace(evaluation_due=False, passed=True, warnings=[]),
+        checkpoint_finalised=lambda *_: None,
+    )
+    config: Any = SimpleNamespace(steps=0, weights=SimpleNamespace(verify="every"))
+    parts: Any = LoopParts(
+        config=config,
+        trainer=SimpleNamespace(step=0, version=PolicyVersion(0, 0)),  # type: ignore[arg-type]
+        publisher=SimpleNamespace(publish=lambda engines, version: []),  # type: ignore[arg-type]
+        checkpoints=SimpleNamespace(wait=lambda: None, take_finalised=list),  # type: ignore[arg-type]
+        link=link if rank == 0 else None,  # type: ignore[arg-type]
+        metrics=None,
+        memory=SimpleNamespace(hold=hold),
+    )
+    assert TrainLoop(parts).run()
+    dist.destroy_process_group()
+    return sum(found)
+
+
+@pytest.mark.slow
+def test_no_engine_takes_memory_that_another_rank_still_holds(tmp_path: Path) -> None:
+    assert run_ranks(given_back_before_engines_take_it, 2, tmp_path) == [1, 0]
 
 
 UPDATE = [

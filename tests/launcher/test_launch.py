@@ -113,6 +113,7 @@ def test_a_run_that_began_on_one_machine_goes_on_over_several(
             [
                 *("engines.placement=colocated", "weights.transport=tensor"),
                 *("schedule.preset=sync", "parallel.nodes=1", "parallel.ranks=8"),
+                "engines.count=2",
             ],
             GPUS,
             r"engines\.placement is colocated, and launch gives engines nodes of their own",
@@ -127,6 +128,23 @@ def test_what_is_refused_makes_nothing(
     for slurm in (False, True):
         with pytest.raises(UserError, match=message):
             launch_run(settings, None, overrides, cluster, slurm=slurm, dry_run=False)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_dry_run_shows_which_engine_is_on_the_gpus_of_which_ranks(
+    settings: Path, tmp_path: Path
+) -> None:
+    """Launch itself gives engines nodes of their own; one node needs none of it."""
+    overrides = [
+        *("engines.placement=colocated", "weights.transport=tensor", "schedule.preset=sync"),
+        *("parallel.nodes=1", "parallel.ranks=8", "engines.count=2"),
+    ]
+    text = launch_run(settings, None, overrides, GPUS, slurm=True, dry_run=True)
+    command = text.splitlines()[0]
+    assert command.startswith("srun --nodes=1 --ntasks=1")
+    assert f"megatron-async train --config {settings} engines.placement=colocated" in command
+    assert "2 of TP 4, colocated on the GPUs of trainer ranks 0+1+2+3, 4+5+6+7," in text
+    assert "memory of a trainer GPU" in text
     assert not (tmp_path / "runs").exists()
 
 

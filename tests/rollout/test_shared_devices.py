@@ -66,6 +66,7 @@ def settings(preset: str, **engines: Any) -> RunConfig:
                 "updates_per_batch": 1,
             },
             "steps": 3,
+            "parallel": {"ranks": engines.get("count", 1)},
             "trainer": {"wait_for_batch_seconds": 5},
             "engines": {"placement": "colocated", "health_interval_seconds": 0.1, **engines},
             "eval": {"prompts": 2},

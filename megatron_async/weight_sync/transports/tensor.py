@@ -1,5 +1,8 @@
 """Weights to engines on the same host: by value on CPU, by CUDA IPC handle on GPU.
 
+An engine on one GPU gets the handles of the rank that sends; one on several (`seats.py`) gets, for
+each of its tensor ranks, those of the trainer rank on the same GPU (`HandedBucket`).
+
 Invariants
 - On GPU only a handle travels; the tensor stays alive until every engine has answered. To engines
   on a CPU values travel, wherever the trainer is.
@@ -14,6 +17,7 @@ from __future__ import annotations
 import base64
 import io
 import pickle
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +28,7 @@ from megatron_async.config.rollout import EngineConfig, WeightsConfig
 from megatron_async.weight_sync.double_buffer import OneAhead
 from megatron_async.weight_sync.transports.base import (
     Bucket,
+    NamedTensor,
     Transfer,
     WeightSender,
     time_left,
@@ -50,14 +55,29 @@ class _HandlePickler(pickle.Pickler):
         return rebuild, tuple(changed)
 
 
+class HandedBucket(list[NamedTensor]):
+    """A bucket with a payload for each tensor rank of the engine; none but on the engine's leader.
+
+    It holds the tensors to which this rank's payload may be a handle.
+    """
+
+    def __init__(self, tensors: Iterable[NamedTensor], payloads: Sequence[str] = ()) -> None:
+        super().__init__(tensors)
+        self.payloads = list(payloads)
+
+
 def serialise(bucket: Bucket) -> str:
     """`[(name, tensor), ...]` as base64 of a pickle that SGLang's unpickler accepts."""
-    named: list[tuple[str, Tensor]] = [
-        (name, _own_storage(tensor.detach())) for name, tensor in bucket
-    ]
+    named = separate(bucket, by_value=False)
     buffer = io.BytesIO()
     _HandlePickler(buffer, pickle.HIGHEST_PROTOCOL).dump(named)
     return base64.b64encode(buffer.getvalue()).decode("ascii")
+
+
+def separate(bucket: Bucket, by_value: bool) -> list[NamedTensor]:
+    """The bucket with each tensor in a storage of its own; in host memory where values travel."""
+    tensors = ((name, x.detach() if x.requires_grad else x) for name, x in bucket)
+    return [(name, _own_storage(t.cpu() if by_value else t)) for name, t in tensors]
 
 
 def _own_storage(tensor: Tensor) -> Tensor:
@@ -69,10 +89,9 @@ def _own_storage(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Load:
-    """A bucket on its way; it holds the tensors to which the payload may be a handle."""
+    """A bucket on its way."""
 
-    payload: str
-    bucket: Bucket
+    bucket: HandedBucket
     last: bool
 
 
@@ -89,11 +108,9 @@ class TensorSender(WeightSender):
         opened = False
         with OneAhead[_Load](lambda load: self._load(load, transfer)) as loads:
             for tensors, last in transfer.marked_buckets():
-                bucket = [(name, t.cpu() if self._by_value else t) for name, t in tensors]
-                load = _Load(serialise(bucket), bucket, last)
-                if any(tensor.is_cuda for _, tensor in bucket):
-                    torch.cuda.synchronize()
-                transfer.sent_bytes += len(load.payload)
+                bucket = tensors if isinstance(tensors, HandedBucket) else self._handed(tensors)
+                load = _Load(bucket, last)
+                transfer.sent_bytes += sum(map(len, bucket.payloads))
                 transfer.watch.lap("gather")
                 transfer.turn()
                 if transfer.is_first and not opened:
@@ -109,9 +126,17 @@ class TensorSender(WeightSender):
             self._end_session(transfer.deadline)
             transfer.watch.lap("end")
 
+    def _handed(self, tensors: Bucket) -> HandedBucket:
+        """The same payload for every tensor rank, from this rank alone."""
+        bucket = separate(tensors, self._by_value)
+        payload = serialise(bucket)
+        if any(tensor.is_cuda for _, tensor in bucket):
+            torch.cuda.synchronize()
+        return HandedBucket(bucket, [payload] * self.engine_settings.tensor)
+
     def _load(self, load: _Load, transfer: Transfer) -> None:
         body: dict[str, Any] = {
-            "serialized_named_tensors": [load.payload] * self.engine_settings.tensor,
+            "serialized_named_tensors": load.bucket.payloads,
             "flush_cache": transfer.flush_cache and load.last,
         }
         if load.last:
