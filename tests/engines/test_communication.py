@@ -33,7 +33,7 @@ def shared(environment: Mapping[str, str]) -> dict[str, str]:
 @pytest.mark.parametrize("given", [{}, {"NCCL_CUMEM_ENABLE": "1", "NCCL_NVLS_ENABLE": "1"}])
 def test_every_role_on_one_machine_has_the_same(given: dict[str, str]) -> None:
     trainer = shared({**given, **trainer_environment(given, one_machine=True)})
-    engine = shared(server_environment(EngineConfig(), "cuda", [0], given))
+    engine = shared(server_environment(EngineConfig(), "cuda", ["0"], given))
     assert trainer == engine
     assert {trainer[name] for name in NCCL_CHOICES} == {given.get("NCCL_CUMEM_ENABLE", "0")}
     assert trainer["GLOO_SOCKET_IFNAME"] == trainer["NCCL_SOCKET_IFNAME"] == LOOPBACK
@@ -42,7 +42,7 @@ def test_every_role_on_one_machine_has_the_same(given: dict[str, str]) -> None:
 def test_every_role_on_several_nodes_has_the_same() -> None:
     trainer = shared(trainer_environment({}, one_machine=False))
     node = ray_node_environment({})
-    engine = shared(server_environment(EngineConfig(host="node"), "cuda", [0], node))
+    engine = shared(server_environment(EngineConfig(host="node"), "cuda", ["0"], node))
     assert trainer == shared(node) == engine
 
 

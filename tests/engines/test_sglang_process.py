@@ -253,7 +253,7 @@ def test_the_environment_keeps_a_cpu_server_single_threaded_and_offline() -> Non
     assert on_cpu["OMP_NUM_THREADS"] == "1" and on_cpu["SGLANG_USE_CPU_ENGINE"] == "1"
     assert on_cpu["HF_HUB_OFFLINE"] == "1" and on_cpu["KEEP"] == "me"
     assert len(on_cpu["SGLANG_CPU_OMP_THREADS_BIND"].split("|")) == 2
-    on_gpu = server_environment(EngineConfig(), "cuda", [3, 1], base)
+    on_gpu = server_environment(EngineConfig(), "cuda", ["3", "1"], base)
     assert on_gpu["CUDA_VISIBLE_DEVICES"] == "3,1" and on_gpu["OMP_NUM_THREADS"] == "8"
     assert LIFELINE_VARIABLE not in on_gpu
     reserve = "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION"

@@ -151,7 +151,7 @@ def test_a_trainer_with_fewer_gpus_than_ranks_is_refused_whatever_the_engines_us
     with pytest.raises(UserError, match=refusal):
         cli.train(wanted, config_file)
     with pytest.raises(UserError, match=refusal):
-        cli.sft(config_file.parent / "tuned", wanted, config_file)
+        cli.sft(wanted, config_file, config_file.parent / "tuned")
     assert not (config_file.parent / "runs").exists()
 
 
