@@ -42,6 +42,7 @@ TORCH_CUDA: dict[str, tuple[int, tuple[str, ...]]] = {
     "get_device_name": (0, ()),
     "get_device_properties": (1, ()),
     "get_rng_state": (0, ()),
+    "ipc_collect": (0, ()),
     "is_available": (0, ()),
     "nccl.version": (0, ()),
     "set_device": (1, ()),

@@ -66,7 +66,10 @@ def test_ranks_first_then_engines(gpus: list[str], config: RunConfig, split: Dev
     ("config", "reason"),
     [
         (settings(2, 2), r"parallel.ranks 2 and .* 2 need 4 GPUs .* distributed, and there are 3"),
-        (settings(1, 1, transport="tensor"), "weights.transport tensor hands weights over on a GPU"),
+        (
+            settings(1, 1, transport="tensor"),
+            "weights.transport tensor hands weights over on a GPU",
+        ),
         (
             settings(4, 1, transport="tensor", placement="colocated"),
             "parallel.ranks 4 on parallel.nodes 1 needs 4 GPUs a node, .* this machine has 3",

@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 
 from megatron_async.config import RunConfig, load_config
+from megatron_async.config.rollout import EngineConfig
 from megatron_async.launcher.devices import split_devices
 from megatron_async.shipped import ROOT
+from megatron_async.weight_sync.seats import gpus_of
 
 GPUS = [str(index) for index in range(8)]
 NAMES = sorted(
@@ -24,13 +26,17 @@ NAMES = sorted(
 
 
 class Host:
-    """An engine's actor that starts nothing."""
+    """An engine's actor that starts nothing; its arguments are those of `EngineHost`."""
 
-    def __init__(self, *_arguments: Any) -> None:
-        pass
+    def __init__(self, *arguments: Any) -> None:
+        self._tensor = EngineConfig.model_validate_json(arguments[2]).tensor
+        self._shared_index: int | None = arguments[6]
 
     async def start(self) -> str:
-        return os.environ["CUDA_VISIBLE_DEVICES"]
+        visible = os.environ["CUDA_VISIBLE_DEVICES"]
+        if self._shared_index is None:
+            return visible
+        return ",".join(gpus_of(self._shared_index, self._tensor, visible))
 
 
 @pytest.fixture(scope="module")
