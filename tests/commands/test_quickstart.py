@@ -54,10 +54,37 @@ def test_the_shortened_quickstart_ends_and_learns(tmp_path: Path) -> None:
     evaluations = read_metrics(directory.metrics_file, kind="eval")
     assert [line["step"] for line in evaluations] == [0, steps]
     assert all(line["eval/accuracy"] >= 0.1 for line in evaluations)
+    after_sft = re.search(r"^  sft: ([\d.]+) %", done.stdout, re.MULTILINE)
+    assert after_sft is not None
+    # The same weights, measured on another engine before the run: one near tie of 128 apart.
+    assert float(after_sft[1]) == pytest.approx(100 * evaluations[0]["eval/accuracy"], abs=0.9)
 
     assert list(directory.tensorboard.glob("events.*"))
     assert list(directory.checkpoints.glob("*/manifest.json"))
     exported_model_can_be_loaded(directory.hf_export)
+    samples = directory.path / "evaluations" / f"heldout-{steps}.jsonl"
+    an_evaluation_by_command_agrees(directory, samples)
+
+
+def an_evaluation_by_command_agrees(directory: RunDirectory, samples: Path) -> None:
+    """Greedy responses of the exported model are those of the run's last weights."""
+    again = directory.path / "again.jsonl"
+    expected = [json.loads(line)["response"] for line in samples.read_text().splitlines()]
+    command = [sys.executable, "-m", "megatron_async.cli", "eval"]
+    command += ["--config", str(directory.config_file), "--model", str(directory.hf_export)]
+    done = subprocess.run(
+        [*command, "--samples", str(again), f"eval.prompts={len(expected)}"],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"},
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "heldout: accuracy" in done.stdout
+    responses = [json.loads(line)["response"] for line in again.read_text().splitlines()]
+    # One may differ: other requests share its decode steps, and a near tie may fall otherwise.
+    assert len(responses) == len(expected) == 32
+    assert sum(a != b for a, b in zip(responses, expected, strict=True)) <= 1
 
 
 def exported_model_can_be_loaded(path: Path) -> None:
