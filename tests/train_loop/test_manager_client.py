@@ -58,7 +58,10 @@ def link(
     stop: bool = False,
     config: RunConfig | None = None,
 ) -> tuple[RayLink, list[str]]:
-    """Looking for a manager raises `absent` first. Returns what was looked up and asked."""
+    """Looking for a manager raises `absent` first; an answer is there at the second look.
+
+    Returns what was looked up and asked.
+    """
     trouble, log = list(absent), []
 
     def get_actor(name: str) -> Manager:
@@ -67,14 +70,20 @@ def link(
             raise trouble.pop(0)
         return Manager()
 
-    def nothing_yet(answers: list[str], timeout: float) -> tuple[list[str], list[str]]:
+    looked: list[str] = []
+
+    def at_the_second_look(answers: list[str], timeout: float) -> tuple[list[str], list[str]]:
+        if looked == answers:
+            looked.clear()
+            return answers, []
+        looked[:] = answers
         log.extend(answers)
         return [], answers
 
     monkeypatch.setattr(ray, "init", lambda **options: None)
     monkeypatch.setattr(ray, "get_actor", get_actor)
-    monkeypatch.setattr(ray, "wait", nothing_yet)
-    monkeypatch.setattr(ray, "get", lambda answer, timeout: log.append(answer))
+    monkeypatch.setattr(ray, "wait", at_the_second_look)
+    monkeypatch.setattr(ray, "get", lambda answer, timeout: None)
     return RayLink(config or build_config({}), "127.0.0.1:1", lambda: stop), log
 
 
