@@ -17,9 +17,11 @@ OTHERS = {
     "verl/trainer/ppo/rollout_corr_helper.py",
     # of a user, in examples
     *("file.py", "path/to/file.py", "program.py", "tests.py"),
-    "runner.py",
+    *("runner.py", "ask.py"),
+    # below a variable of a shell
+    *("ROOT/launch/cluster_env.sh", "REPOSITORY/examples/smollm2/unpack.py"),
     # written by programs
-    *("ROOT/launch/cluster_env.sh", "job.sbatch", "reference/commands.md", "reference/settings.md"),
+    *("job.sbatch", "reference/commands.md", "reference/settings.md"),
     "benchmarks/results/engine.md",
 }
 
