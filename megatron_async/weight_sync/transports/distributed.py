@@ -51,7 +51,7 @@ from megatron_async.weight_sync.transports.base import (
 
 _FIRST_POLL_SECONDS = 5e-5
 _LONGEST_POLL_SECONDS = 5e-4
-# A group's own limit, by the clock; the deadline of the update, in time awake, comes first.
+# NCCL's own limit, by the clock; the deadline of the update, in time awake, comes first and aborts.
 _LATER_SECONDS = 86_400.0
 
 _logger = logging.getLogger(__name__)
@@ -251,7 +251,9 @@ class DistributedSender(WeightSender):
             ) from error
         self._link = link
         gather(joins)
-        link.set_limit(_LATER_SECONDS)
+        # Nothing ends a broadcast of gloo before its own limit, and its connections with it.
+        by_gloo = link.backend == "gloo"
+        link.set_limit(self.settings.timeout_seconds if by_gloo else _LATER_SECONDS)
 
     def _close_link(self) -> None:
         if self._link is None:
