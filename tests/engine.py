@@ -7,11 +7,13 @@ and is not paused, whatever an earlier test did.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest import mock
 
 import numpy as np
 import torch
@@ -93,7 +95,9 @@ def start_engine(folder: Path) -> EngineUnderTest:
         for seed, (name, path) in enumerate(directories.items())
     }
     process = SGLangProcess(directories["a"], SETTINGS, folder / "engine.log", in_place=True)
-    process.start()
+    # Room for a whole response is kept free, so that a test can fill the engine with a few.
+    with mock.patch.dict(os.environ, {"SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": "4096"}):
+        process.start()
     return EngineUnderTest(process, directories, models)
 
 

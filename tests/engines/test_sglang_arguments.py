@@ -22,9 +22,11 @@ from megatron_async.simulate.hardware import gpu_of
 
 ROOT = Path(__file__).parents[2]
 DATA = Path(__file__).parents[1] / "data"
-# A file that others name as their base sets no layout of its own.
+# A file that others name as their base sets no layout of its own; SmolLM2's is for a laptop.
 CONFIGS = sorted(
-    path.stem for path in (ROOT / "configs").glob("*.yaml") if not path.stem.endswith("_base")
+    path.stem
+    for path in (ROOT / "configs").glob("*.yaml")
+    if not path.stem.endswith("_base") and path.stem != "smollm2"
 )
 # What a process of CUDA, NCCL and kernels takes beside SGLang's share; SGLang counts what is left.
 CONTEXT_BYTES = 1.5e9
@@ -48,7 +50,7 @@ def config_json(name: str) -> dict[str, Any]:
     if name.startswith("rapid"):
         raw = json.loads((DATA / "qwen2.5-7b.config.json").read_text())
         return {**raw, **QWEN_HALF_BILLION}
-    shape = name.replace("llama3.3", "llama-3.3")
+    shape = "qwen2.5-7b" if name.startswith("colocated") else name.replace("llama3.3", "llama-3.3")
     found: dict[str, Any] = json.loads((DATA / f"{shape}.config.json").read_text())
     return found
 
