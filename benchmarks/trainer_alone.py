@@ -5,8 +5,8 @@
 
 The quickstart's model, its worked answers, batches of 64, AdamW, float32, one process with one
 thread: the cost of a step itself. Every system trains on the same batches in the same order; the
-losses of the first and the last step are in the rows, so that whoever doubts that the work is the
-same can compare them. Tokens are those of the sequences, padding not counted (this system packs,
+losses of the first and the last step are in the rows, so that a reader can check that the work is
+the same. Tokens are those of the sequences, padding not counted (this system packs,
 the others pad each batch to its longest sequence). The systems alternate; each ratio is of one
 round. transformers' Trainer needs `accelerate`, so it and the plain loop run in TRL's environment
 (versus_trl.py makes it).

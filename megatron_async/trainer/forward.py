@@ -226,7 +226,7 @@ def _if(finite: Tensor, found: LossOutput) -> LossOutput:
 def _first_reason(
     loss: LossFunction, shares: list[tuple[Microbatch, TokenLogprobs, Tensor]]
 ) -> str | None:
-    """Why the first share that is not finite is so; None where all are. Waits for the device."""
+    """Explain the first share that is not finite; None where all are. Waits for the device."""
     finite_M = torch.stack([finite for _, _, finite in shares]).tolist() if shares else []
     if all(finite_M):
         return None

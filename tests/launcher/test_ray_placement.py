@@ -1,6 +1,6 @@
 """Ray gives every engine GPUs of its own, for each shipped configuration; no GPU is there.
 
-Ray counts the GPUs that it is told of; what an engine's server would see is the environment of its
+Ray counts the GPUs that it is given; what an engine's server would see is the environment of its
 actor.
 """
 
