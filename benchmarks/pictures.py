@@ -143,14 +143,14 @@ def draw_curve(dark: bool) -> None:
     highs = [r["eval/accuracy_high"] - r["eval/accuracy"] for r in held_out]
     steps = [r["step"] for r in held_out]
     ax.errorbar(steps, heights, [lows, highs], fmt="o", color="#d9822b", capsize=3)
-    for step, height in zip(steps, heights, strict=True):
-        ax.annotate(
-            f"{height:.1%}", (step, height), (6, -12), textcoords="offset points", color=ink
-        )
+    for row in held_out:
+        below = (row["step"], row["eval/accuracy_low"])
+        style: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "color": ink}
+        ax.annotate(f"{row['eval/accuracy']:.1%}", below, (0, -13), **style)
     ax.set_title("blue: mean reward of a batch; orange: held-out accuracy", loc="left", color=ink)
     ax.set_xlabel("update", color=ink)
     ax.set_ylim(0.4, 1.0)
-    ax.set_xlim(-1, max(steps) + 4)
+    ax.set_xlim(-2, max(steps) + 2)
     ax.set_facecolor(paper)
     ax.tick_params(colors=ink, length=0)
     ax.grid(axis="y", color=ink, alpha=0.15)
