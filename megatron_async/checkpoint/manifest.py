@@ -8,6 +8,7 @@ Invariants
 - It lists every tensor with a checksum of what the trainer held (`checkpoint.checksum`), which does
   not depend on files or layout: what is loaded is compared with it, so that a save or a load that
   puts values into wrong places is found too.
+- It has a checksum of its own content: counters and the store's position are loaded too.
 - A checkpoint of another format is refused by name, never passed over as a corrupt one.
 - Checkpoints are ordered by (lineage, step): after a rollback the surviving lineage is newer,
   however far the abandoned one had come.
@@ -35,7 +36,9 @@ from megatron_async.trajectory.types import PolicyVersion
 logger = logging.getLogger(__name__)
 
 MANIFEST_NAME = "manifest.json"
-FORMAT = 2  # 1: torch.distributed.checkpoint's files, without checksums of tensors
+FORMAT = 3
+_WITHOUT_ITS_OWN_CHECKSUM = 2
+# 1: torch.distributed.checkpoint's files, without checksums of tensors
 
 
 class CorruptCheckpoint(Exception):
@@ -98,19 +101,24 @@ class Manifest:
 
     def to_json(self) -> str:
         """Inverse of `from_json`. Raises TypeError when `extra` is not JSON-serialisable."""
-        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1, sort_keys=True)
+        content = json.loads(json.dumps({"format": FORMAT, **asdict(self)}))
+        return json.dumps({**content, "checksum": _checksum(content)}, indent=1, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
         """Raises CorruptCheckpoint for anything that `to_json` does not write, OtherFormat."""
         try:
             content = json.loads(text)
-            if (found := content.pop("format")) != FORMAT:
+            if (found := content["format"]) not in (_WITHOUT_ITS_OWN_CHECKSUM, FORMAT):
                 raise OtherFormat(
-                    f"it has format {found}, and this version of megatron_async reads format "
-                    f"{FORMAT}; with the version that wrote it, go on with the run or convert the "
-                    "weights (megatron-async convert megatron-to-hf) and start a run from them"
+                    f"it has format {found}, and this version of megatron_async reads formats "
+                    f"{_WITHOUT_ITS_OWN_CHECKSUM} and {FORMAT}; with the version that wrote it, go "
+                    "on with the run or convert the weights (megatron-async convert "
+                    "megatron-to-hf) and start a run from them"
                 )
+            if found == FORMAT and content.pop("checksum") != _checksum(content):
+                raise ValueError("its content does not have the checksum that it holds")
+            del content["format"]
             return cls(
                 **{
                     **content,
@@ -124,6 +132,11 @@ class Manifest:
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CorruptCheckpoint(f"{MANIFEST_NAME} cannot be read: {error}") from error
+
+
+def _checksum(content: Mapping[str, Any]) -> str:
+    """SHA-256 of a manifest's own content, as JSON has it."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -73,13 +73,37 @@ def test_json_round_trip(lineage: int, step: int, extra: dict[str, object]) -> N
     assert Manifest.from_json(manifest.to_json()) == manifest
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 2}', '{"format": 2, "step": 2}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 2}', '{"format": 3, "step": 2}'])
 def test_other_json_is_corrupt(text: str) -> None:
     with pytest.raises(CorruptCheckpoint):
         Manifest.from_json(text)
 
 
-@pytest.mark.parametrize("found", [1, 3])
+def test_no_flipped_bit_of_a_manifest_becomes_a_position_or_a_counter(tmp_path: Path) -> None:
+    """The files' checksums are in it; what it holds besides is loaded too."""
+    path = write(tmp_path, 12) / "manifest.json"
+    saved, content = Manifest.from_json(path.read_text()), path.read_bytes()
+    silent = []
+    for number in range(8 * len(content)):
+        flipped = bytearray(content)
+        flipped[number // 8] ^= 1 << number % 8
+        try:
+            if Manifest.from_json(flipped.decode()) != saved:
+                silent.append(flipped[number // 8 - 9 : number // 8 + 9].decode())
+        except (CorruptCheckpoint, UserError, UnicodeDecodeError):
+            continue
+    assert silent == []
+
+
+def test_format_2_had_no_checksum_of_the_manifest_and_is_read(tmp_path: Path) -> None:
+    path = write(tmp_path, 12) / "manifest.json"
+    content = json.loads(path.read_text())
+    del content["checksum"]
+    path.write_text(json.dumps({**content, "format": 2}))
+    assert open_checkpoint(path.parent).extra == {"store_position": 120}
+
+
+@pytest.mark.parametrize("found", [1, 4])
 def test_another_format_is_refused_by_a_sentence_that_names_both(
     tmp_path: Path, found: int
 ) -> None:
@@ -87,10 +111,11 @@ def test_another_format_is_refused_by_a_sentence_that_names_both(
     write(tmp_path, 1)
     manifest_file = write(tmp_path, 2) / "manifest.json"
     content = json.loads(manifest_file.read_text())
-    assert content["format"] == 2
+    assert content["format"] == 3
     manifest_file.write_text(json.dumps({**content, "format": found}))
     refusal = (
-        f"step_000002: it has format {found}, and this version of megatron_async reads format 2"
+        f"step_000002: it has format {found}, and this version of megatron_async reads formats 2 "
+        "and 3"
     )
     with pytest.raises(UserError, match=refusal):
         open_checkpoint(tmp_path / "step_000002")

@@ -205,5 +205,5 @@ def test_checkpoints_of_another_format_are_refused_before_anything_starts(
     check_resume(run)
     manifest = step_directory(run.checkpoints, 6) / MANIFEST_NAME
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 1}))
-    with pytest.raises(UserError, match=r"step_000006: it has format 1, .* reads format 2"):
+    with pytest.raises(UserError, match=r"step_000006: it has format 1, .* reads formats 2 and 3"):
         check_resume(run)
