@@ -136,6 +136,7 @@ def test_a_flood_of_stray_packets_neither_hides_replies_nor_passes_the_limit(
         "nan",
         "infinite",
         "nan_part",
+        "beyond_float32",
         "huge_number",
         "huge_reply",
         "text_for_a_reward",

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from megatron_async.config.reward import BATCH_METRICS
 from megatron_async.errors import shown
@@ -13,6 +12,9 @@ from megatron_async.tasks.base import SCORER_FAULTS
 
 Returned = float | tuple[float, Mapping[str, float]]
 """A score, or a score and named parts of it."""
+
+
+_LARGEST: Final = 1e30  # a batch holds rewards in float32, and adds them up
 
 
 class Unavailable(RuntimeError):
@@ -46,7 +48,7 @@ def sample_of(payload: Mapping[str, Any], text: str) -> Sample:
 
 @dataclass(frozen=True)
 class RewardScore:
-    """A score with its parts; all are finite."""
+    """A score with its parts; all are finite, in float32 too."""
 
     value: float
     parts: Mapping[str, float]
@@ -76,8 +78,9 @@ def _number(name: str, value: Any) -> float:
             "where it scores a whole group and returns a list)"
         )
     number = float(value)
-    if not math.isfinite(number):
+    if not abs(number) <= _LARGEST:
         raise ValueError(
-            f"the reward returned {number}{f' as {name!r}' if name else ''}; it must be finite"
+            f"the reward returned {number}{f' as {name!r}' if name else ''}; it must be a finite "
+            f"number of at most {_LARGEST:g}"
         )
     return number
