@@ -157,7 +157,7 @@ class RunConfig(Settings):
 
     name: str = Field("run", min_length=1, description="Directory name under `root`.")
     root: str = Field("runs", description="Where run directories are made.")
-    seed: int = Field(1, description="Seed of initialisation, prompts and shuffling.")
+    seed: int = Field(1, ge=0, description="Seed of initialisation, prompts and shuffling.")
     steps: int = Field(100, ge=1, description="Rollout batches to train on.")
     model: ModelConfig = Field(default_factory=ModelConfig, description="Model.")
     parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="Layout.")
