@@ -1,4 +1,6 @@
-"""Mutation check of `algorithms/` and the torch loss: does the suite notice each one-line mistake?
+"""Mutation check: does the suite notice each one-line mistake in what must not be wrong in silence?
+
+Of `algorithms/`, the torch loss, the packing of batches, and a checkpoint's checksums and places.
 
     python -m benchmarks.mutations [--only MODULE] [--list]
 
@@ -29,6 +31,12 @@ from typing import Final
 
 _ROOT: Final = Path(__file__).resolve().parents[1]
 _LIMIT_SECONDS: Final = 180
+_FOLDERS: Final = (
+    "megatron_async/algorithms",
+    "kernels/megatron_async_kernels",
+    "megatron_async/trajectory",
+    "megatron_async/checkpoint",
+)
 
 
 @dataclass(frozen=True)
@@ -41,9 +49,9 @@ class Mutation:
     tests: tuple[str, ...]
 
     def file(self, root: Path) -> Path:
-        """The module's file, in `algorithms/` or the kernels package."""
-        ours = root / "megatron_async" / "algorithms" / f"{self.module}.py"
-        return ours if ours.exists() else root / "kernels/megatron_async_kernels" / ours.name
+        """The module's file, in the first of `_FOLDERS` that has it."""
+        places = [root / folder / f"{self.module}.py" for folder in _FOLDERS]
+        return next(place for place in places if place.exists())
 
     @property
     def name(self) -> str:
@@ -307,6 +315,89 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
         ("return -largest(-values.double())", "return largest(values)"),
         ("correction=int(unbiased)", "correction=1"),
     ),
+    *_of(
+        "packing",
+        "packing",
+        ("if trajectory.state is not TrajectoryState.DROPPED", "if True"),
+        ("int(version_R.max()) > step", "int(version_R.max()) > step + 1"),
+        ("NO_VERSION if version is None else number_on", "0 if version is None else number_on"),
+        ("trained_T &= version_T >= mask_before", "trained_T &= version_T > mask_before"),
+        ("trained_T &= version_T >= mask_before", "pass"),
+        ("len(t.prompt.token_ids) + t.response_length", "t.response_length"),
+        ("np.where(trained_T, logprobs_T, np.float32(0.0))", "logprobs_T"),
+        ("np.where(trained_T, step - version_T, 0)", "step - version_T"),
+        ("step - version_T, 0)", "step - version_T - 1, 0)"),
+        ("[t.reward for t in chosen]", "sorted(t.reward for t in chosen)"),
+        ("[t.reward for t in chosen]", "[t.reward for t in reversed(chosen)]"),
+        ("[t.group_id for t in chosen]", "[t.trajectory_id for t in chosen]"),
+        ("FinishReason.LENGTH for t", "FinishReason.STOP for t"),
+        ("[t.resumed for t in chosen]", "[not t.resumed for t in chosen]"),
+        ("temperature=temperature,", ""),
+        ("(by_policy_T & ~trained_T).sum()", "by_policy_T.sum()"),
+        ("if version.lineage == lineage:", "if True:"),
+        ("min(version.number, branch_points[version.lineage])", "version.number"),
+        ("min(version.number, branch_points[version.lineage])", "branch_points[version.lineage]"),
+        ("if trajectory.reward is None:", "if False:"),
+        ("len(trajectory.prompt.token_ids) == 0", "False"),
+        ("None if segment.from_environment else segment.version", "segment.version"),
+    ),
+    *_of(
+        "checksum",
+        "checksum",
+        ("0x9E3779B97F4A7C15", "0x9E3779B97F4A7C14"),
+        ("0x94D049BB133111EB", "0xBF58476D1CE4E5B9"),
+        ("initial=offsets[0])", "initial=0)"),
+        ("(len(part) for part in parts)", "(part.numel() for part in parts)"),
+        ("(first, *offsets[1:])", "(first, *offsets)"),
+        ("offsets[-1] + (offsets[0] * stride if", "(offsets[0] * stride if"),
+        ("offsets[0] * stride if len(shape) == 2 else 0", "0"),
+        ("if bits_RC.shape[1] == stride and bits_RC.is_contiguous()", "if True"),
+        ("bits_RC.shape[1] == stride and bits_RC", "bits_RC"),
+        ("_arange(rows, piece)[:, None] * stride", "_arange(rows, piece)[:, None] * cols"),
+        ("places_RC *= signed(_PLACE)\n", "pass\n"),
+        ("first + row * rows * stride + column * cols", "first + row * rows * stride"),
+        ("first + row * rows * stride + column * cols", "first + column * cols"),
+        (": chunk_RC.shape[1]] + chunk_RC", ": chunk_RC.shape[1]] | chunk_RC"),
+        ("hashes_RC += signed(begin * _PLACE)", "pass"),
+        ("hashes_RC *= signed(constant)", "hashes_RC *= constant & 0xFF"),
+        ("            hashes_RC ^= hashes_RC >> 32\n            total", "            total"),
+        ("total += hashes_RC.sum()", "total ^= hashes_RC.sum()"),
+        ("number &= (1 << 64) - 1", "number &= (1 << 63) - 1"),
+    ),
+    *_of(
+        "tally",
+        "tally",
+        ("self.checksum += checksum", "self.checksum ^= checksum"),
+        ("self.elements += elements", "self.elements = elements"),
+        ("if self.elements != prod(self.shape):", "if self.elements > prod(self.shape):"),
+        ("if self.elements != prod(self.shape):", "if self.elements < prod(self.shape):"),
+        ("self.checksum % (1 << 64)", "self.checksum % (1 << 32)"),
+        ("if loaded != record:", "if loaded.shape != record.shape:"),
+        ("if loaded != record:", "if False:"),
+        ("sorted(expected.items())", "sorted(expected.items())[:1]"),
+        ("checksum + (1 << 63)) % (1 << 64) - (1 << 63)", "checksum % (1 << 63))"),
+    ),
+    *_of(
+        "placement",
+        "placement",
+        ("sum(shape[0] for shape in shapes)", "shapes[0][0]"),
+        ("if rule.exported]", "]"),
+        ("range(stage * per_stage", "range((stage + 1) * per_stage - 1"),
+        ("other.exported and other.tensors == rule.tensors", "other.exported"),
+        ("rule.expert or rule.layout", "rule.layout"),
+        ("first = max(begin, rows.start * width)", "first = rows.start * width"),
+        ("else min(end, rows.stop * width)", "else end"),
+        ("offsets[0] + row - rows.start", "offsets[0] + row"),
+        ("offsets[1] + column)", "column)"),
+        ("rank = rank if size > 1 else 0", "pass"),
+        ("yield range(rows), (0, rank * width), width", "yield range(rows), (0, 0), width"),
+        ("(rank * half, 0)", "(2 * rank * half, 0)"),
+        ("((size + rank) * half, 0)", "((size - 1 + rank) * half, 0)"),
+        ("share = -(-rows // size)", "share = rows // size"),
+        ("range(min(share, rows - first))", "range(share)"),
+        ("if column or not whole:", "if not whole:"),
+        ("min(width - column, end - begin)", "width - column"),
+    ),
 )
 
 
@@ -328,7 +419,7 @@ def _run_tests(folder: Path, tests: Sequence[str]) -> bool:
         phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
     )
     hypothesis.settings.load_profile("mutations")
-    rooms = ("algorithms", "kernels")
+    rooms = ("algorithms", "kernels", "trajectory", "checkpoint")
     paths = [f"tests/{room}/{name}" for room in rooms for name in tests]
     found = [path for path in paths if Path(path).exists()]
     code = pytest.main(
