@@ -79,6 +79,14 @@ class OptimizerConfig(Settings):
         True, description="Shard optimizer state over data-parallel ranks (when there are several)."
     )
 
+    @model_validator(mode="after")
+    def _ranges(self) -> Self:
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas must be at least 0 and less than 1, got {list(self.betas)}")
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr {self.min_lr:g} is above lr {self.lr:g}: the rate would rise")
+        return self
+
 
 class TrainerConfig(Settings):
     """Settings of microbatches, and of the limits at which a run gives up."""
