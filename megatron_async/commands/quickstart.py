@@ -26,6 +26,9 @@ from megatron_async.run_directory import RunDirectory
 from megatron_async.tasks.tiny_model import build_tiny_model
 from megatron_async.telemetry.summary import summarise
 
+# Random weights use the longest response for each answer, and none is right: a few show that.
+_PROMPTS_BEFORE_SFT = 64
+
 
 class _Phases:
     def __init__(self) -> None:
@@ -44,6 +47,11 @@ def with_model(config: RunConfig, path: Path) -> RunConfig:
     return config.model_copy(update={"model": model})
 
 
+def _with_eval_prompts(config: RunConfig, count: int) -> RunConfig:
+    settings = config.eval.model_copy(update={"prompts": count})
+    return config.model_copy(update={"eval": settings})
+
+
 def quickstart(config: RunConfig) -> None:
     """All stages into one new run directory. Raises UserError or ComponentFailure."""
     check_one_machine(config)
@@ -60,17 +68,20 @@ def _run_in(directory: RunDirectory, config: RunConfig, devices: DeviceSplit) ->
     console.print(f"1/4 building the model in {initial}")
     build_tiny_model(initial, seed=config.seed)
     check_run(with_model(config, initial))
-    console.print("2/4 supervised fine-tuning on worked answers")
+    console.print("2/4 held-out accuracy before fine-tuning")
+    with phases.time("evaluation before SFT, engine start included"):
+
+        def show(_: Path, result: Evaluation) -> None:
+            console.print(
+                f"  {100 * result.accuracy:.1f} % of {few.eval.prompts} answers", highlight=False
+            )
+
+        few = _with_eval_prompts(config, min(_PROMPTS_BEFORE_SFT, config.eval.prompts))
+        (before,) = evaluate_checkpoints(few, [initial], directory.logs, show)
+    console.print("3/4 supervised fine-tuning on worked answers")
     with phases.time("SFT"):
         directory.save_config(with_model(config, initial))
         run_sft(with_model(config, initial), directory, tuned)
-    console.print("3/4 held-out accuracy before RL")
-    with phases.time("evaluation before RL, engine start included"):
-
-        def show(path: Path, result: Evaluation) -> None:
-            console.print(f"  {path.name}: {100 * result.accuracy:.1f} %", highlight=False)
-
-        before, _ = evaluate_checkpoints(config, [initial, tuned], directory.logs, show)
     console.print("4/4 reinforcement learning")
     rl = with_model(config, tuned)
     directory.save_config(rl)
