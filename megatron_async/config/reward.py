@@ -26,7 +26,9 @@ class RewardConfig(Settings):
         f"of {', '.join(BUILT_IN)}. `task`: the task's own scorer.",
     )
     label: str = Field("", description="Its name in metrics; empty: the last part of `name`.")
-    weight: float = Field(1.0, description="Factor of its score in the sum of all rewards.")
+    weight: float = Field(
+        1.0, ge=-1e6, le=1e6, description="Factor of its score in the sum of all rewards."
+    )
     arguments: dict[str, Any] = Field(
         default_factory=dict, description="Keywords for it (docs/rewards.md)."
     )

@@ -14,7 +14,7 @@ Returned = float | tuple[float, Mapping[str, float]]
 """A score, or a score and named parts of it."""
 
 
-_LARGEST: Final = 1e30  # a batch holds rewards in float32, and adds them up
+_LARGEST: Final = 1e30  # times a weight, and added up, it fits into the float32 of a batch
 
 
 class Unavailable(RuntimeError):

@@ -179,6 +179,7 @@ def test_good_ones_pass_the_check() -> None:
         (["exact", "exact"], "reward has 'exact' twice"),
         (["math", own("rank", label="mean")], "reward/mean is a metric of the sum of all rewards"),
         ({"name": "exact", "wieght": 2}, r"unknown setting reward\.0\.wieght"),
+        ({"name": "exact", "weight": 1e9}, r"reward\.0\.weight is 1000000000\.0: .* 1000000"),
         (7, "reward is 7"),
     ],
 )
