@@ -383,7 +383,6 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
         ("sum(shape[0] for shape in shapes)", "shapes[0][0]"),
         ("if rule.exported]", "]"),
         ("range(stage * per_stage", "range((stage + 1) * per_stage - 1"),
-        ("other.exported and other.tensors == rule.tensors", "other.exported"),
         ("rule.expert or rule.layout", "rule.layout"),
         ("first = max(begin, rows.start * width)", "first = rows.start * width"),
         ("else min(end, rows.stop * width)", "else end"),

@@ -56,19 +56,23 @@ def test_pieces_add_up_to_the_whole(dtype: torch.dtype, cut: Any, chunk: int) ->
     tensor = random_tensor(shape, dtype)
     expected = whole(tensor)
     with mock.patch.dict(module._CHUNK, {"cpu": chunk}):
-        found = sum(int(checksum(tensor[a:b, c:d], (a, c), shape)) for a, b, c, d in grid)
-    assert (found - expected) % 2**64 == 0
+        views = [(tensor[a:b, c:d], (a, c)) for a, b, c, d in grid]
+        found = sum(int(checksum(piece, place, shape)) for piece, place in views)
+        copied = sum(int(checksum(piece.clone(), place, shape)) for piece, place in views)
+    assert (found - expected) % 2**64 == (copied - expected) % 2**64 == 0
 
 
 @pytest.mark.parametrize("shape", [(3, 700), (700, 3), (1, 999), (999,)])
 def test_threads_add_up_to_the_same(shape: tuple[int, ...]) -> None:
+    """Of a whole tensor, and of a piece that begins within a larger one."""
     tensor = random_tensor(shape)
-    expected = whole(tensor)
+    offsets, larger = (5,) * len(shape), tuple(count + 9 for count in shape)
+    expected = whole(tensor), int(checksum(tensor, offsets, larger))
     with (
         mock.patch.object(module, "_LARGE", 1),
         mock.patch.object(torch, "get_num_threads", lambda: 4),
     ):
-        assert whole(tensor) == expected
+        assert (whole(tensor), int(checksum(tensor, offsets, larger))) == expected
 
 
 def test_runs_of_one_axis_add_up() -> None:

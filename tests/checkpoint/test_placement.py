@@ -85,6 +85,19 @@ def test_a_tied_head_is_the_embedding() -> None:
     (head,) = [rule for rule in rules_of(a) if not rule.exported]
     assert head.layout is ShardLayout.VOCAB
     assert Slot(exported(a, head)).name == "embedding.word_embeddings.weight"
+    assert head.parameters[0] not in {slot.name for slot in stage_slots(a, 0, 1)}
+
+
+def test_norms_and_experts_are_whole_on_every_tensor_rank() -> None:
+    whole = [
+        slot
+        for slot in stage_slots(architecture("mixtral"), 0, 1)
+        if slot.rule.expert or slot.rule.layout is ShardLayout.REPLICATED
+    ]
+    assert {slot.rule.expert for slot in whole} == {True, False}
+    for slot in whole:
+        assert shards_of(slot.rule, 4) == 1
+        assert boxes(slot, 4, 3) == boxes(slot, 1, 0)
 
 
 def test_an_expert_has_its_number_in_the_whole_model() -> None:

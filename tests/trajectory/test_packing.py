@@ -43,7 +43,7 @@ def scored(trajectory_id: int, group_id: int, prompt: Prompt, *segments: Segment
         TrajectoryState.SCORED,
         segments,
         FinishReason.STOP,
-        reward=float(trajectory_id),
+        reward=100.0 - trajectory_id,  # in another order than the ids
     )
 
 
@@ -55,9 +55,10 @@ def group(*trajectories: Trajectory) -> Group:
 
 
 def test_prompt_policy_and_environment_tokens_carry_what_the_batch_promises() -> None:
+    long = scored(11, 5, PROMPT, segment([6], (0, 2)), segment([7], (0, 3)))
     g = group(
         scored(10, 5, PROMPT, segment([3, 4], (0, 1)), segment([9], (0, 1), environment=True)),
-        scored(11, 5, PROMPT, segment([6], (0, 2)), segment([7], (0, 3))),
+        dataclasses.replace(long, finish_reason=FinishReason.LENGTH),
     )
     batch = pack_groups([g], step=3, lineage=0, branch_points={}, temperature=0.7)
 
@@ -68,12 +69,12 @@ def test_prompt_policy_and_environment_tokens_carry_what_the_batch_promises() ->
     assert batch.lag_T.tolist() == [0, 0, 2, 2, 0, 0, 0, 1, 0]
     expected = [0, 0, -0.3, -0.4, 0, 0, 0, -0.6, -0.7]
     np.testing.assert_allclose(batch.rollout_logprobs_T, np.array(expected, np.float32))
-    assert batch.rewards_S.tolist() == [10.0, 11.0]
+    assert batch.rewards_S.tolist() == [90.0, 89.0]
     assert batch.trajectory_ids_S.tolist() == [10, 11]
     assert batch.group_ids_S.tolist() == [5, 5]
     assert batch.prompt_lengths_S.tolist() == [2, 2]
     assert batch.resumed_S.tolist() == [False, True]
-    assert batch.truncated_S.tolist() == [False, False]
+    assert batch.truncated_S.tolist() == [False, True]
     assert batch.temperature == 0.7
 
 
@@ -196,7 +197,9 @@ def test_every_token_equals_the_plain_loop_definition(
         strict=True,
     )
     assert list(got) == rows
-    assert batch.num_sequences == sum(len(g.trajectories) for g in groups)
+    each = [(t.trajectory_id, t.group_id, t.reward) for g in groups for t in g.trajectories]
+    ids = zip(batch.trajectory_ids_S, batch.group_ids_S, batch.rewards_S, strict=True)
+    assert list(ids) == each
     assert int(batch.cu_seqlens_S1[-1]) == len(rows)
 
 
