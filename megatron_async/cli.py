@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import textwrap
 import warnings
 from pathlib import Path
 from types import FrameType
@@ -443,7 +444,8 @@ def doctor(overrides: Overrides = None, config: ConfigOption = None) -> None:
 
     settings = None if config is None else load_config(config, list(overrides or []))
     for line in [*report_lines(), *(["", *config_lines(settings)] if settings else [])]:
-        typer.echo(line)
+        indent = " " * (len(line) - len(line.lstrip()) + 2)
+        typer.echo(textwrap.fill(line, 80, subsequent_indent=indent, break_long_words=False))
 
 
 if __name__ == "__main__":

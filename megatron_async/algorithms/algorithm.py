@@ -257,6 +257,16 @@ class Algorithm:
             rollout_rs_threshold=correction.rollout_rs_threshold,
         )[2]
 
+    def log_weights(self, batch: TokenBatch, logprobs_T: FloatVector) -> FloatVector:
+        """log w of every trained token of a minibatch, from the log-probs its loss saw.
+
+        w is the raw weight to the policy that wrote the token. Empty for SFT, which has none.
+        """
+        if self.loss_config.surrogate == "sft":
+            return np.empty(0, np.float32)
+        trained = batch.loss_mask_T != 0
+        return logprobs_T[trained] - batch.rollout_logprobs_T[trained]
+
     def _reported_weights(self) -> tuple[str | None, float | str]:
         correction, config = self.config.correction, self.loss_config
         if correction.rollout_is is not None:

@@ -85,7 +85,8 @@ class MetricsWriter:
 
     def histogram(self, step: int, name: str, values: npt.ArrayLike) -> None:
         """Numbers of which the distribution matters; only trackers have a place for them."""
-        self._track("histogram", step, name, np.array(values))
+        if np.size(values):
+            self._track("histogram", step, name, np.array(values))
 
     def samples(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Responses of an evaluation set; `evaluations/` has them too."""

@@ -304,3 +304,4 @@ class TrainLoop:
             lengths_S = batch.lengths_S() - batch.prompt_lengths_S
             writer.histogram(report.step, "rollout/response_length", lengths_S)
             writer.histogram(report.step, "rollout/reward", batch.rewards_S)
+            writer.histogram(report.step, "off_policy/log_weight", report.log_weights)

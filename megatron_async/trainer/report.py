@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from megatron_async.trajectory.types import FloatArray
+
 
 @dataclass(frozen=True)
 class StepReport:
@@ -15,7 +19,8 @@ class StepReport:
     `grad_norm` that of the last one before clipping. `metrics` holds the algorithm's scalars,
     token means over the whole batch. `skipped` is true when no update at all was applied: the
     weights are unchanged and the batch is to be marked dropped(nonfinite); `skipped_updates`
-    counts single ones. `seconds` is wall time on this rank.
+    counts single ones. `seconds` is wall time on this rank. `log_weights` are the logarithms of the
+    raw importance weights of all trained tokens, update after update.
     """
 
     step: int
@@ -32,6 +37,7 @@ class StepReport:
     num_microbatches: int
     seconds: float
     metrics: Mapping[str, float] = field(default_factory=dict)
+    log_weights: FloatArray = field(default_factory=lambda: np.empty(0, np.float32))
 
     @property
     def tokens_per_second(self) -> float:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch.distributed as dist
 from megatron_async_kernels.loss_types import LossMetrics, NonFiniteError
 
@@ -192,13 +193,17 @@ class PolicyTrainer:
             return self._report(batch, [_skipped(str(error))], {}, began)
         updates: list[PolicyUpdate] = []
         found: list[dict[str, float]] = []
+        log_weights: list[FloatArray] = []
         for _ in range(self._config.algorithm.epochs):
             for minibatch in prepared.minibatches(self._config.schedule.updates_per_batch):
                 update = self._policy_update(minibatch)
                 updates.append(update)
-                if update.applied:
-                    found.append(self._update_metrics(minibatch, update))
-        return self._report(batch, updates, {**metrics, **mean_of(found)}, began)
+                if update.applied and (seen_T := update.logprobs_T) is not None:
+                    correction = self.algorithm.correction_metrics(minibatch, seen_T)
+                    found.append({**finalize(update.metrics), **correction})
+                    log_weights.append(self.algorithm.log_weights(minibatch, seen_T))
+        report = self._report(batch, updates, {**metrics, **mean_of(found)}, began)
+        return replace(report, log_weights=np.concatenate(log_weights)) if log_weights else report
 
     def _prepare(self, batch: TokenBatch) -> tuple[TokenBatch, dict[str, float]]:
         """pi_old and the reference where the algorithm asks, then advantages and correction."""
@@ -221,12 +226,6 @@ class PolicyTrainer:
         loss = policy_gradient_loss(self.algorithm, minibatch, denominators)
         # Entropy is reported even where the loss does not need it: measured, it costs little.
         return self._update(minibatch, loss, entropy=True)
-
-    def _update_metrics(self, minibatch: TokenBatch, update: PolicyUpdate) -> dict[str, float]:
-        metrics = finalize(update.metrics)
-        if update.logprobs_T is not None:
-            metrics |= self.algorithm.correction_metrics(minibatch, update.logprobs_T)
-        return metrics
 
     def train_sft(self, batch: TokenBatch) -> StepReport:
         """Make an optimizer update on the masked cross-entropy of the batch."""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from megatron_async.cli import app
 from megatron_async.commands.machine_checks import MachineFacts, checks, look
 
+FILE = str(Path(__file__).parents[2] / "configs" / "smollm2.yaml")
 GOOD = MachineFacts(
     driver="580.95.05",
     cuda="13.0",
@@ -62,3 +66,15 @@ def test_this_machine_can_be_looked_at() -> None:
     found = look()
     assert found.open_files > 0 and found.disk > 0
     assert all(str(check) for check in checks(found))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["doctor"], ["doctor", "--config", FILE], ["settings"], ["settings", "--of", FILE]],
+    ids=" ".join,
+)
+def test_what_is_printed_fits_eighty_columns(command: list[str]) -> None:
+    done = CliRunner().invoke(app, command, env={"COLUMNS": "80"})
+    assert done.exit_code == 0, done.output
+    lines = done.output.splitlines()
+    assert len(lines) > 20 and max(map(len, lines)) <= 80

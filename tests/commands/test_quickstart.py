@@ -56,11 +56,20 @@ def test_the_shortened_quickstart_ends_and_learns(tmp_path: Path) -> None:
     assert all(line["eval/accuracy"] >= 0.1 for line in evaluations)
     assert re.search(r"^  0.0 % of 64 answers", done.stdout, re.MULTILINE)
 
-    assert list(directory.tensorboard.glob("events.*"))
+    assert {"rollout/lag", "rollout/response_length", "off_policy/log_weight"} <= histograms(
+        directory.tensorboard
+    )
     assert list(directory.checkpoints.glob("*/manifest.json"))
     exported_model_can_be_loaded(directory.hf_export)
     samples = directory.path / "evaluations" / f"heldout-{steps}.jsonl"
     an_evaluation_by_command_agrees(directory, samples)
+
+
+def histograms(folder: Path) -> set[str]:
+    """The names that TensorBoard shows as histograms."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return set(EventAccumulator(str(folder)).Reload().Tags()["histograms"])
 
 
 def an_evaluation_by_command_agrees(directory: RunDirectory, samples: Path) -> None:

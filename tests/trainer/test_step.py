@@ -80,6 +80,10 @@ def test_good_answers_become_likelier_than_bad_ones(model_dir: Path) -> None:
     assert gain_T[trained & good_T].mean() > gain_T[trained & ~good_T].mean()
     assert reports[0].metrics["off_policy/ess"] == pytest.approx(1.0, abs=1e-4)
     assert reports[2].metrics["off_policy/ess"] < 0.9999
+    weights_R = np.exp(reports[2].log_weights.astype(np.float64))
+    assert weights_R.size == trained.sum() and np.abs(reports[0].log_weights).max() < 1e-3
+    ess = weights_R.sum() ** 2 / (weights_R.size * (weights_R**2).sum())
+    assert ess == pytest.approx(reports[2].metrics["off_policy/ess"]), "histogram and metric agree"
     assert trainer.version == PolicyVersion(3, 3)
 
 
@@ -87,6 +91,7 @@ def test_a_batch_is_trained_in_h_minibatches(model_dir: Path) -> None:
     with trainer_with(model_dir, schedule={"updates_per_batch": 3}) as trainer:
         report = trainer.train_batch(ragged_batch())
         assert (report.updates, trainer.step) == (3, 1)
+        assert report.log_weights.size == report.num_trained_tokens, "those of all minibatches"
         assert trainer.progress()["updates"] == 3
 
 
