@@ -61,7 +61,10 @@ def check_model(path: Path | str) -> dict[str, Any]:
     if not any(directory.glob("*.safetensors")):
         raise UserError(f"model.path {path} holds no *.safetensors weights")
     if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
-        raise UserError(f"model.path {path} holds no tokenizer")
+        raise UserError(
+            f"model.path {path} holds no tokenizer: copy tokenizer.json and tokenizer_config.json "
+            "of the same model into it"
+        )
     with SafetensorsDirectory(path) as weights:
         weights.open_all()
     return parsed

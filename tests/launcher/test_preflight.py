@@ -111,6 +111,20 @@ def test_weights_that_did_not_arrive_name_the_file_and_the_remedy(
     assert str(file) in str(refused.value) and sentence in str(refused.value)
 
 
+def test_a_model_without_its_tokenizer_names_the_files_that_are_missing(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", "llama")
+    for file in model.glob("tokenizer*"):
+        file.unlink()
+    with pytest.raises(UserError, match=r"holds no tokenizer: copy tokenizer.json and"):
+        check_run(settings(model))
+
+
+def test_rows_of_a_file_need_a_way_to_be_scored(folder: Path) -> None:
+    """`task.name` has a default that is a generated task."""
+    with pytest.raises(UserError, match=r"task.name is 'chain_sum', which cannot score rows .* or"):
+        check_run(settings(folder, task={"name": "chain_sum"}))
+
+
 def test_a_name_on_a_hub_is_no_directory(folder: Path) -> None:
     with pytest.raises(UserError, match=r"download it first: `hf download Qwen/Qwen2.5-7B --local"):
         check_run(settings(folder, model={"path": "Qwen/Qwen2.5-7B"}))

@@ -27,8 +27,9 @@ class TaskReward(Settings):
         if task.kind != "reasoning_gym":
             if task.name not in _CHECKERS:
                 raise UserError(
-                    f"task.name {task.name!r} is not an answer checker of files; it must be one of "
-                    f"{', '.join(_CHECKERS)}, or set `reward`"
+                    f"task.name is {task.name!r}, which cannot score rows of a file: set it to "
+                    f"{' or '.join(_CHECKERS)}, which compare a response with the column `answer`, "
+                    "or set `reward`"
                 )
             checker = _CHECKERS[task.name](answer_marker=task.answer_marker)
             return checker.bound(settings, limit_seconds)
