@@ -7,7 +7,6 @@ Invariants
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_async.disk import json_lines
 from megatron_async.errors import UserError
 from megatron_async.run_directory import RunDirectory
 from megatron_async.store import export
@@ -28,7 +28,7 @@ from megatron_async.trajectory.types import Trajectory
 Lines = list[dict[str, float]]
 _MOST_CHARACTERS = 4000
 _MOST_FACTS = 300
-_EVALUATION_SAMPLES = 3
+_MOST_ROWS = 3
 
 
 @dataclass(frozen=True)
@@ -124,17 +124,28 @@ def _samples(
 
 
 def _evaluated(folder: Path) -> Iterator[ReportSample]:
-    """First responses of the newest evaluation of each set, as the run has kept them."""
+    """The response of least reward, and the first ones, of each set's newest evaluation."""
     newest = {
         file.name.rpartition("-")[0]: file for file in sorted(folder.glob("*-*.jsonl"), key=_step)
     }
     for name, file in newest.items():
-        for line in itertools.islice(file.open(), _EVALUATION_SAMPLES):
-            row = {key: str(value) for key, value in json.loads(line).items()}
+        rows = list(json_lines(file.read_bytes()))
+        worst = min(range(len(rows)), key=lambda i: rows[i].get("reward", 0.0), default=0)
+        for row in [*rows[worst : worst + 1], *rows[:worst], *rows[worst + 1 :]][:_MOST_ROWS]:
             prompt, response = row.pop("question", ""), row.pop("response", "")
-            facts = ", ".join(f"{key} {value}" for key, value in row.items())[:_MOST_FACTS]
+            row.pop("set", None)
+            facts = _plain(row)[:_MOST_FACTS]
             piece = Piece(response[:_MOST_CHARACTERS], f"version {_step(file)}", "", 0)
             yield ReportSample(f"evaluation {name}", facts, prompt[:_MOST_CHARACTERS], (piece,))
+
+
+def _plain(value: Any) -> str:
+    """A value of JSON as text, without quotes and brackets."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_plain(part)}" for name, part in value.items())
+    if isinstance(value, list):
+        return " ".join(map(_plain, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _step(file: Path) -> int:

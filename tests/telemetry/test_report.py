@@ -154,6 +154,23 @@ def test_responses_that_an_evaluation_has_kept_are_shown(tmp_path: Path) -> None
     assert ">old<" not in text and ">older<" not in text, "the newest alone"
 
 
+def test_the_worst_response_of_an_evaluation_is_shown_with_its_facts_in_words(
+    tmp_path: Path,
+) -> None:
+    run = make_run(tmp_path, "evaluated")
+    (run / "evaluations").mkdir()
+    rows = [
+        {"question": f"{i}=", "response": f"#{i}", "reward": float(i != 7), "parts": {"form": 1.0}}
+        for i in range(9)
+    ]
+    (run / "evaluations" / "held-out-3.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    shown = [sample for sample in read_run(run).samples if sample.why == "evaluation held-out"]
+    assert [sample.pieces[0].text for sample in shown] == ["#7", "#0", "#1"]
+    assert [sample.facts for sample in shown] == ["reward 0, parts form 1"] + [
+        "reward 1, parts form 1"
+    ] * 2
+
+
 def test_runs_stand_side_by_side_with_the_same_axes(run: Path) -> None:
     other = make_run(run.parent, "other", steps=9)
     text = body(report_page([read_run(run), read_run(other)]))
