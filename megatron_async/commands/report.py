@@ -52,6 +52,7 @@ def _phases(summary: RunSummary) -> list[tuple[str, float]]:
         "wait_for_batch": "RL: waiting for rollouts",
         "train": "RL: training",
         "publish": "RL: weight updates",
+        "evaluate": "RL: evaluations",
         "checkpoint": "RL: checkpoints",
     }
     return [(names[key], seconds) for key, seconds in summary.seconds_by_phase.items()]

@@ -117,9 +117,9 @@ def run_sft(
             config.telemetry.progress if first else "off",
         ) as progress:
             while child.exit_code() is None:
-                progress.update({})
+                progress.update(None)
                 time.sleep(_POLL_SECONDS)
-            progress.update({})
+            progress.update(None)
     finally:
         child.stop()
     if child.exit_code() != 0:

@@ -184,7 +184,7 @@ def drive_rollout(
                         _check_trainer_nodes(directory)
                     progress.update(rollout.status())
                     time.sleep(_POLL_SECONDS)
-                progress.update({})
+                progress.update(None)
             return outcome
         except BaseException:
             if session is not None:

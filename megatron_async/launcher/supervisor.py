@@ -80,7 +80,7 @@ class Supervisor:
             while (code := self._trainers.exit_code()) is None:
                 progress.update(rollout.status())
                 time.sleep(_POLL_SECONDS)
-            progress.update({})
+            progress.update(None)
         if code == 0:
             self._directory.take_failure()  # torchrun's next attempt has mended what it reports
             return

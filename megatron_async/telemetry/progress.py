@@ -31,6 +31,7 @@ _REMEMBERED = 8
 """Steps that the time left is estimated from."""
 _COLUMNS = 80
 _SHOWN_WARNINGS = 3
+_ENGINES_START = "engines load the model, trainer ranks start"
 
 
 class Progress:
@@ -49,6 +50,7 @@ class Progress:
         self._began = time.monotonic()
         self._warnings: dict[str, str] = {}
         self._last: dict[str, Any] = {}
+        self._phase = ""
         self._accuracy: float | None = None
         self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
 
@@ -62,8 +64,8 @@ class Progress:
         if self._live is not None:
             self._live.stop()
 
-    def update(self, status: dict[str, Any]) -> None:
-        """Show new steps and the present state of the queues."""
+    def update(self, status: dict[str, Any] | None) -> None:
+        """Show new steps and the present state of the queues; None: nothing generates."""
         if self._silent:
             return
         for line in self._new_lines():
@@ -76,10 +78,13 @@ class Progress:
             else:
                 self._last = line
                 self._seconds.append(line.get("time/step", 0.0))
-        for name, message in status.get("warnings", {}).items():
+        for name, message in (status or {}).get("warnings", {}).items():
             self._warn(name, message)
         if self._live is not None:
             self._live.update(self._panel(status))
+        elif not self._last and (phase := _phase(status) or self._phase) != self._phase:
+            self._phase = phase
+            self._console.print(phase, highlight=False)
 
     def _warn(self, name: str, message: str) -> None:
         """Each name once; metrics.jsonl has every one up to the newest weight update."""
@@ -87,7 +92,7 @@ class Progress:
             self._console.print(f"warning {name}: {message}", highlight=False)
         self._warnings[name] = message
 
-    def _panel(self, status: dict[str, Any]) -> Panel:
+    def _panel(self, status: dict[str, Any] | None) -> Panel:
         line, elapsed = self._last, time.monotonic() - self._began
         done = int(line["step"]) + 1 if line else 0
         rows: list[tuple[str, str]] = [("time", _times(elapsed, self._seconds, self._steps - done))]
@@ -103,7 +108,8 @@ class Progress:
             ]
         elif "train/loss" in line:
             rows.append(("loss", f"{line['train/loss']:.4f}"))
-        rows.append(("now", format_status(status)))
+        if status is not None:
+            rows.append(("now", format_status(status)))
         names = list(self._warnings)
         if names:
             more = (
@@ -187,10 +193,19 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
+def _phase(status: dict[str, Any] | None) -> str:
+    """What a run waits for before its first step."""
+    if status is None:
+        return ""
+    if not status or status["engines_up"] < status["engines"]:
+        return _ENGINES_START
+    return f"engines {status['engines']}/{status['engines']} generate"
+
+
 def format_status(status: dict[str, Any]) -> str:
     """Queues and buffers, one line."""
     if not status:
-        return "engines load the model, trainer ranks start"
+        return _ENGINES_START
     states = status.get("states", {})
     waiting = "".join(f", {count} {name}" for name, count in states.items() if count)
     return (

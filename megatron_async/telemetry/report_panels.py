@@ -273,6 +273,7 @@ _TRAINER_PHASES: Final = (
     ("training", "time/train"),
     ("weight update", "time/publish"),
     ("checkpoint", "time/checkpoint"),
+    ("evaluation", "time/evaluate"),
 )
 _UPDATE_PHASES: Final = (
     ("until engines are ready", "weights/ready_seconds"),

@@ -54,7 +54,7 @@ def summarise(directory: RunDirectory) -> RunSummary:
         lag_max=int(max((line["rollout/lag_max"] for line in train), default=0)),
         ess=weighted(_ESS) if any(_ESS in line for line in train) else None,
         seconds_by_phase={
-            name.removeprefix("time/"): total(name)
-            for name in ("time/wait_for_batch", "time/train", "time/publish", "time/checkpoint")
+            name: total(f"time/{name}")
+            for name in ("wait_for_batch", "train", "publish", "evaluate", "checkpoint")
         },
     )

@@ -28,6 +28,7 @@ _PHASES: Final = (
     ("wait for a batch", "time/wait_for_batch"),
     ("train", "time/train"),
     ("weight update", "time/publish"),
+    ("evaluation", "time/evaluate"),
     ("checkpoint", "time/checkpoint"),
 )
 _SHORTEST_GAP: Final = 0.01

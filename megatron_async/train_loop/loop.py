@@ -77,6 +77,7 @@ class TrainLoop:
         self._unreported: list[Finalised] = []
         self._unevaluated = False
         self._update_seconds: dict[str, float] = {}
+        self._evaluation_seconds = 0.0
 
     def run(self) -> bool:
         """Train until `config.steps` batches are done: True; False when asked to stop before.
@@ -154,7 +155,8 @@ class TrainLoop:
         times = {
             "time/wait_for_batch": waited,
             "time/train": trained,
-            "time/publish": published,
+            "time/publish": published - self._evaluation_seconds,
+            "time/evaluate": self._evaluation_seconds,
             "time/checkpoint": saved,
         }
         times["time/step"] = sum(times.values())
@@ -172,6 +174,7 @@ class TrainLoop:
 
     def _publish_once(self) -> UpdateReport:
         number, began = self._trainer.step, time.monotonic()
+        self._evaluation_seconds = 0.0
         self._parts.memory.hold(Residence.WEIGHTS)
         engines = self._parts.rank_zero.does(lambda: self._link.begin_update(number))
         ready = time.monotonic()
@@ -204,7 +207,9 @@ class TrainLoop:
                 self._parts.metrics.warn(max(0, number - 1), name, message)
             self._write_evaluations(self._parts.metrics, update.evaluations)
         if update.evaluation_due:
+            began = time.monotonic()
             self._evaluate(number)
+            self._evaluation_seconds = time.monotonic() - began
         return update
 
     def _give_memory_back(self) -> None:

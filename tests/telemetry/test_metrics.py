@@ -70,6 +70,24 @@ def test_progress_prints_each_step_once(tmp_path: Path, capsys) -> None:  # type
     assert out.count("queue_underflow") == 1
 
 
+def test_without_a_terminal_the_start_is_shown_as_lines_until_the_first_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, starting = tmp_path / "m.jsonl", "engines load the model, trainer ranks start\n"
+    with Progress(path, 10, "lines") as progress, MetricsWriter(path, lineage=0) as writer:
+        for up in (None, 0, 1, 2, 2):
+            progress.update({} if up is None else {"engines": 2, "engines_up": up})
+        assert capsys.readouterr().out == starting + "engines 2/2 generate\n"
+        writer.write(3, {name: value for name, value in LARGE.items() if name != "kind"})
+        progress.update({"engines": 2, "engines_up": 1})
+        progress.update(None)
+        assert capsys.readouterr().out.count("\n") == 1, "the step alone"
+    with Progress(tmp_path / "none.jsonl", 10, "lines") as progress:
+        progress.update({})
+        progress.update(None)
+    assert capsys.readouterr().out == starting, "a run that ended before its first step"
+
+
 def test_status_line_names_queues_and_buffers() -> None:
     status = {
         "engines": 2,
