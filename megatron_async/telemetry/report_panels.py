@@ -33,6 +33,7 @@ _HEIGHT: Final = 260
 _MARGINS: Final = {"l": 58, "r": 12, "t": 34, "b": 62}
 _CERTAINTY: Final = 1.96  # of a normal distribution, 95 %
 _MOST_LAG: Final = 9
+_FEW_DIGITS, _FEW_POWERS = 3.0, 100.0  # largest over smallest value of a logarithmic axis
 _MOST_LOG_WEIGHT: Final = 20.0  # where log ratios are clamped
 
 Figure: TypeAlias = Any  # plotly has no types
@@ -69,7 +70,7 @@ class Panel:
         if self.draws == "bars":
             figure.update_layout(barmode="stack", bargap=0.1)
         if self.logarithmic:
-            figure.update_yaxes(type="log", exponentformat="power")
+            _logarithmic(figure)
         return styled(figure, self.title, self.unit)
 
     def _trace(self, label: str, points: Sequence[tuple[float, float]], colour: str) -> Any:
@@ -112,7 +113,7 @@ class ImportanceWeights:
         ):
             mode = "lines+markers" if len(x) < 3 else "lines"
             figure.add_trace(go.Scatter(x=x, y=values, name=name, mode=mode, marker_color=colour))
-        figure.update_yaxes(type="log", exponentformat="power")
+        _logarithmic(figure)
         return styled(figure, f"Importance weight of a {self.what}", "weight")
 
 
@@ -135,6 +136,19 @@ def styled(figure: Figure, title: str, unit: str, x_title: str = "step") -> Figu
         title=unit, rangemode="normal" if unit in ("weight", "loss") else "tozero", **grid
     )
     return figure
+
+
+def _logarithmic(figure: Figure) -> None:
+    """Label 1, 2 and 5 of each power of ten, the powers alone where there are many of them.
+
+    Left alone, every digit is labelled, one over the other.
+    """
+    figure.update_yaxes(type="log")
+    drawn = [y for trace in figure.data for y in trace.y if 0 < y < math.inf]
+    if drawn and (span := max(drawn) / min(drawn)) > _FEW_DIGITS:
+        digits = (1, 2, 5) if span < _FEW_POWERS else (1,)
+        ticks = [float(f"{digit}e{power}") for power in range(-12, 12) for digit in digits]
+        figure.update_yaxes(tickvals=ticks, ticktext=[f"{tick:g}" for tick in ticks])
 
 
 def _add_band(figure: Figure, run: RunData, mean: str, spread: str) -> None:

@@ -11,6 +11,7 @@ import subprocess
 from pathlib import Path
 
 import numpy as np
+import plotly.graph_objects as go
 import pytest
 
 from megatron_async.config import build_config
@@ -20,7 +21,7 @@ from megatron_async.tasks.tokenizer import write_character_tokenizer
 from megatron_async.telemetry.metrics import MetricsWriter
 from megatron_async.telemetry.report_data import read_run
 from megatron_async.telemetry.report_page import report_page
-from megatron_async.telemetry.report_panels import ImportanceWeights, interval
+from megatron_async.telemetry.report_panels import ImportanceWeights, _logarithmic, interval
 from megatron_async.trajectory.types import FinishReason, PolicyVersion, Prompt
 
 BROWSER = shutil.which("chromium-headless-shell") or shutil.which("chromium")
@@ -134,6 +135,24 @@ def test_the_band_of_importance_weights_is_their_spread_within_their_extremes(ru
     assert above[1:] == pytest.approx([1.5] * (len(mean.y) - 1)), "the square root of chi2"
     assert below == pytest.approx([0.5] * len(mean.y))
     assert smallest.y == pytest.approx([math.exp(-2)] * len(mean.y)) and largest.y[1] > above[1]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "labels"),
+    [
+        (0.9, 1.2, []),  # left to the library
+        (0.5, 5.0, ["0.5", "1", "2", "5"]),
+        (1.0, 5000.0, ["1", "10", "100", "1000"]),
+    ],
+)
+def test_labels_of_a_logarithmic_axis_leave_each_other_room(
+    low: float, high: float, labels: list[str]
+) -> None:
+    figure = go.Figure(go.Scatter(x=[0, 1], y=[low, high]))
+    _logarithmic(figure)
+    axis = figure.layout.yaxis
+    ticks = zip(axis.tickvals or (), axis.ticktext or (), strict=True)
+    assert [text for value, text in ticks if low <= value <= high] == labels
 
 
 def test_segments_are_coloured_by_policy_version(page: str) -> None:
