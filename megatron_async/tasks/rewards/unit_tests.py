@@ -2,19 +2,21 @@
 
 The proof that the tests ran to their end is a random text on standard input: it is read before the
 program starts and written after the last test, so that neither an early exit nor anything printed
-passes for success. (A program that searches this interpreter's memory for it could cheat; program
-and tests share one interpreter, as they do in HumanEval.)
+passes for success. The tests are read before it too, since it may write over their file. (A program
+that searches this interpreter's memory for the proof could cheat, or one that returns an object
+which equals everything or changes a module that the tests import; program and tests share one
+interpreter, as they do in HumanEval.)
 """
 
 import builtins
 import os
 import sys
+from types import CodeType
 
 
-def _run(path: str, names: dict[str, object]) -> dict[str, object]:
-    with open(path) as file:  # noqa: PTH123 - the program has not run yet; no need for pathlib
-        exec(compile(file.read(), path, "exec"), names)
-    return names
+def _read(path: str) -> CodeType:
+    with open(path) as file:  # noqa: PTH123 - no need for pathlib
+        return compile(file.read(), path, "exec")
 
 
 def main() -> None:
@@ -23,11 +25,13 @@ def main() -> None:
     quiet = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(quiet, descriptor)
-    write, end = os.write, os._exit
-    names = _run("program.py", {"__name__": "program"})
+    write, end, run, own = os.write, os._exit, exec, dict(vars(builtins))
+    program, tests = _read("program.py"), _read("tests.py")
+    names: dict[str, object] = {"__name__": "program"}
+    exec(program, names)
     # What the program calls `abs` or `all` must not be what the tests call so.
-    kept = {n: value for n, value in names.items() if n == entry or not hasattr(builtins, n)}
-    _run("tests.py", {**kept, "__name__": "tests"})
+    kept = {n: value for n, value in names.items() if n == entry or n not in own}
+    run(tests, {**kept, "__name__": "tests", "__builtins__": own})
     write(report, proof.encode())
     end(0)
 

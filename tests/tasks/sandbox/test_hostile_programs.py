@@ -108,6 +108,28 @@ def test_memory_of_many_processes(sandbox: Sandbox) -> None:
     assert run(sandbox, program).exceeded == "memory"
 
 
+def test_memory_that_belongs_to_no_process(sandbox: Sandbox) -> None:
+    """Files in memory and System V's kinds of it; a namespace in which more could be mounted."""
+    program = (
+        "import ctypes, os, platform, threading\n"
+        "libc = ctypes.CDLL(None, use_errno=True)\n"
+        "def ask(name, *arguments):\n"
+        "    got = getattr(libc, name)(*arguments)\n"
+        "    print(name, 'refused' if got == -1 and ctypes.get_errno() == 1 else got)\n"
+        "ask('memfd_create', b'x', 0)\n"
+        "ask('shmget', 0, 1 << 20, 0o1600)\n"
+        "ask('msgget', 0, 0o1600)\n"
+        "ask('unshare', 0x10000000)\n"
+        "clone = {'x86_64': 56, 'aarch64': 220}[platform.machine()]\n"
+        "ask('syscall', clone, 0x10000000 | 17, 0, 0, 0, 0)\n"
+        "thread = threading.Thread(target=print, args=('a thread',))\n"
+        "thread.start(); thread.join()\n"
+    )
+    asked = ("memfd_create", "shmget", "msgget", "unshare", "syscall")
+    wanted = [*(f"{name} refused" for name in asked), "a thread"]
+    assert run(sandbox, program).output.splitlines() == wanted
+
+
 def test_endless_output(sandbox: Sandbox) -> None:
     outcome = run(sandbox, "while True: print('x' * 1000)")
     assert outcome.exceeded == "output" and len(outcome.output) <= 16 << 10
