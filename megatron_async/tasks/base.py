@@ -69,6 +69,16 @@ class Problem:
         return question_key("\x1e".join([*earlier, self.question]))
 
 
+def asked_keys(messages: tuple[Message, ...]) -> set[int]:
+    """Return the keys of what a conversation asks: each question alone, and with all before it."""
+    return {
+        Problem(message["content"], {}, messages=asked).key
+        for number, message in enumerate(messages, start=1)
+        if message["role"] == "user"
+        for asked in ((), messages[:number])
+    }
+
+
 @dataclass(frozen=True)
 class Listed:
     """A problem of a file: its place there, and what a refusal calls it."""

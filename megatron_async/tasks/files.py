@@ -22,7 +22,7 @@ from megatron_async.config.data import DataConfig, FileConfig
 from megatron_async.errors import UserError
 from megatron_async.tasks.base import Listed, Problem, is_heldout_key, stable_hash
 from megatron_async.tasks.kept_index import LEAST_ROWS, Index, KeptIndex
-from megatron_async.tasks.layouts import Columns
+from megatron_async.tasks.layouts import Columns, value_at
 from megatron_async.tasks.rows import open_rows
 
 _MESSAGE_BYTES = 64  # more than a chat template writes around one
@@ -45,7 +45,7 @@ class ProblemFile:
         """Read every row: the places, keys and sizes of those that are problems."""
         places, keys, sizes = array("Q"), array("Q"), array("Q")
         for place, row in enumerate(self._rows):
-            if all(row.get(name) == value for name, value in file.where.items()):
+            if all(value_at(row, name) == value for name, value in file.where.items()):
                 problem = self._columns.problem(row, self._rows.where(place))
                 places.append(place)
                 keys.append(problem.key)

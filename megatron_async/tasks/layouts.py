@@ -127,8 +127,8 @@ class Columns:
 
     def _answer(self, row: Mapping[str, Any], where: str) -> tuple[str, str]:
         for name in self.answer:
-            if _at(row, name) is not _MISSING:
-                return name, _text(_at(row, name), name, where)
+            if value_at(row, name) is not _MISSING:
+                return name, _text(value_at(row, name), name, where)
         if not self.solution:
             self._first(row, self.answer, where)
         name, solution = self._first(row, self.solution, where)
@@ -153,13 +153,13 @@ class Columns:
     @staticmethod
     def _first(row: Mapping[str, Any], names: Sequence[str], where: str) -> tuple[str, Any]:
         for name in names:
-            value = _at(row, name)
+            value = value_at(row, name)
             if value is not _MISSING:
                 return name, value
         wanted = " or ".join(f"`{name}`" for name in names)
         raise UserError(
             f"{where}: there is no column {wanted} among {shown(sorted(row))}; "
-            "set task.columns or task.layout"
+            "set `columns` or `layout` beside its path"
         )
 
 
@@ -182,8 +182,8 @@ def _fields(metadata: Mapping[str, Any]) -> dict[str, str]:
     return fields
 
 
-def _at(row: Mapping[str, Any], name: str) -> Any:
-    """The value at a name, or at a path with dots."""
+def value_at(row: Mapping[str, Any], name: str) -> Any:
+    """The value at a name, or at a path with dots; a value that equals nothing where none is."""
     if name in row:
         return row[name]
     value: Any = row

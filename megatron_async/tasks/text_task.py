@@ -20,8 +20,8 @@ from megatron_async.tasks.base import (
     Problem,
     ProblemSource,
     WorkedExample,
+    asked_keys,
     is_heldout_key,
-    question_key,
 )
 from megatron_async.tasks.chat import chat_template
 from megatron_async.tasks.files import ProblemFile
@@ -146,8 +146,7 @@ class TextTask:
             where = rows.where(index)
             if "messages" in row and columns.response not in row:
                 messages = chat_messages(row["messages"], f"{where}, column 'messages'")
-                asked = (m["content"] for m in messages if m["role"] == "user")
-                keys = {question_key(text) for text in asked}
+                keys = asked_keys(messages)
             else:
                 messages = ()
                 problem, response = columns.example(row, where)

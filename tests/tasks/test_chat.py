@@ -163,3 +163,21 @@ def test_held_out_questions_are_not_learned(tmp_path: Path) -> None:
     assert 240 < len(examples) < 360
     prompts = {TOKENIZER.decode(e.prompt_ids.tolist()) for e in examples}
     assert len(prompts) == len(examples) / 2  # both forms of a question are on the same side
+
+
+def test_a_held_out_conversation_is_not_learned_in_another_form(tmp_path: Path) -> None:
+    """As messages it asks two questions: what is left is on the training side in both."""
+    task = task_of(tmp_path, heldout=0.25)
+    talks = [[{"role": "user", "content": f"{i}+{i}"}, *TALK[1:]] for i in range(200)]
+    forms = [
+        [{"prompt": talk[:3], "response": talk[3]["content"]} for talk in talks],
+        [{"messages": talk} for talk in talks],
+    ]
+    texts = []
+    for rows in forms:
+        (tmp_path / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        examples = task.worked_examples(200, FileConfig(path=str(tmp_path / "sft.jsonl")))
+        ids = [np.concatenate([e.prompt_ids, e.response_ids]) for e in examples]
+        texts.append({TOKENIZER.decode(one.tolist()) for one in ids})
+    assert 60 < len(texts[1]) < len(texts[0]) < 180
+    assert texts[1] <= texts[0]

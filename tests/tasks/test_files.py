@@ -175,8 +175,12 @@ def test_a_split_is_chosen_by_name(tmp_path: Path) -> None:
 
 def test_rows_are_chosen_by_the_values_of_columns(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "sums.jsonl", SUMS)
-    file = ProblemFile(FileConfig(path=str(path), where={"level": 2}), "task.path")
-    assert {file[i].payload["metadata"]["level"] for i in range(len(file))} == {2}
+    nested = write_jsonl(
+        tmp_path / "nested.jsonl", [{**row, "of": {"level": row["level"]}} for row in SUMS]
+    )
+    for place, name in ((path, "level"), (nested, "of.level")):
+        file = ProblemFile(FileConfig(path=str(place), where={name: 2}), "task.path")
+        assert {file[i].payload["metadata"]["level"] for i in range(len(file))} == {2}
     with pytest.raises(UserError, match=r"no row with \{'level': 7\}"):
         ProblemFile(FileConfig(path=str(path), where={"level": 7}), "task.path")
 
