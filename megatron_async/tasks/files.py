@@ -144,7 +144,7 @@ class FileProblems:
             f"{len(epochs.kept):,} of {len(epochs.file):,} rows of {epochs.file.what}"
             for epochs in self._epochs
         ]
-        return f"{', '.join(parts)} to train on, {len(self._heldout):,} held out"
+        return f"{', '.join(parts)} to train on, {len(self._heldout):,} different ones held out"
 
     def _training(self, number: int, share: float, excluded: Collection[int]) -> _Epochs:
         file = self._files[number]

@@ -77,7 +77,7 @@ def test_messages_are_put_as_they_are_and_a_system_message_of_theirs_stays(tmp_p
 
 def test_what_the_template_made_of_the_first_prompt_is_shown(tmp_path: Path) -> None:
     summary = task_of(tmp_path).summary()
-    assert "1 of 1 rows of task.path" in summary and "0 held out" in summary
+    assert "1 of 1 rows of task.path" in summary and "0 different ones held out" in summary
     assert "first prompt, 22 tokens (chat template):\n<user>1+1<eos>\n<assistant>" in summary
 
 
