@@ -252,6 +252,7 @@ def convert(
         Path | None,
         typer.Option(help="megatron-to-hf: directory of config and tokenizer; default: the run's."),
     ] = None,
+    family: Annotated[str, typer.Option(help="model.family of a model of your own family.")] = "",
     shard_gb: Annotated[
         float, typer.Option(help="megatron-to-hf: largest output file, in gigabytes.")
     ] = 5.0,
@@ -260,14 +261,16 @@ def convert(
     from megatron_async.checkpoint.convert import hf_to_megatron, megatron_to_hf
 
     if direction == "hf-to-megatron":
-        hf_to_megatron(src, dst, tensor=tp, pipeline=pp, dtype=dtype, show_progress=True)
+        hf_to_megatron(
+            src, dst, tensor=tp, pipeline=pp, dtype=dtype, family=family, show_progress=True
+        )
         typer.echo(f"checkpoint in {dst}; a run starts from it with model.checkpoint={dst}")
     elif direction == "megatron-to-hf":
         if shard_gb <= 0:
             raise UserError(f"--shard-gb is {shard_gb}; it must be positive")
         found = megatron_to_hf(
             src, dst, model=model, dtype=dtype, max_shard_bytes=int(shard_gb * 1e9),
-            show_progress=True,
+            family=family, show_progress=True,
         )  # fmt: skip
         typer.echo(f"{found.path} is now in {dst}")
     else:

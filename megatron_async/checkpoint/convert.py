@@ -87,15 +87,17 @@ def hf_to_megatron(
     tensor: int = 1,
     pipeline: int = 1,
     dtype: str | None = None,
+    family: str = "",
     show_progress: bool = False,
 ) -> Checkpoint:
     """Weights of a Hugging Face directory as a checkpoint cut for `tensor` x `pipeline` ranks.
 
-    It loads at every other layout too; at this one each rank reads a file of its own. Raises
-    UserError for a missing or unfitting source, an impossible layout, an existing destination.
+    It loads at every other layout too; at this one each rank reads a file of its own. `family`
+    as `model.family`. Raises UserError for a missing or unfitting source, an impossible layout, an
+    existing destination.
     """
     source, destination, cast = Path(source), Path(destination), parse_dtype(dtype)
-    architecture = read_architecture(source)
+    architecture = read_architecture(source, family)
     _check_sizes(architecture, tensor, pipeline)
     _refuse_existing(destination)
     with SafetensorsDirectory(source, max_open=_OPEN_FILES) as directory:
@@ -190,6 +192,7 @@ def megatron_to_hf(
     model: Path | str | None = None,
     dtype: str | None = None,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    family: str = "",
     show_progress: bool = False,
 ) -> Checkpoint:
     """The weights of a checkpoint as a Hugging Face directory; returns which checkpoint it was.
@@ -197,12 +200,12 @@ def megatron_to_hf(
     `source` is a checkpoint directory, or a run directory (its newest intact checkpoint). `model`
     gives config and tokenizer; by default the model that the run or the conversion began with.
     Without `dtype` a run's weights have the precision of config.json, as at the end of a run, and
-    converted weights keep theirs. Raises UserError.
+    converted weights keep theirs. `family` as `model.family`. Raises UserError.
     """
     destination, cast = Path(destination), parse_dtype(dtype)
     checkpoint = _find_checkpoint(Path(source))
     hf_files = _hf_files_of(checkpoint, model)
-    architecture = read_architecture(hf_files)
+    architecture = read_architecture(hf_files, family)
     _refuse_existing(destination)
     if cast is None and not checkpoint.manifest.trainer.get(CONVERTED):
         cast = checkpoint_dtype(architecture)

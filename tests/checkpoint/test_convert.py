@@ -68,6 +68,15 @@ def test_there_and_back_is_bit_exact(
     )
 
 
+def test_a_family_of_the_users_own_converts_there_and_back(tmp_path: Path) -> None:
+    save_hf_model("mistral", tmp_path / "model")
+    example = Path(__file__).parents[2] / "examples" / "own_family" / "mistral.py"
+    family = f"{example}:FAMILY"
+    hf_to_megatron(tmp_path / "model", tmp_path / "megatron", tensor=2, family=family)
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "hf", family=family)
+    assert_same(tensors_of(tmp_path / "hf"), tensors_of(tmp_path / "model"))
+
+
 def start_and_save(models: Path, root: Path, layout: str) -> list[str]:
     """On every rank: a trainer that starts from converted weights saves; the saves' places."""
     for case in FAMILIES:
