@@ -80,7 +80,8 @@ def settings_page() -> str:
 
 
 def _code(text: str) -> str:
-    return f"`{text}`".replace("|", "\\|").replace("\n", "\\n") if text else ""
+    """`text` as code; the table extension takes no `|` in code for the end of a cell."""
+    return f"`{text}`".replace("\n", "\\n") if text else ""
 
 
 def _one_line(text: str) -> str:

@@ -102,7 +102,10 @@ class DataConfig(FileConfig):
         description="Procedural tasks, or rows of files (the default where `path` or `sources` is "
         "set; formerly `jsonl`).",
     )
-    name: str = Field("chain_sum", description="reasoning-gym task; of files the answer checker.")
+    name: str = Field(
+        "chain_sum",
+        description="reasoning-gym task; of files without `reward` the checker: exact, math.",
+    )
     sources: list[SourceConfig] = Field(
         default_factory=list, description="Several files with weights, in place of `path`."
     )

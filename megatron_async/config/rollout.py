@@ -24,7 +24,7 @@ class TaskConfig(DataConfig):
     answer_marker: str = Field(
         "",
         description="The answer is what follows its last occurrence; empty: the last "
-        "<answer>...</answer>, else the last \\boxed{...}, else the whole text.",
+        "<answer>...</answer>, else the last \\boxed{...}, else the text after </think>.",
     )
     full_score_only: bool = Field(
         True, description="Reward 1 for the scorer's full score, else 0; false: its own score."
