@@ -109,11 +109,11 @@ class Columns:
         name, prompt = self._first(row, self.prompt, where)
         messages = _messages(prompt, f"{where}, column {name!r}") if _is_list(prompt) else ()
         question = messages[-1]["content"] if messages else _text(prompt, name, where)
-        used = {name.partition(".")[0], self.priority}
+        used = {name, self.priority}  # a mapping of which a part is used stays whole
         answer = ""
         if answered and (self.answer or self.solution):
             name, answer = self._answer(row, where)
-            used.add(name.partition(".")[0])
+            used.add(name)
         metadata = {key: value for key, value in row.items() if key not in used}
         payload = row_payload(question, answer, metadata)
         priority = self._priority(row, where)

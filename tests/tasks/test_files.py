@@ -263,13 +263,14 @@ def test_what_a_reward_of_code_or_proofs_needs_is_metadata(tmp_path: Path) -> No
 
 
 def test_columns_may_be_called_otherwise(tmp_path: Path) -> None:
-    row = {"q": "1+1", "gold": {"value": 2}, "p": 5}
+    row = {"q": "1+1", "gold": {"value": 2, "level": 3}, "p": 5}
     path = write_jsonl(tmp_path / "own.jsonl", [row])
     columns = {"prompt": "q", "answer": "gold.value", "priority": "p"}
     problem = FileProblems(config(path, columns=columns, heldout_share=0)).train(0)
     assert (problem.question, problem.payload["answer"], problem.priority) == ("1+1", "2", 5)
+    assert problem.payload["metadata"] == {"gold": row["gold"]}, "a reward may need the rest of it"
     free = FileProblems(config(path, columns={**columns, "answer": ""}, heldout_share=0)).train(0)
-    assert free.payload == {"question": "1+1", "answer": "", "metadata": {"gold": {"value": 2}}}
+    assert free.payload == {"question": "1+1", "answer": "", "metadata": {"gold": row["gold"]}}
 
 
 def asked(role: str, content: Any) -> dict[str, Any]:
