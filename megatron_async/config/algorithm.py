@@ -93,32 +93,25 @@ class RolloutCorrectionConfig(Settings):
     both come from pi_theta / pi_rollout at each minibatch.
     """
 
-    preset: CorrectionPreset | None = Field(None, description="Named defaults of this section.")
-    rollout_is: Literal["token", "sequence"] | None = Field(
-        None,
-        description="Level of the importance weights; none = no weights. In bypass mode it is the "
-        "weight of loss `reinforce` (in place of loss.weight) and only a metric of others.",
-    )
-    rollout_is_threshold: float | str = Field(
-        2.0, description="A number truncates above; `lo_hi` sets weights outside to 0 (IcePop)."
-    )
-    rollout_is_batch_normalize: bool = Field(
-        False, description="Divide truncated weights by their global mean."
-    )
-    rollout_rs: str | None = Field(
-        None,
-        description="Rejection: comma-separated token_k1/k2/k3, seq_sum_k1/k2/k3, seq_mean_k1/k2/k3"
-        ", seq_max_k2/k3 (`sequence` = seq_sum_k1, `geometric` = seq_mean_k1); all must pass.",
-    )
-    rollout_rs_threshold: float | str | None = Field(
-        None,
-        description="One threshold for all options or one each, comma-separated. k1: `lo_hi`, or a "
-        "number u for 1/u_u, bounds of exp(k1) = pi_rollout / pi_train; k2, k3: an upper bound.",
-    )
-    bypass_mode: bool = Field(False, description="pi_old := pi_rollout.")
-    loss_type: Literal["ppo_clip", "reinforce"] | None = Field(
-        None, description="Bypass mode: the loss this correction is meant for; none = any."
-    )
+    preset: CorrectionPreset | None = None
+    """Named defaults of this section."""
+    rollout_is: Literal["token", "sequence"] | None = None
+    """Level of the importance weights; none = no weights. In bypass mode it is the weight of loss
+    `reinforce` (in place of loss.weight) and only a metric of others."""
+    rollout_is_threshold: float | str = 2.0
+    """A number truncates above; `lo_hi` sets weights outside to 0 (IcePop)."""
+    rollout_is_batch_normalize: bool = False
+    """Divide truncated weights by their global mean."""
+    rollout_rs: str | None = None
+    """Rejection: comma-separated token_k1/k2/k3, seq_sum_k1/k2/k3, seq_mean_k1/k2/k3, seq_max_k2/k3
+    (`sequence` = seq_sum_k1, `geometric` = seq_mean_k1); all must pass."""
+    rollout_rs_threshold: float | str | None = None
+    """One threshold for all options or one each, comma-separated. k1: `lo_hi`, or a number u for
+    1/u_u, bounds of exp(k1) = pi_rollout / pi_train; k2, k3: an upper bound."""
+    bypass_mode: bool = False
+    """pi_old := pi_rollout."""
+    loss_type: Literal["ppo_clip", "reinforce"] | None = None
+    """Bypass mode: the loss this correction is meant for; none = any."""
 
     @model_validator(mode="before")
     @classmethod
@@ -141,13 +134,12 @@ class RolloutCorrectionConfig(Settings):
 class AdvantageConfig(Settings):
     """Settings of the step from rewards to advantages."""
 
-    estimator: EstimatorName = Field(
-        "grpo",
-        description="grpo: (R - group mean) / group std; dr_grpo: without std; rloo: leave-one-out "
-        "mean; reinforce_pp: whitened over the batch; pg: R - batch mean; rapid: importance-"
-        "weighted group baseline under the current policy; none: 1 (SFT).",
-    )
-    std_epsilon: float = Field(1e-6, gt=0, description="Added to the group's std.")
+    estimator: EstimatorName = "grpo"
+    """grpo: (R - group mean) / group std; dr_grpo: without std; rloo: leave-one-out mean;
+    reinforce_pp: whitened over the batch; pg: R - batch mean; rapid: importance-weighted group
+    baseline under the current policy; none: 1 (SFT)."""
+    std_epsilon: float = Field(1e-6, gt=0)
+    """Added to the group's std."""
 
 
 class LossSettings(Settings):
@@ -158,30 +150,27 @@ class LossSettings(Settings):
         description=f"One of {', '.join(LOSSES)}, or a function of your own: package.module:name, "
         "or file.py:name beside the YAML file (`loss: NAME` stands for `loss: {name: NAME}`).",
     )
-    arguments: dict[str, Any] = Field(
-        default_factory=dict, description="Keyword arguments of a function of your own."
-    )
-    aggregation: AggregationName = Field("token_mean", description="How tokens are averaged.")
-    fixed_normalizer: float = Field(
-        1.0, gt=0, description="Divisor of seq_mean_token_sum_norm, e.g. the longest response."
-    )
-    clip_low: float = Field(0.2, ge=0, lt=1, description="Ratio clipped below 1 - clip_low.")
-    clip_high: float = Field(0.2, ge=0, description="Ratio clipped above 1 + clip_high.")
-    dual_clip: float | None = Field(
-        None, gt=1, description="ppo_clip: bound of the ratio for negative advantages; none = off."
-    )
-    weight: Literal["none", "token", "sequence"] = Field(
-        "none", description="reinforce: level of the detached ratio pi_theta / pi_old."
-    )
-    weight_threshold: float | str | None = Field(
-        None, description="reinforce: a number truncates above; `lo_hi` is IcePop; none = neither."
-    )
-    aipo_delta: float = Field(8.0, gt=0, description="aipo: upper bound of the ratio.")
-    aipo_form: Literal["objective", "coefficient"] = Field(
-        "objective",
-        description="`objective`: a clipped token has no gradient; `coefficient`: the clipped "
-        "ratio is a detached weight.",
-    )
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of a function of your own."""
+    aggregation: AggregationName = "token_mean"
+    """How tokens are averaged."""
+    fixed_normalizer: float = Field(1.0, gt=0)
+    """Divisor of seq_mean_token_sum_norm, e.g. the longest response."""
+    clip_low: float = Field(0.2, ge=0, lt=1)
+    """Ratio clipped below 1 - clip_low."""
+    clip_high: float = Field(0.2, ge=0)
+    """Ratio clipped above 1 + clip_high."""
+    dual_clip: float | None = Field(None, gt=1)
+    """ppo_clip: bound of the ratio for negative advantages; none = off."""
+    weight: Literal["none", "token", "sequence"] = "none"
+    """reinforce: level of the detached ratio pi_theta / pi_old."""
+    weight_threshold: float | str | None = None
+    """reinforce: a number truncates above; `lo_hi` is IcePop; none = neither."""
+    aipo_delta: float = Field(8.0, gt=0)
+    """aipo: upper bound of the ratio."""
+    aipo_form: Literal["objective", "coefficient"] = "objective"
+    """`objective`: a clipped token has no gradient; `coefficient`: the clipped ratio is a detached
+    weight."""
 
     @field_validator("name")
     @classmethod
@@ -208,28 +197,25 @@ class LossSettings(Settings):
 class RapidConfig(Settings):
     """RAPID's importance-weighted group policy gradient."""
 
-    eta: float = Field(2.0, gt=0, description="Upper bound of a generation's weight.")
-    clip_policy_weight: bool = Field(
-        True, description="Bound the weight in the gradient too, not only in the baseline."
-    )
-    leave_one_out: bool = Field(
-        False, description="Baseline over the other generations, divided by N - 1."
-    )
+    eta: float = Field(2.0, gt=0)
+    """Upper bound of a generation's weight."""
+    clip_policy_weight: bool = True
+    """Bound the weight in the gradient too, not only in the baseline."""
+    leave_one_out: bool = False
+    """Baseline over the other generations, divided by N - 1."""
 
 
 class KLConfig(Settings):
     """Distance to a frozen reference policy."""
 
-    reward_coef: float = Field(
-        0.0, ge=0, description="Reward minus this times sum_t (log pi_old - log pi_ref) (k1)."
-    )
-    loss_coef: float = Field(0.0, ge=0, description="Weight of the KL term in the loss; 0 = none.")
-    loss_estimator: Literal["k1", "k2", "k3"] = Field(
-        "k3", description="k2 or k3, both importance-weighted; k1 is refused."
-    )
-    weight_threshold: float = Field(
-        2.0, gt=0, description="Upper bound of the importance weight of the KL term."
-    )
+    reward_coef: float = Field(0.0, ge=0)
+    """Reward minus this times sum_t (log pi_old - log pi_ref) (k1)."""
+    loss_coef: float = Field(0.0, ge=0)
+    """Weight of the KL term in the loss; 0 = none."""
+    loss_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """k2 or k3, both importance-weighted; k1 is refused."""
+    weight_threshold: float = Field(2.0, gt=0)
+    """Upper bound of the importance weight of the KL term."""
 
     @field_validator("loss_estimator")
     @classmethod
@@ -245,31 +231,35 @@ class KLConfig(Settings):
 class OverlongConfig(Settings):
     """DAPO's soft punishment of responses near the length limit."""
 
-    buffer_share: float = Field(
-        0.0, ge=0, le=1, description="Share of the limit over which it grows (DAPO 0.2); 0 = off."
-    )
-    max_length: int | None = Field(
-        None, ge=1, description="Limit in tokens; none = sampling.max_new_tokens."
-    )
-    penalty: float = Field(1.0, ge=0, description="Reward taken away at the limit.")
+    buffer_share: float = Field(0.0, ge=0, le=1)
+    """Share of the limit over which it grows (DAPO 0.2); 0 = off."""
+    max_length: int | None = Field(None, ge=1)
+    """Limit in tokens; none = sampling.max_new_tokens."""
+    penalty: float = Field(1.0, ge=0)
+    """Reward taken away at the limit."""
 
 
 class AlgorithmConfig(Settings):
     """Definition of the gradient: a recipe's defaults, each of which may be set by hand."""
 
-    recipe: RecipeName = Field("copris", description="Named set of defaults.")
-    epochs: int = Field(
-        1, ge=1, description="Passes over a batch, each of schedule.updates_per_batch updates."
-    )
-    advantage: AdvantageConfig = Field(default_factory=AdvantageConfig, description="Advantages.")
-    loss: LossSettings = Field(default_factory=LossSettings, description="Surrogate loss.")
-    correction: RolloutCorrectionConfig = Field(
-        default_factory=RolloutCorrectionConfig, description="Rollout correction."
-    )
-    rapid: RapidConfig = Field(default_factory=RapidConfig, description="RAPID.")
-    kl: KLConfig = Field(default_factory=KLConfig, description="KL to the reference policy.")
-    entropy_coef: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
-    overlong: OverlongConfig = Field(default_factory=OverlongConfig, description="Length shaping.")
+    recipe: RecipeName = "copris"
+    """Named set of defaults."""
+    epochs: int = Field(1, ge=1)
+    """Passes over a batch, each of schedule.updates_per_batch updates."""
+    advantage: AdvantageConfig = AdvantageConfig()
+    """Advantages."""
+    loss: LossSettings = LossSettings()
+    """Surrogate loss."""
+    correction: RolloutCorrectionConfig = RolloutCorrectionConfig()
+    """Rollout correction."""
+    rapid: RapidConfig = RapidConfig()
+    """RAPID."""
+    kl: KLConfig = KLConfig()
+    """KL to the reference policy."""
+    entropy_coef: float = Field(0.0, ge=0)
+    """Weight of the entropy bonus."""
+    overlong: OverlongConfig = OverlongConfig()
+    """Length shaping."""
 
     @model_validator(mode="after")
     def _combinations(self) -> Self:

@@ -8,9 +8,14 @@ from pydantic import BaseModel, ConfigDict
 class Settings(BaseModel):
     """A frozen group of settings; a misspelt key is an error, not a silent default.
 
-    No number is infinite or NaN: comparisons with it would hold, or fail, without a word.
+    The docstring below a setting is its description. No number is infinite or NaN: comparisons
+    with it would hold, or fail, without a word.
     """
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
+        extra="forbid",
+        frozen=True,
+        validate_default=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
     )

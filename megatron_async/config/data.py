@@ -19,38 +19,31 @@ class ColumnsConfig(Settings):
     What is not set here is the layout's.
     """
 
-    prompt: str | None = Field(None, description="A text, or a list of chat messages.")
-    answer: str | None = Field(
-        None, description='The reference answer; "": rows have none, and the reward needs none.'
-    )
-    response: str | None = Field(None, description="sft: the text to learn.")
-    priority: str | None = Field(
-        None, description="Whole numbers, higher first (docs/schedules.md); 0 where it is missing."
-    )
+    prompt: str | None = None
+    """A text, or a list of chat messages."""
+    answer: str | None = None
+    """The reference answer; "": rows have none, and the reward needs none."""
+    response: str | None = None
+    """sft: the text to learn."""
+    priority: str | None = None
+    """Whole numbers, higher first (docs/schedules.md); 0 where it is missing."""
 
 
 class FileConfig(Settings):
     """Rows on disk and what their columns are."""
 
-    path: str = Field(
-        "",
-        description="A JSONL or Parquet file, a directory of them, or a directory that Hugging "
-        "Face `datasets` saved.",
-    )
-    split: str = Field(
-        "", description="Of a directory: the split to read; needed where it has several."
-    )
-    layout: LAYOUTS = Field(
-        "rows",
-        description="Columns of a published data set; `rows`: `prompt`, `answer`, `response` and "
-        "`priority` (docs/data.md).",
-    )
-    columns: ColumnsConfig = Field(
-        default_factory=ColumnsConfig, description="Columns that are called otherwise."
-    )
-    where: dict[str, str | int | bool] = Field(
-        default_factory=dict, description="Only rows whose columns have these values."
-    )
+    path: str = ""
+    """A JSONL or Parquet file, a directory of them, or a directory that Hugging Face `datasets`
+    saved."""
+    split: str = ""
+    """Of a directory: the split to read; needed where it has several."""
+    layout: LAYOUTS = "rows"
+    """Columns of a published data set; `rows`: `prompt`, `answer`, `response` and `priority`
+    (docs/data.md)."""
+    columns: ColumnsConfig = ColumnsConfig()
+    """Columns that are called otherwise."""
+    where: dict[str, str | int | bool] = Field(default_factory=dict)
+    """Only rows whose columns have these values."""
 
 
 File = TypeVar("File", bound=FileConfig)
@@ -59,30 +52,29 @@ File = TypeVar("File", bound=FileConfig)
 class SourceConfig(FileConfig):
     """A training file among several."""
 
-    weight: float = Field(1.0, gt=0, description="Its share of the prompts is weight / their sum.")
+    weight: float = Field(1.0, gt=0)
+    """Its share of the prompts is weight / their sum."""
 
 
 class PoolConfig(Settings):
     """Prompts that are answered right about as often."""
 
-    up_to: float = Field(..., ge=0, le=1, description="Highest pass rate; the next pool is above.")
-    share: float = Field(
-        ..., ge=0, le=1, description="Share of their turns in which these prompts are asked."
-    )
+    up_to: float = Field(..., ge=0, le=1)
+    """Highest pass rate; the next pool is above."""
+    share: float = Field(..., ge=0, le=1)
+    """Share of their turns in which these prompts are asked."""
 
 
 class DifficultyConfig(Settings):
     """Prompts asked less often, or no more, by how often they were answered right."""
 
-    pools: list[PoolConfig] = Field(
-        default_factory=list,
-        description="By ascending pass rate; empty: every prompt in each of its turns. `share: 0` "
-        "up to 0 drops what was never solved, at 1 what always is.",
-    )
-    min_attempts: int = Field(
-        16, ge=1, description="Scored responses before a prompt belongs to a pool."
-    )
-    solved_at: float = Field(1.0, description="Reward from which on a response counts as right.")
+    pools: list[PoolConfig] = Field(default_factory=list)
+    """By ascending pass rate; empty: every prompt in each of its turns. `share: 0` up to 0 drops
+    what was never solved, at 1 what always is."""
+    min_attempts: int = Field(16, ge=1)
+    """Scored responses before a prompt belongs to a pool."""
+    solved_at: float = 1.0
+    """Reward from which on a response counts as right."""
 
     @model_validator(mode="after")
     def _ascending(self) -> Self:
@@ -97,64 +89,45 @@ class DifficultyConfig(Settings):
 class DataConfig(FileConfig):
     """Sources of prompts: the part of `task` that ends where a response begins."""
 
-    kind: Literal["reasoning_gym", "files"] = Field(
-        "reasoning_gym",
-        description="Procedural tasks, or rows of files (the default where `path` or `sources` is "
-        "set; formerly `jsonl`).",
-    )
-    name: str = Field(
-        "chain_sum",
-        description="reasoning-gym task; of files without `reward` the checker: exact, math.",
-    )
-    sources: list[SourceConfig] = Field(
-        default_factory=list, description="Several files with weights, in place of `path`."
-    )
-    params: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Arguments of the task; `mixture`: a list of such arguments, each with a "
-        "`weight`, from which every problem draws one.",
-    )
-    prompt_template: str = Field(
-        "",
-        description="Prompt; it may name `question` and every column or metadata that is a text "
-        "or a number. Empty: the layout's, else {question}.",
-    )
-    system_prompt: str = Field(
-        "", description="System message of a chat prompt that brings none of its own."
-    )
-    long_prompts: Literal["refuse", "drop"] = Field(
-        "refuse",
-        description="A prompt of a file that no engine can take: the run does not start, or the "
-        "prompt is dropped when its turn comes, as `refused` (in an evaluation: counted as wrong).",
-    )
-    filter_overlong: bool = Field(
-        False, description="Leave such prompts out before the run starts; their number is shown."
-    )
-    remove_spaces: bool = Field(False, description="Prompts without blanks, for character models.")
-    chat_template: Literal["auto", "never"] = Field(
-        "auto", description="`auto`: the tokenizer's chat template, when it has one."
-    )
-    chat_template_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="Arguments of the chat template, as `enable_thinking`."
-    )
-    heldout_share: float = Field(
-        0.1,
-        ge=0,
-        lt=1,
-        description="Share of problems (by hash of their text) kept for eval; 0 where eval.path or "
-        "eval.sets bring their own. What those hold is never trained on.",
-    )
-    difficulty: DifficultyConfig = Field(
-        default_factory=DifficultyConfig, description="Sampling by pass rate."
-    )
-    direct_share: float = Field(
-        0.0, ge=0, le=1, description="Worked answers that state only the result, as a share."
-    )
-    terse_share: float = Field(
-        0.0, ge=0, le=1, description="Worked answers that note only running results, as a share."
-    )
-    train_seed: int = Field(1, description="Seed of the training problems.")
-    eval_seed: int = Field(1_000_003, description="Seed of the held-out problems.")
+    kind: Literal["reasoning_gym", "files"] = "reasoning_gym"
+    """Procedural tasks, or rows of files (the default where `path` or `sources` is set; formerly
+    `jsonl`)."""
+    name: str = "chain_sum"
+    """reasoning-gym task; of files without `reward` the checker: exact, math."""
+    sources: list[SourceConfig] = Field(default_factory=list)
+    """Several files with weights, in place of `path`."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the task; `mixture`: a list of such arguments, each with a `weight`, from which
+    every problem draws one."""
+    prompt_template: str = ""
+    """Prompt; it may name `question` and every column or metadata that is a text or a number.
+    Empty: the layout's, else {question}."""
+    system_prompt: str = ""
+    """System message of a chat prompt that brings none of its own."""
+    long_prompts: Literal["refuse", "drop"] = "refuse"
+    """A prompt of a file that no engine can take: the run does not start, or the prompt is dropped
+    when its turn comes, as `refused` (in an evaluation: counted as wrong)."""
+    filter_overlong: bool = False
+    """Leave such prompts out before the run starts; their number is shown."""
+    remove_spaces: bool = False
+    """Prompts without blanks, for character models."""
+    chat_template: Literal["auto", "never"] = "auto"
+    """`auto`: the tokenizer's chat template, when it has one."""
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the chat template, as `enable_thinking`."""
+    heldout_share: float = Field(0.1, ge=0, lt=1)
+    """Share of problems (by hash of their text) kept for eval; 0 where eval.path or eval.sets bring
+    their own. What those hold is never trained on."""
+    difficulty: DifficultyConfig = DifficultyConfig()
+    """Sampling by pass rate."""
+    direct_share: float = Field(0.0, ge=0, le=1)
+    """Worked answers that state only the result, as a share."""
+    terse_share: float = Field(0.0, ge=0, le=1)
+    """Worked answers that note only running results, as a share."""
+    train_seed: int = 1
+    """Seed of the training problems."""
+    eval_seed: int = 1_000_003
+    """Seed of the held-out problems."""
 
     @model_validator(mode="before")
     @classmethod

@@ -35,12 +35,18 @@ class EvalSet:
 class EvalSetConfig(FileConfig):
     """An evaluation set: a file and, where they differ from `eval`'s, its settings."""
 
-    prompts: int = Field(0, ge=0, description="Problems, drawn by task.eval_seed; 0 = all.")
-    samples: int | None = Field(None, ge=1, description="Answers per problem.")
-    temperature: float | None = Field(None, description="0 = greedy; else 0.01 to 100.")
-    top_p: float | None = Field(None, gt=0, le=1, description="Nucleus.")
-    top_k: int | None = Field(None, description="Top-k; -1 = off.")
-    max_new_tokens: int | None = Field(None, ge=1, description="Longest response.")
+    prompts: int = Field(0, ge=0)
+    """Problems, drawn by task.eval_seed; 0 = all."""
+    samples: int | None = Field(None, ge=1)
+    """Answers per problem."""
+    temperature: float | None = None
+    """0 = greedy; else 0.01 to 100."""
+    top_p: float | None = Field(None, gt=0, le=1)
+    """Nucleus."""
+    top_k: int | None = None
+    """Top-k; -1 = off."""
+    max_new_tokens: int | None = Field(None, ge=1)
+    """Longest response."""
 
     @model_validator(mode="after")
     def _file(self) -> Self:
@@ -52,40 +58,35 @@ class EvalSetConfig(FileConfig):
 class EvalConfig(FileConfig):
     """Evaluation on problems that training never sees; `path`: a file of one's own for it."""
 
-    prompts: int = Field(256, ge=0, description="Held-out problems; 0 = all that a file holds.")
-    temperature: float = Field(0.0, description="0 = greedy; else 0.01 to 100.")
-    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus.")
-    top_k: int = Field(-1, description="Top-k; -1 = off.")
-    max_new_tokens: int = Field(
-        0, ge=0, description="Longest response; 0 = sampling.max_new_tokens."
-    )
-    samples: int = Field(
-        1, ge=1, description="Answers per problem: accuracy is their mean; pass@k and maj@k."
-    )
-    solved_at: float = Field(1.0, description="Reward from which on a response counts as right.")
-    sets: dict[str, EvalSetConfig] = Field(
-        default_factory=dict, description="More sets, by the names that their metrics get."
-    )
-    every_steps: int = Field(0, ge=0, description="Also during training; 0 = only at its ends.")
-    exact: bool | None = Field(
-        None,
-        description="Whether training waits for evaluations on the way, so that each measures one "
-        "version; false: they run beside it, and responses under way go on with newer weights. "
-        "none = true where the schedule drains its requests or engines are colocated. At both ends "
-        "of a run training waits.",
-    )
-    slots: int = Field(
-        16, ge=1, description="Requests on each engine at once of an evaluation beside training."
-    )
-    save_samples: int = Field(
-        32, ge=0, description="Problems of each set whose responses are kept in `evaluations/`."
-    )
-    timeout_seconds: float = Field(
-        3600.0,
-        gt=0,
-        description="Limit of one evaluation: past it, one beside training is given up with a "
-        "warning, one that training waits for ends the run.",
-    )
+    prompts: int = Field(256, ge=0)
+    """Held-out problems; 0 = all that a file holds."""
+    temperature: float = 0.0
+    """0 = greedy; else 0.01 to 100."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus."""
+    top_k: int = -1
+    """Top-k; -1 = off."""
+    max_new_tokens: int = Field(0, ge=0)
+    """Longest response; 0 = sampling.max_new_tokens."""
+    samples: int = Field(1, ge=1)
+    """Answers per problem: accuracy is their mean; pass@k and maj@k."""
+    solved_at: float = 1.0
+    """Reward from which on a response counts as right."""
+    sets: dict[str, EvalSetConfig] = Field(default_factory=dict)
+    """More sets, by the names that their metrics get."""
+    every_steps: int = Field(0, ge=0)
+    """Also during training; 0 = only at its ends."""
+    exact: bool | None = None
+    """Whether training waits for evaluations on the way, so that each measures one version; false:
+    they run beside it, and responses under way go on with newer weights. none = true where the
+    schedule drains its requests or engines are colocated. At both ends of a run training waits."""
+    slots: int = Field(16, ge=1)
+    """Requests on each engine at once of an evaluation beside training."""
+    save_samples: int = Field(32, ge=0)
+    """Problems of each set whose responses are kept in `evaluations/`."""
+    timeout_seconds: float = Field(3600.0, gt=0)
+    """Limit of one evaluation: past it, one beside training is given up with a warning, one that
+    training waits for ends the run."""
 
     @model_validator(mode="after")
     def _sampling(self) -> Self:

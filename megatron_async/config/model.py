@@ -12,35 +12,37 @@ from megatron_async.config.base import Settings
 class ModelConfig(Settings):
     """Source of the weights, and the precision in which they are trained."""
 
-    path: str = Field("", description="Hugging Face directory: config.json, safetensors, tokenizer")
-    checkpoint: str = Field(
-        "",
-        description="Checkpoint (of a run, or made by `convert`) whose weights replace those of "
-        "`path`, which still gives config and tokenizer; empty = the weights of `path`.",
-    )
-    family: str = Field(
-        "",
-        description="Import path of a model family of your own (examples/own_family); empty = the "
-        "one of ours with the model_type of config.json.",
-    )
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="`auto`: bfloat16 on GPU (fp32 main grads), float32 on CPU."
-    )
-    attention_backend: Literal["auto", "sdpa", "transformer_engine"] = Field(
-        "auto", description="`auto`: Transformer Engine when installed and a GPU is there."
-    )
+    path: str = ""
+    """Hugging Face directory: config.json, safetensors, tokenizer"""
+    checkpoint: str = ""
+    """Checkpoint (of a run, or made by `convert`) whose weights replace those of `path`, which
+    still gives config and tokenizer; empty = the weights of `path`."""
+    family: str = ""
+    """Import path of a model family of your own (examples/own_family); empty = the one of ours with
+    the model_type of config.json."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """`auto`: bfloat16 on GPU (fp32 main grads), float32 on CPU."""
+    attention_backend: Literal["auto", "sdpa", "transformer_engine"] = "auto"
+    """`auto`: Transformer Engine when installed and a GPU is there."""
 
 
 class ParallelConfig(Settings):
     """Ranks of the trainer; data parallel size follows from the world size."""
 
-    ranks: int = Field(1, ge=1, description="Trainer processes on all nodes together.")
-    nodes: int = Field(1, ge=1, description="Trainer nodes.")
-    tensor: int = Field(1, ge=1, description="TP size.")
-    pipeline: int = Field(1, ge=1, description="PP size.")
-    context: int = Field(1, ge=1, description="CP size.")
-    expert: int = Field(1, ge=1, description="EP size.")
-    sequence: bool = Field(False, description="Sequence parallelism (needs tensor > 1).")
+    ranks: int = Field(1, ge=1)
+    """Trainer processes on all nodes together."""
+    nodes: int = Field(1, ge=1)
+    """Trainer nodes."""
+    tensor: int = Field(1, ge=1)
+    """TP size."""
+    pipeline: int = Field(1, ge=1)
+    """PP size."""
+    context: int = Field(1, ge=1)
+    """CP size."""
+    expert: int = Field(1, ge=1)
+    """EP size."""
+    sequence: bool = False
+    """Sequence parallelism (needs tensor > 1)."""
 
     @model_validator(mode="after")
     def _layout(self) -> Self:
@@ -67,17 +69,24 @@ class ParallelConfig(Settings):
 class OptimizerConfig(Settings):
     """Adam with a warm-up and a constant or cosine schedule."""
 
-    lr: float = Field(1e-6, gt=0, description="Peak learning rate.")
-    min_lr: float = Field(0.0, ge=0, description="Learning rate at the end of the cosine.")
-    schedule: Literal["constant", "cosine"] = Field("constant", description="After the warm-up.")
-    warmup_steps: int = Field(0, ge=0, description="Linear warm-up, in optimizer steps.")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="Adam's moments.")
-    eps: float = Field(1e-8, gt=0, description="Adam's epsilon.")
-    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay.")
-    clip_grad: float = Field(1.0, ge=0, description="Largest global gradient norm; 0 = no limit.")
-    distributed: bool = Field(
-        True, description="Shard optimizer state over data-parallel ranks (when there are several)."
-    )
+    lr: float = Field(1e-6, gt=0)
+    """Peak learning rate."""
+    min_lr: float = Field(0.0, ge=0)
+    """Learning rate at the end of the cosine."""
+    schedule: Literal["constant", "cosine"] = "constant"
+    """After the warm-up."""
+    warmup_steps: int = Field(0, ge=0)
+    """Linear warm-up, in optimizer steps."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Adam's moments."""
+    eps: float = Field(1e-8, gt=0)
+    """Adam's epsilon."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay."""
+    clip_grad: float = Field(1.0, ge=0)
+    """Largest global gradient norm; 0 = no limit."""
+    distributed: bool = True
+    """Shard optimizer state over data-parallel ranks (when there are several)."""
 
     @model_validator(mode="after")
     def _ranges(self) -> Self:
@@ -91,38 +100,24 @@ class OptimizerConfig(Settings):
 class TrainerConfig(Settings):
     """Settings of microbatches, and of the limits at which a run gives up."""
 
-    microbatch_tokens: int = Field(
-        16384, ge=1, description="Token budget of a microbatch; a longer sequence stands alone."
-    )
-    logprob_chunk_tokens: int = Field(
-        1024, ge=1, description="Response tokens whose logits exist at once in the chunked head."
-    )
-    recompute_activations: bool = Field(False, description="Full activation recomputation.")
-    max_nonfinite_steps: int = Field(
-        3, ge=1, description="Skipped non-finite steps in a row after which the run stops."
-    )
-    max_filtered_rounds: int = Field(
-        20,
-        ge=1,
-        description="Batches' worth of responses that schedule.dynamic_sampling drops in a row, "
-        "with no group kept, after which the run stops.",
-    )
-    compare_replicas_every_steps: int = Field(
-        10,
-        ge=0,
-        description="Compare the copies of weights that ranks must hold equal (one hash a tensor), "
-        "after the first step and every so many; a difference stops the run. 0 = never.",
-    )
-    wait_for_batch_seconds: float = Field(
-        1800.0, gt=0, description="Longest wait for a batch before the run stops with an error."
-    )
-    collective_timeout_seconds: float = Field(
-        600.0,
-        gt=0,
-        description="Longest wait inside one collective operation; never less than "
-        "weights.timeout_seconds and some four minutes to connect and to clean up, for which an "
-        "engine may hold a rank up.",
-    )
-    max_restarts: int = Field(
-        0, ge=0, description="torchrun restarts of all ranks, from the last checkpoint."
-    )
+    microbatch_tokens: int = Field(16384, ge=1)
+    """Token budget of a microbatch; a longer sequence stands alone."""
+    logprob_chunk_tokens: int = Field(1024, ge=1)
+    """Response tokens whose logits exist at once in the chunked head."""
+    recompute_activations: bool = False
+    """Full activation recomputation."""
+    max_nonfinite_steps: int = Field(3, ge=1)
+    """Skipped non-finite steps in a row after which the run stops."""
+    max_filtered_rounds: int = Field(20, ge=1)
+    """Batches' worth of responses that schedule.dynamic_sampling drops in a row, with no group
+    kept, after which the run stops."""
+    compare_replicas_every_steps: int = Field(10, ge=0)
+    """Compare the copies of weights that ranks must hold equal (one hash a tensor), after the first
+    step and every so many; a difference stops the run. 0 = never."""
+    wait_for_batch_seconds: float = Field(1800.0, gt=0)
+    """Longest wait for a batch before the run stops with an error."""
+    collective_timeout_seconds: float = Field(600.0, gt=0)
+    """Longest wait inside one collective operation; never less than weights.timeout_seconds and
+    some four minutes to connect and to clean up, for which an engine may hold a rank up."""
+    max_restarts: int = Field(0, ge=0)
+    """torchrun restarts of all ranks, from the last checkpoint."""

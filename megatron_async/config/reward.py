@@ -25,20 +25,18 @@ class RewardConfig(Settings):
         description="A function or class of yours (package.module:name or file.py:name), or one "
         f"of {', '.join(BUILT_IN)}. `task`: the task's own scorer.",
     )
-    label: str = Field("", description="Its name in metrics; empty: the last part of `name`.")
-    weight: float = Field(
-        1.0, ge=-1e6, le=1e6, description="Factor of its score in the sum of all rewards."
-    )
-    arguments: dict[str, Any] = Field(
-        default_factory=dict, description="Keywords for it (docs/rewards.md)."
-    )
-    group: bool = Field(False, description="It takes all responses to a prompt at once, as a list.")
-    timeout_seconds: float | None = Field(
-        None, gt=0, description="Limit of one score; none = task.verifier_timeout_seconds."
-    )
-    concurrency: int = Field(
-        512, ge=1, description="An asynchronous one: most scores that wait for it at once."
-    )
+    label: str = ""
+    """Its name in metrics; empty: the last part of `name`."""
+    weight: float = Field(1.0, ge=-1e6, le=1e6)
+    """Factor of its score in the sum of all rewards."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Keywords for it (docs/rewards.md)."""
+    group: bool = False
+    """It takes all responses to a prompt at once, as a list."""
+    timeout_seconds: float | None = Field(None, gt=0)
+    """Limit of one score; none = task.verifier_timeout_seconds."""
+    concurrency: int = Field(512, ge=1)
+    """An asynchronous one: most scores that wait for it at once."""
 
     @property
     def own(self) -> bool:
@@ -63,36 +61,39 @@ class RewardConfig(Settings):
 class SandboxConfig(Settings):
     """Limits of a program that a response brings along (rewards `code` and `command`)."""
 
-    required: bool = Field(
-        False,
-        description="Refuse to start where namespaces are not to be had (no network, own file "
-        "system, own processes); false: go on with the remaining limits and log which are missing.",
-    )
-    memory_mib: int = Field(1024, ge=16, description="Memory of one process and of all together.")
-    disk_mib: int = Field(64, ge=1, description="Its directory and /tmp, in memory.")
-    output_kib: int = Field(64, ge=1, description="What it may print; more ends it.")
-    processes: int = Field(32, ge=2, description="Processes and threads at once.")
-    readable: list[str] = Field(
-        default_factory=list,
-        description="Directories it may read besides the system's and Python's: a toolchain.",
-    )
+    required: bool = False
+    """Refuse to start where namespaces are not to be had (no network, own file system, own
+    processes); false: go on with the remaining limits and log which are missing."""
+    memory_mib: int = Field(1024, ge=16)
+    """Memory of one process and of all together."""
+    disk_mib: int = Field(64, ge=1)
+    """Its directory and /tmp, in memory."""
+    output_kib: int = Field(64, ge=1)
+    """What it may print; more ends it."""
+    processes: int = Field(32, ge=2)
+    """Processes and threads at once."""
+    readable: list[str] = Field(default_factory=list)
+    """Directories it may read besides the system's and Python's: a toolchain."""
 
 
 class ScoringConfig(Settings):
     """Limits of scorer processes and of what they run."""
 
-    memory_mib: int = Field(4096, ge=64, description="Address space of one scorer process.")
-    sandbox: SandboxConfig = Field(
-        default_factory=SandboxConfig, description="For programs in responses."
-    )
+    memory_mib: int = Field(4096, ge=64)
+    """Address space of one scorer process."""
+    sandbox: SandboxConfig = SandboxConfig()
+    """For programs in responses."""
 
 
 class ScorerSettings(Settings):
     """All that a scorer process needs to know."""
 
-    task: TaskConfig = Field(default_factory=TaskConfig, description="Prompts.")
-    rewards: list[RewardConfig] = Field(default_factory=list, description="Empty: the task's own.")
-    scoring: ScoringConfig = Field(default_factory=ScoringConfig, description="Limits.")
+    task: TaskConfig = TaskConfig()
+    """Prompts."""
+    rewards: list[RewardConfig] = Field(default_factory=list)
+    """Empty: the task's own."""
+    scoring: ScoringConfig = ScoringConfig()
+    """Limits."""
 
     @property
     def parts(self) -> list[RewardConfig]:

@@ -21,38 +21,33 @@ _KEPT_FREE = 6
 class TaskConfig(DataConfig):
     """Source of prompts, and scoring of responses."""
 
-    answer_marker: str = Field(
-        "",
-        description="The answer is what follows its last occurrence; empty: the last "
-        "<answer>...</answer>, else the last \\boxed{...}, else the text after </think>.",
-    )
-    full_score_only: bool = Field(
-        True, description="Reward 1 for the scorer's full score, else 0; false: its own score."
-    )
-    verifier_timeout_seconds: float = Field(10.0, gt=0, description="Limit of one score.")
-    on_verifier_timeout: Literal["zero", "regenerate", "drop"] = Field(
-        "zero",
-        description="A score past its limit, or whose process died twice: reward 0; or the "
-        "response is generated again and its group waits (schedule.max_regenerations); or its "
-        "group is dropped.",
-    )
-    verifier_workers: int = Field(
-        8, ge=1, description="Most scorer processes; as many run as their queue needs."
-    )
+    answer_marker: str = ""
+    """The answer is what follows its last occurrence; empty: the last <answer>...</answer>, else
+    the last \\boxed{...}, else the text after </think>."""
+    full_score_only: bool = True
+    """Reward 1 for the scorer's full score, else 0; false: its own score."""
+    verifier_timeout_seconds: float = Field(10.0, gt=0)
+    """Limit of one score."""
+    on_verifier_timeout: Literal["zero", "regenerate", "drop"] = "zero"
+    """A score past its limit, or whose process died twice: reward 0; or the response is generated
+    again and its group waits (schedule.max_regenerations); or its group is dropped."""
+    verifier_workers: int = Field(8, ge=1)
+    """Most scorer processes; as many run as their queue needs."""
 
 
 class SamplingConfig(Settings):
     """Sampling of training rollouts."""
 
-    temperature: float = Field(
-        1.0, description="Sampling temperature, 0.01 to 100: log-probs are at this temperature."
-    )
-    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus; < 1 biases the behaviour policy.")
-    top_k: int = Field(-1, description="Top-k; -1 = off; else biases the behaviour policy.")
-    max_new_tokens: int = Field(1024, ge=1, description="Longest response.")
-    allow_biased_behaviour: bool = Field(
-        False, description="Accept top_p < 1 or top_k: reported log-probs are those before the cut."
-    )
+    temperature: float = 1.0
+    """Sampling temperature, 0.01 to 100: log-probs are at this temperature."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus; < 1 biases the behaviour policy."""
+    top_k: int = -1
+    """Top-k; -1 = off; else biases the behaviour policy."""
+    max_new_tokens: int = Field(1024, ge=1)
+    """Longest response."""
+    allow_biased_behaviour: bool = False
+    """Accept top_p < 1 or top_k: reported log-probs are those before the cut."""
 
     @model_validator(mode="after")
     def _ratios(self) -> Self:
@@ -82,81 +77,69 @@ class SamplingConfig(Settings):
 class SimulatedEngineConfig(Settings):
     """Behaviour of `engines.kind: simulated`, which runs no model."""
 
-    seed: int = Field(0, description="Tokens depend on it, on the token before and on the place.")
-    mean_length: int = Field(64, ge=1, description="A response ends at each token with 1 / this.")
-    step_seconds: float = Field(0.005, ge=0, description="Duration of a decode step.")
-    seconds_per_request: float = Field(
-        0.0, ge=0, description="... and as much more for each running request."
-    )
+    seed: int = 0
+    """Tokens depend on it, on the token before and on the place."""
+    mean_length: int = Field(64, ge=1)
+    """A response ends at each token with 1 / this."""
+    step_seconds: float = Field(0.005, ge=0)
+    """Duration of a decode step."""
+    seconds_per_request: float = Field(0.0, ge=0)
+    """... and as much more for each running request."""
 
 
 class EngineConfig(Settings):
     """Inference engines: how many, how they are started, and when one counts as dead."""
 
-    kind: Literal["sglang", "simulated"] = Field(
-        "sglang",
-        description="`simulated`: made-up tokens behind the same endpoints, for crash tests of the "
-        "processes around it.",
-    )
-    simulated: SimulatedEngineConfig = Field(
-        default_factory=SimulatedEngineConfig, description="Tokens and speed of `kind: simulated`."
-    )
-    placement: Literal["disaggregated", "colocated"] = Field(
-        "disaggregated",
-        description="Devices of their own, or those of the trainer: then generation and training "
-        "alternate, and each gives the memory to the other.",
-    )
-    quantization: Literal["none", "fp8"] = Field(
-        "none", description="`fp8`: weights go to the engines in blocks of 128 x 128 with a scale."
-    )
-    count: int = Field(1, ge=1, description="Engines.")
-    tensor: int = Field(1, ge=1, description="TP size of one engine.")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="`auto`: cuda if present.")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="float32 on CPU, bfloat16 on GPU."
-    )
-    max_total_tokens: int | None = Field(
-        65536, description="KV capacity in tokens; none = SGLang decides from memory."
-    )
-    max_running_requests: int | None = Field(None, description="Requests in one decode batch.")
-    cuda_graph_batch: int | None = Field(
-        None,
-        ge=1,
-        description="Largest decode batch that runs from a CUDA graph; none = SGLang decides from "
-        "memory, and larger batches run without. Unset on GPUs: schedule.concurrency / engines.",
-    )
-    context_length: int | None = Field(None, description="Longest prompt + response.")
-    stream_interval: int = Field(
-        64, ge=1, description="Tokens of a response that an engine reports at once; a chunk."
-    )
-    extra_args: list[str] = Field(
-        default_factory=list,
-        description="More SGLang arguments; those that have a setting here, or that would make "
-        "log-probs differ from what is sampled, are refused.",
-    )
-    host: str = Field(
-        "127.0.0.1",
-        description="Address that servers bind to; `node`: that of the node each of them is on.",
-    )
-    api_key: str = Field("", description="Key that servers ask for; needed where hosts differ.")
-    start_timeout_seconds: float = Field(240.0, gt=0, description="Limit of a start.")
-    request_timeout_seconds: float = Field(
-        600.0,
-        gt=0,
-        description="Longest silence of one response, however long it is, while its engine works "
-        "and has no queue: then it is cut off there and resumed.",
-    )
-    health_interval_seconds: float = Field(5.0, gt=0, description="Between two health checks.")
-    no_progress_seconds: float = Field(
-        120.0,
-        gt=0,
-        description="No token, or no answer, for this long: the engine is hung. Time in which it "
-        "has no requests, is paused or receives weights does not count.",
-    )
-    max_restarts: int = Field(3, ge=0, description="Restarts of one engine before the run stops.")
-    max_manager_restarts: int = Field(
-        3, ge=0, description="Restarts of the rollout manager (by Ray) before the run stops."
-    )
+    kind: Literal["sglang", "simulated"] = "sglang"
+    """`simulated`: made-up tokens behind the same endpoints, for crash tests of the processes
+    around it."""
+    simulated: SimulatedEngineConfig = SimulatedEngineConfig()
+    """Tokens and speed of `kind: simulated`."""
+    placement: Literal["disaggregated", "colocated"] = "disaggregated"
+    """Devices of their own, or those of the trainer: then generation and training alternate, and
+    each gives the memory to the other."""
+    quantization: Literal["none", "fp8"] = "none"
+    """`fp8`: weights go to the engines in blocks of 128 x 128 with a scale."""
+    count: int = Field(1, ge=1)
+    """Engines."""
+    tensor: int = Field(1, ge=1)
+    """TP size of one engine."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto`: cuda if present."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """float32 on CPU, bfloat16 on GPU."""
+    max_total_tokens: int | None = 65536
+    """KV capacity in tokens; none = SGLang decides from memory."""
+    max_running_requests: int | None = None
+    """Requests in one decode batch."""
+    cuda_graph_batch: int | None = Field(None, ge=1)
+    """Largest decode batch that runs from a CUDA graph; none = SGLang decides from memory, and
+    larger batches run without. Unset on GPUs: schedule.concurrency / engines."""
+    context_length: int | None = None
+    """Longest prompt + response."""
+    stream_interval: int = Field(64, ge=1)
+    """Tokens of a response that an engine reports at once; a chunk."""
+    extra_args: list[str] = Field(default_factory=list)
+    """More SGLang arguments; those that have a setting here, or that would make log-probs differ
+    from what is sampled, are refused."""
+    host: str = "127.0.0.1"
+    """Address that servers bind to; `node`: that of the node each of them is on."""
+    api_key: str = ""
+    """Key that servers ask for; needed where hosts differ."""
+    start_timeout_seconds: float = Field(240.0, gt=0)
+    """Limit of a start."""
+    request_timeout_seconds: float = Field(600.0, gt=0)
+    """Longest silence of one response, however long it is, while its engine works and has no queue:
+    then it is cut off there and resumed."""
+    health_interval_seconds: float = Field(5.0, gt=0)
+    """Between two health checks."""
+    no_progress_seconds: float = Field(120.0, gt=0)
+    """No token, or no answer, for this long: the engine is hung. Time in which it has no requests,
+    is paused or receives weights does not count."""
+    max_restarts: int = Field(3, ge=0)
+    """Restarts of one engine before the run stops."""
+    max_manager_restarts: int = Field(3, ge=0)
+    """Restarts of the rollout manager (by Ray) before the run stops."""
 
     @model_validator(mode="after")
     def _arguments(self) -> Self:
@@ -194,47 +177,38 @@ class EngineConfig(Settings):
 class WeightsConfig(Settings):
     """Transport of policy weights to the engines, and its verification."""
 
-    transport: Literal["distributed", "tensor", "disk", "delta"] = Field(
-        "distributed", description="Collective broadcast, same-host tensors, files, or differences."
-    )
-    directory: str = Field(
-        "",
-        description="Where `disk` and `delta` publish; the engines' hosts must see it under the "
-        "same name. Empty: `weights` in the run directory.",
-    )
-    delta_full_every: int = Field(
-        16, ge=1, description="`delta`: every so many versions one is read whole; 1 = all."
-    )
-    bucket_mib: int = Field(512, ge=1, description="Size of one bucket, MiB.")
-    verify: Literal["every", "first", "never"] = Field(
-        "every",
-        description="Updates after which checksums, and ratios of tokens that each engine samples, "
-        "are compared.",
-    )
-    probe_tokens: int = Field(
-        48, ge=4, description="Tokens that each engine samples for that, over four prompts."
-    )
-    probe_tolerance: float | None = Field(
-        None,
-        gt=0,
-        description="Largest mean |engine - trainer| log-prob of them. Unset: 1e-4 where all "
-        "compute in float32; else learned in the first updates (docs/weights.md).",
-    )
-    timeout_seconds: float = Field(600.0, gt=0, description="Limit of one whole update.")
+    transport: Literal["distributed", "tensor", "disk", "delta"] = "distributed"
+    """Collective broadcast, same-host tensors, files, or differences."""
+    directory: str = ""
+    """Where `disk` and `delta` publish; the engines' hosts must see it under the same name. Empty:
+    `weights` in the run directory."""
+    delta_full_every: int = Field(16, ge=1)
+    """`delta`: every so many versions one is read whole; 1 = all."""
+    bucket_mib: int = Field(512, ge=1)
+    """Size of one bucket, MiB."""
+    verify: Literal["every", "first", "never"] = "every"
+    """Updates after which checksums, and ratios of tokens that each engine samples, are
+    compared."""
+    probe_tokens: int = Field(48, ge=4)
+    """Tokens that each engine samples for that, over four prompts."""
+    probe_tolerance: float | None = Field(None, gt=0)
+    """Largest mean |engine - trainer| log-prob of them. Unset: 1e-4 where all compute in float32;
+    else learned in the first updates (docs/weights.md)."""
+    timeout_seconds: float = Field(600.0, gt=0)
+    """Limit of one whole update."""
 
 
 class StoreConfig(Settings):
     """The durable trajectory store."""
 
-    directory: str = Field(
-        "",
-        pattern="^(/.*)?$",
-        description="Where its database lies on the rollout manager's node, an absolute path; "
-        "empty: in the run directory where that is on a local disk, else below TMPDIR.",
-    )
-    chunk_tokens: int = Field(64, ge=1, description="Tokens after which a chunk is written.")
-    chunk_seconds: float = Field(2.0, gt=0, description="... or this long, whichever is first.")
-    compact_after_checkpoints: int = Field(
-        4, ge=1, description="Consumed trajectories are exported and removed after this many."
-    )
-    export: Literal["none", "jsonl"] = Field("jsonl", description="Form of exported trajectories.")
+    directory: str = Field("", pattern="^(/.*)?$")
+    """Where its database lies on the rollout manager's node, an absolute path; empty: in the run
+    directory where that is on a local disk, else below TMPDIR."""
+    chunk_tokens: int = Field(64, ge=1)
+    """Tokens after which a chunk is written."""
+    chunk_seconds: float = Field(2.0, gt=0)
+    """... or this long, whichever is first."""
+    compact_after_checkpoints: int = Field(4, ge=1)
+    """Consumed trajectories are exported and removed after this many."""
+    export: Literal["none", "jsonl"] = "jsonl"
+    """Form of exported trajectories."""

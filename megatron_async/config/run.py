@@ -37,52 +37,69 @@ from megatron_async.config.simulate import SimulateConfig
 class CheckpointConfig(Settings):
     """Schedule of checkpoints, and how many are kept."""
 
-    every_steps: int = Field(10, ge=1, description="Steps between two checkpoints.")
-    keep: int = Field(2, ge=1, description="Finalised checkpoints that stay on disk.")
-    asynchronous: bool = Field(True, description="Write while training goes on.")
-    timeout_seconds: float = Field(1800.0, gt=0, description="Limit of writing one checkpoint.")
-    export_hf: bool = Field(True, description="Export a Hugging Face checkpoint at the end.")
+    every_steps: int = Field(10, ge=1)
+    """Steps between two checkpoints."""
+    keep: int = Field(2, ge=1)
+    """Finalised checkpoints that stay on disk."""
+    asynchronous: bool = True
+    """Write while training goes on."""
+    timeout_seconds: float = Field(1800.0, gt=0)
+    """Limit of writing one checkpoint."""
+    export_hf: bool = True
+    """Export a Hugging Face checkpoint at the end."""
 
 
 class TeacherConfig(Settings):
     """Sampling of worked answers from a teacher (`sft --from-teacher`)."""
 
-    samples: int = Field(5, ge=1, description="Answers per prompt.")
-    temperature: float = Field(0.7, gt=0, description="Sampling temperature.")
-    top_p: float = Field(0.95, gt=0, le=1, description="Nucleus.")
-    prompts: int = Field(0, ge=0, description="Training prompts to ask; 0 = all of the files.")
-    least_reward: float = Field(1.0, description="Answers with this reward or more are kept.")
-    epochs: int = Field(3, ge=1, description="Times that each kept answer is learned.")
-    model: str = Field("", description="Name of the model at an address.")
-    api_key_env: str = Field("", description="Environment variable with a key for the address.")
-    concurrency: int = Field(64, ge=1, description="Answers under way at once.")
-    retries: int = Field(3, ge=0, description="More tries where the address is busy.")
+    samples: int = Field(5, ge=1)
+    """Answers per prompt."""
+    temperature: float = Field(0.7, gt=0)
+    """Sampling temperature."""
+    top_p: float = Field(0.95, gt=0, le=1)
+    """Nucleus."""
+    prompts: int = Field(0, ge=0)
+    """Training prompts to ask; 0 = all of the files."""
+    least_reward: float = 1.0
+    """Answers with this reward or more are kept."""
+    epochs: int = Field(3, ge=1)
+    """Times that each kept answer is learned."""
+    model: str = ""
+    """Name of the model at an address."""
+    api_key_env: str = ""
+    """Environment variable with a key for the address."""
+    concurrency: int = Field(64, ge=1)
+    """Answers under way at once."""
+    retries: int = Field(3, ge=0)
+    """More tries where the address is busy."""
 
 
 class SFTConfig(Settings):
     """Supervised fine-tuning on worked answers of the task."""
 
-    steps: int = Field(200, ge=1, description="Optimizer steps.")
-    epochs: int = Field(
-        0, ge=0, description="Times that each example is learned at most; 0 = as `steps` allow."
-    )
-    batch_sequences: int = Field(64, ge=1, description="Examples per step.")
-    examples: int = Field(20000, ge=1, description="Different worked answers.")
-    data: str = Field(
-        "",
-        description="File or directory with `prompt` and `response`, or chat `messages` of which "
-        "the assistant's are learned; empty = the task's own.",
-    )
-    split: str = Field("", description="Of a directory: the split to read.")
-    layout: LAYOUTS = Field("rows", description="Columns of a published data set (docs/data.md).")
-    columns: ColumnsConfig = Field(
-        default_factory=ColumnsConfig, description="Columns that are called otherwise."
-    )
-    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="Its own Adam.")
-    log_every: int = Field(10, ge=1, description="Steps between two progress lines.")
-    teacher: TeacherConfig = Field(
-        default_factory=TeacherConfig, description="`--from-teacher` only."
-    )
+    steps: int = Field(200, ge=1)
+    """Optimizer steps."""
+    epochs: int = Field(0, ge=0)
+    """Times that each example is learned at most; 0 = as `steps` allow."""
+    batch_sequences: int = Field(64, ge=1)
+    """Examples per step."""
+    examples: int = Field(20000, ge=1)
+    """Different worked answers."""
+    data: str = ""
+    """File or directory with `prompt` and `response`, or chat `messages` of which the assistant's
+    are learned; empty = the task's own."""
+    split: str = ""
+    """Of a directory: the split to read."""
+    layout: LAYOUTS = "rows"
+    """Columns of a published data set (docs/data.md)."""
+    columns: ColumnsConfig = ColumnsConfig()
+    """Columns that are called otherwise."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """Its own Adam."""
+    log_every: int = Field(10, ge=1)
+    """Steps between two progress lines."""
+    teacher: TeacherConfig = TeacherConfig()
+    """`--from-teacher` only."""
 
     def file(self) -> FileConfig | None:
         """The file of `data`; None: the task's own answers."""
@@ -96,31 +113,29 @@ class SFTConfig(Settings):
 class TrackerConfig(Settings):
     """A place that the run reports to."""
 
-    name: str = Field(
-        description="tensorboard, wandb, mlflow, or a Tracker of yours (package.module:Class or "
-        "file.py:Class)."
-    )
-    arguments: dict[str, Any] = Field(
-        default_factory=dict, description="Keywords for it (docs/data.md#trackers)."
-    )
+    name: str
+    """tensorboard, wandb, mlflow, or a Tracker of yours (package.module:Class or file.py:Class)."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Keywords for it (docs/data.md#trackers)."""
 
 
 class TelemetryConfig(Settings):
     """Records of a run, written while it goes on."""
 
-    trackers: list[TrackerConfig] = Field(
-        default_factory=list, description="Trackers; its name alone is enough for one."
-    )
-    tensorboard: bool = Field(True, description="TensorBoard, without naming it a tracker.")
-    histograms_every: int = Field(5, ge=1, description="Steps between two histograms.")
-    record_events: bool = Field(True, description="Record scheduler events for `replay`.")
-    record_steps: int = Field(
-        50, ge=1, description="Steps of which events are kept; older ones are removed."
-    )
-    record_mib: int = Field(
-        512, ge=1, description="Most that recorded events take on disk, MiB; the oldest go first."
-    )
-    progress: Literal["auto", "live", "lines", "off"] = Field("auto", description="Terminal view.")
+    trackers: list[TrackerConfig] = Field(default_factory=list)
+    """Trackers; its name alone is enough for one."""
+    tensorboard: bool = True
+    """TensorBoard, without naming it a tracker."""
+    histograms_every: int = Field(5, ge=1)
+    """Steps between two histograms."""
+    record_events: bool = True
+    """Record scheduler events for `replay`."""
+    record_steps: int = Field(50, ge=1)
+    """Steps of which events are kept; older ones are removed."""
+    record_mib: int = Field(512, ge=1)
+    """Most that recorded events take on disk, MiB; the oldest go first."""
+    progress: Literal["auto", "live", "lines", "off"] = "auto"
+    """Terminal view."""
 
     @field_validator("trackers", mode="before")
     @classmethod
@@ -135,15 +150,11 @@ class TelemetryConfig(Settings):
 class ExperimentConfig(Settings):
     """Settings of measurements, to make two runs comparable (docs/semantics.md section 6)."""
 
-    forced_lengths: list[int] = Field(
-        default_factory=list,
-        description="Response length of trajectory i is entry i modulo their number; empty = off.",
-    )
-    ledger: str | None = Field(
-        None,
-        description="Import path of a class that a crash test puts in front of the engines and of "
-        "the trainer's link (benchmarks/crash/ledger.py:Ledger); none = off.",
-    )
+    forced_lengths: list[int] = Field(default_factory=list)
+    """Response length of trajectory i is entry i modulo their number; empty = off."""
+    ledger: str | None = None
+    """Import path of a class that a crash test puts in front of the engines and of the trainer's
+    link (benchmarks/crash/ledger.py:Ledger); none = off."""
 
     @field_validator("ledger", mode="before")
     @classmethod
@@ -155,36 +166,53 @@ class ExperimentConfig(Settings):
 class RunConfig(Settings):
     """A run: `megatron-async train --config FILE`."""
 
-    name: str = Field("run", min_length=1, description="Directory name under `root`.")
-    root: str = Field("runs", description="Where run directories are made.")
-    seed: int = Field(1, ge=0, description="Seed of initialisation, prompts and shuffling.")
-    steps: int = Field(100, ge=1, description="Rollout batches to train on.")
-    model: ModelConfig = Field(default_factory=ModelConfig, description="Model.")
-    parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="Layout.")
-    trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="Trainer.")
-    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="Optimizer.")
-    task: TaskConfig = Field(default_factory=TaskConfig, description="Prompts and rewards.")
-    reward: list[RewardConfig] = Field(
-        default_factory=list, description="What scores a response; empty: the task's own scorer."
-    )
-    scoring: ScoringConfig = Field(default_factory=ScoringConfig, description="Limits of scorers.")
-    sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="Sampling.")
-    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig, description="Scheduler.")
-    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="Loss.")
-    engines: EngineConfig = Field(default_factory=EngineConfig, description="Inference.")
-    weights: WeightsConfig = Field(default_factory=WeightsConfig, description="Weight exchange.")
-    store: StoreConfig = Field(default_factory=StoreConfig, description="Trajectory store.")
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="Saving.")
-    sft: SFTConfig = Field(default_factory=SFTConfig, description="`megatron-async sft`.")
-    eval: EvalConfig = Field(default_factory=EvalConfig, description="`megatron-async eval`.")
-    telemetry: TelemetryConfig = Field(default_factory=TelemetryConfig, description="Logging.")
-    experiment: ExperimentConfig = Field(
-        default_factory=ExperimentConfig, description="For measurements only."
-    )
+    name: str = Field("run", min_length=1)
+    """Directory name under `root`."""
+    root: str = "runs"
+    """Where run directories are made."""
+    seed: int = Field(1, ge=0)
+    """Seed of initialisation, prompts and shuffling."""
+    steps: int = Field(100, ge=1)
+    """Rollout batches to train on."""
+    model: ModelConfig = ModelConfig()
+    """Model."""
+    parallel: ParallelConfig = ParallelConfig()
+    """Layout."""
+    trainer: TrainerConfig = TrainerConfig()
+    """Trainer."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """Optimizer."""
+    task: TaskConfig = TaskConfig()
+    """Prompts and rewards."""
+    reward: list[RewardConfig] = Field(default_factory=list)
+    """What scores a response; empty: the task's own scorer."""
+    scoring: ScoringConfig = ScoringConfig()
+    """Limits of scorers."""
+    sampling: SamplingConfig = SamplingConfig()
+    """Sampling."""
+    schedule: ScheduleConfig = ScheduleConfig()
+    """Scheduler."""
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    """Loss."""
+    engines: EngineConfig = EngineConfig()
+    """Inference."""
+    weights: WeightsConfig = WeightsConfig()
+    """Weight exchange."""
+    store: StoreConfig = StoreConfig()
+    """Trajectory store."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Saving."""
+    sft: SFTConfig = SFTConfig()
+    """`megatron-async sft`."""
+    eval: EvalConfig = EvalConfig()
+    """`megatron-async eval`."""
+    telemetry: TelemetryConfig = TelemetryConfig()
+    """Logging."""
+    experiment: ExperimentConfig = ExperimentConfig()
+    """For measurements only."""
 
-    simulate: SimulateConfig = Field(
-        default_factory=SimulateConfig, description="`megatron-async simulate` and `plan` only."
-    )
+    simulate: SimulateConfig = SimulateConfig()
+    """`megatron-async simulate` and `plan` only."""
 
     @field_validator("reward", mode="before")
     @classmethod

@@ -18,86 +18,56 @@ PresetName = Literal["sync", "rapid", "copris", "pipeline", "async"]
 class ScheduleConfig(Settings):
     """Settings of the scheduler: starts of requests, step boundaries, weight updates."""
 
-    preset: PresetName = Field("copris", description="Named point whose defaults are used.")
-    groups_per_batch: int = Field(16, ge=1, description="B: complete groups that make a batch.")
-    group_size: int = Field(8, ge=1, description="N: trajectories for each prompt.")
-    concurrency: int | Literal["auto"] = Field(
-        64, description="N': requests in flight over all engines, or `auto` (closed loop)."
-    )
-    expected_tokens: int | None = Field(
-        None,
-        ge=1,
-        description="Tokens of a request in flight, prompt included, that `concurrency: auto` "
-        "expects at its start; none = half of sampling.max_new_tokens.",
-    )
-    refill: Literal["continuous", "batch"] = Field(
-        "continuous",
-        description="`continuous`: a replacement at every completion; `batch`: only what the "
-        "current batch needs.",
-    )
-    boundary: Literal["drain", "abort", "continue"] = Field(
-        "abort",
-        description="When a batch is complete: `drain` waits for all running requests, `abort` "
-        "ends them early and keeps what they wrote, `continue` lets them run.",
-    )
-    weight_update: Literal["boundary", "in_flight"] = Field(
-        "boundary",
-        description="`boundary`: weights change while no request runs; `in_flight`: engines are "
-        "paused for the transfer and running requests go on with the new weights.",
-    )
-    kv: Literal["keep", "recompute"] = Field(
-        "recompute", description="KV cache of running requests at an in-flight update."
-    )
-    updates_per_batch: int = Field(
-        1, ge=1, le=64, description="H or G: optimizer steps on minibatches of one batch."
-    )
-    max_async_level: int | None = Field(
-        None,
-        ge=0,
-        description="k: rollouts of step n come from version max(0, n - k) or newer; none = free.",
-    )
-    on_stale: Literal["wait", "drop", "restart", "mask"] = Field(
-        "drop",
-        description="What happens to a trajectory that would pass the lag bound. `wait` holds the "
-        "update for it; `mask` trains only its tokens within the bound.",
-    )
-    max_off_policy_share: float = Field(
-        1.0,
-        gt=0,
-        le=1,
-        description="`concurrency: auto` lowers N' when more of a batch's tokens than this were "
-        "written by an older version than the batch's; 1 = never.",
-    )
-    buffer_order: Literal["oldest_first", "newest_first", "longest_first"] = Field(
-        "oldest_first", description="Order in which buffered partial trajectories are resumed."
-    )
-    ring_batches: int = Field(
-        2,
-        ge=1,
-        description="Batches' worth of finished groups that may wait for their scores, for a batch "
-        "or for the trainer; no new group starts while there are as many.",
-    )
-    overflow: Literal["block", "drop_oldest"] = Field(
-        "block",
-        description="When `ring_batches` are full, also after a stall: `block` trains all of it, "
-        "oldest first, before new groups start; `drop_oldest` drops complete groups beyond it, "
-        "oldest first, so that what is trained stays fresh.",
-    )
-    max_regenerations: int = Field(
-        2,
-        ge=0,
-        description="How often a member whose scorer failed is generated again "
-        "(task.on_verifier_timeout: regenerate) before its group is dropped.",
-    )
-    oversample: float = Field(
-        1.0, ge=1.0, le=8.0, description="Groups started per batch, as a multiple of B."
-    )
-    dynamic_sampling: bool = Field(
-        False, description="DAPO: groups whose rewards are all equal do not count and are dropped."
-    )
-    overlap: bool = Field(
-        False, description="Whether generation goes on while the trainer works on a batch."
-    )
+    preset: PresetName = "copris"
+    """Named point whose defaults are used."""
+    groups_per_batch: int = Field(16, ge=1)
+    """B: complete groups that make a batch."""
+    group_size: int = Field(8, ge=1)
+    """N: trajectories for each prompt."""
+    concurrency: int | Literal["auto"] = 64
+    """N': requests in flight over all engines, or `auto` (closed loop)."""
+    expected_tokens: int | None = Field(None, ge=1)
+    """Tokens of a request in flight, prompt included, that `concurrency: auto` expects at its
+    start; none = half of sampling.max_new_tokens."""
+    refill: Literal["continuous", "batch"] = "continuous"
+    """`continuous`: a replacement at every completion; `batch`: only what the current batch
+    needs."""
+    boundary: Literal["drain", "abort", "continue"] = "abort"
+    """When a batch is complete: `drain` waits for all running requests, `abort` ends them early and
+    keeps what they wrote, `continue` lets them run."""
+    weight_update: Literal["boundary", "in_flight"] = "boundary"
+    """`boundary`: weights change while no request runs; `in_flight`: engines are paused for the
+    transfer and running requests go on with the new weights."""
+    kv: Literal["keep", "recompute"] = "recompute"
+    """KV cache of running requests at an in-flight update."""
+    updates_per_batch: int = Field(1, ge=1, le=64)
+    """H or G: optimizer steps on minibatches of one batch."""
+    max_async_level: int | None = Field(None, ge=0)
+    """k: rollouts of step n come from version max(0, n - k) or newer; none = free."""
+    on_stale: Literal["wait", "drop", "restart", "mask"] = "drop"
+    """What happens to a trajectory that would pass the lag bound. `wait` holds the update for it;
+    `mask` trains only its tokens within the bound."""
+    max_off_policy_share: float = Field(1.0, gt=0, le=1)
+    """`concurrency: auto` lowers N' when more of a batch's tokens than this were written by an
+    older version than the batch's; 1 = never."""
+    buffer_order: Literal["oldest_first", "newest_first", "longest_first"] = "oldest_first"
+    """Order in which buffered partial trajectories are resumed."""
+    ring_batches: int = Field(2, ge=1)
+    """Batches' worth of finished groups that may wait for their scores, for a batch or for the
+    trainer; no new group starts while there are as many."""
+    overflow: Literal["block", "drop_oldest"] = "block"
+    """When `ring_batches` are full, also after a stall: `block` trains all of it, oldest first,
+    before new groups start; `drop_oldest` drops complete groups beyond it, oldest first, so that
+    what is trained stays fresh."""
+    max_regenerations: int = Field(2, ge=0)
+    """How often a member whose scorer failed is generated again (task.on_verifier_timeout:
+    regenerate) before its group is dropped."""
+    oversample: float = Field(1.0, ge=1.0, le=8.0)
+    """Groups started per batch, as a multiple of B."""
+    dynamic_sampling: bool = False
+    """DAPO: groups whose rewards are all equal do not count and are dropped."""
+    overlap: bool = False
+    """Whether generation goes on while the trainer works on a batch."""
 
     @property
     def in_place(self) -> bool:

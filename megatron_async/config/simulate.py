@@ -19,67 +19,67 @@ GpuName = Literal["A100", "H100", "H800", "H200", "B200", "L40S", "A6000"]
 class GpuConfig(Settings):
     """The accelerator; a figure left out is the data sheet's."""
 
-    name: GpuName = Field("H100", description="Row of the data-sheet table.")
-    bf16_tflops: float | None = Field(None, gt=0, description="Dense bfloat16 peak, TFLOP/s.")
-    memory_gb: float | None = Field(None, gt=0, description="HBM, 1e9 bytes.")
-    memory_tb_per_s: float | None = Field(None, gt=0, description="HBM bandwidth, 1e12 bytes/s.")
-    nvlink_gb_per_s: float | None = Field(
-        None, gt=0, description="To another GPU of the node, one direction, 1e9 bytes/s."
-    )
-    network_gb_per_s: float | None = Field(
-        None, gt=0, description="To another node, per GPU, one direction, 1e9 bytes/s."
-    )
-    pcie_gb_per_s: float | None = Field(
-        None, gt=0, description="To host memory, one direction, 1e9 bytes/s."
-    )
+    name: GpuName = "H100"
+    """Row of the data-sheet table."""
+    bf16_tflops: float | None = Field(None, gt=0)
+    """Dense bfloat16 peak, TFLOP/s."""
+    memory_gb: float | None = Field(None, gt=0)
+    """HBM, 1e9 bytes."""
+    memory_tb_per_s: float | None = Field(None, gt=0)
+    """HBM bandwidth, 1e12 bytes/s."""
+    nvlink_gb_per_s: float | None = Field(None, gt=0)
+    """To another GPU of the node, one direction, 1e9 bytes/s."""
+    network_gb_per_s: float | None = Field(None, gt=0)
+    """To another node, per GPU, one direction, 1e9 bytes/s."""
+    pcie_gb_per_s: float | None = Field(None, gt=0)
+    """To host memory, one direction, 1e9 bytes/s."""
 
 
 class EfficiencyConfig(Settings):
     """Share of a peak that is reached, and what each step costs on top. All assumed."""
 
-    memory_bandwidth: float = Field(0.8, gt=0, le=1, description="Of HBM, in decode.")
-    decode_flops: float = Field(0.6, gt=0, le=1, description="Of the peak, in decode's GEMMs.")
-    prefill_flops: float = Field(0.5, gt=0, le=1, description="Of the peak, in prefill.")
-    training_flops: float = Field(
-        0.35, gt=0, le=1, description="Of the peak, forward and backward of packed sequences."
-    )
-    links: float = Field(0.7, gt=0, le=1, description="Of NVLink, network and PCIe.")
-    collective_latency_seconds: float = Field(
-        10e-6, ge=0, description="Fixed cost of one all-reduce inside a node."
-    )
-    decode_overhead_seconds: float = Field(
-        0.003, ge=0, description="Launch, sampling and batch bookkeeping of one decode step."
-    )
-    update_overhead_seconds: float = Field(
-        0.3, ge=0, description="Optimizer step, gradient norm, logging: per optimizer step."
-    )
-    batch_overhead_seconds: float = Field(
-        2.0, ge=0, description="Packing, advantages and hand-over: per batch."
-    )
-    weight_update_overhead_seconds: float = Field(
-        1.0, ge=0, description="Pause, checksums and resume: per weight update, beyond the bytes."
-    )
+    memory_bandwidth: float = Field(0.8, gt=0, le=1)
+    """Of HBM, in decode."""
+    decode_flops: float = Field(0.6, gt=0, le=1)
+    """Of the peak, in decode's GEMMs."""
+    prefill_flops: float = Field(0.5, gt=0, le=1)
+    """Of the peak, in prefill."""
+    training_flops: float = Field(0.35, gt=0, le=1)
+    """Of the peak, forward and backward of packed sequences."""
+    links: float = Field(0.7, gt=0, le=1)
+    """Of NVLink, network and PCIe."""
+    collective_latency_seconds: float = Field(10e-6, ge=0)
+    """Fixed cost of one all-reduce inside a node."""
+    decode_overhead_seconds: float = Field(0.003, ge=0)
+    """Launch, sampling and batch bookkeeping of one decode step."""
+    update_overhead_seconds: float = Field(0.3, ge=0)
+    """Optimizer step, gradient norm, logging: per optimizer step."""
+    batch_overhead_seconds: float = Field(2.0, ge=0)
+    """Packing, advantages and hand-over: per batch."""
+    weight_update_overhead_seconds: float = Field(1.0, ge=0)
+    """Pause, checksums and resume: per weight update, beyond the bytes."""
 
 
 class LengthConfig(Settings):
     """Response lengths in tokens, before the cut at `sampling.max_new_tokens`."""
 
-    distribution: Literal["lognormal", "weibull", "uniform", "constant", "file"] = Field(
-        "lognormal",
-        description="`file`: the empirical distribution of recorded lengths; `megatron-async "
-        "fit-lengths` fits the first two to them.",
-    )
-    median: float = Field(2500.0, gt=0, description="Of the log-normal; the constant's value.")
-    sigma: float = Field(0.9, gt=0, description="Standard deviation of the log length.")
-    scale: float = Field(
-        3500.0, gt=0, description="Weibull's scale (lambda); uniform: the largest length."
-    )
-    shape: float = Field(1.0, gt=0, description="Weibull's shape (k); below 1 = heavy tail.")
-    path: str = Field("", description="One length per line, a JSON list, or JSONL (see docs).")
-    prompt_correlation: float = Field(
-        0.5, ge=0, lt=1, description="Correlation of (normal scores of) lengths within a prompt."
-    )
-    prompt_tokens: int = Field(200, ge=1, description="Prompt length.")
+    distribution: Literal["lognormal", "weibull", "uniform", "constant", "file"] = "lognormal"
+    """`file`: the empirical distribution of recorded lengths; `megatron-async fit-lengths` fits the
+    first two to them."""
+    median: float = Field(2500.0, gt=0)
+    """Of the log-normal; the constant's value."""
+    sigma: float = Field(0.9, gt=0)
+    """Standard deviation of the log length."""
+    scale: float = Field(3500.0, gt=0)
+    """Weibull's scale (lambda); uniform: the largest length."""
+    shape: float = Field(1.0, gt=0)
+    """Weibull's shape (k); below 1 = heavy tail."""
+    path: str = ""
+    """One length per line, a JSON list, or JSONL (see docs)."""
+    prompt_correlation: float = Field(0.5, ge=0, lt=1)
+    """Correlation of (normal scores of) lengths within a prompt."""
+    prompt_tokens: int = Field(200, ge=1)
+    """Prompt length."""
 
     @model_validator(mode="after")
     def _file_is_named(self) -> Self:
@@ -91,93 +91,73 @@ class LengthConfig(Settings):
 class SimulatedRewardConfig(Settings):
     """Rewards matter to the simulation only through `schedule.dynamic_sampling`."""
 
-    success_alpha: float = Field(
-        0.5, gt=0, description="A prompt's rate of success is Beta(alpha, beta) distributed."
-    )
-    success_beta: float = Field(0.5, gt=0, description="See success_alpha.")
-    verifier_seconds: float = Field(
-        0.05, ge=0, description="One score, by one of at most task.verifier_workers scorers."
-    )
+    success_alpha: float = Field(0.5, gt=0)
+    """A prompt's rate of success is Beta(alpha, beta) distributed."""
+    success_beta: float = Field(0.5, gt=0)
+    """See success_alpha."""
+    verifier_seconds: float = Field(0.05, ge=0)
+    """One score, by one of at most task.verifier_workers scorers."""
 
 
 class SimulateConfig(Settings):
     """Settings of `megatron-async simulate` and `plan` beside the run's own."""
 
-    model: str = Field(
-        "", description="Name of a public shape (see docs/simulator.md); empty = model.path's."
-    )
-    gpu: GpuConfig = Field(default_factory=GpuConfig, description="Accelerator.")
-    gpus: int | None = Field(
-        None,
-        ge=1,
-        description="`plan`: GPUs in all; none = those of the file's own layout, else one node.",
-    )
-    gpus_per_node: int = Field(8, ge=1, description="GPUs that NVLink joins.")
-    placement: Literal["disaggregated", "colocated"] = Field(
-        "disaggregated",
-        description="Trainers and engines on their own GPUs, or all GPUs for each in turn.",
-    )
-    offload: bool = Field(
-        False,
-        description="Colocated: trainer state goes to host memory while engines generate. Without "
-        "it, it stays beside the KV cache.",
-    )
-    lengths: LengthConfig = Field(default_factory=LengthConfig, description="Response lengths.")
-    reward: SimulatedRewardConfig = Field(
-        default_factory=SimulatedRewardConfig, description="Rewards."
-    )
-    efficiency: EfficiencyConfig = Field(
-        default_factory=EfficiencyConfig, description="Assumed shares and overheads."
-    )
-    cost_model: str = Field(
-        "", description="YAML written by `profile-engine`; replaces the roofline of the engine."
-    )
-    engine_memory_share: float = Field(
-        0.85, gt=0, le=1, description="Of HBM for weights and KV cache (assumed)."
-    )
-    trainer_memory_share: float = Field(
-        0.9, gt=0, le=1, description="Of HBM that the planner fills on a trainer GPU (assumed)."
-    )
-    kv_capacity_tokens: int | None = Field(
-        None, ge=1, description="Of one engine; none = from memory, or from the cost model."
-    )
-    admission_reserve_tokens: int = Field(
-        400,
-        ge=0,
-        description="Free KV that an engine asks for, per running request, before it admits one "
-        "more (assumed; SGLang's new-token ratio near its floor of 0.1 times its clip of 4,096).",
-    )
-    retract_steps: int = Field(
-        20, ge=1, description="Decode steps that a preemption makes room for (SGLang's value)."
-    )
-    training_flops_per_parameter: float = Field(
-        6.0, gt=0, description="Per token: 2 forward + 4 backward."
-    )
-    recompute_activations: bool = Field(True, description="Adds one forward pass per token.")
-    extra_forward_passes: float = Field(
-        0.0, ge=0, description="Passes without gradient per token: pi_old, reference, RAPID's."
-    )
-    padding: Literal["packed", "batch"] = Field(
-        "packed",
-        description="`packed`: only real tokens are computed, as this project's trainer does. "
-        "`batch`: every sequence of a generated batch at the length of its longest, as in TRL, "
-        "whose microbatches are slices of one padded tensor.",
-    )
-    trainer_seconds_per_token: float | None = Field(
-        None, gt=0, description="Measured; replaces the trainer's roofline."
-    )
-    trainer_seconds_per_update: float | None = Field(
-        None, ge=0, description="Measured; replaces the fixed cost of an optimizer step."
-    )
-    weight_update_seconds: float | None = Field(
-        None, ge=0, description="Measured pause of one weight update; replaces bytes over links."
-    )
-    steps: int = Field(30, ge=1, description="Batches that are simulated.")
-    warmup_steps: int = Field(5, ge=0, description="First batches left out of the figures.")
-    chunk_tokens: int = Field(
-        2048, ge=1, description="Decode steps between two reports of running requests' tokens."
-    )
-    load_report_seconds: float = Field(5.0, gt=0, description="Virtual time between load reports.")
+    model: str = ""
+    """Name of a public shape (see docs/simulator.md); empty = model.path's."""
+    gpu: GpuConfig = GpuConfig()
+    """Accelerator."""
+    gpus: int | None = Field(None, ge=1)
+    """`plan`: GPUs in all; none = those of the file's own layout, else one node."""
+    gpus_per_node: int = Field(8, ge=1)
+    """GPUs that NVLink joins."""
+    placement: Literal["disaggregated", "colocated"] = "disaggregated"
+    """Trainers and engines on their own GPUs, or all GPUs for each in turn."""
+    offload: bool = False
+    """Colocated: trainer state goes to host memory while engines generate. Without it, it stays
+    beside the KV cache."""
+    lengths: LengthConfig = LengthConfig()
+    """Response lengths."""
+    reward: SimulatedRewardConfig = SimulatedRewardConfig()
+    """Rewards."""
+    efficiency: EfficiencyConfig = EfficiencyConfig()
+    """Assumed shares and overheads."""
+    cost_model: str = ""
+    """YAML written by `profile-engine`; replaces the roofline of the engine."""
+    engine_memory_share: float = Field(0.85, gt=0, le=1)
+    """Of HBM for weights and KV cache (assumed)."""
+    trainer_memory_share: float = Field(0.9, gt=0, le=1)
+    """Of HBM that the planner fills on a trainer GPU (assumed)."""
+    kv_capacity_tokens: int | None = Field(None, ge=1)
+    """Of one engine; none = from memory, or from the cost model."""
+    admission_reserve_tokens: int = Field(400, ge=0)
+    """Free KV that an engine asks for, per running request, before it admits one more (assumed;
+    SGLang's new-token ratio near its floor of 0.1 times its clip of 4,096)."""
+    retract_steps: int = Field(20, ge=1)
+    """Decode steps that a preemption makes room for (SGLang's value)."""
+    training_flops_per_parameter: float = Field(6.0, gt=0)
+    """Per token: 2 forward + 4 backward."""
+    recompute_activations: bool = True
+    """Adds one forward pass per token."""
+    extra_forward_passes: float = Field(0.0, ge=0)
+    """Passes without gradient per token: pi_old, reference, RAPID's."""
+    padding: Literal["packed", "batch"] = "packed"
+    """`packed`: only real tokens are computed, as this project's trainer does. `batch`: every
+    sequence of a generated batch at the length of its longest, as in TRL, whose microbatches are
+    slices of one padded tensor."""
+    trainer_seconds_per_token: float | None = Field(None, gt=0)
+    """Measured; replaces the trainer's roofline."""
+    trainer_seconds_per_update: float | None = Field(None, ge=0)
+    """Measured; replaces the fixed cost of an optimizer step."""
+    weight_update_seconds: float | None = Field(None, ge=0)
+    """Measured pause of one weight update; replaces bytes over links."""
+    steps: int = Field(30, ge=1)
+    """Batches that are simulated."""
+    warmup_steps: int = Field(5, ge=0)
+    """First batches left out of the figures."""
+    chunk_tokens: int = Field(2048, ge=1)
+    """Decode steps between two reports of running requests' tokens."""
+    load_report_seconds: float = Field(5.0, gt=0)
+    """Virtual time between load reports."""
 
     @model_validator(mode="after")
     def _steps(self) -> Self:

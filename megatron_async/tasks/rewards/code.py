@@ -93,19 +93,16 @@ class Command(Settings):
     is: 1 for status 0, else 0.
     """
 
-    command: list[str] = Field(min_length=1, description="The program and its arguments.")
-    send: Literal["response", "answer", "code"] = Field(
-        "response", description="Of the response: all, the final answer, or the last fenced block."
-    )
-    readable: list[str] = Field(
-        default_factory=list, description="Directories that it may read: its own, a toolchain's."
-    )
-    environment: dict[str, str] = Field(
-        default_factory=dict, description="Variables that it needs; PATH is the run's."
-    )
-    sandbox: bool = Field(
-        True, description="false: it keeps this user, the network and all files; limits remain."
-    )
+    command: list[str] = Field(min_length=1)
+    """The program and its arguments."""
+    send: Literal["response", "answer", "code"] = "response"
+    """Of the response: all, the final answer, or the last fenced block."""
+    readable: list[str] = Field(default_factory=list)
+    """Directories that it may read: its own, a toolchain's."""
+    environment: dict[str, str] = Field(default_factory=dict)
+    """Variables that it needs; PATH is the run's."""
+    sandbox: bool = True
+    """false: it keeps this user, the network and all files; limits remain."""
 
     def bound(self, settings: ScorerSettings, limit_seconds: float) -> Callable[[Sample], Returned]:
         """The reward. Raises UserError for a program that is not there."""

@@ -22,7 +22,8 @@ class Exact(Settings):
     """1 when the response's final answer is the row's text, runs of blanks aside."""
 
     answer_marker: str = Field("", description=_MARKER)
-    ignore_case: bool = Field(False, description="`A` and `a` are the same.")
+    ignore_case: bool = False
+    """`A` and `a` are the same."""
 
     def bound(self, settings: ScorerSettings, limit_seconds: float) -> Callable[[Sample], Returned]:
         """The reward."""
@@ -47,7 +48,8 @@ class Math(Settings):
 class Regex(Settings):
     """1 when the pattern is found; with a group `answer`, when its last match is the row's."""
 
-    pattern: str = Field(description="Python's `re`; `.` is any character, `^` begins a line.")
+    pattern: str
+    """Python's `re`; `.` is any character, `^` begins a line."""
 
     @field_validator("pattern")
     @classmethod

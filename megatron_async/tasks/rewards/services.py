@@ -83,9 +83,12 @@ class JsonPoster:
 class _Service(Settings):
     """Settings that both have."""
 
-    url: str = Field(description="Address, http:// or https://.")
-    api_key_env: str = Field("", description="Environment variable that holds a bearer token.")
-    retries: int = Field(3, ge=0, description="More tries of a request that failed for now.")
+    url: str
+    """Address, http:// or https://."""
+    api_key_env: str = ""
+    """Environment variable that holds a bearer token."""
+    retries: int = Field(3, ge=0)
+    """More tries of a request that failed for now."""
 
     @field_validator("url")
     @classmethod
@@ -105,10 +108,10 @@ class Http(_Service):
     with `score` and named parts. `sglang` asks a reward model that SGLang serves (its `/classify`).
     """
 
-    format: Literal["plain", "sglang"] = Field("plain", description="What the service talks.")
-    template: str = Field(
-        "{prompt}\n{response}", description="sglang: the text that the reward model reads."
-    )
+    format: Literal["plain", "sglang"] = "plain"
+    """What the service talks."""
+    template: str = "{prompt}\n{response}"
+    """sglang: the text that the reward model reads."""
 
     def bound(self, settings: ScorerSettings, limit_seconds: float) -> Asynchronous:
         """The reward."""
@@ -142,19 +145,23 @@ class Judge(_Service):
     Its reply ends with "Score: N". Parts: `tokens_in`, `tokens_out`, and with prices `cost`.
     """
 
-    model: str = Field(description="Name of the model at the endpoint.")
-    rubric: str = Field(
-        description="What to look for and how to count. May hold {prompt}, {response}, {answer}; "
-        "what it does not hold is put behind it."
-    )
-    full_marks: float = Field(10.0, gt=0, description="The best score of the rubric.")
-    temperature: float = Field(0.0, ge=0, description="Sampling temperature.")
-    max_tokens: int = Field(512, ge=1, description="Longest reply.")
-    price_in: float = Field(0.0, ge=0, description="Price of a million tokens of request.")
-    price_out: float = Field(0.0, ge=0, description="... of reply.")
-    body: dict[str, Any] = Field(
-        default_factory=dict, description="More fields of the request, e.g. `top_p`."
-    )
+    model: str
+    """Name of the model at the endpoint."""
+    rubric: str
+    """What to look for and how to count. May hold {prompt}, {response}, {answer}; what it does not
+    hold is put behind it."""
+    full_marks: float = Field(10.0, gt=0)
+    """The best score of the rubric."""
+    temperature: float = Field(0.0, ge=0)
+    """Sampling temperature."""
+    max_tokens: int = Field(512, ge=1)
+    """Longest reply."""
+    price_in: float = Field(0.0, ge=0)
+    """Price of a million tokens of request."""
+    price_out: float = Field(0.0, ge=0)
+    """... of reply."""
+    body: dict[str, Any] = Field(default_factory=dict)
+    """More fields of the request, e.g. `top_p`."""
 
     def bound(self, settings: ScorerSettings, limit_seconds: float) -> Asynchronous:
         """The reward."""
