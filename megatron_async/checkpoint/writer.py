@@ -135,7 +135,7 @@ class SaveJob:
     ) -> None:
         self._prepared = prepared
         self._manifest = manifest
-        self._temporary = temporary
+        self.temporary = temporary
         self._target = target
         self._deadline = time.monotonic() + timeout_seconds
         self._rank = dist.get_rank()
@@ -148,11 +148,6 @@ class SaveJob:
     def step(self) -> int:
         """The step that is being saved."""
         return self._manifest.step
-
-    @property
-    def temporary(self) -> Path:
-        """The directory that becomes the checkpoint."""
-        return self._temporary
 
     @property
     def done(self) -> bool:
@@ -195,11 +190,11 @@ class SaveJob:
         """Write this rank's pieces and random states, and release them. Raises OSError."""
         if self._prepared.error is not None:
             raise CorruptCheckpoint(self._prepared.error)
-        save_random_state(self._prepared.random, self._temporary, self._rank)
+        save_random_state(self._prepared.random, self.temporary, self._rank)
         pieces, self._prepared.pieces = self._prepared.pieces, []
         tallies: dict[str, TensorTally] = {}
         room = sum(header_room(_key(copied.piece)) for copied in pieces)
-        with RankFiles(self._temporary, self._rank, room) as files:
+        with RankFiles(self.temporary, self._rank, room) as files:
             for copied in pieces:
                 piece = copied.piece
                 files.add(_key(piece), piece.values)
@@ -209,7 +204,7 @@ class SaveJob:
         return tallies
 
     def _own_files(self) -> list[Path]:
-        return sorted(self._temporary.glob(f"*_{self._rank:05d}.*safetensors"))
+        return sorted(self.temporary.glob(f"*_{self._rank:05d}.*safetensors"))
 
     def _report(self, status: RankStatus) -> None:
         write_atomically(self._status_path(self._rank), status.to_json().encode())
@@ -237,7 +232,7 @@ class SaveJob:
             tensors=records,
             written_at=datetime.now(UTC).isoformat(timespec="seconds"),
         )
-        self.checkpoint = finalise(self._temporary, self._target, manifest)
+        self.checkpoint = finalise(self.temporary, self._target, manifest)
 
     def _await_status(self, rank: int) -> RankStatus:
         path = self._status_path(rank)
@@ -248,7 +243,7 @@ class SaveJob:
         return RankStatus.from_json(path.read_text())
 
     def _status_path(self, rank: int) -> Path:
-        return self._temporary / f"status_{rank:05d}.json"
+        return self.temporary / f"status_{rank:05d}.json"
 
 
 def _key(piece: TensorPiece) -> str:

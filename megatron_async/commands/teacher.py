@@ -40,7 +40,6 @@ class Teacher(Protocol):
 
     async def answer(self, problem: Problem, number: int) -> str:
         """Return a sample; `number` differs for each. Raises ComponentFailure."""
-        ...
 
 
 def check_teacher(config: RunConfig, teacher: str) -> None:

@@ -87,20 +87,16 @@ class EngineClient(Protocol):
     @property
     def longest_tokens(self) -> int | None:
         """Prompt and response together that it takes; None when that is not known."""
-        ...
 
     @property
     def dtype(self) -> str | None:
         """The type in which it computes, as torch calls it; None when that is not known."""
-        ...
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
         """Stream a response. Cancelling or closing the iteration aborts the request."""
-        ...
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests; each stream ends with a chunk of `end="abort"`."""
-        ...
 
     async def pause(self, mode: PauseMode) -> None: ...
 
@@ -110,29 +106,23 @@ class EngineClient(Protocol):
 
     async def release_memory(self, *, keep_weights: bool = False) -> None:
         """Give the device memory of KV cache and weights back; the engine is paused or idle."""
-        ...
 
     async def resume_memory(self, *, weights_only: bool) -> None:
         """Take memory again: for the weights, then for all that is still missing."""
-        ...
 
     async def version(self) -> PolicyVersion:
         """The version that the engine reports."""
-        ...
 
     async def checksum(self) -> str:
         """Return a checksum over all weights that the engine really holds (all TP ranks)."""
-        ...
 
     async def status(self) -> EngineStatus: ...
 
     async def healthy(self) -> bool:
         """Return whether it answers at all; never raises."""
-        ...
 
     async def close(self) -> None:
         """Release connections (not the server)."""
-        ...
 
 
 class PromptSource(Protocol):
@@ -140,7 +130,6 @@ class PromptSource(Protocol):
 
     def take(self, count: int) -> list[Prompt]:
         """The next prompts; fewer when the source is exhausted."""
-        ...
 
 
 class Verifier(Protocol):
@@ -149,16 +138,13 @@ class Verifier(Protocol):
     @property
     def scorers(self) -> ScorerCount:
         """Return the number of scorers, and the time of a score."""
-        ...
 
     async def score(
         self, prompt: Prompt, response_ids: Sequence[int]
     ) -> tuple[float | None, dict[str, float]]:
         """Reward and details; `None` when it failed and that is not a 0."""
-        ...
 
     async def score_group(
         self, prompt: Prompt, responses: Sequence[Sequence[int]]
     ) -> list[tuple[float | None, dict[str, float]]]:
         """The same for several responses to one prompt at once."""
-        ...

@@ -25,14 +25,9 @@ class SharedDevices:
     """Puts engines to rest and brings them back; `ask` asks and drops those that fail."""
 
     def __init__(self, shared: bool, ask: Ask) -> None:
-        self._shared = shared
+        self.shared = shared
         self._ask = ask
         self._resting: dict[str, bool] = {}  # whether it has memory for its weights
-
-    @property
-    def shared(self) -> bool:
-        """Return whether engines and trainer alternate at all."""
-        return self._shared
 
     async def rest(self, engines: Iterable[EngineClient], *, keep_weights: bool = False) -> None:
         """The trainer's turn. `keep_weights`: it computes with its weights, no more."""
@@ -42,7 +37,7 @@ class SharedDevices:
             await engine.release_memory(keep_weights=keep_weights)
             self._resting[engine.engine_id] = keep_weights
 
-        if self._shared:
+        if self.shared:
             # One that rests already may have its weights to give.
             has_more = (lambda e: e not in self._resting) if keep_weights else self._has_weights
             await self._all([e for e in engines if has_more(e.engine_id)], put_to_rest)
@@ -57,7 +52,7 @@ class SharedDevices:
             await engine.resume_memory(weights_only=True)
             self._resting[engine.engine_id] = True
 
-        if self._shared:
+        if self.shared:
             await self._all([e for e in engines if e.engine_id in self._resting], take)
 
     async def give_back(self, engines: Iterable[EngineClient]) -> None:
@@ -68,7 +63,7 @@ class SharedDevices:
             await engine.resume()
             del self._resting[engine.engine_id]
 
-        if self._shared:
+        if self.shared:
             await self._all([e for e in engines if e.engine_id in self._resting], take_all)
 
     async def _all(

@@ -45,7 +45,7 @@ class Scheduler:
 
     def __init__(self, config: ScheduleConfig, *, first_step: int, version: PolicyVersion) -> None:
         """`first_step` is the first batch to emit, `version` what the engines shall hold for it."""
-        self._config = config
+        self.config = config
         self._version = version
         self._fleet = ServingEngines()
         self._life = Lifecycle(config, self._fleet, first_step)
@@ -88,17 +88,12 @@ class Scheduler:
         return actions
 
     @property
-    def config(self) -> ScheduleConfig:
-        """Return the settings of this scheduler."""
-        return self._config
-
-    @property
     def concurrency(self) -> int:
         """N' as it is now."""
         if self._auto is not None:
             return self._auto.limit
-        assert isinstance(self._config.concurrency, int)
-        return self._config.concurrency
+        assert isinstance(self.config.concurrency, int)
+        return self.config.concurrency
 
     @property
     def finished(self) -> bool:
@@ -106,7 +101,7 @@ class Scheduler:
 
         Groups too few for a last batch (fewer than `updates_per_batch`) do not count.
         """
-        left_over = self._life.ready.count < self._config.updates_per_batch
+        left_over = self._life.ready.count < self.config.updates_per_batch
         return self._exhausted and self._life.none_unfinished and left_over and not self._untaken
 
     def view(self) -> SchedulerView:
@@ -204,7 +199,7 @@ class Scheduler:
 
     def _update_requested(self, event: ev.UpdateRequested, out: Actions) -> None:
         self._gate.request(event.number)
-        if self._config.boundary == "abort":
+        if self.config.boundary == "abort":
             self._life.abort_all(out)
         self._advance(out)
 
@@ -245,10 +240,10 @@ class Scheduler:
 
     @property
     def _awaits_version(self) -> bool:
-        return not self._config.overlap and self._version.number < self._life.lag.next_step
+        return not self.config.overlap and self._version.number < self._life.lag.next_step
 
     def _trainer_ready(self) -> bool:
-        if self._config.overlap:
+        if self.config.overlap:
             return len(self._untaken) < _PREFETCHED_BATCHES
         return not self._awaits_version and not self._gate.closed
 
@@ -259,18 +254,18 @@ class Scheduler:
         batch, unless it has fewer groups than minibatches.
         """
         complete = self._life.ready.count
-        if complete >= self._config.groups_per_batch:
-            return self._config.groups_per_batch
+        if complete >= self.config.groups_per_batch:
+            return self.config.groups_per_batch
         ended = self._exhausted and self._life.none_unfinished
-        return complete if ended and complete >= self._config.updates_per_batch else 0
+        return complete if ended and complete >= self.config.updates_per_batch else 0
 
     def _emit_batches(self, out: Actions) -> None:
         self._draining = False
         while self._trainer_ready():
             size = self._batch_size()
-            if not size or (self._config.on_stale == "wait" and not self._life.lag.may_emit()):
+            if not size or (self.config.on_stale == "wait" and not self._life.lag.may_emit()):
                 return
-            drains = self._config.boundary == "drain" and not self._config.overlap
+            drains = self.config.boundary == "drain" and not self.config.overlap
             if drains and self._fleet.in_flight:
                 self._draining = True
                 return
@@ -278,21 +273,21 @@ class Scheduler:
             if not self._life.take_batch(size, out):
                 continue
             self._untaken.append(step)
-            if self._config.boundary == "abort" and not self._config.overlap:
+            if self.config.boundary == "abort" and not self.config.overlap:
                 self._life.abort_all(out)
             if self._auto is not None:
                 self._auto = auto_concurrency.batched(
                     self._auto,
                     self._life.counts.off_policy_share,
-                    self._config.max_off_policy_share,
+                    self.config.max_off_policy_share,
                 )
 
     def _shed_overflow(self, out: Actions) -> None:
         """`overflow: drop_oldest`: the oldest group of a batch beyond `ring_batches` leaves."""
-        if self._config.overflow != "drop_oldest":
+        if self.config.overflow != "drop_oldest":
             return
-        free = max(0, self._config.ring_batches - len(self._untaken))
-        while self._life.ready.count >= (free + 1) * self._config.groups_per_batch:
+        free = max(0, self.config.ring_batches - len(self._untaken))
+        while self._life.ready.count >= (free + 1) * self.config.groups_per_batch:
             self._watch.new_groups(Cause.TRAINER)
             self._life.drop_oldest_ready(out)
 
@@ -341,7 +336,7 @@ class Scheduler:
         """Ask for as many groups as free slots take and the limits allow; one answer at a time."""
         if self._prompts_requested or self._exhausted or len(self._life.fresh):
             return
-        wanted = -(-free // self._config.group_size)
+        wanted = -(-free // self.config.group_size)
         allowed = self._groups_allowed()
         if allowed is not None:
             wanted = min(wanted, allowed)
@@ -358,5 +353,5 @@ class Scheduler:
             self._version.number,
             self._life.lag.next_step,
         )
-        self._watch.new_groups(held_back_by(self._config, now))
-        return new_groups_allowed(self._config, now)
+        self._watch.new_groups(held_back_by(self.config, now))
+        return new_groups_allowed(self.config, now)

@@ -43,18 +43,15 @@ class EngineCosts(Protocol):
     @property
     def kv_capacity_tokens(self) -> int:
         """Tokens of KV that fit."""
-        ...
 
     def decode(self, batch: int) -> tuple[float, float]:
         """Seconds of a decode step of `batch` requests: (fixed, per KV token read)."""
-        ...
 
     def prefill(self, tokens: int, token_pairs: float) -> float:
         """Seconds to prefill `tokens`; `token_pairs` = sum over them of the keys they attend to.
 
         0 tokens: all of the prompt is cached, and what a request costs anyway is left.
         """
-        ...
 
 
 def all_reduce_seconds(

@@ -92,7 +92,7 @@ class World:
         self.scheduler = Scheduler(schedule, first_step=0, version=PolicyVersion(0, 0))
         self._responses: dict[int, Response] = {}
         self._groups_given = 0
-        self._now = 0.0
+        self.now = 0.0
         self._serial = itertools.count()
         self._agenda: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._events: deque[ev.Event] = deque()
@@ -142,11 +142,6 @@ class World:
                     self._move_clock()
 
     @property
-    def now(self) -> float:
-        """Return the virtual time in seconds."""
-        return self._now
-
-    @property
     def scorers(self) -> ScorerCount:
         """Return the number of scorers that work now, and the reason."""
         return self._scorers.state
@@ -173,18 +168,18 @@ class World:
                 f"{self.scheduler.view()}"
             )
         when, _, action, arguments = heapq.heappop(self._agenda)
-        self._now = when
+        self.now = when
         action(*arguments)
 
     def _later(self, delay: float, action: Callable[..., None], *arguments: Any) -> None:
-        entry = (self._now + delay, next(self._serial), action, arguments)
+        entry = (self.now + delay, next(self._serial), action, arguments)
         heapq.heappush(self._agenda, entry)
 
     # ------------------------------------------------------------ engines
 
     def _touch(self, engine: Engine) -> None:
-        if engine.now != self._now:
-            engine.advance(self._now)
+        if engine.now != self.now:
+            engine.advance(self.now)
         self._dirty[engine.engine_id] = engine
 
     def _settle_engines(self) -> None:
@@ -219,7 +214,7 @@ class World:
 
     def _report_load(self) -> None:
         for engine in self._engines.values():
-            engine.advance(self._now)
+            engine.advance(self.now)
             self._dirty[engine.engine_id] = engine
             usage = min(1.0, engine.kv / engine.costs.kv_capacity_tokens)
             news = self.statistics.new_preemptions(engine)
@@ -251,7 +246,7 @@ class World:
 
     def _score(self, action: ev.Score) -> None:
         self._under_way += 1
-        self._begin_scores(self._scorers.add(action.trajectory_id, self._now))
+        self._begin_scores(self._scorers.add(action.trajectory_id, self.now))
 
     def _begin_scores(self, trajectory_ids: Iterable[int]) -> None:
         for trajectory_id in trajectory_ids:
@@ -261,7 +256,7 @@ class World:
         self._under_way -= 1
         reward = self._responses[trajectory_id].reward
         self._events.append(ev.RewardReady(trajectory_id, reward))
-        self._begin_scores(self._scorers.ended(self._now))
+        self._begin_scores(self._scorers.ended(self.now))
 
     def _restart(self, action: ev.Restart) -> None:
         response = self._responses[action.trajectory_id]
@@ -311,10 +306,10 @@ class World:
         self._trainer_busy = True
         self._under_way += 1
         seconds = self._trainer.batch_seconds(sequences, self._schedule.updates_per_batch)
-        waited = self._now - self._idle_since
+        waited = self.now - self._idle_since
         self.statistics.taken(StepRow(step, len(sequences), sum(sequences), waited, seconds))
-        self._updates_began[step + 1] = self._now + seconds
-        self._events.append(ev.BatchTaken(step, self._now))
+        self._updates_began[step + 1] = self.now + seconds
+        self._events.append(ev.BatchTaken(step, self.now))
         self._later(seconds + self._trainer.switch_seconds, self._trained, step)
 
     def _trained(self, step: int) -> None:
@@ -335,9 +330,9 @@ class World:
         self._version = number
         self._trainer_busy = False
         self._under_way -= 1
-        self._idle_since = self._now
+        self._idle_since = self.now
         self.statistics.published(
-            self._now, self._now - self._updates_began.pop(number), self.scheduler.concurrency
+            self.now, self.now - self._updates_began.pop(number), self.scheduler.concurrency
         )
         self._events.append(ev.WeightsPublished(PolicyVersion(0, number)))
         self._train_next()

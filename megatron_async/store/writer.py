@@ -64,7 +64,7 @@ class StoreWriter:
         stall_seconds: float = 60.0,
     ) -> None:
         self._path = path
-        self._position = position
+        self.position = position
         self._lock = lock
         self._max_pending = max_pending_bytes
         self.stall_seconds = stall_seconds
@@ -81,11 +81,6 @@ class StoreWriter:
         self._thread.start()
 
     # ------------------------------------------------------------ called by the event loop
-
-    @property
-    def position(self) -> int:
-        """Transactions ever committed to this store."""
-        return self._position
 
     def share_lock(self) -> FileLock:
         """The store stays locked until this is closed too. For who writes beside it."""
@@ -290,16 +285,16 @@ class StoreWriter:
                 connection.execute(replace_statement(table), row)
             for statement, parameters in pending.statements:
                 connection.execute(statement, parameters)
-            progress = schema.sealed("progress", (1, self._position + 1))
+            progress = schema.sealed("progress", (1, self.position + 1))
             connection.execute(replace_statement("progress"), progress)
             connection.execute("COMMIT")
             if pending.durable:
                 connection.execute("PRAGMA synchronous=NORMAL")
-            self._position += 1
+            self.position += 1
         self._committed = number
         for barrier in pending.barriers:
             if barrier.set_running_or_notify_cancel():
-                barrier.set_result(self._position)
+                barrier.set_result(self.position)
 
     @staticmethod
     def _run_job(connection: sqlite3.Connection, job: Job, future: Future[Any]) -> None:

@@ -120,37 +120,29 @@ class Task(Protocol):
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a response (they are part of it)."""
-        ...
 
     def train_prompts(self, position: int, count: int) -> list[Prompt]:
         """Training prompts `position` to `position + count - 1` of the task's fixed order."""
-        ...
 
     def eval_prompts(self, count: int, name: str = HELDOUT) -> list[Prompt]:
         """The first `count` prompts of the evaluation set `name`, all different; 0: all it has."""
-        ...
 
     def counts(self, heldout: int) -> tuple[int | None, int]:
         """The numbers of training problems (None: no end) and of held-out ones, at most so many
         of the latter."""
-        ...
 
     def text(self, token_ids: Sequence[int]) -> str:
         """The text of a response, special tokens removed."""
-        ...
 
     def summary(self) -> str:
         """The training data, and the first prompt as the templates made it."""
-        ...
 
     def check_lengths(self, longest: int, max_new_tokens: int) -> int:
         """Leave out, and count, prompts that with `max_new_tokens` are longer than the
         `longest` tokens that an engine takes. Raises UserError where they may not be left out."""
-        ...
 
     def worked_examples(self, count: int, data: FileConfig | None = None) -> list[WorkedExample]:
         """Supervised examples of training problems, or those of the file `data`."""
-        ...
 
 
 class ProblemSource(Protocol):
@@ -160,31 +152,24 @@ class ProblemSource(Protocol):
 
     def train(self, index: int) -> Problem:
         """Training problem `index` >= 0."""
-        ...
 
     def longer(self, size: int) -> Iterator[Listed]:
         """Problems whose texts have more bytes than `size`; the first where they have no end."""
-        ...
 
     def leave_out(self, places: Collection[tuple[int, int]]) -> None:
         """Ask no problem that `longer` gave one of these places. UserError where none can be."""
-        ...
 
     def summary(self) -> str:
         """The data, in a sentence for the start of a run."""
-        ...
 
     def heldout(self, count: int) -> list[Problem]:
         """The first `count` different held-out problems. UserError if there are fewer."""
-        ...
 
     def counts(self, heldout: int) -> tuple[int | None, int]:
         """Return the counts as in `Task`."""
-        ...
 
     def worked(self, count: int) -> list[tuple[Problem, str]]:
         """Training problems with answers whose steps are written out. UserError if it has none."""
-        ...
 
 
 class Scorer(Protocol):
@@ -192,7 +177,6 @@ class Scorer(Protocol):
 
     def score(self, payload: dict[str, Any], text: str) -> ResponseScore:
         """The score of a response's text, special tokens already removed."""
-        ...
 
 
 def row_payload(question: str, answer: str, metadata: dict[str, Any]) -> dict[str, Any]:

@@ -45,15 +45,12 @@ class Rows(Protocol):
 
     def __getitem__(self, index: int) -> Row:
         """Row `index`. Raises UserError when it is no row."""
-        ...
 
     def __iter__(self) -> Iterator[Row]:
         """Iterate over all rows, faster than one by one."""
-        ...
 
     def where(self, index: int) -> str:
         """The place of row `index`, for a refusal."""
-        ...
 
 
 def open_rows(path: str, split: str, setting: str) -> Rows:

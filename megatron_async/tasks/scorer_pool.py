@@ -34,15 +34,12 @@ class Worker(Protocol):
 
     async def start(self) -> list[bool]:
         """Have it ready; which rewards are asynchronous."""
-        ...
 
     async def score(self, work: Sequence[Work]) -> list[list[ResponseScore]]:
         """Score each piece within its limit."""
-        ...
 
     def retire(self) -> None:
         """End it without waiting; it is idle."""
-        ...
 
 
 W = TypeVar("W", bound=Worker)

@@ -52,37 +52,27 @@ class TextTask:
         evaluated: Mapping[str, ProblemFile] = MappingProxyType({}),
     ) -> None:
         self._config = config
-        self._source = source
+        self.source = source
         self._tokenizer = tokenizer
-        self._stop_token_ids = stop_token_ids
+        self.stop_token_ids = stop_token_ids
         self._evaluated = evaluated
         self._chat = chat_template(config, tokenizer)
 
-    @property
-    def source(self) -> ProblemSource:
-        """The problems as text."""
-        return self._source
-
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a response."""
-        return self._stop_token_ids
-
     def train_prompts(self, position: int, count: int) -> list[Prompt]:
         """Training prompts from `position` on."""
-        return [self._prompt(self._source.train(position + i)) for i in range(count)]
+        return [self._prompt(self.source.train(position + i)) for i in range(count)]
 
     def eval_prompts(self, count: int, name: str = HELDOUT) -> list[Prompt]:
         """The first `count` of an evaluation set; 0: all. Raises UserError if there are fewer."""
         if name in self._evaluated:
             problems = self._evaluated[name].first(count, self._config.eval_seed)
         else:
-            problems = self._source.heldout(count)
+            problems = self.source.heldout(count)
         return [self._prompt(problem) for problem in problems]
 
     def counts(self, heldout: int) -> tuple[int | None, int]:
         """Training problems (None: no end), and up to `heldout` held-out ones."""
-        return self._source.counts(heldout)
+        return self.source.counts(heldout)
 
     def text(self, token_ids: Sequence[int]) -> str:
         """The text of a response."""
@@ -90,11 +80,11 @@ class TextTask:
 
     def summary(self) -> str:
         """The training data, and the first prompt as the template made it."""
-        problem = self._source.train(0)
+        problem = self.source.train(0)
         text = shown_text(self._text(problem))
         kind = "chat template" if self._chat else "no chat template"
         return (
-            f"{self._source.summary()}\nfirst prompt, {len(self.prompt_ids(problem))} tokens "
+            f"{self.source.summary()}\nfirst prompt, {len(self.prompt_ids(problem))} tokens "
             f"({kind}):\n{text}"
         )
 
@@ -107,14 +97,14 @@ class TextTask:
         if self._config.long_prompts == "drop" and not self._config.filter_overlong:
             return 0
         most = longest - max_new_tokens
-        first = self._source.train(0)
+        first = self.source.train(0)
         blank = replace(first, question="", messages=(), fields=dict.fromkeys(first.fields, ""))
         around = len(self._text(blank).encode()) + _SPECIAL_TOKENS
-        suspects = self._source.longer(most - around)
+        suspects = self.source.longer(most - around)
         if self._config.filter_overlong:
             gone = [d.place for d in suspects if len(self.prompt_ids(d.problem)) > most]
             if gone:
-                self._source.leave_out(gone)
+                self.source.leave_out(gone)
             return len(gone)
         for listed in itertools.islice(suspects, _MOST_TOKENIZED):
             tokens = len(self.prompt_ids(listed.problem))
@@ -131,7 +121,7 @@ class TextTask:
     def worked_examples(self, count: int, data: FileConfig | None = None) -> list[WorkedExample]:
         """`count` of the task's own, or all of `data` that are not held out (at most `count`)."""
         if data is None:
-            return [self._example(*pair) for pair in self._source.worked(count)]
+            return [self._example(*pair) for pair in self.source.worked(count)]
         examples = list(itertools.islice(self._examples(data), count))
         if not examples:
             raise UserError(f"sft.data {data.path} holds only held-out problems")
@@ -190,7 +180,7 @@ class TextTask:
 
     def _prompt(self, problem: Problem) -> Prompt:
         ids = self.prompt_ids(problem)
-        return Prompt(ids, self._source.name, problem.payload, problem.priority)
+        return Prompt(ids, self.source.name, problem.payload, problem.priority)
 
     def _example(self, problem: Problem, response: str) -> WorkedExample:
         response_ids = self._encode(response, add_special_tokens=False)
@@ -200,7 +190,7 @@ class TextTask:
     def _conversation(self, messages: Sequence[Message], where: str) -> WorkedExample:
         if self._chat is None:
             raise UserError(f"{where}: chat messages need a model with a chat template")
-        return self._chat.conversation(messages, self._stop_token_ids, where)
+        return self._chat.conversation(messages, self.stop_token_ids, where)
 
     def _encode(self, text: str, add_special_tokens: bool) -> IntArray:
         ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)

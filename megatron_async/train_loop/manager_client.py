@@ -45,47 +45,38 @@ class RolloutLink(Protocol):
 
     def attach(self, resume: ResumePoint) -> None:
         """This trainer begins at `resume`; waits for the engines to have started."""
-        ...
 
     def next_batch(self) -> TokenBatch | None:
         """The next batch, or None when stale engines want weights first.
 
         Raises StopAsked when the run was asked to stop before there was one.
         """
-        ...
 
     def drop_batch(self, step: int, reason: str) -> None:
         """The batch of `step` could not be trained on."""
-        ...
 
     def begin_update(self, number: int) -> list[EngineAddress]:
         """Engines that must receive version `number`, ready for it."""
-        ...
 
     def end_update(self, number: int, engine_ids: Sequence[str], verify: bool) -> TokenBatch | None:
         """Report engines that were sent version `number`; `verify`: return what they sampled."""
-        ...
 
     def verify_update(
         self, number: int, logprobs_T: FloatArray | None, float32: bool
     ) -> UpdateReport:
         """The trainer's log-probs of what `end_update` returned, computed in `float32` or less."""
-        ...
 
     def evaluate(self, number: int) -> tuple[Evaluation, ...]:
         """The evaluation of the version that has just been published, after those under way.
 
         Raises StopAsked when the run was asked to stop meanwhile.
         """
-        ...
 
     def position(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of the rollout side."""
-        ...
 
     def checkpoint_finalised(self, step: int, kept_steps: Sequence[int]) -> None:
         """The manifest of `step` exists now."""
-        ...
 
 
 class RayLink:

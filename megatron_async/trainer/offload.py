@@ -37,7 +37,6 @@ class TrainerMemory(Protocol):
 
     def hold(self, residence: Residence) -> None:
         """Move what must move so that exactly this is on the device."""
-        ...
 
 
 class AlwaysThere:

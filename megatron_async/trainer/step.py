@@ -102,7 +102,7 @@ class PolicyTrainer:
             if purpose == "sft"
             else config.steps * config.schedule.updates_per_batch
         )
-        self._step = 0
+        self.step = 0
         self._updates = 0
         self._applied = 0
         self._nonfinite_in_a_row = 0
@@ -136,14 +136,9 @@ class PolicyTrainer:
     # ------------------------------------------------------------ what it is
 
     @property
-    def step(self) -> int:
-        """Batches trained on so far: the number of the current policy version."""
-        return self._step
-
-    @property
     def version(self) -> PolicyVersion:
         """(lineage, step) of the current weights."""
-        return PolicyVersion(self._lineage, self._step)
+        return PolicyVersion(self._lineage, self.step)
 
     @property
     def vocab_size(self) -> int:
@@ -153,7 +148,7 @@ class PolicyTrainer:
     def progress(self) -> Mapping[str, Any]:
         """The trainer's own counters, for a checkpoint."""
         return {
-            "step": self._step,
+            "step": self.step,
             "updates": self._updates,
             "nonfinite_in_a_row": self._nonfinite_in_a_row,
             "applied_updates": self._applied,
@@ -162,7 +157,7 @@ class PolicyTrainer:
 
     def restore_progress(self, progress: Mapping[str, Any]) -> None:
         """Inverse of `progress`; the lineage stays this trainer's own."""
-        self._step = int(progress["step"])
+        self.step = int(progress["step"])
         self._updates = int(progress["updates"])
         self._nonfinite_in_a_row = int(progress["nonfinite_in_a_row"])
         self._applied = int(progress["applied_updates"])
@@ -280,16 +275,16 @@ class PolicyTrainer:
         applied = [update for update in updates if update.applied]
         skipped = [update for update in updates if not update.applied]
         for update in skipped:
-            logger.warning("batch %d: an update was skipped: %s", self._step, update.reason)
+            logger.warning("batch %d: an update was skipped: %s", self.step, update.reason)
         limit = self._config.trainer.max_nonfinite_steps
         if self._nonfinite_in_a_row >= limit:
             raise ComponentFailure(
                 f"{self._nonfinite_in_a_row} updates in a row were not finite (the last: "
                 f"{skipped[-1].reason}); trainer.max_nonfinite_steps is {limit}"
             )
-        self._replicas.after_step(self._step + 1)
+        self._replicas.after_step(self.step + 1)
         report = StepReport(
-            step=self._step,
+            step=self.step,
             loss=sum(update.loss for update in applied) / max(1, len(applied)),
             grad_norm=(applied or updates)[-1].grad_norm,
             learning_rate=updates[-1].learning_rate,
@@ -304,5 +299,5 @@ class PolicyTrainer:
             seconds=time.monotonic() - began,
             metrics=metrics,
         )
-        self._step += 1
+        self.step += 1
         return report

@@ -45,11 +45,9 @@ class Turns(Protocol):
 
     def take(self) -> TurnToken:
         """Wait for the stage before. Raises EarlierStageFailed."""
-        ...
 
     def hand_on(self, token: TurnToken) -> None:
         """Let the next stage go on; does nothing on the last one."""
-        ...
 
 
 class Alone:

@@ -153,7 +153,7 @@ def test_a_model_that_is_not_its_optimizers_rounding_is_not_saved(
         with torch.no_grad():
             next(p for n, p in trainer.wrapped.named_parameters() if n.endswith(NAME))[0, 0] += 1
         with pytest.raises(ComponentFailure, match=f"parameter {NAME} is not what the optimizer's"):
-            trainer._step = 1
+            trainer.step = 1
             save(trainer, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step_000000"]
 

@@ -203,7 +203,7 @@ class SGLangProcess:
         self._awaits_weights = awaits_weights
         self._model_path = model_path
         self._settings = settings
-        self._log_path = log_path
+        self.log_path = log_path
         self._version = version
         self._gpus = gpus
         self._process: subprocess.Popen[bytes] | None = None
@@ -221,10 +221,6 @@ class SGLangProcess:
     def pid(self) -> int | None:
         """Process (and process group) id of the running server."""
         return None if self._process is None else self._process.pid
-
-    @property
-    def log_path(self) -> Path:
-        return self._log_path
 
     def alive(self) -> bool:
         """Return whether the server process exists (not whether it answers)."""
@@ -266,20 +262,20 @@ class SGLangProcess:
     def _why(self) -> str:
         """Return the cause of a death from the log of this start, or else the end of that log."""
         text = ""
-        if self._log_path.exists():
-            with self._log_path.open("rb") as file:
+        if self.log_path.exists():
+            with self.log_path.open("rb") as file:
                 file.seek(self._log_begins)
                 text = file.read().decode(errors="replace")
         cause = cause_in_log(text)
         if cause is not None:
-            return f": {cause}; its log is {self._log_path}"
-        return f"; the end of its log ({self._log_path}):\n{self.log_tail()}"
+            return f": {cause}; its log is {self.log_path}"
+        return f"; the end of its log ({self.log_path}):\n{self.log_tail()}"
 
     def log_tail(self, characters: int = _LOG_TAIL_CHARACTERS) -> str:
         """The last characters of the server's log, from a line's start."""
-        if not self._log_path.exists():
+        if not self.log_path.exists():
             return ""
-        with self._log_path.open("rb") as file:
+        with self.log_path.open("rb") as file:
             file.seek(0, os.SEEK_END)
             file.seek(max(0, file.tell() - characters))
             text = file.read().decode(errors="replace")
@@ -303,10 +299,10 @@ class SGLangProcess:
         read_end, write_end = os.pipe()
         environment[LIFELINE_VARIABLE] = str(read_end)
         try:
-            with writing(self._log_path):
-                self._log_path.parent.mkdir(parents=True, exist_ok=True)
-                self._log_path.touch(mode=0o600)  # SGLang writes all of its settings, also the key
-                log = self._log_path.open("ab")
+            with writing(self.log_path):
+                self.log_path.parent.mkdir(parents=True, exist_ok=True)
+                self.log_path.touch(mode=0o600)  # SGLang writes all of its settings, also the key
+                log = self.log_path.open("ab")
             with log:
                 self._log_begins = log.tell()
                 self._process = subprocess.Popen(

@@ -111,7 +111,7 @@ class SimulatedEngine:
         model: SimulatedEngineModel | None = None,
         version: PolicyVersion = PolicyVersion(0, 0),  # noqa: B008 - an immutable tuple
     ) -> None:
-        self._engine_id = engine_id
+        self.engine_id = engine_id
         self._model = model if model is not None else SimulatedEngineModel()
         self._version = version
         self._weights = "initial"
@@ -127,12 +127,8 @@ class SimulatedEngine:
         self.tokens_generated = 0
 
     @property
-    def engine_id(self) -> str:
-        return self._engine_id
-
-    @property
     def url(self) -> str:
-        return f"simulated://{self._engine_id}"
+        return f"simulated://{self.engine_id}"
 
     @property
     def kv_capacity_tokens(self) -> int:
@@ -160,7 +156,7 @@ class SimulatedEngine:
         """Die now: every stream and every later call raises EngineError."""
         self._crash_reason = reason
         for running in [*self._running.values(), *self._queued.values()]:
-            running.chunks.put_nowait(EngineError(f"{self._engine_id} died: {reason}"))
+            running.chunks.put_nowait(EngineError(f"{self.engine_id} died: {reason}"))
         self._running.clear()
         self._queued.clear()
 
@@ -183,11 +179,11 @@ class SimulatedEngine:
         whole = len(request.input_ids) + request.max_new_tokens
         if longest is not None and whole > longest:
             raise RequestRefused(
-                f"{self._engine_id}: request {name}: it was refused with status 400: {whole} "
+                f"{self.engine_id}: request {name}: it was refused with status 400: {whole} "
                 f"tokens, the longest possible are {longest}"
             )
         if name in self._running or name in self._queued:
-            raise EngineError(f"{self._engine_id}: request {name!r} runs already")
+            raise EngineError(f"{self.engine_id}: request {name!r} runs already")
         running = _Running(request, last_token=int(request.input_ids[-1]), version=self._version)
         if request.urgent:
             self._queued = {name: running, **self._queued}
@@ -246,7 +242,7 @@ class SimulatedEngine:
         """Release memory; like SGLang, with an error while a request holds some."""
         self._require_alive("release_memory")
         if self._running:
-            raise EngineError(f"{self._engine_id}: memory is in use by {len(self._running)}")
+            raise EngineError(f"{self.engine_id}: memory is in use by {len(self._running)}")
 
     async def resume_memory(self, *, weights_only: bool) -> None:
         self._require_alive("resume_memory")
@@ -369,4 +365,4 @@ class SimulatedEngine:
 
     def _require_alive(self, what: str) -> None:
         if self._crash_reason:
-            raise EngineError(f"{self._engine_id}: {what}: the engine died: {self._crash_reason}")
+            raise EngineError(f"{self.engine_id}: {what}: the engine died: {self._crash_reason}")
