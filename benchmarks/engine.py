@@ -34,7 +34,7 @@ from megatron_async.engines.sglang.server import CPU_ATTENTION_BACKEND
 from megatron_async.tasks.tiny_model import build_tiny_model
 from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.http import EngineAddress
-from megatron_async.weight_sync.transports.factory import make_sender
+from megatron_async.weight_sync.publisher import make_sender
 
 LENGTH = 256
 REPEATS = 3

@@ -29,7 +29,7 @@ GPU_SECONDS = 420.0
 def compile_report() -> str:
     """Registers, spills and shared memory of every kernel on every architecture."""
     import torch
-    from megatron_async_kernels.triton_configs import ARCHITECTURES
+    from megatron_async_kernels.triton_tiles import ARCHITECTURES
 
     from benchmarks.compiled.ahead_of_time import compile_kernel, markdown_table
     from benchmarks.compiled.head_builds import head_builds

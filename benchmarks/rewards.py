@@ -23,7 +23,7 @@ from megatron_async.config.reward import RewardConfig, ScorerSettings
 from megatron_async.config.rollout import TaskConfig
 from megatron_async.tasks.rewards import Sample
 from megatron_async.tasks.scorer_pool import ScorerPool
-from megatron_async.tasks.tokenizer import character_tokenizer, write_character_tokenizer
+from megatron_async.tasks.tiny_model import character_tokenizer, write_character_tokenizer
 from megatron_async.tasks.verifier import LocalVerifierPool, RayVerifierPool
 from megatron_async.trajectory.types import Prompt
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from megatron_async_kernels.triton_backward import accumulate_product_kernel, dlogits_kernel
-from megatron_async_kernels.triton_configs import TileConfig, head_configs, without_descriptors
 from megatron_async_kernels.triton_forward import combine_kernel, head_stats_kernel
+from megatron_async_kernels.triton_tiles import TileConfig, head_configs, without_descriptors
 
 from benchmarks.compiled.ahead_of_time import KernelBuild
 

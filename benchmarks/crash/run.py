@@ -31,8 +31,7 @@ from benchmarks.crash.ledger import Account, arrivals_file, faults_file
 from megatron_async.config import RunConfig
 from megatron_async.engines.simulated.server import engine_model
 from megatron_async.run_directory import RunDirectory
-from megatron_async.tasks.tiny_model import TinyModel, build_tiny_model
-from megatron_async.tasks.tokenizer import EOS_ID
+from megatron_async.tasks.tiny_model import EOS_ID, TinyModel, build_tiny_model
 from megatron_async.telemetry.metrics import read_metrics
 
 Target = Literal["trainer", "manager", "engine", "verifier", "tree"]

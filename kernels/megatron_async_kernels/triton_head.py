@@ -27,14 +27,14 @@ from megatron_async_kernels.head_types import (
     HeadStats,
 )
 from megatron_async_kernels.triton_backward import accumulate_product_kernel, dlogits_kernel
-from megatron_async_kernels.triton_configs import (
+from megatron_async_kernels.triton_forward import combine_kernel, head_stats_kernel
+from megatron_async_kernels.triton_tiles import (
     INTERPRETER,
     HeadConfigs,
     TileConfig,
     head_configs,
     without_descriptors,
 )
-from megatron_async_kernels.triton_forward import combine_kernel, head_stats_kernel
 
 COMBINE_BLOCK = 128
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -15,8 +15,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_async_kernels.triton_loss_reads import first_sequence, read_stream
-from megatron_async_kernels.triton_loss_terms import bounded_exp, divergence, token_keep
+from megatron_async_kernels.triton_loss_terms import (
+    bounded_exp,
+    divergence,
+    first_sequence,
+    read_stream,
+    token_keep,
+)
 
 
 @triton.jit

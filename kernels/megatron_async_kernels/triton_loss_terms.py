@@ -6,6 +6,11 @@
 
 Formulas and their sources stand in `surrogates`; names follow it. Everything is elementwise
 over a block of lanes in float32; SPEC is a `LossSpec`.
+
+Reads of the loss kernels: the sequence of a token, and its streams.
+
+Invariants
+- A token with mask 0 is replaced by zeros right after the load.
 """
 
 from __future__ import annotations
@@ -150,3 +155,23 @@ def kl_terms(distance, anchor, correction, SPEC: tl.constexpr):
     moves = (ratio <= upper) & inside
     slope = tl.where(near, 1.0 - inverse, 0.0) + tl.where(moves, k3, 0.0)
     return weight * k3, weight * slope
+
+
+@triton.jit
+def first_sequence(cu_seqlens, num_sequences, token):
+    """The sequence that holds `token`: the first with cu[s + 1] > token."""
+    low = 0
+    high = num_sequences - 1
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(cu_seqlens + middle + 1).to(tl.int32) > token:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+@triton.jit
+def read_stream(stream, at, inside, trained):
+    """Values as float32, 0 at untrained tokens."""
+    return tl.where(trained, tl.load(stream + at, mask=inside, other=0.0).to(tl.float32), 0.0)

@@ -18,11 +18,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from megatron_async_kernels.triton_loss_reads import first_sequence, read_stream
 from megatron_async_kernels.triton_loss_terms import (
     bounded_exp,
+    first_sequence,
     k3_of,
     kl_terms,
+    read_stream,
     surrogate_terms,
     token_keep,
 )

@@ -4,37 +4,232 @@ Definitions are those of verl 0.9.1 (`verl.trainer.ppo.rollout_corr_helper`; the
 docs/algo/rollout_corr.md), re-implemented on packed streams. Where its code and its guide differ
 the code holds; docs/algorithms.md lists each such place.
 
+Metrics of the rollout correction, all under `rollout_corr/`.
+
+The source of every formula is verl 0.9.1, `verl/trainer/ppo/rollout_corr_helper.py`; the function
+that holds it is named in each docstring. "Rows" are sequences; "all rows" includes empty ones (no
+trained token), which enter means with the value that an empty mean has there.
+
 Invariants
 - A padded [B, L] input and the packed [T] input of the same rows give the same numbers.
 - Weights never depend on rejection, and rejection changes nothing but the mask.
 - Weights carry no gradient.
+- Arithmetic is float64.
+- n = sum m (tokens), B = rows, n_i = tokens of row i, l = log pi_old - log pi_rollout.
 
 l = log pi_old - log pi_rollout, m the mask, c(x) = clamp(x, -20, 20).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from megatron_async_kernels.loss_torch import generation_log_weight, rejection_statistic
-from megatron_async_kernels.loss_types import RejectionRule, check_finite
+from megatron_async_kernels.loss_types import SAFETY_BOUND, RejectionRule, check_finite
 from megatron_async_kernels.packed import segment_sum, spread
 from megatron_async_kernels.surrogates import bounded_exp, truncate
 
-from megatron_async.algorithms.correction_metrics import (
-    MaskedRows,
-    off_policy_metrics,
-    rejection_metrics,
-    weight_metrics,
-)
-from megatron_async.algorithms.reduce import mean, total
+from megatron_async.algorithms.reduce import largest, mean, smallest, std, total
 from megatron_async.config.algorithm import RolloutCorrectionConfig
 from megatron_async.config.thresholds import (
     ParsedRejection,
     parse_rejection,
     parse_weight_threshold,
 )
+
+_EPSILON = 1e-8
+
+
+@dataclass(frozen=True, eq=False)
+class MaskedRows:
+    """Packed float64 log-probs, 0 at untrained tokens, and the 0/1 mask."""
+
+    old_T: torch.Tensor
+    rollout_T: torch.Tensor
+    mask_T: torch.Tensor
+    cu_seqlens_S1: torch.Tensor
+
+    @cached_property
+    def log_ratio_T(self) -> torch.Tensor:
+        return self.old_T - self.rollout_T
+
+    @cached_property
+    def length_S(self) -> torch.Tensor:
+        return segment_sum(self.mask_T, self.cu_seqlens_S1)
+
+    @cached_property
+    def trained_T(self) -> torch.Tensor:
+        return self.mask_T != 0
+
+    def row_mean(self, values_T: torch.Tensor) -> torch.Tensor:
+        """Mean over each row's trained tokens, [S]; 0 for an empty row."""
+        return segment_sum(values_T * self.mask_T, self.cu_seqlens_S1) / self.length_S.clamp(min=1)
+
+    def trained(self, values_T: torch.Tensor) -> torch.Tensor:
+        """Values of trained tokens only, [n]."""
+        return values_T[self.trained_T]
+
+
+def weight_metrics(
+    rows: MaskedRows,
+    level: str,
+    raw_T: torch.Tensor,
+    weights_T: torch.Tensor,
+    lower: float | None,
+    upper: float,
+) -> dict[str, float]:
+    """Return the metrics of importance weights before normalisation (`compute_is_metrics`).
+
+    w the weight in use (truncated or IcePop), r the raw one, C the upper and lo the lower
+    threshold, lo = 1/C when only C is given.
+
+    rollout_is_mean                 sum m w / n
+    rollout_is_std                  sqrt of the population variance of clamp(w, 0, C) over tokens;
+                                    0 when n <= 1
+    rollout_is_eff_sample_size      1 / mean_tokens((clamp(w, 0, C) / (mean + 1e-8))^2); 0 when
+                                    every weight is 0
+    token level:
+      rollout_is_max, _min          of w over trained tokens, so after truncation
+      rollout_is_ratio_fraction_*   high: share of tokens with r > C; low: with r < lo
+    sequence level, L_i = sum_t l m of all rows (0 for an empty one):
+      rollout_is_max                exp(min(max_i L_i, 20))
+      rollout_is_min                exp(min_i L_i), not clamped
+      rollout_is_ratio_fraction_*   high: share of all rows with L_i > log C; low: L_i < log lo
+    with w_i, r_i the rows' token means of w and r (0 for an empty row), over all rows:
+    rollout_is_seq_mean, _max, _min of w_i
+    rollout_is_seq_std              of w_i with B - 1; 0 when B = 1
+    rollout_is_seq_max_deviation    max |w_i - 1|
+    rollout_is_seq_fraction_high    share of rows with r_i > C;  _low: with r_i < lo
+    rollout_is_oob_ratio            IcePop only: share of tokens with r outside [lo, C]
+    """
+    floor = 1.0 / upper if lower is None else lower
+    used, raw = rows.trained(weights_T), rows.trained(raw_T)
+    metrics = {"rollout_is_mean": mean(used)}
+    if level == "sequence":
+        total_S = segment_sum(rows.log_ratio_T, rows.cu_seqlens_S1)
+        metrics["rollout_is_max"] = math.exp(min(largest(total_S), SAFETY_BOUND))
+        metrics["rollout_is_min"] = float(total_S.new_tensor(smallest(total_S)).exp())
+        metrics["rollout_is_ratio_fraction_high"] = mean(total_S > math.log(upper))
+        metrics["rollout_is_ratio_fraction_low"] = mean(total_S < math.log(floor))
+    else:
+        metrics["rollout_is_max"] = largest(used)
+        metrics["rollout_is_min"] = smallest(used)
+        metrics["rollout_is_ratio_fraction_high"] = mean(raw > upper)
+        metrics["rollout_is_ratio_fraction_low"] = mean(raw < floor)
+    bounded = used.clamp(0.0, upper)
+    metrics["rollout_is_std"] = std(bounded, unbiased=False)
+    normalised = bounded / (mean(bounded) + _EPSILON)
+    second = mean(normalised.square())
+    metrics["rollout_is_eff_sample_size"] = 1.0 / second if second > 0 else 0.0
+    used_S, raw_S = rows.row_mean(weights_T), rows.row_mean(raw_T)
+    metrics["rollout_is_seq_mean"] = mean(used_S)
+    metrics["rollout_is_seq_std"] = std(used_S, unbiased=True)
+    metrics["rollout_is_seq_max"] = largest(used_S)
+    metrics["rollout_is_seq_min"] = smallest(used_S)
+    metrics["rollout_is_seq_max_deviation"] = largest((used_S - 1.0).abs())
+    metrics["rollout_is_seq_fraction_high"] = mean(raw_S > upper)
+    metrics["rollout_is_seq_fraction_low"] = mean(raw_S < floor)
+    if lower is not None:
+        metrics["rollout_is_oob_ratio"] = mean((raw < lower) | (raw > upper))
+    return metrics
+
+
+def rejection_metrics(
+    rows: MaskedRows,
+    option: ParsedRejection,
+    statistic_T: torch.Tensor,
+    statistic_S: torch.Tensor | None,
+    keep_T: torch.Tensor,
+) -> dict[str, float]:
+    """Return the metrics of a rejection option (`compute_rs_metrics`): rollout_rs_{option}_*.
+
+    s the statistic at every token (a sequence statistic stands at each of its tokens), hi the
+    upper bound and lo the lower one (logarithms for k1; only k1 has a lower bound), s_i the
+    sequence statistic, or at token level the mean of s over row i. Only rows with a trained token
+    count in everything that is per row.
+
+    mean               sum m s / n
+    max, min           token level: of s over trained tokens; sequence level: of s_i
+    fraction_high      share with s > hi (token level: of tokens, else of rows);
+    fraction_low       share with s < lo, 0 for k2 and k3
+    std                sqrt of the population variance over tokens of clamp(s, lo, hi), lo = 0 for
+                       k2 and k3; 0 when n <= 1
+    seq_mean, seq_max, seq_min   of s_i
+    seq_std            of s_i with one degree of freedom less; 0 for one row
+    seq_max_deviation  max |s_i|
+    seq_fraction_high  share of rows with s_i > hi; seq_fraction_low (k1 only): with s_i < lo
+    masked_fraction    share of tokens that the option rejects
+    seq_masked_fraction  share of rows in which it rejects at least one token
+    """
+    prefix, two_sided = f"rollout_rs_{option.option}", option.divergence == "k1"
+    low = option.lower if two_sided else 0.0
+    nonempty_S = rows.length_S > 0
+    tokens = rows.trained(statistic_T)
+    per_row_S = rows.row_mean(statistic_T) if statistic_S is None else statistic_S
+    per_row = per_row_S[nonempty_S]
+    population = tokens if statistic_S is None else per_row
+    lost_T = (1.0 - keep_T) * rows.mask_T
+    lost_S = (segment_sum(lost_T, rows.cu_seqlens_S1) > 0)[nonempty_S]
+    metrics = {
+        "mean": mean(tokens),
+        "max": largest(population),
+        "min": smallest(population),
+        "fraction_high": mean(population > option.upper),
+        "fraction_low": mean(population < low) if two_sided else 0.0,
+        "std": std(tokens.clamp(low, option.upper), unbiased=False),
+        "seq_mean": mean(per_row),
+        "seq_std": std(per_row, unbiased=True),
+        "seq_max": largest(per_row),
+        "seq_min": smallest(per_row),
+        "seq_max_deviation": largest(per_row.abs()),
+        "seq_fraction_high": mean(per_row > option.upper),
+        "masked_fraction": mean(rows.trained(lost_T)),
+        "seq_masked_fraction": mean(lost_S),
+    }
+    if two_sided:
+        metrics["seq_fraction_low"] = mean(per_row < low)
+    return {f"{prefix}_{name}": value for name, value in metrics.items()}
+
+
+def off_policy_metrics(rows: MaskedRows) -> dict[str, float]:
+    """The gap between the two policies (`compute_offpolicy_metrics`), whatever is corrected.
+
+    a_i, b_i the rows' mean log-probs under pi_old and pi_rollout (0 for an empty row); per-row
+    numbers are over all rows.
+
+    training_ppl, rollout_ppl            mean_i exp(-a_i), mean_i exp(-b_i)
+    training_log_ppl, rollout_log_ppl    mean_i -a_i, mean_i -b_i
+    log_ppl_diff                         mean_i (b_i - a_i), positive where pi_old is less sure;
+    log_ppl_abs_diff, _max, _min         mean |.|, max and min of the same
+    ppl_ratio                            mean_i exp(b_i - a_i)
+    kl                                   mean over tokens of -l: KL(pi_rollout || pi_old) by k1
+    k3_kl                                mean over tokens of exp(l) - l - 1, not clamped
+    chi2_token                           mean over tokens of exp(2 c(l)), minus 1
+    chi2_seq                             mean over all rows of exp(2 c(sum_t l m)), minus 1
+    """
+    old_S, rollout_S = rows.row_mean(rows.old_T), rows.row_mean(rows.rollout_T)
+    diff_S = rollout_S - old_S
+    log = rows.trained(rows.log_ratio_T)
+    total_S = segment_sum(rows.log_ratio_T, rows.cu_seqlens_S1)
+    return {
+        "training_ppl": mean((-old_S).exp()),
+        "training_log_ppl": mean(-old_S),
+        "rollout_ppl": mean((-rollout_S).exp()),
+        "rollout_log_ppl": mean(-rollout_S),
+        "log_ppl_diff": mean(diff_S),
+        "log_ppl_abs_diff": mean(diff_S.abs()),
+        "log_ppl_diff_max": largest(diff_S),
+        "log_ppl_diff_min": smallest(diff_S),
+        "ppl_ratio": mean(diff_S.exp()),
+        "kl": mean(-log),
+        "k3_kl": mean(log.exp() - log - 1.0),
+        "chi2_token": mean((2.0 * log.clamp(-SAFETY_BOUND, SAFETY_BOUND)).exp()) - 1.0,
+        "chi2_seq": mean((2.0 * total_S.clamp(-SAFETY_BOUND, SAFETY_BOUND)).exp()) - 1.0,
+    }
+
 
 PREFIX = "rollout_corr/"
 _SMALLEST_MEAN = 1e-8

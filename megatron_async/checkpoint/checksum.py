@@ -7,6 +7,8 @@ the same bits are at the same places (but for chance, 2**-64). So the ranks of a
 agree on it without one of them seeing the tensor: each adds up what it holds, and the sums are
 added.
 
+The checksum of a tensor as it is added up, piece by piece and rank by rank.
+
 Invariants
 - The value is part of the checkpoint format: it does not depend on layout, device or chunk size.
 - Works on the tensor's own device, in chunks: memory for one chunk, whatever the tensor's size.
@@ -14,12 +16,16 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import accumulate, repeat
+from math import prod
 
 import torch
 from torch import Tensor
+
+from megatron_async.checkpoint.manifest import CorruptCheckpoint, TensorRecord
 
 # Odd constants: of the golden ratio (Knuth 1998, section 6.4), and of the mixing function of
 # SplitMix64 (Steele, Lea and Flood 2014, OOPSLA, figure 15).
@@ -82,3 +88,60 @@ def signed(number: int) -> int:
     """The number modulo 2**64, as the int64 of the same bits."""
     number &= (1 << 64) - 1
     return number - (1 << 64) if number >> 63 else number
+
+
+@dataclass
+class TensorTally:
+    """Running checksum of one tensor: that of the pieces seen, and their elements."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    checksum: int = 0
+    elements: int = 0
+
+    def add(self, checksum: int, elements: int) -> None:
+        self.checksum += checksum
+        self.elements += elements
+
+    def record(self, name: str) -> TensorRecord:
+        """Return the sums. Raises CorruptCheckpoint if elements are missing or counted twice."""
+        if self.elements != prod(self.shape):
+            raise CorruptCheckpoint(
+                f"tensor {name} has {self.elements} of {prod(self.shape)} elements"
+            )
+        return TensorRecord(self.dtype, self.shape, f"{self.checksum % (1 << 64):016x}")
+
+
+def tally(
+    tallies: dict[str, TensorTally], name: str, shape: Sequence[int], dtype: torch.dtype
+) -> TensorTally:
+    """The entry of a tensor, made where it is missing."""
+    return tallies.setdefault(name, TensorTally(dtype_name(dtype), tuple(shape)))
+
+
+def compare(expected: Mapping[str, TensorRecord], found: Mapping[str, TensorTally]) -> None:
+    """Compare with what was saved. Raises CorruptCheckpoint for the first tensor that differs."""
+    for name, record in sorted(expected.items()):
+        loaded = found[name].record(name)
+        if loaded != record:
+            raise CorruptCheckpoint(
+                f"tensor {name} as loaded has checksum {loaded.checksum}, as saved "
+                f"{record.checksum}"
+            )
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """Inverse of `dtype_name`. Raises CorruptCheckpoint for one that no checkpoint has."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise CorruptCheckpoint(f"{name!r} is not the name of a precision")
+    return found
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def as_int64(checksum: int) -> int:
+    """The number of 64 bits, as tensors hold it."""
+    return (checksum + (1 << 63)) % (1 << 64) - (1 << 63)

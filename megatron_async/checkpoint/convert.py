@@ -7,6 +7,8 @@ The Megatron side is a checkpoint of this project: files per rank, finalised by 
 run has saved can be converted at any moment; what was converted is a starting point of a run
 (`model.checkpoint`). A converted checkpoint carries the Hugging Face config and tokenizer in `hf/`.
 
+A progress bar for long work on files, counted in bytes or elements; silent where not wanted.
+
 Invariants
 - Streaming: in memory are the tensors of one parameter (Megatron), or of one output file (Hugging
   Face), never a model.
@@ -26,11 +28,20 @@ from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from math import prod
 from pathlib import Path
+from typing import Self
 
 import torch
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 
-from megatron_async.checkpoint.checksum import checksum
+from megatron_async.checkpoint.checksum import (
+    TensorTally,
+    checksum,
+    compare,
+    dtype_name,
+    dtype_named,
+    tally,
+)
 from megatron_async.checkpoint.files import PieceReader, RankFiles, header_room, piece_key
 from megatron_async.checkpoint.manifest import (
     Checkpoint,
@@ -44,8 +55,6 @@ from megatron_async.checkpoint.manifest import (
     open_checkpoint,
 )
 from megatron_async.checkpoint.placement import Slot, boxes, shards_of, stage_slots
-from megatron_async.checkpoint.progress import ByteProgress
-from megatron_async.checkpoint.tally import TensorTally, compare, dtype_name, dtype_named, tally
 from megatron_async.config.load import load_config
 from megatron_async.config.model import ParallelConfig
 from megatron_async.disk import writing
@@ -62,6 +71,36 @@ from megatron_async.models.save import (
     write_model_directory,
 )
 from megatron_async.models.shards import merge, split
+
+
+class ByteProgress:
+    """`with ByteProgress("convert", total, show=True) as bar: ... bar.advance(n)`."""
+
+    def __init__(self, title: str, total: int, show: bool) -> None:
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.percentage:>3.0f} %"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            disable=not show,
+        )
+        self._total = total
+        self._task = self._bar.add_task(title, total=total)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self._bar.update(self._task, completed=self._total)
+        self._bar.stop()
+
+    def advance(self, amount: int) -> None:
+        """`amount` more is done."""
+        self._bar.advance(self._task, amount)
+
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HF_FOLDER = "hf"

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from megatron_async.checkpoint.checksum import TensorTally, dtype_named
 from megatron_async.checkpoint.collective import first_error, shared_faults
 from megatron_async.checkpoint.files import PieceReader
 from megatron_async.checkpoint.manifest import (
@@ -33,7 +34,6 @@ from megatron_async.checkpoint.state import (
     slot_of,
     verify,
 )
-from megatron_async.checkpoint.tally import TensorTally, dtype_named
 from megatron_async.errors import UserError
 from megatron_async.models.architecture import Architecture
 from megatron_async.models.parameters import PlacedParameter, placed_parameters

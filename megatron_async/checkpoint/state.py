@@ -27,7 +27,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch import Tensor
 
-from megatron_async.checkpoint.checksum import checksum
+from megatron_async.checkpoint.checksum import TensorTally, as_int64, checksum, compare, tally
 from megatron_async.checkpoint.collective import first_error
 from megatron_async.checkpoint.files import PieceReader
 from megatron_async.checkpoint.manifest import (
@@ -38,7 +38,6 @@ from megatron_async.checkpoint.manifest import (
 )
 from megatron_async.checkpoint.placement import WEIGHTS, Box, Slot, boxes, exported, stage_slots
 from megatron_async.checkpoint.random_state import load_random_state
-from megatron_async.checkpoint.tally import TensorTally, as_int64, compare, tally
 from megatron_async.models.architecture import Architecture
 from megatron_async.models.parameters import PlacedParameter, placed_parameters, unwrap
 from megatron_async.models.shards import ShardLayout

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_async.algorithms.transfer import HostBuffers
+from megatron_async.checkpoint.checksum import TensorTally, tally
 from megatron_async.checkpoint.files import RankFiles, header_room, piece_key
 from megatron_async.checkpoint.manifest import (
     Checkpoint,
@@ -46,7 +47,6 @@ from megatron_async.checkpoint.state import (
     saved_shards,
     tensor_names,
 )
-from megatron_async.checkpoint.tally import TensorTally, tally
 from megatron_async.disk import reason_and_file
 
 _POLL_SECONDS = 0.02

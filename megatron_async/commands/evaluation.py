@@ -17,8 +17,7 @@ from megatron_async.engines.sglang.process import SGLangProcess
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.launcher.derived import Machine, derive
 from megatron_async.launcher.preflight import check_evaluation
-from megatron_async.rollout.evaluate import Evaluation, Evaluator
-from megatron_async.rollout.evaluation_engines import EvaluationEngines
+from megatron_async.rollout.evaluate import Evaluation, EvaluationEngines, Evaluator
 from megatron_async.tasks import build_task
 from megatron_async.tasks.verifier import LocalVerifierPool
 from megatron_async.trajectory.types import PolicyVersion

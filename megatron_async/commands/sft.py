@@ -28,8 +28,7 @@ from megatron_async.launcher.devices import check_trainer_here
 from megatron_async.launcher.environment import trainer_environment
 from megatron_async.launcher.preflight import check_one_machine, check_run
 from megatron_async.launcher.processes import start_torchrun
-from megatron_async.launcher.rendezvous import MEET_SECONDS, TrainerNode
-from megatron_async.launcher.session import Session, check_name
+from megatron_async.launcher.session import MEET_SECONDS, Session, TrainerNode, check_name
 from megatron_async.run_directory import RunDirectory
 from megatron_async.tasks.base import WorkedExample
 from megatron_async.telemetry.progress import Progress

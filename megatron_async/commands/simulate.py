@@ -11,9 +11,8 @@ import typer
 from rich.console import Console
 
 from megatron_async.simulate.assumptions import assumptions, assumptions_of_all
-from megatron_async.simulate.fit_lengths import fit_lengths
+from megatron_async.simulate.lengths import fit_lengths, read_recorded
 from megatron_async.simulate.planner import make_plan, plan_table
-from megatron_async.simulate.recorded_lengths import read_recorded
 from megatron_async.simulate.show import comments, label, plot, table, warnings
 from megatron_async.simulate.sweep import Point, read_settings, run_points, sweep_points
 

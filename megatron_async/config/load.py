@@ -18,8 +18,12 @@ import yaml
 from pydantic import ValidationError
 
 from megatron_async.config.files import parse_yaml, read_text
-from megatron_async.config.presets import SCHEDULE_PRESETS, schedule_defaults
-from megatron_async.config.recipes import RECIPES, recipe_defaults
+from megatron_async.config.recipes import (
+    RECIPES,
+    SCHEDULE_PRESETS,
+    recipe_defaults,
+    schedule_defaults,
+)
 from megatron_async.config.reference import did_you_mean
 from megatron_async.config.run import RunConfig
 from megatron_async.errors import UserError, shown

@@ -1,6 +1,6 @@
 """The one policy space of the scheduler: every published schedule is a named point in it.
 
-`preset` only supplies defaults (see `presets.py`); any combination of the fields is legal unless
+`preset` only supplies defaults (see `recipes.py`); any combination of the fields is legal unless
 `ScheduleConfig` refuses it with a sentence.
 """
 

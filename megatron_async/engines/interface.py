@@ -72,7 +72,7 @@ class EngineClient(Protocol):
     """An engine. Every method but `generate` has a time limit and raises `EngineError`.
 
     How long a stream may be silent depends on what its engine is doing, which the driver sees
-    (rollout/silence.py); how long it may last has no limit.
+    (rollout/engine_slot.py); how long it may last has no limit.
     """
 
     @property

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from megatron_async.engines.communication import communication_environment
+from megatron_async.engines.nodes import communication_environment
 from megatron_async.launcher.devices import VISIBLE_VARIABLE
 from megatron_async.train_loop.rank import RAY_ADDRESS_VARIABLE
 from megatron_async.train_loop.stop import STOP_FILE_VARIABLE

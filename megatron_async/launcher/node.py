@@ -40,8 +40,7 @@ from megatron_async.launcher.claim import RunInUse, claimed
 from megatron_async.launcher.environment import ray_node_environment, trainer_environment
 from megatron_async.launcher.preflight import check_probe_tolerance, check_store
 from megatron_async.launcher.processes import Child, start_torchrun
-from megatron_async.launcher.rendezvous import MEET_SECONDS, TrainerNode
-from megatron_async.launcher.session import Session
+from megatron_async.launcher.session import MEET_SECONDS, Session, TrainerNode
 from megatron_async.run_directory import RunDirectory, RunOutcome
 
 REQUEUE_CODE = os.EX_TEMPFAIL

@@ -121,7 +121,7 @@ def start_torchrun(
     """`torchrun` of this interpreter for this machine's ranks.
 
     `environment`: from `launcher.environment.trainer_environment`. `rendezvous`: the options by
-    which it finds the agents of other machines (`launcher/rendezvous.py`).
+    which it finds the agents of other machines (`launcher/session.py`).
     """
     command = [
         *(sys.executable, "-m", "torch.distributed.run", *rendezvous),

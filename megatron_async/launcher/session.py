@@ -3,6 +3,8 @@
 It is the directory `RUN_DIR/launch/NAME/` on the file system that all nodes share. A requeued job
 is a new session of the same run.
 
+Rendezvous of the torchrun agents of several nodes: at node 0, on a port that it chooses.
+
 Invariants
 - A note is written atomically and never changes; a wait for one has a time limit and names what
   was waited for.
@@ -19,9 +21,10 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from megatron_async.disk import reason, writing
+from megatron_async.engines.nodes import free_port
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.run_directory import RunDirectory, write_atomically
 
@@ -157,3 +160,34 @@ class Session:
             time.sleep(_POLL_SECONDS)
         content: dict[str, Any] = json.loads(path.read_text())
         return content
+
+
+MEET_SECONDS: Final = 600.0
+_NOTE = "trainers"
+
+
+@dataclass(frozen=True)
+class TrainerNode:
+    """A node with trainer ranks, numbered from 0 of `count`; `address` is what others reach."""
+
+    session: Session
+    index: int
+    count: int
+    address: str
+
+    def rendezvous(self) -> list[str]:
+        """torchrun's options. Waits for node 0; raises ComponentFailure when it does not come."""
+        if self.count == 1:
+            return ["--standalone"]
+        if self.index == 0:
+            endpoint = f"{self.address}:{free_port()}"
+            self.session.publish(_NOTE, {"endpoint": endpoint})
+        return [
+            f"--nnodes={self.count}",
+            # c10d, not static: only with it can torchrun restart all ranks after one has died.
+            "--rdzv-backend=c10d",
+            f"--rdzv-id={self.session.path.name}",
+            f"--rdzv-endpoint={self.session.wait_for(_NOTE, MEET_SECONDS)['endpoint']}",
+            f"--rdzv-conf=is_host={int(self.index == 0)},join_timeout={MEET_SECONDS:.0f}",
+            f"--local-addr={self.address}",
+        ]

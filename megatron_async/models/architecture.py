@@ -1,5 +1,7 @@
 """`Architecture`: a Hugging Face config.json about a decoder, as plain checked numbers.
 
+The context of a model where it is served: prompt and response together.
+
 Invariants
 - Nothing is guessed: a setting of the config that the trainer does not implement (a rope type, an
   activation, a bias) is refused with one sentence that names it, never ignored.
@@ -270,3 +272,29 @@ def read_config_json(model_dir: Path | str) -> dict[str, Any]:
     if not path.exists():
         raise UserError(f"model.path {model_dir} has no config.json")
     return read_json_object(path, f"model.path: {path}")
+
+
+# In the order in which SGLang looks for the context of a model.
+_CONTEXT_KEYS = (
+    "max_sequence_length",
+    "seq_length",
+    "max_seq_len",
+    "model_max_length",
+    "max_position_embeddings",
+)
+
+
+def served_context(model: Mapping[str, Any]) -> int | None:
+    """The context that SGLang reads from a parsed config.json; None when it has none."""
+    outer = ConfigReader(model, "SGLang")
+    text = ConfigReader(outer.mapping("text_config", model.get("text_config", model)), "SGLang")
+    key = "rope_scaling" if text.raw.get("rope_scaling") else "rope_parameters"
+    scaling = ConfigReader(text.mapping(key, text.raw.get(key) or {}), "SGLang")
+    stretched = scaling.number("factor", 1.0)
+    if (
+        "original_max_position_embeddings" in scaling.raw
+        or scaling.raw.get("rope_type") == "llama3"
+    ):
+        stretched = 1.0  # the file gives the length after scaling
+    found = (text.integer(key) for key in _CONTEXT_KEYS if text.raw.get(key) is not None)
+    return next((int(stretched * length) for length in found), None)

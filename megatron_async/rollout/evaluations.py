@@ -17,8 +17,12 @@ from megatron_async.config import RunConfig
 from megatron_async.engines.interface import EngineClient, EngineError
 from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.driver import RolloutDriver
-from megatron_async.rollout.evaluate import Evaluation, Evaluator
-from megatron_async.rollout.evaluation_engines import IN_FLIGHT_PER_ENGINE, EvaluationEngines
+from megatron_async.rollout.evaluate import (
+    IN_FLIGHT_PER_ENGINE,
+    Evaluation,
+    EvaluationEngines,
+    Evaluator,
+)
 from megatron_async.trajectory.types import PolicyVersion
 
 

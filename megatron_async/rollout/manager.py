@@ -11,7 +11,7 @@ Invariants
   under the trainer (`weight_checks.py`). One that does not is sent the weights once more; if that
   does not help either, it is replaced.
 - No token reaches the store before its engine is verified for its version: what engines generate
-  meanwhile waits (`version_gate.py`). Engines that share the trainer's devices rest meanwhile.
+  meanwhile waits (`engine_slot.py`). Engines that share the trainer's devices rest meanwhile.
 - A trainer that has been replaced changes nothing for its successor: neither by a call that begins
   later (`_session_of`, the door of every call) nor by one that was under way (`_still`).
 - `checkpoint_finalised` is called after the manifest exists, never before.

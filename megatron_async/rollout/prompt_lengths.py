@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from megatron_async.config import RunConfig
-from megatron_async.models.architecture import read_config_json
-from megatron_async.models.served_context import served_context
+from megatron_async.models.architecture import read_config_json, served_context
 
 
 def longest_tokens(config: RunConfig) -> int | None:

@@ -1,26 +1,205 @@
 """Response lengths and rewards of simulated groups, drawn once and the same for every schedule.
 
+Recorded response lengths: from a run directory, or from a file of an export or another program.
+
+A file is a JSON list, one number a line, or JSONL whose objects hold `response_length`,
+`response_ids`, or `segments` (the lines of `export/trajectories.jsonl`: tokens that the environment
+wrote are not counted). Where an object has `finish_reason`, `length` is a response that was cut,
+and null is one that never ended (it was dropped before).
+
+Fit long-tailed distributions to recorded response lengths, by maximum likelihood.
+
+A response that was cut (or dropped before its end) shows only that it would have been longer: it
+is censored, and enters the likelihood by its survival function. Taken at face value, cut responses
+would make the tail, which is what asynchrony is about, look short.
+
 Invariants
 - Group number g of a seed always has the same lengths and rewards, whatever was asked before.
 - Lengths are integers in 1..`longest`.
 - Correlation within a prompt comes from a Gaussian copula: z_i = sqrt(rho) z_prompt +
   sqrt(1 - rho) z_i', and a length is the distribution's quantile at Phi(z_i), so that every
   distribution keeps its marginal.
+- Lines are read one by one and only their lengths are kept: an export may be larger than the
+  memory. (A JSON list is read whole.)
+- Of a run's own export, what is behind the last committed removal is left out, as a run that goes
+  on, or one that was killed, may have a torn line there.
+- Pure: lengths and flags in, parameters out. Fits of the same data are the same.
+- Both families are fitted as the simulator draws from them (`simulate.lengths`): log-normal by
+  median and sigma, Weibull by scale and shape.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from megatron_async.config.files import parse_json
 from megatron_async.config.simulate import LengthConfig, SimulatedRewardConfig
-from megatron_async.simulate.recorded_lengths import read_lengths
+from megatron_async.errors import UserError, shown
+from megatron_async.run_directory import RunDirectory
+from megatron_async.store import export
+from megatron_async.store.place import has_store
+from megatron_async.store.reader import StoreReader
+from megatron_async.trajectory.types import FinishReason
 
+_LONGEST = 1e15  # tokens; beyond it floats skip whole numbers
 Array = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Lengths in tokens, whether the response would have been longer, and whether it ended, [n].
+
+    What was cut at the length limit has ended; what was dropped before has not. Both would have
+    been longer.
+    """
+
+    lengths: Array
+    censored: Flags
+    ended: Flags
+
+    def cut_at(self, limit: float) -> Recorded:
+        """The same when every response of `limit` tokens or more was cut there."""
+        reached = self.lengths >= limit
+        return Recorded(
+            np.minimum(self.lengths, limit), self.censored | reached, self.ended | reached
+        )
+
+
+def read_lengths(path: Path) -> Array:
+    """Read lengths of responses that ended. Raises UserError naming the file and the entry."""
+    sample = read_recorded(path, "simulate.lengths.path")
+    if not sample.ended.any():
+        raise UserError(f"simulate.lengths.path {path} holds no response that ended")
+    return sample.lengths[sample.ended]
+
+
+def read_recorded(path: Path, setting: str) -> Recorded:
+    """All lengths of a file. Raises UserError naming the setting, the file and the entry.
+
+    An unfinished response without any token is left out.
+    """
+    if path.is_dir():
+        return _of_run(path, setting)
+    lengths, censored, ended = array("d"), bytearray(), bytearray()
+    for number, entry in enumerate(_entries(path, setting), start=1):
+        (tokens, shown), ending = _length(entry), _ending(entry)
+        unstarted = tokens == 0 and ending is None
+        if tokens is None or not (tokens >= 1 or unstarted):
+            raise UserError(f"{setting} {path}: entry {number} is not a length: {shown}")
+        if not unstarted:
+            lengths.append(tokens)
+            censored.append(ending in (None, "length"))
+            ended.append(ending is not None)
+    if not lengths:
+        raise UserError(f"{setting} {path} holds no length")
+    return Recorded(
+        np.array(lengths), np.array(censored).astype(bool), np.array(ended).astype(bool)
+    )
+
+
+def _of_run(path: Path, setting: str) -> Recorded:
+    """Read the responses in a run's store and in its export. UserError when there are none."""
+    directory, _ = RunDirectory.find(path, [], setting)
+    with closing(StoreReader(directory.store_file)) as reader, reader.at_one_moment():
+        found = [s for s in (*reader.summaries(), *export.summaries(reader)) if s.tokens]
+    if not found:
+        raise UserError(f"{setting} {path}: the run has no response yet")
+    ended = np.array([s.finish_reason is not None for s in found])
+    cut = np.array([s.finish_reason is FinishReason.LENGTH for s in found])
+    return Recorded(np.array([float(s.tokens) for s in found]), cut | ~ended, ended)
+
+
+def _entries(path: Path, setting: str) -> Iterator[Any]:
+    committed, place, seen = _committed_bytes(path), 0, False
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                place += len(line)
+                if place > committed:
+                    return
+                if not line.strip():
+                    continue
+                is_list, seen = not seen and line.lstrip().startswith(b"["), True
+                where = "" if is_list else f", line {number},"
+                found = _parsed(line + file.read() if is_list else line, f"{setting} {path}{where}")
+                if is_list:
+                    yield from found
+                    return
+                yield found
+    except OSError as error:
+        run = path.absolute().parent.parent
+        hint = ""
+        if RunDirectory(run).config_file.exists():
+            hint = f"; the run has exported nothing yet, name its directory instead: {run}"
+        raise UserError(f"{setting} {path} cannot be read: {error.strerror}{hint}") from error
+
+
+def _parsed(text: bytes, where: str) -> Any:
+    try:
+        return parse_json(text.decode(), where)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where} is not UTF-8 text: {error}") from error
+
+
+def _committed_bytes(path: Path) -> float:
+    """Return how far `path` may be read: no limit, unless it is the export of a run."""
+    store = RunDirectory(path.absolute().parent.parent).store_file
+    if not has_store(store):
+        return math.inf
+    with closing(StoreReader(store)) as reader:
+        return reader.exported().bytes if reader.export_file == path.absolute() else math.inf
+
+
+def _length(entry: Any) -> tuple[float | None, object]:
+    """The tokens that were generated (None: this is no length), and what a refusal shows."""
+    found = entry
+    if isinstance(entry, dict):
+        known = [(name, count) for name, count in _FORMS.items() if name in entry]
+        if not known:
+            return None, f"it has none of {', '.join(_FORMS)}"
+        name, count = known[0]
+        found = count(entry[name])
+    if isinstance(found, bool) or not isinstance(found, int | float):
+        return None, found
+    return (float(found) if abs(found) < _LONGEST else None), shown(found)
+
+
+def _ending(entry: Any) -> str | None:
+    return entry.get("finish_reason", "stop") if isinstance(entry, dict) else "stop"
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _of_ids(value: Any) -> Any:
+    return len(value) if isinstance(value, list) else value
+
+
+def _of_segments(value: Any) -> Any:
+    try:
+        return sum(len(s["token_ids"]) for s in value if not s["from_environment"])
+    except (TypeError, KeyError):
+        return f"segments {str(value)[:80]}"
+
+
+_FORMS: dict[str, Callable[[Any], Any]] = {
+    "response_length": _itself,
+    "response_ids": _of_ids,
+    "segments": _of_segments,
+}
+
+
 _BLOCK = 1024
 
 
@@ -81,3 +260,123 @@ def length_at_score(config: LengthConfig) -> Callable[[Array], Array]:
 
 def _normal_cdf(z: Array) -> Array:
     return 0.5 * np.asarray(np.vectorize(math.erfc)(-z / math.sqrt(2.0)), dtype=np.float64)
+
+
+_ITERATIONS = 20_000
+_TOLERANCE = 1e-10
+_SMALLEST_SAMPLE = 10
+_SHAPES = (1e-3, 1e3)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A fitted family; `settings` are those of `simulate.lengths` besides `distribution`.
+
+    `log_likelihood` is comparable between the fits of one sample. `distance` is the largest
+    difference between the fitted distribution function and the product-limit estimate
+    (Kaplan-Meier) of the sample's.
+    """
+
+    distribution: str
+    settings: dict[str, float]
+    log_likelihood: float
+    distance: float
+
+
+def fit_lengths(sample: Recorded) -> list[Fit]:
+    """The families, the more likely one first. Raises UserError for a sample without a fit."""
+    whole = sample.lengths[~sample.censored]
+    if len(whole) < _SMALLEST_SAMPLE:
+        raise UserError(
+            f"lengths cannot be fitted to {len(whole)} responses that ended by themselves "
+            f"(of {len(sample.lengths)}); at least {_SMALLEST_SAMPLE} are needed"
+        )
+    if whole.min() == whole.max():
+        raise UserError(
+            f"lengths cannot be fitted: all {len(whole)} responses that ended by themselves have "
+            f"{whole[0]:g} tokens; use simulate.lengths.distribution constant"
+        )
+    fits = [_lognormal(sample), _weibull(sample)]
+    return sorted(fits, key=lambda fit: -fit.log_likelihood)
+
+
+def _lognormal(sample: Recorded) -> Fit:
+    """Fit by expectation and maximisation; a censored length counts as the mean beyond it."""
+    y = np.log(sample.lengths)
+    ended, (bounds, counts) = y[~sample.censored], np.unique(y[sample.censored], return_counts=True)
+    mu, sigma = float(y.mean()), float(y.std())
+    for _ in range(_ITERATIONS):
+        z = (bounds - mu) / sigma
+        hazard = np.exp(_log_density(z) - _log_survival(z))
+        mean = mu + sigma * hazard
+        square = mean**2 + sigma**2 * (1 + hazard * (z - hazard))
+        new_mu = float(ended.sum() + counts @ mean) / len(y)
+        new_sigma = math.sqrt(float((ended**2).sum() + counts @ square) / len(y) - new_mu**2)
+        moved = max(abs(new_mu - mu), abs(new_sigma - sigma))
+        mu, sigma = new_mu, new_sigma
+        if moved < _TOLERANCE * sigma:
+            break
+    else:
+        raise UserError(
+            f"the log-normal fit did not converge: {len(y) - len(ended)} of {len(y)} responses "
+            "were cut"
+        )
+    z = (y - mu) / sigma
+    beyond = _log_survival(z)
+    likelihood = np.where(sample.censored, beyond, _log_density(z) - math.log(sigma) - y)
+    settings = {"median": math.exp(mu), "sigma": sigma}
+    return Fit("lognormal", settings, float(likelihood.sum()), _distance(sample, -np.expm1(beyond)))
+
+
+def _weibull(sample: Recorded) -> Fit:
+    """The likelihood equation of the shape has one root, which bisection finds."""
+    largest, ended = float(sample.lengths.max()), ~sample.censored
+    x = sample.lengths / largest
+    logs = np.log(x)
+    mean_log = float(logs[ended].mean())
+
+    def slope(shape: float) -> float:
+        powers = x**shape
+        return float((powers * logs).sum() / powers.sum()) - 1 / shape - mean_log
+
+    low, high = _SHAPES
+    while high / low > 1 + _TOLERANCE:
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if slope(middle) > 0 else (middle, high)
+    shape = math.sqrt(low * high)
+    scale = largest * (float((x**shape).sum()) / int(ended.sum())) ** (1 / shape)
+    ratio = sample.lengths / scale
+    density = math.log(shape / scale) + (shape - 1) * np.log(ratio)
+    likelihood = np.where(ended, density, 0.0) - ratio**shape
+    settings = {"scale": scale, "shape": shape}
+    fitted = -np.expm1(-(ratio**shape))
+    return Fit("weibull", settings, float(likelihood.sum()), _distance(sample, fitted))
+
+
+def _distance(sample: Recorded, fitted: Array) -> float:
+    """Largest gap at the lengths of responses that ended, before and after each step."""
+    order = np.lexsort((sample.censored, sample.lengths))  # at one length, censored ones last
+    lengths, ended = sample.lengths[order], ~sample.censored[order]
+    at_risk = np.arange(len(lengths), 0, -1)
+    survival = np.cumprod(np.where(ended, 1 - 1 / at_risk, 1.0))
+    last = np.append(lengths[1:] != lengths[:-1], True)  # of equal lengths, which are one step
+    after = 1 - survival[last]
+    before = np.concatenate([[0.0], after[:-1]])
+    at_step = fitted[order][last]
+    gaps = np.maximum(np.abs(at_step - after), np.abs(at_step - before))
+    return float(gaps[after > before].max())
+
+
+def _log_density(z: Array) -> Array:
+    return -0.5 * z**2 - 0.5 * math.log(2 * math.pi)
+
+
+def _log_survival(z: Array) -> Array:
+    """log of 1 - Phi(z); far in the tail by its asymptotic series."""
+    return np.array([_log_survival_at(float(value)) for value in z])
+
+
+def _log_survival_at(z: float) -> float:
+    if z < 25:
+        return math.log(0.5 * math.erfc(z / math.sqrt(2)))
+    return -0.5 * z * z - 0.5 * math.log(2 * math.pi) - math.log(z) + math.log1p(-1 / (z * z))

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_async.config import RunConfig, build_config
 from megatron_async.config.load import merge, parse_override, read_yaml
-from megatron_async.config.presets import SCHEDULE_PRESETS
+from megatron_async.config.recipes import SCHEDULE_PRESETS
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.simulate.build import simulate
 from megatron_async.simulate.statistics import Summary

@@ -3,11 +3,17 @@
 It plays the part that `rollout/driver.py` and the trainer's loop play in a live run: it carries out
 the scheduler's actions and reports to it what happened. The scheduler is the same object.
 
+Scorers of the simulation: a queue, and as many at work as a live pool would run.
+
 Invariants
 - Events reach the scheduler one at a time in order of virtual time; those that follow from an
   action without delay are reported before the clock moves.
 - The trainer takes batch n after it has published version n, as the live loop does.
 - A run is a function of its settings: no real clock, no randomness but the group source's.
+- Responses are scored in the order in which they finished, each by one scorer for
+  `simulate.reward.verifier_seconds`.
+- How many work follows the queue by the live pools' own rule (`tasks.scorer_count`); a scorer
+  starts and ends in no time.
 """
 
 from __future__ import annotations
@@ -31,11 +37,45 @@ from megatron_async.scheduler import events as ev
 from megatron_async.scheduler.record import Recorder
 from megatron_async.simulate.engine import Engine, SimulatedRequest, Tokens
 from megatron_async.simulate.lengths import GroupSource
-from megatron_async.simulate.scorers import Scorers
 from megatron_async.simulate.statistics import Statistics, StepRow
 from megatron_async.simulate.trainer_costs import TrainerCosts
+from megatron_async.tasks import scorer_count
 from megatron_async.tasks.scorer_count import ScorerCount
 from megatron_async.trajectory.types import PolicyVersion
+
+
+class Scorers:
+    """The queue and the scorers that are busy; the caller's clock decides when each has ended."""
+
+    def __init__(self, most: int, seconds: float) -> None:
+        self.seconds = seconds
+        self.state = scorer_count.scored(ScorerCount(most), seconds)
+        self._queue: deque[int] = deque()
+        self._busy = 0
+
+    @property
+    def unscored(self) -> int:
+        """Responses that have no score."""
+        return len(self._queue) + self._busy
+
+    def add(self, trajectory_id: int, now: float) -> list[int]:
+        """A response has finished; returns those whose scoring begins now."""
+        self._queue.append(trajectory_id)
+        return self._begin(now)
+
+    def ended(self, now: float) -> list[int]:
+        """A scorer has ended; returns those whose scoring begins now."""
+        self._busy -= 1
+        return self._begin(now)
+
+    def _begin(self, now: float) -> list[int]:
+        self.state = scorer_count.queued(self.state, self.unscored, now)
+        begun = []
+        while self._queue and self._busy < self.state.count:
+            self._busy += 1
+            begun.append(self._queue.popleft())
+        return begun
+
 
 _COLLECT_EVERY = 200_000
 """New objects between two searches for cyclic garbage. Under `copris` Python's own 700 cost about

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_async.disk import LineFile, json_lines, writing
-from megatron_async.telemetry.trackers.background import CLOSE_SECONDS, BackgroundTracker
+from megatron_async.telemetry.trackers.base import CLOSE_SECONDS, BackgroundTracker
 
 SAME_NUMBERS = frozenset(
     {

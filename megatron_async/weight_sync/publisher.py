@@ -1,5 +1,10 @@
 """Publishing a policy version: the collective export and the senders, as one call on every rank.
 
+The ranks that send weights communicate over gloo groups: a trainer's pipeline stages in turns, or,
+to engines on the trainer's own GPUs, one rank for each engine side by side.
+
+The transport of a run is chosen here: no other module imports them all.
+
 Invariants
 - Every rank calls `publish` in the same order; the export is collective and always exhausted, also
   when a sending rank fails half-way.
@@ -8,6 +13,8 @@ Invariants
   (`seats.py`) get all layers from the ranks on theirs, so there every rank gathers all.
 - An engine that fails during a transfer is left out and the whole update is repeated for the
   others; each repetition has at least one engine less, so it ends.
+- `join` gives every leader the results of all, so that all of them decide alike.
+- A wait for another rank has the group's time limit.
 """
 
 from __future__ import annotations
@@ -15,21 +22,24 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 
 from megatron_async.config import RunConfig
+from megatron_async.config.rollout import EngineConfig, WeightsConfig
 from megatron_async.errors import ComponentFailure
 from megatron_async.models.architecture import Architecture
-from megatron_async.models.export import SENDER, stage_buckets
+from megatron_async.models.export import SENDER, stage_buckets, stage_leader
 from megatron_async.models.parameters import unwrap
 from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.http import EngineAddress, EngineCallError
 from megatron_async.weight_sync.quantise import quantised_names, quantised_tensors
-from megatron_async.weight_sync.stages import SharedGpus, StageTurns
+from megatron_async.weight_sync.seats import givers_of, seat_of
 from megatron_async.weight_sync.transports.base import (
     Bucket,
     TransferReport,
@@ -38,8 +48,130 @@ from megatron_async.weight_sync.transports.base import (
     seconds_to_give_up,
     sending_device,
 )
-from megatron_async.weight_sync.transports.factory import make_sender
-from megatron_async.weight_sync.turns import EarlierStageFailed, TurnToken
+from megatron_async.weight_sync.transports.delta import DeltaSender
+from megatron_async.weight_sync.transports.disk import DiskSender
+from megatron_async.weight_sync.transports.distributed import DistributedSender
+from megatron_async.weight_sync.transports.tensor import (
+    HandedBucket,
+    TensorSender,
+    separate,
+    serialise,
+)
+from megatron_async.weight_sync.turns import Alone, EarlierStageFailed, TurnToken
+
+
+def make_sender(
+    settings: WeightsConfig,
+    engines: EngineConfig,
+    device: torch.device,
+    directory: Path,
+) -> WeightSender:
+    """The sender that `weights.transport` names.
+
+    `device` is the engines' kind of device; `directory` is where `disk` and `delta` publish (a
+    file system that the engines' hosts see under the same name).
+    """
+    match settings.transport:
+        case "distributed":
+            return DistributedSender(settings, engines, device)
+        case "tensor":
+            return TensorSender(settings, engines, device)
+        case "disk":
+            return DiskSender(settings, engines, directory)
+        case "delta":
+            return DeltaSender(settings, engines, directory)
+
+
+class Leaders:
+    """Ranks with a sender each, over a gloo group of their own.
+
+    Construct it on every rank, in the same order as other groups; only leaders use it.
+    """
+
+    def __init__(self, leaders: list[int], timeout_seconds: float) -> None:
+        self._leaders = leaders
+        self._group = _gloo(leaders, timeout_seconds)
+
+    @property
+    def leads(self) -> bool:
+        """Return whether this rank is one of them."""
+        return dist.get_rank() in self._leaders
+
+    def join(self, result: Any) -> list[Any]:
+        """The results of all leaders, in their order."""
+        results: list[Any] = [None] * len(self._leaders)
+        dist.all_gather_object(results, result, group=self._group)
+        return results
+
+
+def _gloo(ranks: list[int], timeout_seconds: float) -> dist.ProcessGroup:
+    return dist.new_group(ranks, timeout=timedelta(seconds=timeout_seconds), backend="gloo")
+
+
+class StageTurns(Leaders):
+    """Turns between the leaders of all pipeline stages."""
+
+    def __init__(self, timeout_seconds: float) -> None:
+        stages = parallel_state.get_pipeline_model_parallel_world_size()
+        super().__init__([stage_leader(stage) for stage in range(stages)], timeout_seconds)
+        self.index = parallel_state.get_pipeline_model_parallel_rank()
+        self.last = self.index == stages - 1
+
+    def take(self) -> TurnToken:
+        if self.index == 0:
+            return TurnToken()
+        box: list[Any] = [None]
+        try:
+            dist.recv_object_list(box, src=self._leaders[self.index - 1], group=self._group)
+        except RuntimeError as error:
+            raise ComponentFailure(
+                f"pipeline stage {self.index} waited too long for stage {self.index - 1} to send "
+                f"its weights: {error}"
+            ) from error
+        token: TurnToken = box[0]
+        if token.failed:
+            raise EarlierStageFailed(f"pipeline stage {self.index - 1} did not send its weights")
+        return token
+
+    def hand_on(self, token: TurnToken) -> None:
+        if not self.last:
+            dist.send_object_list([token], dst=self._leaders[self.index + 1], group=self._group)
+
+
+class SharedGpus(Alone, Leaders):
+    """Engines on the GPUs of these ranks (`seats.py`): each has a leader, none waits for another's.
+
+    Construct it on every rank, in the same order as other groups.
+    """
+
+    def __init__(self, count: int, tensor: int, timeout_seconds: float) -> None:
+        super().__init__([givers_of(e, tensor)[0] for e in range(count)], timeout_seconds)
+        groups = [_gloo(givers_of(e, tensor), timeout_seconds) for e in range(count)]
+        self._seat = seat_of(dist.get_rank(), count, tensor)
+        self._givers = None if self._seat is None else groups[self._seat.engine]
+        self._size = tensor
+
+    def mine(self, engines: Sequence[EngineAddress]) -> list[EngineAddress]:
+        """The engine on this rank's GPU, if it is among them."""
+        seat = self._seat
+        return [e for e in engines if seat is not None and e.index == seat.engine]
+
+    def collect(self, tensors: Bucket, by_value: bool) -> HandedBucket:
+        """Collective over the engine's givers: a payload for each of its tensor ranks.
+
+        Only the leader gets them, and each giver must keep its bucket until they are loaded.
+        """
+        seat = self._seat
+        if seat is None:
+            return HandedBucket([])
+        bucket = separate(tensors, by_value)
+        payload = serialise(bucket)
+        if any(tensor.is_cuda for _, tensor in bucket):
+            torch.cuda.synchronize()  # the engine reads what this rank has computed
+        found: list[Any] | None = [None] * self._size if seat.leads else None
+        dist.gather_object(payload, found, dst=self._leaders[seat.engine], group=self._givers)
+        return HandedBucket(bucket, found or [])
+
 
 _MIB = 1 << 20
 # For the leaders' own messages, and what engines that are well take to be connected.

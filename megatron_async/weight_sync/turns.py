@@ -9,7 +9,7 @@ Invariants
 - The stage before hands on its token exactly once for each `take`, also when it has failed.
 - A stage after one that failed sends nothing: its `take` raises `EarlierStageFailed`.
 
-`stages.py` has the turns of a real trainer; a sender that is alone needs none.
+`publisher.py` has the turns of a real trainer; a sender that is alone needs none.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.run_directory import RunDirectory
 from megatron_async.tasks import build_source, build_task
 from megatron_async.tasks.text_task import TextTask
-from megatron_async.tasks.tokenizer import write_character_tokenizer
+from megatron_async.tasks.tiny_model import write_character_tokenizer
 
 
 class Endpoint:

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_async.config import build_config, dump, load_config
-from megatron_async.config.presets import SCHEDULE_PRESETS
-from megatron_async.config.recipes import RECIPES
+from megatron_async.config.recipes import RECIPES, SCHEDULE_PRESETS
 from megatron_async.config.run import RunConfig
 from megatron_async.errors import UserError
 

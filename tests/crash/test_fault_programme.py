@@ -20,10 +20,9 @@ import pytest
 from benchmarks.crash.faults import Fault
 from benchmarks.crash.world import Result, settings, suffer
 from megatron_async.rollout.driver import RolloutDriver
-from megatron_async.rollout.engine_slot import EngineSlot
+from megatron_async.rollout.engine_slot import EngineSlot, VersionGate
 from megatron_async.rollout.generation import RunningRequest
 from megatron_async.rollout.monitor import EngineMonitor
-from megatron_async.rollout.version_gate import VersionGate
 from megatron_async.store.records import TrajectoryRecord
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import PolicyVersion, RequestKey

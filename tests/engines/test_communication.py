@@ -13,8 +13,7 @@ import psutil
 import pytest
 
 from megatron_async.config.rollout import EngineConfig
-from megatron_async.engines.communication import communication_environment, interface_of
-from megatron_async.engines.nodes import INTERFACE_VARIABLE
+from megatron_async.engines.nodes import INTERFACE_VARIABLE, communication_environment, interface_of
 from megatron_async.engines.sglang.process import server_environment
 from megatron_async.launcher.environment import ray_node_environment, trainer_environment
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from megatron_async.config import build_config
-from megatron_async.config.presets import SCHEDULE_PRESETS
+from megatron_async.config.recipes import SCHEDULE_PRESETS
 from megatron_async.config.rollout import EngineConfig
 from megatron_async.engines.sglang import process as sglang_process
 from megatron_async.engines.sglang.process import (

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from megatron_async_kernels.triton_configs import ARCHITECTURES
+from megatron_async_kernels.triton_tiles import ARCHITECTURES
 
 from benchmarks.compiled.ahead_of_time import compile_kernel
 from benchmarks.compiled.head_builds import head_builds

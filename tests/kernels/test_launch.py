@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("triton")
 
 from megatron_async_kernels import is_loss, token_logprob, triton_head
-from megatron_async_kernels.triton_configs import head_configs
+from megatron_async_kernels.triton_tiles import head_configs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction

@@ -16,7 +16,7 @@ from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.run_directory import RunDirectory
 from megatron_async.shipped import ROOT
 from megatron_async.store.store import TrajectoryStore
-from megatron_async.tasks.tokenizer import write_character_tokenizer
+from megatron_async.tasks.tiny_model import write_character_tokenizer
 from tests.checkpoint.test_manifest import write
 from tests.hf_models import save_hf_model
 

@@ -18,12 +18,12 @@ from megatron_async.rollout.evaluate import (
     Answered,
     Estimate,
     Evaluation,
+    EvaluationEngines,
     Evaluator,
     estimates,
     majority_is_right,
     pass_at_k,
 )
-from megatron_async.rollout.evaluation_engines import EvaluationEngines
 from megatron_async.trajectory.types import PolicyVersion, Prompt
 from tests.rollout.stand_ins import Fixed
 

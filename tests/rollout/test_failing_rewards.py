@@ -11,7 +11,7 @@ import pytest
 from megatron_async.config import build_config
 from megatron_async.config.load import merge
 from megatron_async.rollout.manager import ResumePoint
-from megatron_async.tasks.tokenizer import write_character_tokenizer
+from megatron_async.tasks.tiny_model import write_character_tokenizer
 from megatron_async.tasks.verifier import LocalVerifierPool
 from megatron_async.trajectory.types import Prompt
 from tests.rollout.stand_ins import Fixed, run, settings

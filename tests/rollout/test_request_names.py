@@ -11,8 +11,7 @@ from hypothesis import given
 
 from megatron_async.config import RunConfig
 from megatron_async.engines.interface import GenerationRequest, RequestRefused, TokenChunk
-from megatron_async.rollout.evaluate import Evaluator
-from megatron_async.rollout.evaluation_engines import EvaluationEngines
+from megatron_async.rollout.evaluate import EvaluationEngines, Evaluator
 from megatron_async.trajectory.types import PolicyVersion, RequestKey
 from tests.rollout.stand_ins import Fixed
 

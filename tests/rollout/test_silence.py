@@ -5,7 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 from hypothesis import given
 
-from megatron_async.rollout.silence import EngineWatch
+from megatron_async.rollout.engine_slot import EngineWatch
 
 
 def test_an_idle_engine_is_not_silent_when_it_gets_work() -> None:

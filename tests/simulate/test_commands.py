@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from megatron_async.cli import app
 from megatron_async.config import RunConfig
-from megatron_async.config.presets import SCHEDULE_PRESETS
+from megatron_async.config.recipes import SCHEDULE_PRESETS
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.scheduler import events as ev
 from megatron_async.scheduler.record import Raised, Recorder, encode

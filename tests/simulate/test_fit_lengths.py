@@ -17,9 +17,14 @@ from megatron_async.config.rollout import StoreConfig
 from megatron_async.config.simulate import LengthConfig, SimulatedRewardConfig
 from megatron_async.errors import UserError
 from megatron_async.run_directory import RunDirectory
-from megatron_async.simulate.fit_lengths import Fit, fit_lengths
-from megatron_async.simulate.lengths import GroupSource
-from megatron_async.simulate.recorded_lengths import Recorded, read_lengths, read_recorded
+from megatron_async.simulate.lengths import (
+    Fit,
+    GroupSource,
+    Recorded,
+    fit_lengths,
+    read_lengths,
+    read_recorded,
+)
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.types import DropReason, FinishReason
 from tests.telemetry.test_report import make_run

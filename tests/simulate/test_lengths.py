@@ -10,8 +10,7 @@ import pytest
 
 from megatron_async.config.simulate import LengthConfig, SimulatedRewardConfig
 from megatron_async.errors import UserError
-from megatron_async.simulate.lengths import GroupSource
-from megatron_async.simulate.recorded_lengths import read_lengths
+from megatron_async.simulate.lengths import GroupSource, read_lengths
 
 
 def draw(config: LengthConfig, groups: int = 2000, longest: int = 10**7) -> np.ndarray:

@@ -22,7 +22,7 @@ from megatron_async.tasks import build_task
 from megatron_async.tasks.base import Problem
 from megatron_async.tasks.files import FileProblems, ProblemFile, turn
 from megatron_async.tasks.layouts import Columns
-from megatron_async.tasks.tokenizer import write_character_tokenizer
+from megatron_async.tasks.tiny_model import write_character_tokenizer
 
 Rows = list[dict[str, Any]]
 SUMS: Rows = [

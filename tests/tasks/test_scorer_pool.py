@@ -15,7 +15,7 @@ from megatron_async.tasks.base import ResponseScore
 from megatron_async.tasks.scorer_count import REST_SECONDS
 from megatron_async.tasks.scorer_pool import ScorerPool
 from megatron_async.tasks.scorer_work import Work
-from megatron_async.tasks.tokenizer import character_tokenizer, write_character_tokenizer
+from megatron_async.tasks.tiny_model import character_tokenizer, write_character_tokenizer
 from megatron_async.trajectory.types import Prompt
 
 PROMPT = Prompt(np.zeros(1, np.int32), "any", {})

@@ -9,8 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_async.errors import UserError
-from megatron_async.tasks.tiny_model import TinyModel, build_tiny_model, random_model
-from megatron_async.tasks.tokenizer import VOCAB_SIZE
+from megatron_async.tasks.tiny_model import VOCAB_SIZE, TinyModel, build_tiny_model, random_model
 
 
 def test_it_is_a_qwen3_of_one_to_three_million_parameters(tmp_path: Path) -> None:

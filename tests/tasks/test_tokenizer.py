@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from megatron_async.tasks.tokenizer import (
+from megatron_async.tasks.tiny_model import (
     CHARACTERS,
     EOS_ID,
     EOS_TOKEN,

@@ -21,7 +21,7 @@ from megatron_async.errors import UserError
 from megatron_async.tasks.base import ResponseScore
 from megatron_async.tasks.reasoning_gym import ReasoningGymProblems
 from megatron_async.tasks.scorer_work import Work
-from megatron_async.tasks.tokenizer import EOS_ID, character_tokenizer, write_character_tokenizer
+from megatron_async.tasks.tiny_model import EOS_ID, character_tokenizer, write_character_tokenizer
 from megatron_async.tasks.verifier import LocalVerifierPool, RayVerifierPool, VerifierWorker
 from megatron_async.trajectory.types import Prompt
 

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from megatron_async.config import build_config
 from megatron_async.config.rollout import TaskConfig
 from megatron_async.errors import UserError
-from megatron_async.tasks.reasoning_gym import ReasoningGymProblems, ReasoningGymScorer
-from megatron_async.tasks.worked_answers import (
+from megatron_async.tasks.reasoning_gym import (
+    ReasoningGymProblems,
+    ReasoningGymScorer,
     Styles,
     chain_sum_answer,
     chain_sum_direct,

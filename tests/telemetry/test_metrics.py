@@ -18,8 +18,7 @@ from megatron_async.telemetry.health import (
 )
 from megatron_async.telemetry.metrics import MetricsWriter, read_metrics
 from megatron_async.telemetry.progress import Progress, format_status, format_step
-from megatron_async.telemetry.trackers.background import BackgroundTracker
-from megatron_async.telemetry.trackers.base import TrackedRun
+from megatron_async.telemetry.trackers.base import BackgroundTracker, TrackedRun
 from megatron_async.telemetry.trackers.build import start_trackers
 from tests.small_disk import SmallDisk
 

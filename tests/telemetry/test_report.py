@@ -17,7 +17,7 @@ import pytest
 from megatron_async.config import build_config
 from megatron_async.run_directory import RunDirectory
 from megatron_async.store.store import TrajectoryStore
-from megatron_async.tasks.tokenizer import write_character_tokenizer
+from megatron_async.tasks.tiny_model import write_character_tokenizer
 from megatron_async.telemetry.metrics import MetricsWriter
 from megatron_async.telemetry.report_data import read_run
 from megatron_async.telemetry.report_page import report_page

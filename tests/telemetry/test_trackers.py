@@ -16,8 +16,7 @@ from megatron_async.config.load import build_config
 from megatron_async.config.run import TelemetryConfig
 from megatron_async.errors import UserError
 from megatron_async.telemetry.metrics import MetricsWriter, read_metrics
-from megatron_async.telemetry.trackers.background import BackgroundTracker
-from megatron_async.telemetry.trackers.base import TrackedRun, Tracker
+from megatron_async.telemetry.trackers.base import BackgroundTracker, TrackedRun, Tracker
 from megatron_async.telemetry.trackers.build import build_trackers, start_trackers
 
 OWN = """

@@ -19,10 +19,10 @@ from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.errors import ComponentFailure
 from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.http import EngineCallError, EngineCalls
+from megatron_async.weight_sync.publisher import make_sender
 from megatron_async.weight_sync.transports.base import WeightSender
 from megatron_async.weight_sync.transports.delta import rounded
 from megatron_async.weight_sync.transports.distributed import DistributedSender
-from megatron_async.weight_sync.transports.factory import make_sender
 from tests.engine import (
     SETTINGS,
     EngineUnderTest,

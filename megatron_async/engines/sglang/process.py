@@ -33,8 +33,7 @@ import psutil
 from megatron_async.config.rollout import EngineConfig
 from megatron_async.config.sampling_contract import without_breaking_variables
 from megatron_async.disk import writing
-from megatron_async.engines.communication import communication_environment
-from megatron_async.engines.nodes import LOOPBACK, free_port
+from megatron_async.engines.nodes import LOOPBACK, communication_environment, free_port
 from megatron_async.engines.sglang.server import (
     CPU_ATTENTION_BACKEND,
     CPU_VARIABLE,

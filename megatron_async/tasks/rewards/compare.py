@@ -1,15 +1,22 @@
-"""Rewards that compare a response with the row's answer: `exact`, `regex`, `math`."""
+"""Rewards that compare a response with the row's answer: `exact`, `regex`, `math`.
+
+The reward `task`: what the task itself scores with.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Final
 
 from pydantic import Field, field_validator
 
 from megatron_async.config.base import Settings
 from megatron_async.config.reward import ScorerSettings
+from megatron_async.errors import UserError
 from megatron_async.tasks.answers import final_answer
+from megatron_async.tasks.build import build_scorer
 from megatron_async.tasks.rewards.sample import Returned, Sample
 
 _MARKER = (
@@ -98,3 +105,34 @@ def mathematically_equal(reference: str, answer: str) -> bool:
     # In dollars both are read as LaTeX; a bare number is found either way.
     gold, given = (parse(f"${text}$", parsing_timeout=None) for text in (reference, answer))
     return bool(verify(gold, given, timeout_seconds=None))
+
+
+_CHECKERS: Final[Mapping[str, type[Exact | Math]]] = MappingProxyType(
+    {"exact": Exact, "math": Math}
+)
+
+
+class TaskReward(Settings):
+    """reasoning-gym's own verifier; for a file the checker that `task.name` names."""
+
+    def bound(self, settings: ScorerSettings, limit_seconds: float) -> Callable[[Sample], Returned]:
+        """The reward. Raises UserError."""
+        task = settings.task
+        if task.kind != "reasoning_gym":
+            if task.name not in _CHECKERS:
+                raise UserError(
+                    f"task.name is {task.name!r}, which cannot score rows of a file: set it to "
+                    f"{' or '.join(_CHECKERS)}, which compare a response with the column `answer`, "
+                    "or set `reward`"
+                )
+            checker = _CHECKERS[task.name](answer_marker=task.answer_marker)
+            return checker.bound(settings, limit_seconds)
+        scorer = build_scorer(task)
+
+        def score(sample: Sample) -> Returned:
+            scored = scorer.score(dict(sample.payload), sample.response)
+            if scored.reward is None:
+                raise ValueError("the scorer returned no reward")
+            return scored.reward, scored.detail
+
+        return score

@@ -1,13 +1,26 @@
-"""The interface of a tracker: override what yours has a place for."""
+"""The interface of a tracker: override what yours has a place for.
+
+A tracker behind a queue: it can be slow, fail or hang, and the run goes on.
+
+Invariants
+- No call waits: what does not fit into the queue is dropped and counted.
+- What a tracker raises is counted; after `_MOST_FAILURES` in a row it is not called any more.
+- `close` waits a bounded time and then leaves the thread to the end of the process.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy.typing as npt
+
+from megatron_async.import_path import described
 
 Row = Mapping[str, Any]
 
@@ -59,3 +72,68 @@ class Tracker:
 
     def finish(self) -> None:
         """Write what is left."""
+
+
+QUEUE_CALLS = 1000
+CLOSE_SECONDS = 20.0
+_MOST_FAILURES = 10
+
+
+class BackgroundTracker:
+    """Passes calls to `tracker` on a thread of its own."""
+
+    def __init__(
+        self, name: str, tracker: Tracker, run: TrackedRun, *, queue_calls: int = QUEUE_CALLS
+    ) -> None:
+        self.name = name
+        self.dropped = 0
+        self.failed = 0
+        self._failures_in_a_row = 0
+        self._news: str | None = None
+        self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(queue_calls)
+        self._tracker = tracker
+        self._thread = threading.Thread(target=self._work, name=f"tracker-{name}", daemon=True)
+        self._thread.start()
+        self.call("start", run)
+
+    def call(self, method: str, *arguments: Any) -> None:
+        """Have `method` of the tracker called when its turn comes."""
+        try:
+            self._calls.put_nowait(lambda: getattr(self._tracker, method)(*arguments))
+        except queue.Full:
+            self._lost("is too slow: calls are dropped")
+
+    def take_news(self) -> str | None:
+        """The first failure and the first dropped call since the last time, as a sentence."""
+        news, self._news = self._news, None
+        return news
+
+    def close(self, seconds: float = CLOSE_SECONDS) -> bool:
+        """Finish what is queued, in at most so many seconds; False when they were not enough."""
+        end = time.monotonic() + seconds
+        try:
+            self._calls.put(lambda: self._tracker.finish(), timeout=seconds)
+            self._calls.put(None, timeout=max(0.0, end - time.monotonic()))
+        except queue.Full:
+            return False
+        self._thread.join(max(0.0, end - time.monotonic()))
+        return not self._thread.is_alive()
+
+    def _lost(self, why: str) -> None:
+        if self.dropped == 0:
+            self._news = f"tracker {self.name} {why}"
+        self.dropped += 1
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            if self._failures_in_a_row >= _MOST_FAILURES:
+                self._lost(f"has failed {_MOST_FAILURES} times in a row and is left out")
+                continue
+            try:
+                call()
+                self._failures_in_a_row = 0
+            except Exception as error:  # noqa: BLE001 - trackers raise anything
+                self._failures_in_a_row += 1
+                if self.failed == 0:
+                    self._news = f"tracker {self.name} fails: {described(error)}"
+                self.failed += 1

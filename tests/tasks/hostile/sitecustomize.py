@@ -176,7 +176,7 @@ def endless_recursion(score: Any) -> Any:
 
 
 def _misbehave(behaviour: Callable[[Any], Any]) -> None:
-    from megatron_async.tasks.rewards.task import TaskReward
+    from megatron_async.tasks.rewards.compare import TaskReward
 
     bound = TaskReward.bound
 

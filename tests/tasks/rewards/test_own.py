@@ -16,7 +16,7 @@ from megatron_async.config.reward import ScorerSettings
 from megatron_async.errors import UserError
 from megatron_async.tasks.rewards.check import check_rewards
 from megatron_async.tasks.rewards.sample import score_of
-from megatron_async.tasks.tokenizer import character_tokenizer, write_character_tokenizer
+from megatron_async.tasks.tiny_model import character_tokenizer, write_character_tokenizer
 from megatron_async.tasks.verifier import LocalVerifierPool
 from megatron_async.trajectory.types import Prompt
 
