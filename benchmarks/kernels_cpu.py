@@ -22,7 +22,7 @@ MIB = 2**20
 
 
 @dataclass(frozen=True)
-class Probe:
+class Case:
     """One forward and backward of the head: what is run, and on which shape."""
 
     mode: str
@@ -40,14 +40,14 @@ class Measured:
     seconds: float
 
 
-def run_probe(probe: Probe, *, timeout_seconds: float = 280.0) -> Measured:
+def run_case(case: Case, *, timeout_seconds: float = 280.0) -> Measured:
     """Measure in a fresh process.
 
     Raises
         subprocess.CalledProcessError: the process failed.
     """
-    arguments = [str(Path(__file__).resolve()), probe.mode]
-    for name, value in asdict(probe).items():
+    arguments = [str(Path(__file__).resolve()), case.mode]
+    for name, value in asdict(case).items():
         if name != "mode":
             arguments += [f"--{name.replace('_', '-')}", str(value)]
     finished = subprocess.run(
@@ -61,27 +61,27 @@ def run_probe(probe: Probe, *, timeout_seconds: float = 280.0) -> Measured:
     return Measured(**json.loads(finished.stdout.splitlines()[-1]))
 
 
-def measure(probe: Probe) -> Measured:
+def measure(case: Case) -> Measured:
     """Forward and backward in this process; results exist before the high-water mark is reset."""
     import torch
     from megatron_async_kernels import reference_token_logprob, token_logprob
 
     generator = torch.Generator().manual_seed(0)
-    hidden_TD = torch.randn(probe.tokens, probe.hidden, generator=generator).requires_grad_()
-    weight_VD = torch.randn(probe.vocab, probe.hidden, generator=generator)
-    targets_T = torch.randint(0, probe.vocab, (probe.tokens,), generator=generator)
+    hidden_TD = torch.randn(case.tokens, case.hidden, generator=generator).requires_grad_()
+    weight_VD = torch.randn(case.vocab, case.hidden, generator=generator)
+    targets_T = torch.randint(0, case.vocab, (case.tokens,), generator=generator)
     weight_VD.requires_grad_()
     main_grad_VD = torch.zeros_like(weight_VD)
 
     def step(rows: int) -> None:
-        if probe.mode == "chunked":
+        if case.mode == "chunked":
             logprobs_T = token_logprob(
                 hidden_TD[:rows],
                 weight_VD,
                 targets_T[:rows],
                 weight_grad_out=main_grad_VD,
                 backend="chunked",
-                workspace_bytes=probe.workspace_mib * MIB,
+                workspace_bytes=case.workspace_mib * MIB,
             )
             assert isinstance(logprobs_T, torch.Tensor)
             logprobs_T.sum().backward()
@@ -89,18 +89,18 @@ def measure(probe: Probe) -> Measured:
             logprobs_T, _ = reference_token_logprob(hidden_TD[:rows], weight_VD, targets_T[:rows])
             logprobs_T.sum().backward()
 
-    if probe.mode == "chunked":
+    if case.mode == "chunked":
         step(8)
     hidden_TD.grad = torch.zeros_like(hidden_TD)
     Path("/proc/self/clear_refs").write_text("5")
     before = _memory("VmRSS")
     start = time.perf_counter()
-    step(probe.tokens)
+    step(case.tokens)
     seconds = time.perf_counter() - start
     # Autograd makes a new dHidden and adds it to `grad`; full logits also make a new dWeight.
-    results = 4 * probe.tokens * probe.hidden
-    if probe.mode != "chunked":
-        results += 4 * probe.vocab * probe.hidden
+    results = 4 * case.tokens * case.hidden
+    if case.mode != "chunked":
+        results += 4 * case.vocab * case.hidden
     return Measured((_memory("VmHWM") - before - results) / MIB, seconds)
 
 
@@ -119,11 +119,11 @@ def table(shapes: list[tuple[int, int, int]], workspace_mib: int) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for tokens, vocab, hidden in shapes:
-        mine = run_probe(Probe("chunked", tokens, vocab, hidden, workspace_mib))
+        mine = run_case(Case("chunked", tokens, vocab, hidden, workspace_mib))
         cells = [str(value) for value in (tokens, vocab, hidden, 4 * tokens * vocab // MIB)]
         cells += [f"{mine.extra_mib:.0f}", f"{mine.seconds:.1f}"]
         if 4 * tokens * vocab < 2**30:
-            full = run_probe(Probe("full", tokens, vocab, hidden, workspace_mib))
+            full = run_case(Case("full", tokens, vocab, hidden, workspace_mib))
             cells += [f"{full.extra_mib:.0f}", f"{full.seconds:.1f}"]
         else:
             cells += ["not run", "not run"]
@@ -139,10 +139,8 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, required=True)
     parser.add_argument("--workspace-mib", type=int, default=256)
     options = parser.parse_args()
-    probe = Probe(
-        options.mode, options.tokens, options.vocab, options.hidden, options.workspace_mib
-    )
-    print(json.dumps(asdict(measure(probe))))
+    case = Case(options.mode, options.tokens, options.vocab, options.hidden, options.workspace_mib)
+    print(json.dumps(asdict(measure(case))))
 
 
 if __name__ == "__main__":

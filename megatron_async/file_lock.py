@@ -3,7 +3,7 @@
 Invariants
 - The lock (`flock`) ends with its process, however that ends; the file stays. Between hosts it
   reaches as far as the file system carries it (NFS 4, GPFS, Lustre mounted with `flock`).
-- The note in the file is for people, and means nothing while the lock is free.
+- The holder named in the file is for people, and means nothing while the lock is free.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class FileLock:
 
 
 def read_holder(path: Path) -> Holder | None:
-    """The note in a lock's file; None where there is none."""
+    """The holder named in a lock's file; None where there is none."""
     try:
         return Holder(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):

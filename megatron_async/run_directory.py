@@ -62,7 +62,7 @@ class RunDirectory:
 
     @property
     def events(self) -> Path:
-        """Recorded scheduler events, one file for each line of the run."""
+        """Recorded scheduler events, one file for each lineage."""
         return self.path / "events"
 
     @property
@@ -152,7 +152,7 @@ class RunDirectory:
             write_atomically(self.config_file, text, private=bool(config.engines.api_key))
 
     def next_lineage(self) -> int:
-        """A number that no line of this run has had: 0 for the first, then 1, 2, ... Durable."""
+        """A number that no lineage of this run has had: 0 for the first, then 1, 2, ... Durable."""
         counter = self.path / "lineage"
         lineage = int(counter.read_text()) + 1 if counter.exists() else 0
         write_atomically(counter, str(lineage), durable=True)
@@ -198,7 +198,7 @@ class RunDirectory:
         return self.path / "outcome"
 
     def report_outcome(self, outcome: RunOutcome) -> None:
-        """Leave a note for the process of the rollout side that the trainers are done."""
+        """Report to the process of the rollout side that the trainers are done."""
         write_atomically(self.outcome_file, outcome.value)
 
     def outcome(self) -> RunOutcome | None:

@@ -8,7 +8,7 @@ from tests.words import all_openings, all_replaced_words, openings, replaced_wor
 
 # Lower them when the counts have fallen; raising one is a decision.
 MOST_OPENINGS = 20
-MOST_REPLACED_WORDS = 14
+MOST_REPLACED_WORDS = 8
 
 
 def test_a_docstring_that_opens_in_mid_thought_is_counted() -> None:
@@ -27,6 +27,12 @@ def test_a_docstring_that_opens_in_mid_thought_is_counted() -> None:
         "self._verdict = outcome",
         "SAID = 1",
         "along the surviving line",
+        "batch 4 of line 1 came with lag 2",
+        'f"batch {batch.step} of line {batch.lineage}"',
+        "from where the lines part",
+        "the trainer of lineage 0 has been replaced",
+        "N' is probed again",
+        "MEET_SECONDS = 600.0",
     ],
 )
 def test_a_replaced_word_counts_in_prose_and_as_part_of_a_name(line: str) -> None:
@@ -39,6 +45,8 @@ def test_a_replaced_word_counts_in_prose_and_as_part_of_a_name(line: str) -> Non
         "an essay about storage",
         'name: judge, "eval/failed_judgements", log.tell()',
         "a line of text, the message, a page",
+        'raise UserError(f"{path}: line {number} is no JSON")',
+        "the probe of an engine, replaced by zeros",
     ],
 )
 def test_other_words_and_the_exceptions_do_not_count(line: str) -> None:

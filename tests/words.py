@@ -36,12 +36,17 @@ These That After As At Before Behind Beside Both By For If In None Not Nothing O
 OPENINGS = frozenset(_MID_THOUGHT.split())
 # Per row of the glossary in CONTRIBUTING.md, where the words to use instead are.
 GLOSSARY = (
-    r"(?:surviving|abandoned|current) lines?",
+    # A line of checkpoints; lines of text are most others.
+    r"(?:surviving|abandoned|current) lines?|this line began|lines? part(?:s|ed)?",
+    r"(?:of|on|off|along|by) lines? (?=[{\d`])|lines? (?:of the run|that survives)",
+    r"(?:began|begun) (?:a |this |the )?lines?|line to the (?:rollout|manager)",
     r"(?:un)?judge[sd]?|(?:un)?judging|judge?ments?|verdicts?",
     r"say|says|said|saying|tell|tells|told|telling|untold",
+    r"probes|probed|probing",
     r"fate|blame[sd]?|blaming|woken|doubt|doubts|doubted|doubtful",
+    r"(?:trainer|lineage)[^,.]{0,24} replaced",
     r"engine's answers?",
-    r"meetings?|batons?|notes",
+    r"meet(?=_)|meetings?|batons?|notes|(?:a|the) note (?:of|for|in) (?:a|the)",
     r"age",
     # Personification: the style's rule, without a row of its own.
     r"knows|believes?|in vain|dies of",

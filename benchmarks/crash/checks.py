@@ -52,7 +52,7 @@ Check = Callable[[Evidence, Rules], list[str]]
 
 
 def branches(attaches: list[Attach]) -> dict[int, Attach]:
-    """Line -> how it began; a second attach of a line goes on with it (its manager was lost)."""
+    """Lineage -> how it began; a second attach of one goes on with it (its manager was lost)."""
     begun: dict[int, Attach] = {}
     for attach in attaches:
         begun.setdefault(attach.lineage, attach)
@@ -83,8 +83,8 @@ def surviving_batches(evidence: Evidence) -> list[Batch]:
     return found
 
 
-def part_step(attaches: list[Attach], line: int, from_line: int) -> int | None:
-    """The step n0 at which `line` parts from `from_line`; None when it does not."""
+def part_step(attaches: list[Attach], lineage: int, other: int) -> int | None:
+    """The step n0 at which `lineage` parts from `other`; None when it does not."""
     begun = branches(attaches)
 
     def ancestry(lineage: int) -> list[int]:
@@ -96,11 +96,11 @@ def part_step(attaches: list[Attach], line: int, from_line: int) -> int | None:
                 return chain
             here = parent
 
-    mine, other = ancestry(from_line), ancestry(line)
-    common = next((one for one in other if one in mine), None)
+    mine, theirs = ancestry(other), ancestry(lineage)
+    common = next((one for one in theirs if one in mine), None)
     if common is None:
         return 0
-    leaving = [begun[one].step for chain in (mine, other) for one in chain[: chain.index(common)]]
+    leaving = [begun[one].step for chain in (mine, theirs) for one in chain[: chain.index(common)]]
     return min(leaving, default=None)
 
 
@@ -150,7 +150,7 @@ def trained_twice(evidence: Evidence, rules: Rules) -> list[str]:
 
 
 def steps_missing(evidence: Evidence, rules: Rules) -> list[str]:
-    """Every step has its batch, up to the newest checkpoint, which is that of the newest line."""
+    """Every step has its batch, up to the newest checkpoint, that of the newest lineage."""
     steps = {batch.step for batch in surviving_batches(evidence)}
     end = max(steps, default=-1) + 1
     wrong = [f"step {step} has no batch" for step in range(end) if step not in steps]
@@ -158,7 +158,7 @@ def steps_missing(evidence: Evidence, rules: Rules) -> list[str]:
     if evidence.newest_checkpoint != (newest, end):
         wrong.append(
             f"the newest checkpoint is {evidence.newest_checkpoint}, the trainer ended at "
-            f"step {end} of line {newest}"
+            f"step {end} of lineage {newest}"
         )
     return wrong
 
@@ -307,7 +307,7 @@ def lag_broken(evidence: Evidence, rules: Rules) -> list[str]:
     wrong = []
     for batch in surviving_batches(evidence):
         if batch.lag > bound:
-            wrong.append(f"batch {batch.step} of line {batch.lineage} came with lag {batch.lag}")
+            wrong.append(f"batch {batch.step} of lineage {batch.lineage} came with lag {batch.lag}")
         for trajectory_id in batch.ids:
             for one in evidence.kept.get(trajectory_id, [])[:1]:
                 lag = max((lag_of(evidence, batch, v) for v in set(one.versions)), default=0)

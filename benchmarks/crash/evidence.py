@@ -1,7 +1,7 @@
 """What is known after a crash test or a fault programme, from independent witnesses.
 
 - the arrivals: every token that reached a rollout manager (`ledger.py`);
-- the trainer: every line it began and every batch it took (`ledger.py`);
+- the trainer: every lineage it began and every batch it took (`ledger.py`);
 - the store with its export, and the checkpoint manifests;
 - every engine that was started, and every fault that was injected (`ledger.py`).
 
@@ -68,7 +68,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Attach:
-    """A trainer began line `lineage` at `step`, or went on with it there."""
+    """A trainer began `lineage` at `step`, or went on with it there."""
 
     lineage: int
     step: int
@@ -202,7 +202,7 @@ def read_arrivals(path: Path) -> dict[int, list[Request]]:
 
 
 def read_trained(path: Path) -> tuple[list[Attach], list[Batch], set[tuple[int, int]]]:
-    """Lines begun, batches taken, batches given back as unusable."""
+    """Lineages begun, batches taken, batches given back as unusable."""
     attaches: list[Attach] = []
     batches: list[Batch] = []
     dropped: set[tuple[int, int]] = set()

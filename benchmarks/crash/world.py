@@ -280,7 +280,7 @@ class World:
                 self.broken.append(f"a stop failed: {failure}")
 
     def _begin_trainer(self) -> None:
-        """A trainer (again): from the newest checkpoint, on a line of its own."""
+        """A trainer (again): from the newest checkpoint, in a lineage of its own."""
         assert self._manager is not None
         self._lineage += 1
         resume = ResumePoint(self._lineage)

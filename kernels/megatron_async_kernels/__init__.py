@@ -4,12 +4,12 @@
 - loss_torch: the loss in plain torch, on any device and in float64. surrogates: the ratio, where it
   is clipped, and every surrogate with its derivative.
 - is_loss: the same in Triton, in one pass over the tokens: triton_loss_tokens,
-  triton_loss_sequences, triton_loss_terms, triton_loss_reads, triton_loss_spec.
-- token_logprob: log-probs and entropy straight from hidden states; no logits are kept.
-- head_types, vocab_parallel: its head as plain data, and the collectives over tensor-parallel
-  ranks.
+  triton_loss_sequences, triton_loss_terms, triton_loss_spec.
+- token_logprob: log-probs and entropy straight from hidden states; no logits are kept. Also its
+  collectives over tensor-parallel ranks.
+- head_types: its head as plain data.
 - reference, chunked: its torch reference, and the chunked torch version of CPU runs.
-- triton_head, triton_forward, triton_backward, triton_tiles, triton_configs: its Triton version.
+- triton_head, triton_forward, triton_backward, triton_tiles: its Triton version.
 - packed: reductions over the sequences of a packed stream. backend: which version runs.
 """
 

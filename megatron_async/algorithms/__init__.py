@@ -2,8 +2,8 @@
 
 - algorithm: the seam with the trainer. A batch is never modified; each step returns a new one.
 - advantages: from rewards to advantages, with shaping and filtering before them.
-- correction: importance weights and rejection masks. Weights carry no gradient.
-- correction_metrics: metrics of the correction, all under `rollout_corr/`.
+- correction: importance weights and rejection masks. Weights carry no gradient. Their
+  metrics are under `rollout_corr/`.
 - loss_settings: from a run's settings to the thresholds of a loss.
 - own_loss: a user's loss by import path (`algorithm.loss`, examples/own_loss), tried before a run.
 - metrics: from additive sums to what a run reports; a mean over nothing is left out.

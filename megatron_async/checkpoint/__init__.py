@@ -7,12 +7,11 @@
 - state: a trainer as named tensors, taken for a save and put back at any layout.
 - placement: name, whole shape and boxes of each shard; names do not depend on the layout.
 - files: pieces of tensors in safetensors format, one writer to a file.
-- checksum, tally: checksums that add over pieces; every tensor is compared after a load.
+- checksum: checksums that add over pieces; every tensor is compared after a load.
 - collective: how the ranks agree about a checkpoint. No rank goes on alone after a fault.
 - random_state: the random states of a rank as named tensors.
 - start: the weights alone, into the model of a new run (`model.checkpoint`).
 - convert: Hugging Face directories to checkpoints and back, without building a model.
-- progress: a progress bar for long work on files.
 
 Nothing is imported here: who only looks for a manifest must not wait for the trainer's packages.
 """

@@ -153,7 +153,7 @@ class Checkpoint:
 
     @property
     def lineage(self) -> int:
-        """The line that wrote it."""
+        """The lineage that wrote it."""
         return self.manifest.lineage
 
     @property

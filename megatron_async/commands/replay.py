@@ -94,13 +94,13 @@ class Timeline:
 
 
 def records_of(run_directory: Path, lineage: int | None) -> list[Path]:
-    """Record files, oldest line first. Raises UserError when there is none."""
+    """Record files, oldest lineage first. Raises UserError when there is none."""
     directory = run_directory / "events"
     found = record_files(directory)
-    lines = sorted({key.lineage for key in found})
+    known = sorted({key.lineage for key in found})
     if lineage is not None:
-        if lineage not in lines:
-            raise UserError(f"--lineage {lineage}: {directory} has lines {lines or 'none'}")
+        if lineage not in known:
+            raise UserError(f"--lineage {lineage}: {directory} has {known or 'none'}")
         return [path for key, path in found.items() if key.lineage == lineage]
     if not found:
         raise UserError(
@@ -111,7 +111,7 @@ def records_of(run_directory: Path, lineage: int | None) -> list[Path]:
 
 
 def replay_command(run_directory: Path, lineage: int | None, timeline: bool) -> None:
-    """Print a timeline and the outcome of each line. Raises ComponentFailure at a difference."""
+    """Print a timeline and the outcome of each lineage. Raises ComponentFailure at a difference."""
     differs: Divergence | None = None
     for path in records_of(run_directory, lineage):
         if not path.exists():

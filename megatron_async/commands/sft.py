@@ -28,7 +28,7 @@ from megatron_async.launcher.devices import check_trainer_here
 from megatron_async.launcher.environment import trainer_environment
 from megatron_async.launcher.preflight import check_one_machine, check_run
 from megatron_async.launcher.processes import start_torchrun
-from megatron_async.launcher.session import MEET_SECONDS, Session, TrainerNode, check_name
+from megatron_async.launcher.session import RENDEZVOUS_SECONDS, Session, TrainerNode, check_name
 from megatron_async.run_directory import RunDirectory
 from megatron_async.tasks.base import WorkedExample
 from megatron_async.telemetry.progress import Progress
@@ -145,7 +145,7 @@ def run_sft_on_nodes(config: RunConfig, destination: Path, session_name: str, in
             stack.callback(session.close)
             session.begin()
         else:  # the directory may be another run's, and only the first node finds out
-            session = Session.begun(directory, session_name, MEET_SECONDS)
+            session = Session.begun(directory, session_name, RENDEZVOUS_SECONDS)
         run_sft(config, directory, destination, TrainerNode(session, index, count, node_address()))
 
 

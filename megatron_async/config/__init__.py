@@ -2,8 +2,9 @@
 
 - run: `RunConfig`, all sections together, and checks across them; evaluation, checkpoints.
 - algorithm: advantages, correction, losses.
-- schedule: the policy space of the scheduler; presets: the five schedules as points in it.
-- recipes: named recipes of published methods. recipe < preset < YAML < command line.
+- schedule: the policy space of the scheduler.
+- recipes: recipes of published methods, and the five schedules (presets). recipe < preset < YAML <
+  command line.
 - model: the model, its parallel layout, the optimizer (learning rate), the trainer.
 - rollout: tasks, sampling, engines (GPUs, placement), weight exchange, the store.
 - data, evaluation, reward: prompts and their tokens; sets to evaluate on; what scores a response.

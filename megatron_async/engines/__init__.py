@@ -4,7 +4,7 @@
 - actor: one Ray actor for each engine, and the launcher through which the fleet uses them.
 - relay, token_report: streams read where the server is, handed on in few messages.
 - forwarding: a client that hands every call on; the base of those that add something.
-- nodes: Ray nodes that the rollout side may use, and their addresses.
-- communication: what trainer ranks, engines and managers must have alike, NCCL's settings first.
+- nodes: Ray nodes that the rollout side may use, and their addresses; what trainer ranks, engines
+  and managers must have alike, NCCL's settings first.
 - sglang, simulated: the two kinds of engine.
 """

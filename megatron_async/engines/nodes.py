@@ -108,19 +108,19 @@ def node_address() -> str:
             f"{INTERFACE_VARIABLE} is {name!r}, which is no interface with an IPv4 address on "
             f"{socket.gethostname()} (there are {known})"
         )
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as opened:
         try:
-            probe.connect(("192.0.2.1", 9))  # Documentation address: nothing is sent by connect.
-            return str(probe.getsockname()[0])
+            opened.connect(("192.0.2.1", 9))  # Documentation address: nothing is sent by connect.
+            return str(opened.getsockname()[0])
         except OSError:
             return socket.gethostbyname(socket.gethostname())
 
 
 def free_port(host: str = _EVERY_INTERFACE) -> int:
     """A port that was free on this interface, or on all of them, a moment ago."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+    with socket.socket() as opened:
+        opened.bind((host, 0))
+        return int(opened.getsockname()[1])
 
 
 # SGLang sets both for its servers where they are not set (`_set_envs_and_config`).

@@ -2,8 +2,7 @@
 
 - supervisor: a whole run on this machine: notices a process that ends, and cleans up.
 - node: one node of a launch over several. session: that launch's roles, by files in the run
-  directory.
-- rendezvous: where the torchrun agents of several nodes meet, at a port that node 0 chooses.
+  directory, and the rendezvous of its torchrun agents.
 - rollout_side: the rollout manager from outside: create, look after, end.
 - processes: child processes: ended within a limit, no leftovers.
 - devices: split of a machine's GPUs into those that train and those that generate.

@@ -140,7 +140,7 @@ def _lock(directory: RunDirectory, holder: Holder) -> Iterator[None]:
 
 
 def _check_note(directory: RunDirectory, holder: Holder, error: str) -> None:
-    """Without locks, the note of a process of this host that lives counts. Raises LockHeld."""
+    """Without locks, a living process of this host that the file names counts. Raises LockHeld."""
     before = read_holder(directory.lock_file)
     if before is not None and before.lives_here():
         raise LockHeld(before)

@@ -40,7 +40,7 @@ from megatron_async.launcher.claim import RunInUse, claimed
 from megatron_async.launcher.environment import ray_node_environment, trainer_environment
 from megatron_async.launcher.preflight import check_probe_tolerance, check_store
 from megatron_async.launcher.processes import Child, start_torchrun
-from megatron_async.launcher.session import MEET_SECONDS, Session, TrainerNode
+from megatron_async.launcher.session import RENDEZVOUS_SECONDS, Session, TrainerNode
 from megatron_async.run_directory import RunDirectory, RunOutcome
 
 REQUEUE_CODE = os.EX_TEMPFAIL
@@ -145,7 +145,7 @@ def _take_run(node: Node, stack: ExitStack) -> None:
 
 def _join_rollout(node: Node) -> int:
     """A further rollout node: Ray, until the session is closed."""
-    address = node.session.wait_for("ray", MEET_SECONDS)["address"]
+    address = node.session.wait_for("ray", RENDEZVOUS_SECONDS)["address"]
     node.use_token()
     with node.ray_node(f"--address={address}") as ray_node:
         while not node.session.closed() and node.session.is_current():
@@ -218,7 +218,7 @@ def run_trainer(node: Node) -> int:
 
 
 def _run_trainer(node: Node) -> int:
-    address = node.session.wait_for("ray", MEET_SECONDS)["address"]
+    address = node.session.wait_for("ray", RENDEZVOUS_SECONDS)["address"]
     if node.index == 0:
         node.directory.take_failure()  # of an earlier session
     node.use_token()
@@ -275,16 +275,18 @@ def _trainer_code(node: Node, code: int, torchrun: Child) -> int:
 
 
 def _wait_for_port(host: str, port: int, child: Child) -> None:
-    deadline = time.monotonic() + MEET_SECONDS
+    deadline = time.monotonic() + RENDEZVOUS_SECONDS
     while time.monotonic() < deadline:
         if child.exit_code() is not None:
             raise child.failure("Ray's head")
-        with socket.socket() as probe:
-            probe.settimeout(1.0)
-            if probe.connect_ex((host, port)) == 0:
+        with socket.socket() as opened:
+            opened.settimeout(1.0)
+            if opened.connect_ex((host, port)) == 0:
                 return
         time.sleep(_POLL_SECONDS)
-    raise ComponentFailure(f"Ray's head did not listen on {host}:{port} in {MEET_SECONDS:.0f} s")
+    raise ComponentFailure(
+        f"Ray's head did not listen on {host}:{port} in {RENDEZVOUS_SECONDS:.0f} s"
+    )
 
 
 def _parse(arguments: list[str]) -> argparse.Namespace:

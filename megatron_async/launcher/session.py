@@ -6,7 +6,7 @@ is a new session of the same run.
 Rendezvous of the torchrun agents of several nodes: at node 0, on a port that it chooses.
 
 Invariants
-- A note is written atomically and never changes; a wait for one has a time limit and names what
+- An entry is written atomically and never changes; a wait for one has a time limit and names what
   was waited for.
 - The newest session owns the run: `is_current` turns false for the processes of an older one, so
   that what a lost node left running ends itself.
@@ -134,27 +134,27 @@ class Session:
                 f"session {self.path.name} was superseded by a newer launch of the run"
             )
 
-    def publish(self, note: str, content: dict[str, Any]) -> None:
-        """Leave a note for the other roles."""
-        write_atomically(self._note(note), json.dumps(content))
+    def publish(self, entry: str, content: dict[str, Any]) -> None:
+        """Leave an entry for the other roles."""
+        write_atomically(self._entry(entry), json.dumps(content))
 
-    def has(self, note: str) -> bool:
-        """Return whether a role has left this note."""
-        return self._note(note).exists()
+    def has(self, entry: str) -> bool:
+        """Return whether a role has left this entry."""
+        return self._entry(entry).exists()
 
-    def _note(self, note: str) -> Path:
-        return self.path / f"{note}.json"
+    def _entry(self, entry: str) -> Path:
+        return self.path / f"{entry}.json"
 
-    def wait_for(self, note: str, seconds: float) -> dict[str, Any]:
-        """The note of another role. Raises ComponentFailure after the limit, or when closed."""
-        path = self._note(note)
+    def wait_for(self, entry: str, seconds: float) -> dict[str, Any]:
+        """The entry of another role. Raises ComponentFailure after the limit, or when closed."""
+        path = self._entry(entry)
         deadline = time.monotonic() + seconds
         while not path.exists():
             if self.closed():
-                raise ComponentFailure(f"session {self.path.name} was closed before {note} was up")
+                raise ComponentFailure(f"session {self.path.name} was closed before {entry} was up")
             if time.monotonic() > deadline:
                 raise ComponentFailure(
-                    f"waited {seconds:.0f} s for {note} of session {self.path.name} ({path}): the "
+                    f"waited {seconds:.0f} s for {entry} of session {self.path.name} ({path}): the "
                     "node that writes it has not started, or its log has the reason"
                 )
             time.sleep(_POLL_SECONDS)
@@ -162,8 +162,8 @@ class Session:
         return content
 
 
-MEET_SECONDS: Final = 600.0
-_NOTE = "trainers"
+RENDEZVOUS_SECONDS: Final = 600.0
+_RENDEZVOUS = "trainers"
 
 
 @dataclass(frozen=True)
@@ -181,13 +181,13 @@ class TrainerNode:
             return ["--standalone"]
         if self.index == 0:
             endpoint = f"{self.address}:{free_port()}"
-            self.session.publish(_NOTE, {"endpoint": endpoint})
+            self.session.publish(_RENDEZVOUS, {"endpoint": endpoint})
         return [
             f"--nnodes={self.count}",
             # c10d, not static: only with it can torchrun restart all ranks after one has died.
             "--rdzv-backend=c10d",
             f"--rdzv-id={self.session.path.name}",
-            f"--rdzv-endpoint={self.session.wait_for(_NOTE, MEET_SECONDS)['endpoint']}",
-            f"--rdzv-conf=is_host={int(self.index == 0)},join_timeout={MEET_SECONDS:.0f}",
+            f"--rdzv-endpoint={self.session.wait_for(_RENDEZVOUS, RENDEZVOUS_SECONDS)['endpoint']}",
+            f"--rdzv-conf=is_host={int(self.index == 0)},join_timeout={RENDEZVOUS_SECONDS:.0f}",
             f"--local-addr={self.address}",
         ]

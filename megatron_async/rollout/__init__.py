@@ -6,12 +6,12 @@
 - prompts: training prompts in order, some passed over by their pass rate.
 - scoring: from a finished response to its reward in the store.
 - fleet: starts engines, notices the dead, restarts them, gives up with one sentence.
-- monitor, silence: load reports and silence as evidence about an engine.
-- engine_slot, version_gate: an engine as the driver sees it, and which versions' tokens are taken.
+- monitor: load reports and silence as evidence about an engine.
+- engine_slot: an engine as the driver sees it: its silence, and which versions' tokens are taken.
 - weight_checks, probe: engines verified after an update, by the rules of `weight_sync.verify`.
 - shared_devices: turns on devices that engines share with the trainer.
 - manager: the whole side behind a handful of calls. actors: the same as Ray actors.
 - messages: what a trainer and the manager send each other.
-- evaluate: accuracy on held-out problems. evaluation_engines: requests for it. evaluations: when.
+- evaluate: accuracy on held-out problems, and the requests for it. evaluations: when.
 - statistics: counts of the rollout side, and the metrics of each batch.
 """

@@ -12,7 +12,7 @@ Invariants
   does not help either, it is replaced.
 - No token reaches the store before its engine is verified for its version: what engines generate
   meanwhile waits (`engine_slot.py`). Engines that share the trainer's devices rest meanwhile.
-- A trainer that has been replaced changes nothing for its successor: neither by a call that begins
+- A superseded trainer changes nothing for its successor: neither by a call that begins
   later (`_session_of`, the door of every call) nor by one that was under way (`_still`).
 - `checkpoint_finalised` is called after the manifest exists, never before.
 """
@@ -72,11 +72,11 @@ class _Session:
     evaluations: Evaluations
 
 
-def _replaced(lineage: int, by: int) -> ComponentFailure:
+def _superseded(lineage: int, by: int) -> ComponentFailure:
     if by == lineage:
         return ComponentFailure(f"the trainer of lineage {lineage} has attached once more")
     return ComponentFailure(
-        f"the trainer of lineage {lineage} has been replaced by that of lineage {by}"
+        f"the trainer of lineage {lineage} is superseded by that of lineage {by}"
     )
 
 
@@ -122,16 +122,16 @@ class RolloutManager:
         A trainer that comes back (restarted ranks) attaches again: what the store holds survives,
         everything is rolled back to its checkpoint, and all engines count as stale. So does a
         trainer whose manager was lost: it goes on with its own lineage, at the step it has reached.
-        Raises ComponentFailure for a trainer that has been replaced already.
+        Raises ComponentFailure for a trainer that is superseded already.
         """
         async with self._attaching:
             await self._attach(resume)
 
     async def _attach(self, resume: ResumePoint) -> None:
         if self._session is not None and resume.lineage < self._session.resume.lineage:
-            raise _replaced(resume.lineage, self._session.resume.lineage)
+            raise _superseded(resume.lineage, self._session.resume.lineage)
         try:
-            await self._detach(lambda s: _replaced(s.resume.lineage, resume.lineage), leave=False)
+            await self._detach(lambda s: _superseded(s.resume.lineage, resume.lineage), leave=False)
         except ComponentFailure as error:  # of the trainer before, who has been given it already
             _logger.warning("the session before could not be closed: %s", error)
         # On a thread: a large file takes seconds, in which engines want to be heard.
@@ -211,19 +211,19 @@ class RolloutManager:
     def _session_of(self, lineage: int) -> _Session:
         """Return the session that the calling trainer of `lineage` has attached.
 
-        Raises ComponentFailure when it has been replaced, NotAttached when it must attach first.
+        Raises ComponentFailure when it is superseded, NotAttached when it must attach first.
         """
         session = self._session
         if session is None or session.resume.lineage < lineage:
             raise NotAttached(f"no trainer of lineage {lineage} is attached to the rollout manager")
         if session.resume.lineage > lineage:
-            raise _replaced(lineage, session.resume.lineage)
+            raise _superseded(lineage, session.resume.lineage)
         return session
 
     def _still(self, session: _Session) -> None:
         """Check after a wait that `session` is not superseded. Raises ComponentFailure."""
         if self._attached is not session:
-            raise _replaced(session.resume.lineage, self._attached.resume.lineage)
+            raise _superseded(session.resume.lineage, self._attached.resume.lineage)
 
     def status(self) -> dict[str, Any]:
         """Queue and buffer sizes and counters, for the progress display; empty before `attach`."""

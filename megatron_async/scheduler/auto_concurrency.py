@@ -8,8 +8,8 @@ values of N' that yield the same, the smallest is wanted: more requests in fligh
 more recomputation.
 
 The start is feed-forward: as many requests as the KV cache holds at their expected length, at most
-`START_BATCHES`. From there the loop probes: N' is doubled while that pays, then both sides are
-tried in steps of sqrt(2), then it rests for a while at the best and probes again (lengths change
+`START_BATCHES`. From there the loop tries: N' is doubled while that pays, then both sides are
+tried in steps of sqrt(2), then it rests for a while at the best and tries again (lengths change
 while a policy learns). The first round has short windows: what it compares differs much.
 
 Invariants
@@ -19,7 +19,7 @@ Invariants
   under-represented in batches), then at least `WINDOW_BATCHES` batches and a turnover are measured.
 - A doubling must pay `GAIN_PER_DOUBLING`, a smaller step its share of that; going down may cost as
   much. Nothing is compared but with the best that is known, so small losses do not add up.
-- No probe goes up while slots stay empty (a full ring, a lag bound, too few prompts), or further
+- No trial goes up while slots stay empty (a full ring, a lag bound, too few prompts), or further
   than the KV cache allows; a storm of preemptions ends a window at once.
 - Preemptions above `PREEMPTION_LIMIT`, and an off-policy share above the limit of the schedule, are
   a ceiling for N', which relaxes slowly.
@@ -45,15 +45,15 @@ SETTLING_TURNOVERS = (1, 2)
 WINDOW_BATCHES = (3, 6)
 """Batches that a window spans at least, in the first round and later."""
 COARSE, FINE = 1.0, 0.5
-"""Probe steps in powers of two."""
+"""Steps of trials in powers of two."""
 LEAST_STEP = 1.05
-"""A probe that limits shrink below this factor is not worth a window."""
+"""A trial that limits shrink below this factor is not worth a window."""
 REST_WINDOWS = 6
-"""Windows between two rounds of probes."""
+"""Windows between two rounds of trials."""
 MEMORY = 0.5
 """Weight of a new measurement of the best N' against the older ones."""
 OVERCOMMIT = 1.25
-"""No probe goes beyond this much of the N' at which the KV cache would be full. (Some over it may
+"""No trial goes beyond this much of the N' at which the KV cache would be full. (Some over it may
 pay: a request that an engine has queued takes the room of another as soon as that ends.)"""
 PREEMPTION_LIMIT = 1.0
 """Preemptions per completion above which N' is far over the KV capacity, whatever the rate."""
@@ -62,7 +62,7 @@ SATURATED = 0.9
 BACK_OFF = 0.93
 """Factor at a ceiling."""
 CEILING_GROWTH = 1.05
-"""Relaxation of the remembered ceiling at each round of probes."""
+"""Relaxation of the remembered ceiling at each round of trials."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +96,8 @@ class AutoConcurrency:
     """State of the loop. `limit` is N', `first` what it begins with.
 
     `batch` is a batch's worth of requests, `expected` the tokens of one request. `best` is the N'
-    with the best known rate, 0 before the first measurement; `step` the next probe from there in
-    powers of two; `refused` the probes in a row that did not pay; `resting` the windows until the
+    with the best known rate, 0 before the first measurement; `step` the next trial from there in
+    powers of two; `refused` the trials in a row that did not pay; `resting` the windows until the
     next round; `later` is 1 once the first round is over.
     """
 
@@ -206,26 +206,26 @@ def taken(state: AutoConcurrency, at_seconds: float, batched_tokens: int) -> Aut
 def _measured(state: AutoConcurrency, rate: float) -> AutoConcurrency:
     """A window under the present N' is complete."""
     if not state.best:
-        return _probe(replace(state, best=state.limit, best_rate=rate))
+        return _trial(replace(state, best=state.limit, best_rate=rate))
     if state.limit == state.best:
         rate = MEMORY * rate + (1 - MEMORY) * state.best_rate
         state = replace(state, best_rate=rate, resting=max(0, state.resting - 1))
-        return _at(state, state.limit) if state.resting else _probe(state)
+        return _at(state, state.limit) if state.resting else _trial(state)
     step = math.log2(state.limit / state.best)
     if rate < state.best_rate * (1 + GAIN_PER_DOUBLING * step):
-        return _probe(_refuse(state))
+        return _trial(_refuse(state))
     rate = rate if step > 0 else max(rate, state.best_rate)
     behind = int(abs(state.step) == FINE)  # the side that it came from has been measured
-    return _probe(replace(state, best=state.limit, best_rate=rate, refused=behind))
+    return _trial(replace(state, best=state.limit, best_rate=rate, refused=behind))
 
 
 def _refuse(state: AutoConcurrency) -> AutoConcurrency:
-    """The probe does not pay: a smaller one, then the other side, then a rest."""
+    """The trial does not pay: a smaller one, then the other side, then a rest."""
     step = FINE if abs(state.step) == COARSE else -state.step
     return replace(state, step=step, refused=state.refused + (abs(state.step) == FINE))
 
 
-def _probe(state: AutoConcurrency) -> AutoConcurrency:
+def _trial(state: AutoConcurrency) -> AutoConcurrency:
     """The next N' to try, or a rest at the best one when both sides were refused."""
     while state.refused < 2:
         wanted = _reachable(state, state.best * 2.0**state.step)

@@ -2,9 +2,8 @@
 
 - world: the virtual clock around the real scheduler. build: a world from a run's settings.
 - engine, engine_costs: a decode batch from event to event; what decode steps and prefill cost.
-- trainer_costs, scorers, memory, hardware: the trainer, scoring, GPU memory, data sheets.
-- lengths, recorded_lengths, fit_lengths: lengths drawn, recorded, fitted; the same for every
-  schedule.
+- trainer_costs, memory, hardware: the trainer, GPU memory, data sheets.
+- lengths: lengths drawn, recorded, fitted; the same for every schedule.
 - sweep, statistics, show: many points; their figures after the warm-up; tables and plots.
 - planner: `megatron-async plan`. profile_engine: a running server's cost model, measured.
 - assumptions: everything a simulation rests on, as lines for a person.

@@ -94,16 +94,16 @@ def prepared_place(run_file: Path, directory: str) -> StorePlace:
 def check_place(place: StorePlace) -> None:
     """Check that a database would work there; leaves nothing behind. Raises UserError."""
     folder = existing(place.file.parent)
-    probe = folder / f".probe-{socket.gethostname()}-{os.getpid()}"
+    trial = folder / f".trial-{socket.gethostname()}-{os.getpid()}"
     try:
-        probe.touch()  # where not even that is possible the system's reason is better than SQLite's
-        schema.connect(probe).close()
+        trial.touch()  # where not even that is possible the system's reason is better than SQLite's
+        schema.connect(trial).close()
     except (OSError, sqlite3.Error) as error:
         raise UserError(
             f"trajectory store {place.file} cannot be made in {folder}: {reason(error)}"
         ) from error
     finally:
-        for file in schema.files_of(probe):
+        for file in schema.files_of(trial):
             with contextlib.suppress(OSError):  # the error of the database is the one that matters
                 file.unlink(missing_ok=True)
 

@@ -46,8 +46,8 @@ T = TypeVar("T")
 class LoopParts:
     """Parts of the loop; `link` and `metrics` only on rank 0.
 
-    `resume` is where this line began; `memory` gives the trainer's device memory away where engines
-    share it; `rank_zero` is how ranks wait for the first one.
+    `resume` is where this lineage began; `memory` gives the trainer's device memory away where
+    engines share it; `rank_zero` is how ranks wait for the first one.
     """
 
     config: RunConfig

@@ -1,9 +1,9 @@
-"""The trainer's line to the rollout manager: Ray calls, every one with a time limit.
+"""The trainer's connection to the rollout manager: Ray calls, every one with a time limit.
 
 Only trainer rank 0 holds one. A failure of the rollout side arrives as `ComponentFailure` with the
 manager's own sentence, the loss of a manager that Ray starts again as `ManagerLost`, after which
 the trainer attaches anew and goes on. Every call carries the trainer's lineage: the manager
-refuses one that has been replaced.
+refuses one that is superseded.
 """
 
 from __future__ import annotations

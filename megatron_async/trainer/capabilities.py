@@ -83,7 +83,7 @@ def _usable(version: str | None) -> bool:
     return version is not None and not version.startswith("broken")
 
 
-def _probe(module: str, distribution: str, attribute: str | None = None) -> str | None:
+def _version_of(module: str, distribution: str, attribute: str | None = None) -> str | None:
     """The version of an optional package, or why it cannot be imported or is another package."""
     if importlib.util.find_spec(module.partition(".")[0]) is None:
         return None
@@ -108,10 +108,10 @@ def detect() -> Capabilities:
         megatron_core=importlib.metadata.version("megatron-core"),
         cuda=torch.version.cuda if cuda else None,
         device_name=torch.cuda.get_device_name() if cuda else None,
-        transformer_engine=_probe("transformer_engine.pytorch", "transformer-engine"),
+        transformer_engine=_version_of("transformer_engine.pytorch", "transformer-engine"),
         # By its optimizers: PyPI's `apex` is a web toolkit.
-        apex=_probe("apex.optimizers", "apex", "FusedAdam"),
-        triton=_probe("triton", "triton"),
+        apex=_version_of("apex.optimizers", "apex", "FusedAdam"),
+        triton=_version_of("triton", "triton"),
     )
 
 

@@ -1,8 +1,8 @@
 """From complete groups to one packed `TokenBatch`: versions, lags and masks of every token.
 
 Invariants
-- The policy number of a token is counted along the current lineage: a token of version (l, a) whose
-  line l parted from the current one at n0 counts as number min(a, n0), so that its lag in update n
+- The policy number of a token is counted along the current lineage: a token of version (l, a)
+  whose lineage parted from that one at n0 counts as number min(a, n0), so that its lag in update n
   is n - min(a, n0) (docs/semantics.md section 1). Every lag is >= 0.
 - Trained (mask 1) are exactly the policy's own tokens that no staleness rule masks. Everything else
   has mask 0, log-prob 0 and lag 0. A token masked for staleness keeps its number in `version_T`,
@@ -102,9 +102,9 @@ def pack_groups(
 def number_on_lineage(
     version: PolicyVersion, lineage: int, branch_points: Mapping[int, int]
 ) -> int:
-    """The policy number of `version` counted along line `lineage`: min(a, n0) off the line.
+    """The policy number of `version` counted along `lineage`: min(a, n0) off it.
 
-    Raises ValueError for a line that `branch_points` does not know.
+    Raises ValueError for a lineage that `branch_points` does not know.
     """
     if version.lineage == lineage:
         return version.number

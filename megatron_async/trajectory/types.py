@@ -24,7 +24,7 @@ FloatArray = npt.NDArray[np.float32]
 
 
 class PolicyVersion(NamedTuple):
-    """Weights at the start of update `number` on line `lineage` (docs/semantics.md section 1)."""
+    """Weights at the start of update `number` of `lineage` (docs/semantics.md section 1)."""
 
     lineage: int
     number: int

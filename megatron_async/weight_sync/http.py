@@ -212,6 +212,6 @@ def raise_together(failures: Sequence[EngineCallError]) -> None:
 def address_towards(url: str) -> str:
     """This machine's address on the interface that reaches `url` (nothing is sent)."""
     parts = urlsplit(url)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((parts.hostname or "", parts.port or 80))
-        return str(probe.getsockname()[0])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as opened:
+        opened.connect((parts.hostname or "", parts.port or 80))
+        return str(opened.getsockname()[0])

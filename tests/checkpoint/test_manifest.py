@@ -1,4 +1,4 @@
-"""The manifest as commit record: atomic, verified, ordered by line and step, pruned by count."""
+"""The manifest as commit record: atomic, verified, ordered by lineage and step, pruned by count."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Going back to an older checkpoint: what is refused, and what becomes of the newer ones.
 
-The line that begins there is the one that every later resume goes on with.
+The lineage that begins there is the one that every later resume goes on with.
 """
 
 from __future__ import annotations
@@ -44,8 +44,10 @@ def save(run: RunDirectory, lineage: int, step: int) -> None:
 
 
 @contextmanager
-def line(run: RunDirectory, lineage: int, start: PolicyVersion | None) -> Iterator[TrajectoryStore]:
-    """The store of a line that goes on from `start`."""
+def lineage_of(
+    run: RunDirectory, lineage: int, start: PolicyVersion | None
+) -> Iterator[TrajectoryStore]:
+    """The store of a lineage that goes on from `start`."""
     step, parent = (0, None) if start is None else (start.number, start.lineage)
     settings = StoreConfig(compact_after_checkpoints=1)
     store = TrajectoryStore.open(
@@ -106,11 +108,11 @@ def test_what_the_abandoned_steps_trained_is_trained_once_along_the_new_line(
 ) -> None:
     """With a death of the new lineage before its first checkpoint, and one after it."""
     rollback_to(run, 2).carry_out()
-    with line(run, 1, resume(run)) as store:
+    with lineage_of(run, 1, resume(run)) as store:
         assert waiting(store) == [2, 3, 4, 5]
         store.mark_batched([5], 2)
     assert resume(run) == (0, 2), "never the abandoned step 6"
-    with line(run, 2, resume(run)) as store:
+    with lineage_of(run, 2, resume(run)) as store:
         assert waiting(store) == [2, 3, 4, 5]
         store.mark_batched([4], 2)
         store.mark_batched([2], 3)
@@ -118,7 +120,7 @@ def test_what_the_abandoned_steps_trained_is_trained_once_along_the_new_line(
         save(run, 2, 4)
         store.mark_batched([3], 4)
     assert resume(run) == (2, 4)
-    with line(run, 3, resume(run)) as store:
+    with lineage_of(run, 3, resume(run)) as store:
         assert waiting(store) == [3, 5]
         assert store.counts()["batched"] == 8  # of groups 0, 1, 4 and 2
 
@@ -178,7 +180,7 @@ def test_a_corrupt_checkpoint_is_refused_and_the_newer_ones_stay(run: RunDirecto
 
 
 def test_a_run_that_goes_on_is_refused(run: RunDirectory) -> None:
-    with line(run, 1, PolicyVersion(0, 6)), pytest.raises(UserError, match=r"is in use by"):
+    with lineage_of(run, 1, PolicyVersion(0, 6)), pytest.raises(UserError, match=r"is in use by"):
         rollback_to(run, 2)
 
 

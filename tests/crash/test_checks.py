@@ -1,9 +1,9 @@
 """Every check of the crash test passes on an honest account, and fails on a doctored one.
 
-The account: line 0 trained steps 0, 1 and 2, and lost step 2 in a kill; line 1 went on from the
-checkpoint of step 2 and trained steps 2 and 3. Trajectory i is in the batch of step i; trajectory 4
-was dropped, trajectory 5 has finished. Trajectory 3 was interrupted and lost two tokens, which were
-written again. Engine 0 hung and was started again by the only manager.
+The account: lineage 0 trained steps 0, 1 and 2, and lost step 2 in a kill; lineage 1 went on from
+the checkpoint of step 2 and trained steps 2 and 3. Trajectory i is in the batch of step i;
+trajectory 4 was dropped, trajectory 5 has finished. Trajectory 3 was interrupted and lost two
+tokens, which were written again. Engine 0 hung and was started again by the only manager.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ DOCTORED: list[tuple[str, str, Callable[[], Evidence]]] = [
     ),
     (
         "lag bound broken",
-        "batch 4 of line 1 came with lag 2",
+        "batch 4 of lineage 1 came with lag 2",
         lambda: with_batches(replace(batch(1, 4, 5), lag=2)),
     ),
     (

@@ -97,7 +97,7 @@ def test_auto_concurrency_moves_and_the_metrics_show_it(
     tmp_path: Path, model: Path, engine: SGLangProcess
 ) -> None:
     changes = {
-        "steps": 12,  # a second probe needs more
+        "steps": 12,  # a second trial needs more
         "schedule": {"preset": "copris", "concurrency": "auto"},
         "experiment": {"forced_lengths": [20, 30, 20, 60]},
         "telemetry": {"record_steps": 100},  # all of it in one file
@@ -108,7 +108,7 @@ def test_auto_concurrency_moves_and_the_metrics_show_it(
     lines = read_metrics(directory.metrics_file)
     limits = [int(line["rollout/concurrency"]) for line in lines]
     assert limits[0] == FIRST
-    assert max(limits) == 2 * FIRST, f"the first probe doubles N': {limits}"
+    assert max(limits) == 2 * FIRST, f"the first trial doubles N': {limits}"
     assert 0 < lines[-1]["rollout/kv_usage"] <= lines[-1]["rollout/kv_usage_max"] < 1
     assert {line["rollout/preemptions"] for line in lines} == {0}
     (record,) = directory.events.iterdir()

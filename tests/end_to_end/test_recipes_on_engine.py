@@ -139,7 +139,7 @@ def test_the_real_verifier_scores_what_the_engine_generates(
 def test_auto_concurrency_follows_what_the_engine_reports(
     tmp_path: Path, model: Path, engine: SGLangProcess
 ) -> None:
-    """It begins with two batches' worth; the first probe after a window doubles N'."""
+    """It begins with two batches' worth; the first trial after a window doubles N'."""
     changes = {
         "steps": 14,
         "schedule": {"groups_per_batch": 2, "group_size": 2, "concurrency": "auto"},

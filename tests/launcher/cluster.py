@@ -260,11 +260,11 @@ def _runs(pid: int) -> bool:
 
 
 def _free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
+    sockets = [socket.socket() for _ in range(count)]
     try:
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
+        for opened in sockets:
+            opened.bind(("127.0.0.1", 0))
+        return [int(opened.getsockname()[1]) for opened in sockets]
     finally:
-        for probe in probes:
-            probe.close()
+        for opened in sockets:
+            opened.close()

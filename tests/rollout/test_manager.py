@@ -92,7 +92,7 @@ def test_a_resumed_run_goes_on_with_the_prompts_after_those_it_had_admitted(
 ) -> None:
     """None twice and none left out, though the checkpoint is older than what was admitted."""
     asked: list[range] = []
-    consumed: dict[int, dict[int, int]] = {}  # by step, of the line that survives
+    consumed: dict[int, dict[int, int]] = {}  # by step, of the lineage that survives
     config = settings(preset)
 
     async def train(trainer: Trainer, lineage: int, steps: range) -> None:
@@ -206,7 +206,7 @@ def test_attaches_at_once_follow_each_other_and_a_late_one_is_refused(tmp_path: 
         await trainer.batch()
         again = [trainer.manager.attach(ResumePoint(n, 0, parent=0)) for n in (1, 2)]
         await asyncio.gather(*again)
-        with pytest.raises(ComponentFailure, match="lineage 1 has been replaced"):
+        with pytest.raises(ComponentFailure, match="lineage 1 is superseded"):
             await trainer.manager.attach(ResumePoint(1, 0, parent=0))
         await trainer.publish(2, 0)
         assert (await trainer.batch()).step == 0
@@ -243,7 +243,7 @@ def test_calls_of_a_superseded_trainer_change_nothing_for_its_successor(
         await verifying.wait()
         await manager.attach(ResumePoint(1, 0, parent=0))
         go_on.set()
-        with pytest.raises(ComponentFailure, match="lineage 0 has been replaced"):
+        with pytest.raises(ComponentFailure, match="lineage 0 is superseded"):
             await late
         assert manager.status()["engines_up"] == 0
         await trainer.publish(1, 0)
@@ -277,7 +277,7 @@ def test_a_call_that_a_replaced_trainer_makes_later_is_refused(tmp_path: Path, c
         await trainer.batch()
         await trainer.begin(ResumePoint(1, 0, parent=0))
         batch = await trainer.batch()
-        with pytest.raises(ComponentFailure, match="0 has been replaced by that of lineage 1"):
+        with pytest.raises(ComponentFailure, match="0 is superseded by that of lineage 1"):
             answer = LATE[call](manager)
             if asyncio.iscoroutine(answer):
                 await answer

@@ -29,7 +29,7 @@ class Stopped(Engines):
 
 
 async def begun(folder: Path, engines: Engines) -> RolloutManager:
-    """With a trainer of line 0 attached, and engines that generate."""
+    """With a trainer of lineage 0 attached, and engines that generate."""
     manager = manager_of(folder, settings("async"), engines, Fixed())
     await manager.start()
     await attach(manager, engines, 0)

@@ -190,7 +190,7 @@ def test_small_losses_do_not_add_up() -> None:
     assert loop.state.best == 181
 
 
-def test_it_probes_again_after_a_rest() -> None:
+def test_it_tries_again_after_a_rest() -> None:
     loop = Loop()
     for rate in (1000, 1500, 1500, 1500, 1400):
         loop.window(rate)
@@ -212,7 +212,7 @@ def test_nothing_is_compared_before_a_turnover_and_a_window_of_batches() -> None
     assert auto.taken(state, 9.0, 900).limit == 32
 
 
-def test_without_times_it_never_probes() -> None:
+def test_without_times_it_never_tries() -> None:
     state = auto.start(4, 4, 100)
     for batch in range(50):
         for _ in range(16):
@@ -221,7 +221,7 @@ def test_without_times_it_never_probes() -> None:
     assert state.limit == 16
 
 
-def test_no_probe_goes_up_while_slots_stay_empty() -> None:
+def test_no_trial_goes_up_while_slots_stay_empty() -> None:
     """A full ring, a lag bound, too few prompts: more slots would be empty too."""
     assert Loop().window(1000, in_flight=12) == 11
 
@@ -241,7 +241,7 @@ def test_responses_shorter_than_a_report_interval_do_not_look_like_empty_slots()
     assert seen == [4, 4, 4, 8]
 
 
-def test_no_probe_goes_far_beyond_the_cache() -> None:
+def test_no_trial_goes_far_beyond_the_cache() -> None:
     assert Loop(16, 8).window(1000, usage=0.8) == 200  # it would be full at 160
     assert Loop(16, 8).window(1000, usage=1.0) == 160
 

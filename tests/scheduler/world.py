@@ -262,7 +262,7 @@ class World:
     def _stored(self, step: int) -> list[ev.RecoveredGroup]:
         """Unconsumed groups as the store holds them, in any order.
 
-        Versions count from where the lines part.
+        Versions count from where the lineages part.
         """
         states = {
             "running": TrajectoryState.RUNNING,

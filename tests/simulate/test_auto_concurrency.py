@@ -1,6 +1,6 @@
 """`concurrency: auto` in the simulator: at least 95 % of the best fixed N' of a sweep.
 
-Both are measured over the same batches, after `WARM_UP`, probes included: auto begins with what the
+Both are measured over the same batches, after `WARM_UP`, trials included: auto begins with what the
 KV cache should hold, two batches' worth at most, and has settled by then.
 """
 

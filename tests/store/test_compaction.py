@@ -85,17 +85,17 @@ def test_nothing_leaves_that_a_kept_checkpoint_of_an_abandoned_line_needs(tmp_pa
         for step in range(4):
             await train(store, step)
         await store.close()
-        line_1 = TrajectoryStore.open(tmp_path / STORE, settings, lineage=1, step=2)
-        # groups 2 and 3 are scored again; on this line they are batches 2 and 3 in the other order
-        line_1.mark_batched([3], 2)
-        line_1.mark_batched([2], 3)
-        await checkpoint(line_1, 4, [PolicyVersion(0, 3), PolicyVersion(1, 4)])
+        second = TrajectoryStore.open(tmp_path / STORE, settings, lineage=1, step=2)
+        # groups 2 and 3 are scored again; here they are batches 2 and 3 in the other order
+        second.mark_batched([3], 2)
+        second.mark_batched([2], 3)
+        await checkpoint(second, 4, [PolicyVersion(0, 3), PolicyVersion(1, 4)])
         # at 0.3 group 3 is not consumed yet
         assert {line["group_id"] for line in exported(tmp_path)} == {0, 1, 2}
-        await line_1.close()
-        line_2 = TrajectoryStore.open(tmp_path / STORE, settings, lineage=2, step=3, parent=0)
-        assert [g.group_id for g in line_2.unconsumed_groups()] == [3]
-        await line_2.close()
+        await second.close()
+        third = TrajectoryStore.open(tmp_path / STORE, settings, lineage=2, step=3, parent=0)
+        assert [g.group_id for g in third.unconsumed_groups()] == [3]
+        await third.close()
         with pytest.raises(UserError, match=r"checkpoint 0\.1 cannot be resumed from"):
             TrajectoryStore.open(tmp_path / STORE, settings, lineage=3, step=1, parent=0)
 

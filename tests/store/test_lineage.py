@@ -1,4 +1,4 @@
-"""Lines of a run: what is consumed where, and where lines part."""
+"""Lineages of a run: what is consumed where, and where they part."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_a_batch_is_consumed_where_its_line_leads_through_it() -> None:
     tree = two_rollbacks()
     here = Consumption.at(tree, 2)
     assert here.holds(0, 9)
-    assert not here.holds(0, 10)  # trained after the checkpoint that line 1 went on from
+    assert not here.holds(0, 10)  # trained after the checkpoint that lineage 1 went on from
     assert here.holds(1, 19)
     assert not here.holds(1, 20)
     assert here.holds(2, 1000)
@@ -66,13 +66,13 @@ def test_reached_is_one_past_the_newest_batch() -> None:
 def test_consumption_equals_replaying_the_run(data: st.DataObject) -> None:
     """Against a plain simulation that carries the list of batches in each checkpoint."""
     tree = LineageTree([Lineage(0, None, 0)])
-    line, done = 0, [(0, s) for s in range(data.draw(st.integers(0, 4)))]
+    lineage, done = 0, [(0, s) for s in range(data.draw(st.integers(0, 4)))]
     checkpoints = {(0, n): done[:n] for n in range(len(done) + 1)}
     every = list(done)
     for new in range(1, data.draw(st.integers(1, 5)) + 1):
-        line, number = data.draw(st.sampled_from(sorted(checkpoints)))
-        done = list(checkpoints[line, number])
-        tree.add(Lineage(new, line, number))
+        lineage, number = data.draw(st.sampled_from(sorted(checkpoints)))
+        done = list(checkpoints[lineage, number])
+        tree.add(Lineage(new, lineage, number))
         for step in range(number, number + data.draw(st.integers(0, 4))):
             checkpoints[new, step] = list(done)
             done.append((new, step))
@@ -80,7 +80,7 @@ def test_consumption_equals_replaying_the_run(data: st.DataObject) -> None:
             checkpoints[new, step + 1] = list(done)
         here = Consumption.at(tree, new)
         assert [b for b in every if here.holds(*b)] == [b for b in every if b in done]
-        line = new
+        lineage = new
     for (at, number), batches in checkpoints.items():
         place = Consumption.at_checkpoint(tree, PolicyVersion(at, number))
         assert {b for b in every if place.holds(*b)} == set(batches)

@@ -50,7 +50,7 @@ MOST_GROUPS = 6  # in work at a time, so that each gets its share of what happen
 
 @dataclass
 class Life:
-    """What is true of one trajectory, on every line."""
+    """What is true of one trajectory, on every lineage."""
 
     group: int
     state: TrajectoryState = S.PENDING
@@ -72,7 +72,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.members: dict[int, list[int]] = {}
         self.consumed: dict[int, int] = {}  # trajectory -> step, on the current lineage
         self.checkpoints: dict[PolicyVersion, dict[int, int]] = {PolicyVersion(0, 0): {}}
-        self.committed = 0  # the newest step that a checkpoint of this line, or its start, holds
+        self.committed = 0  # the newest step that a checkpoint of this lineage, or its start, holds
         self.position = 0
         self.requests: list[RequestKey] = []  # all that there were
         self.clock = 0

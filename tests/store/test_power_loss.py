@@ -20,7 +20,7 @@ BATCHES = 3
 
 
 def powerless(folder: Path, directory: str) -> list[dict[str, Any]]:
-    """The lines of a manager whose files are now what had been forced to disk, in their place."""
+    """What a manager printed whose files are now what had been forced to disk, in their place."""
     run, durable = folder / "world" / "run", folder / "durable"
     run.mkdir(parents=True)
     command = [sys.executable, "-m", "tests.store.powerless_process"]

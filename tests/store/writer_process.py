@@ -34,7 +34,7 @@ def emit(*words: object) -> None:
 
 
 def newest_manifest(run: Path) -> dict[str, int]:
-    """The newest checkpoint: line, step and store position."""
+    """The newest checkpoint: lineage, step and store position."""
     found = [json.loads(path.read_text()) for path in run.glob("checkpoint-*.json")]
     start = {"lineage": 0, "step": 0, "position": 0}
     return max(found, key=lambda m: (m["lineage"], m["step"]), default=start)

@@ -234,15 +234,15 @@ def test_a_package_called_apex_that_is_another_is_not_taken_for_nvidias(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PyPI's `apex` is a web toolkit: it imports, and has no optimizers."""
-    from megatron_async.trainer.capabilities import _probe
+    from megatron_async.trainer.capabilities import _version_of
 
     (tmp_path / "apex").mkdir()
     (tmp_path / "apex" / "__init__.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "apex", raising=False)
-    found = _probe("apex.optimizers", "apex", "FusedAdam")
+    found = _version_of("apex.optimizers", "apex", "FusedAdam")
     assert found is not None and found.startswith("broken: ModuleNotFoundError")
     (tmp_path / "apex" / "optimizers.py").touch()
     importlib.invalidate_caches()
-    found = _probe("apex.optimizers", "apex", "FusedAdam")
+    found = _version_of("apex.optimizers", "apex", "FusedAdam")
     assert found is not None and "has no FusedAdam" in found

@@ -19,9 +19,9 @@ from megatron_async.trajectory.types import (
 
 
 def batch_of(step: int, *versions: list[str], mask_before: int | None = None) -> TokenBatch:
-    """One trajectory for each list, with two tokens by each of its versions, on line 2.
+    """One trajectory for each list, with two tokens by each of its versions, on lineage 2.
 
-    Line 1 parted from it at step 3.
+    Lineage 1 parted from it at step 3.
     """
     prompt = Prompt(np.array([5, 6], np.int32), "t")
     trajectories = tuple(
@@ -61,7 +61,7 @@ def test_it_counts_the_batches_from_the_oldest_version_on() -> None:
 
 
 def test_a_token_of_an_abandoned_line_counts_from_where_the_lineages_part() -> None:
-    """Version 9 of line 1 was never trained on this line: it is as old as the checkpoint, 3."""
+    """Version 9 of lineage 1 was never trained on this one: it is as old as the checkpoint, 3."""
     counts = trained(*[10] * 5)
     assert counts.lag_S(batch_of(5, ["1.9"], ["1.1"])).tolist() == [20, 40]
 

@@ -3,7 +3,7 @@
 - sample: what a reward reads, and the score that it may return.
 - reward: a reward as its settings describe it; the user's code is imported in a scorer process.
 - check: a reward tried before a run starts.
-- task: what the task itself scores with. compare: `exact`, `regex`, `math`.
+- compare: `exact`, `regex`, `math`, and `task`: what the task itself scores with.
 - code, unit_tests: programs run in the sandbox.
 - services: `http` and `judge`, asked over the network.
 """
