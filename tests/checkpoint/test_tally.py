@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-from megatron_async.checkpoint.manifest import CorruptCheckpoint, TensorRecord
 from megatron_async.checkpoint.tally import (
     TensorTally,
     as_int64,
@@ -14,6 +12,8 @@ from megatron_async.checkpoint.tally import (
     dtype_named,
     tally,
 )
+
+from megatron_async.checkpoint.manifest import CorruptCheckpoint, TensorRecord
 
 SHAPE = (3, 4)
 

@@ -17,7 +17,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any, Final
 from unittest import mock
 
-from megatron_async.engines.sglang import start
+from megatron_async.engines.sglang import hooks
 from megatron_async.engines.sglang.server import CPU_VARIABLE, install
 
 MEMORY_MIB: Final = 81_559.0  # as nvidia-smi shows an H100 of 80 GB
@@ -70,7 +70,7 @@ def resolved(arguments: list[str]) -> dict[str, Any]:
 def main() -> None:
     os.environ[CPU_VARIABLE] = "1"  # stand-ins for what the GPU's packages bring
     install()
-    start.register(on_cpu=False)
+    hooks.register(on_cpu=False)
     from sglang.srt.arg_groups import memory_hook
     from sglang.srt.runtime_context import override_platform
 

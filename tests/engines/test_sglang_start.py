@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
+from megatron_async.engines.sglang.hooks import forked, no_detokenizer
 from megatron_async.engines.sglang.server import LIFELINE_VARIABLE
-from megatron_async.engines.sglang.start import forked, no_detokenizer
 from megatron_async.weight_sync.receiver import make_root, remove_roots
 from tests.engine import EngineUnderTest
 

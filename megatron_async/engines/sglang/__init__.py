@@ -4,7 +4,7 @@
 - stream: those reports as token chunks; pure.
 - process: starts, watches and ends one server process; the server's command line.
 - server: SGLang's server with the hooks below, each through SGLang's registry.
-- start: starts sooner. abort: aborts that can be repeated. queue: urgent requests first.
+- hooks: how they are put in; a sooner start, aborts that can be repeated. queue: urgent first.
 - prefix: keeps prompt prefixes of one policy version from requests of another.
 - weight_updater: receives one bucket ahead. receiver: makes published weights whole here.
 - cpu, attention: what SGLang needs on a CPU without `sgl-kernel`.

@@ -15,7 +15,7 @@ the work; a forked one has it already):
 - A lifeline: the server ends itself at once, with all its processes, as soon as whoever started it
   is gone or lets go. The starter holds the write end of a pipe whose read end is named in the
   environment. (To SIGTERM alone SGLang listens every five seconds.)
-- A quicker start (start.py), and aborts that can be repeated (abort.py).
+- A quicker start, and aborts that can be repeated (hooks.py).
 
 Invariants
 - One process group per server, led by this process: killing the group leaves nothing behind.
@@ -66,29 +66,24 @@ def install() -> None:
 
         cpu.install_stand_ins()
         attention.register(CPU_ATTENTION_BACKEND)
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from megatron_async.engines.sglang import prefix, queue, weight_updater
+    from megatron_async.engines.sglang import hooks, prefix, queue, weight_updater
 
     if HookRegistry._hooks.get(_ACCEPT):
         return
     ahead = weight_updater.AheadHooks()
-    before, after, around = HookType.BEFORE, HookType.AFTER, HookType.AROUND
-    hooks: tuple[tuple[str, Callable[..., Any], HookType, str], ...] = (
-        (_ACCEPT, _report_versions_of_unfinished, after, "tokens have no policy version"),
-        (weight_updater.RECEIVE, ahead.receive, around, "weights cannot be received"),
-        (weight_updater.LEAVE, ahead.leave, around, "weight-update groups cannot be left"),
-        (weight_updater.BEGIN, ahead.begin, before, "weight updates cannot be begun"),
-        (prefix.QUEUE, prefix.before_queue, before, "old prefixes are reused"),
-        (queue.QUEUE, queue.after_queue, after, "checks of engines wait for others"),
-        (prefix.CHANGE, prefix.after_change, after, "old prefixes are reused"),
+    hooks.put_in(
+        [
+            (_ACCEPT, _report_versions_of_unfinished, "AFTER", "tokens have no policy version"),
+            (weight_updater.RECEIVE, ahead.receive, "AROUND", "weights cannot be received"),
+            (weight_updater.LEAVE, ahead.leave, "AROUND", "weight-update groups cannot be left"),
+            (weight_updater.BEGIN, ahead.begin, "BEFORE", "weight updates cannot be begun"),
+            (prefix.QUEUE, prefix.before_queue, "BEFORE", "old prefixes are reused"),
+            (queue.QUEUE, queue.after_queue, "AFTER", "checks of engines wait for others"),
+            (prefix.CHANGE, prefix.after_change, "AFTER", "old prefixes are reused"),
+        ]
     )
-    for target, hook, kind, _ in hooks:
-        HookRegistry.register(target, hook, kind)
-    HookRegistry.apply_hooks()
-    for target, _, _, without in hooks:
-        if target not in HookRegistry._patched:
-            raise RuntimeError(f"SGLang has no {target}: {without}")
 
 
 def _end_when_starter_is_gone(read_end: int, last_act: Callable[[], None]) -> None:
@@ -143,11 +138,10 @@ def main() -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
-    from megatron_async.engines.sglang import abort, start
+    from megatron_async.engines.sglang import hooks
     from megatron_async.engines.sglang.receiver import receiver_of
 
-    abort.register()
-    start.register(on_cpu=os.environ.get(CPU_VARIABLE) == "1")
+    hooks.register(on_cpu=os.environ.get(CPU_VARIABLE) == "1")
     try:
         with receiver_of(app):
             run_server(prepare_server_args(arguments))
