@@ -195,7 +195,7 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
         ("mean(touched_S)", "mean(touched_S[rows.length_S > 0])"),
     ),
     *_of(
-        "correction_metrics",
+        "correction",
         "correction",
         ("return self.old_T - self.rollout_T", "return self.rollout_T - self.old_T"),
         ("1.0 / upper if lower is None", "upper if lower is None"),
@@ -365,7 +365,7 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
         ("number &= (1 << 64) - 1", "number &= (1 << 63) - 1"),
     ),
     *_of(
-        "tally",
+        "checksum",
         "tally",
         ("self.checksum += checksum", "self.checksum ^= checksum"),
         ("self.elements += elements", "self.elements = elements"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from megatron_async.checkpoint.tally import (
+from megatron_async.checkpoint.checksum import (
     TensorTally,
     as_int64,
     compare,
