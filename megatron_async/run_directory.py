@@ -35,57 +35,35 @@ class RunOutcome(Enum):
 
 
 @dataclass(frozen=True)
+class _Place:
+    """A file or directory of a run, by its name."""
+
+    name: str
+
+    def __get__(self, run: RunDirectory, owner: type[RunDirectory]) -> Path:
+        return run.path / self.name
+
+
+@dataclass(frozen=True)
 class RunDirectory:
     """Paths of one run."""
 
     path: Path
-
-    @property
-    def config_file(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def metrics_file(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def store_file(self) -> Path:
-        return self.path / "trajectories.sqlite"
-
-    @property
-    def events(self) -> Path:
-        """Recorded scheduler events, one file for each lineage."""
-        return self.path / "events"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def lock_file(self) -> Path:
-        """Held by the launch that the run belongs to."""
-        return self.path / "run.lock"
-
-    @property
-    def hf_export(self) -> Path:
-        return self.path / "hf"
-
-    @property
-    def failure_file(self) -> Path:
-        return self.path / "failure.json"
-
-    @property
-    def failed_start_file(self) -> Path:
-        """Left by a launch that failed before its first step; holds the sentence."""
-        return self.path / "failed_start"
+    config_file = _Place("config.yaml")
+    metrics_file = _Place("metrics.jsonl")
+    tensorboard = _Place("tensorboard")
+    checkpoints = _Place("checkpoints")
+    store_file = _Place("trajectories.sqlite")
+    events = _Place("events")
+    """Recorded scheduler events, one file for each lineage."""
+    logs = _Place("logs")
+    lock_file = _Place("run.lock")
+    """Held by the launch that the run belongs to."""
+    hf_export = _Place("hf")
+    failure_file = _Place("failure.json")
+    failed_start_file = _Place("failed_start")
+    """Left by a launch that failed before its first step; holds the sentence."""
+    outcome_file = _Place("outcome")
 
     def never_began(self) -> bool:
         """Return whether a launch of it failed, and no launch has trained a step."""
@@ -192,10 +170,6 @@ class RunDirectory:
         if left["exit_code"] == 2:
             raise UserError(left["sentence"])
         raise ComponentFailure(f"{left['sentence']}; the log is {log_file}")
-
-    @property
-    def outcome_file(self) -> Path:
-        return self.path / "outcome"
 
     def report_outcome(self, outcome: RunOutcome) -> None:
         """Report to the process of the rollout side that the trainers are done."""

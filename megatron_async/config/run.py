@@ -141,10 +141,7 @@ class TelemetryConfig(Settings):
     @classmethod
     def _listed(cls, value: Any) -> Any:
         """Accept one in place of a list, and a name in place of a mapping."""
-        listed = [value] if isinstance(value, str | dict) else value
-        if not isinstance(listed, list):
-            return listed
-        return [{"name": item} if isinstance(item, str) else item for item in listed]
+        return listed(value)
 
 
 class ExperimentConfig(Settings):

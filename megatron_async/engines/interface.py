@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from megatron_async.config.rollout import SamplingConfig
+from megatron_async.tasks.base import Score
 from megatron_async.tasks.scorer_count import ScorerCount
 from megatron_async.trajectory.types import FloatArray, IntArray, PolicyVersion, Prompt
 
@@ -139,12 +140,8 @@ class Verifier(Protocol):
     def scorers(self) -> ScorerCount:
         """Return the number of scorers, and the time of a score."""
 
-    async def score(
-        self, prompt: Prompt, response_ids: Sequence[int]
-    ) -> tuple[float | None, dict[str, float]]:
+    async def score(self, prompt: Prompt, response_ids: Sequence[int]) -> Score:
         """Reward and details; `None` when it failed and that is not a 0."""
 
-    async def score_group(
-        self, prompt: Prompt, responses: Sequence[Sequence[int]]
-    ) -> list[tuple[float | None, dict[str, float]]]:
+    async def score_group(self, prompt: Prompt, responses: Sequence[Sequence[int]]) -> list[Score]:
         """The same for several responses to one prompt at once."""

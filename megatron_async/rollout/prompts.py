@@ -16,7 +16,7 @@ from pathlib import Path
 from megatron_async.config.data import DifficultyConfig
 from megatron_async.disk import LineFile, json_lines
 from megatron_async.engines.interface import Verifier
-from megatron_async.tasks.base import Task, stable_hash
+from megatron_async.tasks.base import Score, Task, stable_hash
 from megatron_async.tasks.scorer_count import ScorerCount
 from megatron_async.trajectory.types import Prompt
 
@@ -156,17 +156,13 @@ class CountingVerifier:
         """Return the number of scorers of the verifier."""
         return self._verifier.scorers
 
-    async def score(
-        self, prompt: Prompt, response_ids: Sequence[int]
-    ) -> tuple[float | None, dict[str, float]]:
+    async def score(self, prompt: Prompt, response_ids: Sequence[int]) -> Score:
         """Reward and details."""
         reward, detail = await self._verifier.score(prompt, response_ids)
         self._prompts.scored(prompt, reward)
         return reward, detail
 
-    async def score_group(
-        self, prompt: Prompt, responses: Sequence[Sequence[int]]
-    ) -> list[tuple[float | None, dict[str, float]]]:
+    async def score_group(self, prompt: Prompt, responses: Sequence[Sequence[int]]) -> list[Score]:
         """The same for several responses to one prompt at once."""
         scores = await self._verifier.score_group(prompt, responses)
         for reward, _ in scores:

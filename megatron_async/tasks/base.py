@@ -114,6 +114,10 @@ class ResponseScore:
     seconds: float = 0.0
 
 
+# A reward, None when the scorer failed and that is not a 0, and its named parts.
+Score = tuple[float | None, dict[str, float]]
+
+
 class Task(Protocol):
     """Prompts and worked answers of one task, tokenized for one model."""
 

@@ -19,7 +19,7 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 
 from megatron_async.config.reward import ASYNCHRONOUS, ScorerSettings
 from megatron_async.tasks import scorer_count
-from megatron_async.tasks.base import ResponseScore
+from megatron_async.tasks.base import ResponseScore, Score
 from megatron_async.tasks.scorer_count import ScorerCount
 from megatron_async.tasks.scorer_work import Work, added_up, split
 from megatron_async.tasks.waiting_scorer import WaitingScorer
@@ -72,9 +72,7 @@ class ScorerPool(Generic[W]):
         if self._waits is None or not all(self._waits):
             self._add()
 
-    async def score(
-        self, prompt: Prompt, response_ids: Sequence[int]
-    ) -> tuple[float | None, dict[str, float]]:
+    async def score(self, prompt: Prompt, response_ids: Sequence[int]) -> Score:
         """Reward (`None`: it failed, and that is not a 0) and details.
 
         Raises ComponentFailure when a worker gives no answer at all.
@@ -82,16 +80,12 @@ class ScorerPool(Generic[W]):
         (score,) = await self.score_group(prompt, [response_ids])
         return score
 
-    async def score_group(
-        self, prompt: Prompt, responses: Sequence[Sequence[int]]
-    ) -> list[tuple[float | None, dict[str, float]]]:
+    async def score_group(self, prompt: Prompt, responses: Sequence[Sequence[int]]) -> list[Score]:
         """The same for several responses to one prompt, as rewards with `group: true` need it."""
         texts = [self._decoder.text(ids) for ids in responses]
         return await self.score_texts(prompt.payload, texts)
 
-    async def score_texts(
-        self, payload: Mapping[str, Any], texts: Sequence[str]
-    ) -> list[tuple[float | None, dict[str, float]]]:
+    async def score_texts(self, payload: Mapping[str, Any], texts: Sequence[str]) -> list[Score]:
         """The same for responses that are text already; `payload` is the prompt's."""
         work = split(self._settings, payload, texts)
         waits = await self._asynchronous()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from megatron_async.checkpoint.checksum import (
     TensorTally,
     as_int64,
@@ -12,7 +13,6 @@ from megatron_async.checkpoint.checksum import (
     dtype_named,
     tally,
 )
-
 from megatron_async.checkpoint.manifest import CorruptCheckpoint, TensorRecord
 
 SHAPE = (3, 4)
