@@ -31,7 +31,8 @@ class ParsedRejection:
     upper: float
 
 
-def _bounds(spec: float | str, name: str) -> tuple[float | None, float]:
+def parse_weight_threshold(spec: float | str, name: str) -> tuple[float | None, float]:
+    """(lower or None, upper) of importance weights. Raises ValueError naming the setting."""
     if isinstance(spec, bool):
         raise ValueError(f"{name} must be a number or lo_hi, got {spec!r}")
     low_text, separator, high_text = str(spec).strip().partition("_")
@@ -45,11 +46,6 @@ def _bounds(spec: float | str, name: str) -> tuple[float | None, float]:
     if not (math.isfinite(high) and high > 0 and (low is None or 0 < low <= high)):
         raise ValueError(f"{name} must be positive with lo <= hi, got {spec!r}")
     return low, high
-
-
-def parse_weight_threshold(spec: float | str, name: str) -> tuple[float | None, float]:
-    """(lower or None, upper) of importance weights. Raises ValueError naming the setting."""
-    return _bounds(spec, name)
 
 
 def parse_rejection(options: str, thresholds: float | str) -> tuple[ParsedRejection, ...]:
@@ -83,11 +79,11 @@ def _rule(option: str, spec: str) -> ParsedRejection:
     level, divergence = REJECTION_OPTIONS[option]
     setting = f"rollout_rs_threshold for {option}"
     if divergence != "k1":
-        low, high = _bounds(spec, setting)
+        low, high = parse_weight_threshold(spec, setting)
         if low is not None:
             raise ValueError(f"{setting} is one upper bound, got {spec!r}")
         return ParsedRejection(option, level, divergence, -math.inf, high)
-    low, high = _bounds(spec, setting)
+    low, high = parse_weight_threshold(spec, setting)
     low = 1.0 / high if low is None else low
     if low > high:
         raise ValueError(f"{setting}: one number u means 1/u_u and must be >= 1, got {spec!r}")

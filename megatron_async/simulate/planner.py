@@ -115,7 +115,9 @@ class _Workload:
 def make_plan(settings: Mapping[str, Any], top: int) -> RankedPlans:
     """Search and simulate. Raises UserError when nothing fits."""
     settings = dict(settings)
-    config = build_config(_with_layout(settings, 1, 1, 1, 1, 1, 8))
+    config = build_config(
+        _with_layout(settings, TrainerLayout(1, 1, 1, 1), EnginePlan(1, 1, 8, 0.0))
+    )
     if config.simulate.placement == "colocated" and config.schedule.overlap:
         raise UserError(
             f"schedule.overlap true (preset {config.schedule.preset}) needs simulate.placement "
@@ -171,18 +173,7 @@ def _candidates(config: RunConfig, settings: dict[str, Any], gpus: int) -> Itera
 def _candidate(
     config: RunConfig, settings: dict[str, Any], trainer: TrainerPlan, engines: EnginePlan
 ) -> Candidate:
-    layout = trainer.layout
-    candidate = build_config(
-        _with_layout(
-            settings,
-            layout.gpus,
-            layout.tensor,
-            layout.pipeline,
-            engines.count,
-            engines.tensor,
-            engines.concurrency,
-        )
-    )
+    candidate = build_config(_with_layout(settings, trainer.layout, engines))
     both = (trainer.seconds, engines.seconds)
     step = max(both) if config.schedule.overlap else sum(both)
     step += trainer_costs(candidate).publish_seconds
@@ -325,30 +316,16 @@ def _smallest_sufficient(
 
 
 def _with_layout(
-    settings: dict[str, Any],
-    ranks: int,
-    tensor: int,
-    pipeline: int,
-    engines: int,
-    engine_tensor: int,
-    concurrency: int,
+    settings: dict[str, Any], layout: TrainerLayout, engines: EnginePlan
 ) -> dict[str, Any]:
-    return merge(
-        settings,
-        {
-            "parallel": {
-                "ranks": ranks,
-                "nodes": 1,
-                "tensor": tensor,
-                "pipeline": pipeline,
-                "context": 1,
-                "expert": 1,
-                "sequence": tensor > 1,
-            },
-            "engines": {"count": engines, "tensor": engine_tensor},
-            "schedule": {"concurrency": concurrency},
-        },
-    )
+    sizes = {"ranks": layout.gpus, "tensor": layout.tensor, "pipeline": layout.pipeline}
+    others = {"nodes": 1, "context": 1, "expert": 1, "sequence": layout.tensor > 1}
+    chosen = {
+        "parallel": sizes | others,
+        "engines": {"count": engines.count, "tensor": engines.tensor},
+        "schedule": {"concurrency": engines.concurrency},
+    }
+    return merge(settings, chosen)
 
 
 _COLUMNS = ("trainer GPUs", "TP x PP x DP", "engines", "N'", "step s", "tokens/s", "lag")

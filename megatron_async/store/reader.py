@@ -69,7 +69,7 @@ class Counters:
         """Inverse of `to_row`."""
         content = json.loads(text)
         content["lines"] = [(a, b, c) for a, b, c in content["lines"]]
-        return cls(**{"prompts": content["next_group"], **content})  # older formats have none
+        return cls(**content)
 
 
 @dataclass
@@ -194,7 +194,7 @@ def read_content(connection: sqlite3.Connection) -> StoreContent:
                 for row in read_rows(connection, "checkpoints")
             ],
             batches=[BatchRow(*row) for row in read_rows(connection, "batches")],  # type: ignore[arg-type]
-            groups={_integer(row[0]): GroupRow.of(row) for row in read_rows(connection, "groups")},
+            groups={_integer(row[0]): GroupRow(*row) for row in read_rows(connection, "groups")},
             trajectories={
                 _integer(row[0]): TrajectoryRow(*row)  # type: ignore[arg-type]
                 for row in read_rows(connection, "trajectories")
@@ -215,7 +215,7 @@ def read_group(connection: sqlite3.Connection, group_id: int) -> GroupRow:
     found = connection.execute("SELECT * FROM groups WHERE group_id = ?", (group_id,)).fetchone()
     if found is None:
         raise DamagedStore(f"group {group_id} is missing")
-    return GroupRow.of(schema.opened("groups", found))
+    return GroupRow(*schema.opened("groups", found))  # type: ignore[arg-type]
 
 
 def read_chunks(

@@ -78,7 +78,6 @@ def read_store(path: Path) -> StoreContent:
         result = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
         if result != "ok":
             raise DamagedStore(" ".join(str(result).split()))
-        schema.bring_up_to_date(connection)
         schema.create_tables(connection)
         return read_content(connection)
 

@@ -24,8 +24,7 @@ from megatron_async.errors import UserError
 from megatron_async.file_system import file_system_of
 from megatron_async.trajectory.types import FloatArray, IntArray, PolicyVersion
 
-FORMAT = 4  # 1: groups without `priority`; 2: no drop reason `refused`; 3: no counter `prompts`
-READABLE_FORMATS = (1, 2, 3, FORMAT)
+FORMAT = 4
 APPLICATION_ID = 0x4D415453  # "MATS"
 PAGE_BYTES = 8192
 EXPORT_NAME = "trajectories.jsonl"
@@ -143,13 +142,6 @@ class GroupRow(NamedTuple):
     payload: str
     priority: int
     token_ids: bytes
-
-    @classmethod
-    def of(cls, values: Sequence[Value]) -> GroupRow:
-        """Rows of a table of any format; a group without a priority has the default one."""
-        if len(values) < len(cls._fields):
-            values = (*values[:-1], 0, values[-1])
-        return cls(*values)  # type: ignore[arg-type]
 
 
 class TrajectoryRow(NamedTuple):
@@ -280,31 +272,6 @@ def _use_log(connection: sqlite3.Connection, path: Path) -> None:
         )
 
 
-def bring_up_to_date(connection: sqlite3.Connection) -> None:
-    """Rewrite what is different in an older format, all of it or nothing. Raises DamagedStore."""
-    found = connection.execute("PRAGMA user_version").fetchone()[0]
-    if found == FORMAT:
-        return
-    connection.execute("BEGIN IMMEDIATE")
-    try:
-        if found == 1:
-            _add_priorities(connection)
-        connection.execute(f"PRAGMA user_version={FORMAT}")
-    except BaseException:
-        connection.execute("ROLLBACK")
-        raise
-    connection.execute("COMMIT")
-
-
-def _add_priorities(connection: sqlite3.Connection) -> None:
-    former = connection.execute("SELECT * FROM groups ORDER BY group_id").fetchall()
-    rows = [sealed("groups", GroupRow.of(opened("groups", row))) for row in former]
-    connection.execute("DROP TABLE groups")
-    connection.execute(f"CREATE TABLE groups ({', '.join(TABLES['groups'])})")
-    places = ", ".join("?" * len(TABLES["groups"]))
-    connection.executemany(f"INSERT INTO groups VALUES ({places})", rows)
-
-
 def create_tables(connection: sqlite3.Connection) -> None:
     """Make an empty store. No effect on one that has its tables."""
     connection.execute("BEGIN IMMEDIATE")
@@ -323,8 +290,8 @@ def check_identity(connection: sqlite3.Connection, path: Path) -> None:
     tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
     if tables and application != APPLICATION_ID:
         raise UserError(f"{path} is an SQLite database, but not a trajectory store")
-    if tables and version not in READABLE_FORMATS:
+    if tables and version != FORMAT:
         raise UserError(
-            f"trajectory store {path} has format {version}, this version reads formats "
-            f"{READABLE_FORMATS[0]} to {FORMAT}"
+            f"trajectory store {path} has format {version}, and this version of megatron_async "
+            f"reads format {FORMAT}; go on with the run by the version that wrote it"
         )

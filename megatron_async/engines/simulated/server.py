@@ -168,11 +168,7 @@ class SimulatedServer:
     # ------------------------------------------------------------ generation
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        return await self._stream(request, web.StreamResponse(headers=_EVENTS))
-
-    async def _stream(
-        self, request: web.Request, response: web.StreamResponse
-    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers=_EVENTS)
         wanted = _generation_request(await request.json())
         await response.prepare(request)
         sent = 0

@@ -27,7 +27,7 @@ from megatron_async.tasks.rewards.sample import RewardScore, Sample, score_of
 
 _CLASSES: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "task": "task:TaskReward",
+        "task": "compare:TaskReward",
         "exact": "compare:Exact",
         "regex": "compare:Regex",
         "math": "compare:Math",
