@@ -205,15 +205,5 @@ def _segment(row: dict[str, Any]) -> Segment:
 
 
 def _summary(trajectory: Trajectory) -> TrajectorySummary:
-    t = trajectory
-    return TrajectorySummary(
-        trajectory_id=t.trajectory_id,
-        group_id=t.group_id,
-        state=t.state,
-        tokens=t.response_length,
-        versions=tuple(s.version for s in t.segments if not s.from_environment),
-        reward=t.reward,
-        finish_reason=t.finish_reason,
-        drop_reason=t.drop_reason,
-        batched_step=t.batched_step,
-    )
+    versions = tuple(s.version for s in trajectory.segments if not s.from_environment)
+    return TrajectorySummary.of(trajectory, trajectory.response_length, versions)

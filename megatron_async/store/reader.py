@@ -305,6 +305,23 @@ class TrajectorySummary:
     drop_reason: DropReason | None
     batched_step: int | None
 
+    @classmethod
+    def of(
+        cls, t: Trajectory, tokens: int, versions: tuple[PolicyVersion, ...]
+    ) -> TrajectorySummary:
+        """The summary of a trajectory whose response has `tokens` by `versions`."""
+        return cls(
+            t.trajectory_id,
+            t.group_id,
+            t.state,
+            tokens,
+            versions,
+            t.reward,
+            t.finish_reason,
+            t.drop_reason,
+            t.batched_step,
+        )
+
 
 class StoreReader:
     """Looks at a store without changing it, also while its run goes on."""
@@ -364,19 +381,7 @@ class StoreReader:
             public = trajectory_of(row, _NO_PROMPT, (), batched_step=batched.get(row.trajectory_id))
             if state is not None and public.state is not state:
                 continue
-            listed.append(
-                TrajectorySummary(
-                    trajectory_id=row.trajectory_id,
-                    group_id=row.group_id,
-                    state=public.state,
-                    tokens=tokens,
-                    versions=versions,
-                    reward=row.reward,
-                    finish_reason=public.finish_reason,
-                    drop_reason=public.drop_reason,
-                    batched_step=public.batched_step,
-                )
-            )
+            listed.append(TrajectorySummary.of(public, tokens, versions))
         return listed
 
     def trajectory(self, trajectory_id: int) -> Trajectory:
