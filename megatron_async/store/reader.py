@@ -194,7 +194,10 @@ def read_content(connection: sqlite3.Connection) -> StoreContent:
                 for row in read_rows(connection, "checkpoints")
             ],
             batches=[BatchRow(*row) for row in read_rows(connection, "batches")],  # type: ignore[arg-type]
-            groups={_integer(row[0]): GroupRow(*row) for row in read_rows(connection, "groups")},
+            groups={
+                _integer(row[0]): GroupRow(*row)  # type: ignore[arg-type]
+                for row in read_rows(connection, "groups")
+            },
             trajectories={
                 _integer(row[0]): TrajectoryRow(*row)  # type: ignore[arg-type]
                 for row in read_rows(connection, "trajectories")
