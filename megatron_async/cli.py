@@ -143,8 +143,7 @@ def sft(
 @app.command("eval")
 def evaluate(
     model: Annotated[
-        list[Path] | None,
-        typer.Option(help="Hugging Face checkpoint; may be given several times."),
+        list[Path] | None, typer.Option(help="Hugging Face checkpoint; may be given several times.")
     ] = None,
     samples: Annotated[
         Path | None, typer.Option(help="New JSONL file for the responses (eval.save_samples).")
@@ -379,10 +378,7 @@ def plan(
 
 @app.command("fit-lengths")
 def fit_lengths(
-    file: Annotated[
-        Path,
-        typer.Argument(help="A run, runs/NAME; or a file of recorded lengths."),
-    ],
+    file: Annotated[Path, typer.Argument(help="A run, runs/NAME; or a file of recorded lengths.")],
     cut: Annotated[
         int | None,
         typer.Option(min=1, help="Limit at which responses were cut; default: as in FILE."),

@@ -14,12 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_async_kernels.head_types import (
-    HeadCotangents,
-    HeadGrads,
-    HeadProblem,
-    HeadStats,
-)
+from megatron_async_kernels.head_types import HeadCotangents, HeadGrads, HeadProblem, HeadStats
 
 MAX_CHUNK_TOKENS = 2048
 MAX_CHUNK_VOCAB = 8192

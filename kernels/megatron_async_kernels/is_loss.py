@@ -160,11 +160,7 @@ def _run_passes(
         "SLOT_WIDTH": NUM_SLOT_COLUMNS,
         "num_warps": WARPS,
     }
-    widths = {
-        "VALUE_WIDTH": NUM_SEQUENCE_VALUES,
-        "ROW_WIDTH": ROW_WIDTH,
-        "MAX_WIDTH": MAX_WIDTH,
-    }
+    widths = {"VALUE_WIDTH": NUM_SEQUENCE_VALUES, "ROW_WIDTH": ROW_WIDTH, "MAX_WIDTH": MAX_WIDTH}
 
     def sequences() -> None:
         sequence_kernel[(-(-num_sequences // SEQUENCE_BLOCK),)](

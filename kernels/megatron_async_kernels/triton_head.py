@@ -20,12 +20,7 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megatron_async_kernels.head_types import (
-    HeadCotangents,
-    HeadGrads,
-    HeadProblem,
-    HeadStats,
-)
+from megatron_async_kernels.head_types import HeadCotangents, HeadGrads, HeadProblem, HeadStats
 from megatron_async_kernels.triton_backward import accumulate_product_kernel, dlogits_kernel
 from megatron_async_kernels.triton_forward import combine_kernel, head_stats_kernel
 from megatron_async_kernels.triton_tiles import (

@@ -23,11 +23,7 @@ from megatron_async_kernels.loss_types import (
     attach_gradient,
 )
 
-from megatron_async.algorithms.algorithm import (
-    Algorithm,
-    build_algorithm,
-    build_sft_algorithm,
-)
+from megatron_async.algorithms.algorithm import Algorithm, build_algorithm, build_sft_algorithm
 from megatron_async.algorithms.correction import compute_rollout_correction
 from megatron_async.algorithms.loss_settings import loss_config
 from megatron_async.algorithms.metrics import finalize, health_warnings

@@ -32,21 +32,12 @@ import torch
 from megatron_async_kernels import is_loss, policy_loss
 from megatron_async_kernels.backend import Backend
 from megatron_async_kernels.loss_torch import generation_log_weight
-from megatron_async_kernels.loss_types import (
-    Denominators,
-    LossInputs,
-    LossOutput,
-    check_finite,
-)
+from megatron_async_kernels.loss_types import Denominators, LossInputs, LossOutput, check_finite
 from megatron_async_kernels.packed import segment_sum, spread
 from megatron_async_kernels.surrogates import bounded_exp, truncate
 
 from megatron_async.algorithms import advantages
-from megatron_async.algorithms.correction import (
-    compute_rollout_correction,
-    correct,
-    weight_mean,
-)
+from megatron_async.algorithms.correction import compute_rollout_correction, correct, weight_mean
 from megatron_async.algorithms.loss_settings import loss_config
 from megatron_async.algorithms.metrics import batch_staleness
 from megatron_async.algorithms.own_loss import own_loss
@@ -137,9 +128,7 @@ class Algorithm:
         return self._with_advantages(corrected, advantages_S), metrics
 
     def prepare_minibatch(
-        self,
-        batch: TokenBatch,
-        logprobs_T: FloatVector | torch.Tensor | None = None,
+        self, batch: TokenBatch, logprobs_T: FloatVector | torch.Tensor | None = None
     ) -> tuple[TokenBatch, Denominators]:
         """Return the batch and denominators that a step shares; some depend on the current policy.
 
@@ -229,9 +218,7 @@ class Algorithm:
         return is_loss(*asked, backend=backend, check=check)
 
     def correction_metrics(
-        self,
-        batch: TokenBatch,
-        logprobs_T: FloatVector | torch.Tensor,
+        self, batch: TokenBatch, logprobs_T: FloatVector | torch.Tensor
     ) -> dict[str, float]:
         """`rollout_corr/` of a minibatch in bypass mode, from the log-probs its loss saw.
 
@@ -342,10 +329,7 @@ class Algorithm:
         return torch.ones_like(rewards_S)
 
     def _weight_mean(
-        self,
-        log_ratio_T: torch.Tensor,
-        mask_T: torch.Tensor,
-        cu_S1: torch.Tensor,
+        self, log_ratio_T: torch.Tensor, mask_T: torch.Tensor, cu_S1: torch.Tensor
     ) -> float:
         config = self.loss_config
         if config.weight_level == "token":

@@ -328,10 +328,7 @@ def _rule(option: ParsedRejection) -> RejectionRule:
 
 
 def _rows(
-    old: torch.Tensor,
-    rollout: torch.Tensor,
-    mask: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
+    old: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor, cu_seqlens: torch.Tensor | None
 ) -> MaskedRows:
     if cu_seqlens is None:
         batch, length = old.shape
@@ -369,10 +366,7 @@ def _weights(
 
 
 def weight_mean(
-    weights_T: torch.Tensor,
-    mask_T: torch.Tensor,
-    cu_seqlens_S1: torch.Tensor,
-    level: str,
+    weights_T: torch.Tensor, mask_T: torch.Tensor, cu_seqlens_S1: torch.Tensor, level: str
 ) -> float:
     """Mean weight over tokens, or over non-empty sequences; 1 if it is <= 1e-8."""
     if level == "token":

@@ -18,11 +18,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_async.checkpoint.manifest import (
-    Checkpoint,
-    list_checkpoints,
-    open_checkpoint,
-)
+from megatron_async.checkpoint.manifest import Checkpoint, list_checkpoints, open_checkpoint
 from megatron_async.disk import force_to_disk
 from megatron_async.errors import UserError
 from megatron_async.run_directory import RunDirectory

@@ -12,12 +12,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from megatron_async.config.load import load_config
-from megatron_async.config.reference import (
-    Setting,
-    all_sections,
-    did_you_mean,
-    shown_value,
-)
+from megatron_async.config.reference import Setting, all_sections, did_you_mean, shown_value
 from megatron_async.errors import UserError
 from megatron_async.launcher.derived import Machine, derive
 

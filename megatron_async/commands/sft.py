@@ -111,9 +111,7 @@ def run_sft(
     )
     try:
         with Progress(
-            directory.metrics_file,
-            config.sft.steps,
-            config.telemetry.progress if first else "off",
+            directory.metrics_file, config.sft.steps, config.telemetry.progress if first else "off"
         ) as progress:
             while child.exit_code() is None:
                 progress.update(None)

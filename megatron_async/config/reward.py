@@ -23,7 +23,7 @@ class RewardConfig(Settings):
 
     name: str = Field(
         description="A function or class of yours (package.module:name or file.py:name), or one "
-        f"of {', '.join(BUILT_IN)}. `task`: the task's own scorer.",
+        f"of {', '.join(BUILT_IN)}. `task`: the task's own scorer."
     )
     label: str = ""
     """Its name in metrics; empty: the last part of `name`."""

@@ -10,12 +10,7 @@ from megatron_async.config.algorithm import AlgorithmConfig
 from megatron_async.config.base import Settings
 from megatron_async.config.data import LAYOUTS, ColumnsConfig, FileConfig
 from megatron_async.config.evaluation import EvalConfig, EvalSet
-from megatron_async.config.model import (
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    TrainerConfig,
-)
+from megatron_async.config.model import ModelConfig, OptimizerConfig, ParallelConfig, TrainerConfig
 from megatron_async.config.reward import (
     RewardConfig,
     ScorerSettings,

@@ -19,14 +19,7 @@ from collections.abc import Iterator
 from megatron_async.config import RunConfig
 from megatron_async.disk import CannotWrite, check_room, writing
 from megatron_async.errors import ComponentFailure, Terminated, UserError
-from megatron_async.file_lock import (
-    FileLock,
-    Holder,
-    LockHeld,
-    NoLocks,
-    read_holder,
-    write_holder,
-)
+from megatron_async.file_lock import FileLock, Holder, LockHeld, NoLocks, read_holder, write_holder
 from megatron_async.run_directory import RunDirectory
 
 logger = logging.getLogger(__name__)

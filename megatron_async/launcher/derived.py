@@ -26,11 +26,7 @@ from megatron_async.errors import UserError
 from megatron_async.models.shape import ModelShape, shape_of
 from megatron_async.simulate.build import trainer_layout
 from megatron_async.simulate.hardware import DATA_SHEETS, gpu_of
-from megatron_async.simulate.memory import (
-    activation_bytes,
-    kv_capacity_tokens,
-    trainer_state_bytes,
-)
+from megatron_async.simulate.memory import activation_bytes, kv_capacity_tokens, trainer_state_bytes
 from megatron_async.simulate.planner import sufficient_concurrency
 from megatron_async.weight_sync.seats import givers_of
 
@@ -227,11 +223,7 @@ def _memory_lines(config: RunConfig, machine: Machine, shape: ModelShape) -> lis
     )
     weights = 2 * shape.parameters / config.engines.tensor
     tokens = kv_capacity_tokens(
-        shape,
-        machine.memory_bytes,
-        config.simulate.engine_memory_share,
-        config.engines.tensor,
-        0.0,
+        shape, machine.memory_bytes, config.simulate.engine_memory_share, config.engines.tensor, 0.0
     )
     return [
         f"memory of a trainer GPU, estimated: state {state / _GB:.1f} GB, activations "

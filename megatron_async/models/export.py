@@ -182,9 +182,7 @@ def _everywhere(
 
 
 def sender_tensors(
-    chunks: Sequence[torch.nn.Module],
-    architecture: Architecture,
-    dtype: torch.dtype | None = None,
+    chunks: Sequence[torch.nn.Module], architecture: Architecture, dtype: torch.dtype | None = None
 ) -> Iterator[NamedTensor]:
     """The whole model tensor by tensor on global rank 0, stage after stage; nothing elsewhere.
 

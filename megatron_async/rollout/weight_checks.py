@@ -25,12 +25,7 @@ from megatron_async.config import RunConfig
 from megatron_async.engines.interface import EngineClient, EngineError
 from megatron_async.rollout import probe
 from megatron_async.trajectory.types import FloatArray, IntArray, PolicyVersion
-from megatron_async.weight_sync.verify import (
-    HeldVersion,
-    RatioCheck,
-    agreed_checksum,
-    disagreement,
-)
+from megatron_async.weight_sync.verify import HeldVersion, RatioCheck, agreed_checksum, disagreement
 
 T = TypeVar("T")
 

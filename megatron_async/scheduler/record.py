@@ -305,11 +305,7 @@ def new_record(
         most_bytes=config.telemetry.record_mib << 20,
     )
     return Recorder(
-        files,
-        config.resolved_schedule,
-        first_step=version.number,
-        version=version,
-        clock=clock,
+        files, config.resolved_schedule, first_step=version.number, version=version, clock=clock
     )
 
 

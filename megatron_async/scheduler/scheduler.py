@@ -277,9 +277,7 @@ class Scheduler:
                 self._life.abort_all(out)
             if self._auto is not None:
                 self._auto = auto_concurrency.batched(
-                    self._auto,
-                    self._life.counts.off_policy_share,
-                    self.config.max_off_policy_share,
+                    self._auto, self._life.counts.off_policy_share, self.config.max_off_policy_share
                 )
 
     def _shed_overflow(self, out: Actions) -> None:

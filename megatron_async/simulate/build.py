@@ -25,11 +25,7 @@ from megatron_async.simulate.engine_costs import (
 )
 from megatron_async.simulate.hardware import gpu_of
 from megatron_async.simulate.lengths import GroupSource
-from megatron_async.simulate.memory import (
-    TrainerLayout,
-    kv_capacity_tokens,
-    trainer_state_bytes,
-)
+from megatron_async.simulate.memory import TrainerLayout, kv_capacity_tokens, trainer_state_bytes
 from megatron_async.simulate.statistics import Summary
 from megatron_async.simulate.trainer_costs import TrainerCosts
 from megatron_async.simulate.world import World

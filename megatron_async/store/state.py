@@ -21,13 +21,7 @@ from megatron_async.errors import UserError
 from megatron_async.store import recovery as recovery
 from megatron_async.store.lineage import Consumption, Lineage, LineageTree, reached
 from megatron_async.store.place import StorePlace
-from megatron_async.store.reader import (
-    Counters,
-    Exported,
-    StoreContent,
-    assemble,
-    prompt_of,
-)
+from megatron_async.store.reader import Counters, Exported, StoreContent, assemble, prompt_of
 from megatron_async.store.records import GroupRecord, TrajectoryRecord
 from megatron_async.store.recovery import Recovery
 from megatron_async.store.schema import BatchRow, ChunkRow, DamagedStore

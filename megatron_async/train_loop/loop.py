@@ -270,11 +270,7 @@ class TrainLoop:
                 del self._unreported[0]
 
     def _write(
-        self,
-        batch: TokenBatch,
-        report: StepReport,
-        update: UpdateReport,
-        times: dict[str, float],
+        self, batch: TokenBatch, report: StepReport, update: UpdateReport, times: dict[str, float]
     ) -> None:
         writer = self._parts.metrics
         if writer is None:

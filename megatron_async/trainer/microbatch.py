@@ -52,11 +52,7 @@ def sequence_cost(lengths_S: npt.NDArray[np.integer], hidden_size: int) -> CostA
 
 
 def plan_microbatches(
-    lengths_S: npt.NDArray[np.integer],
-    *,
-    data_parallel: int,
-    token_budget: int,
-    hidden_size: int,
+    lengths_S: npt.NDArray[np.integer], *, data_parallel: int, token_budget: int, hidden_size: int
 ) -> MicrobatchPlan:
     """Balance sequences over ranks by cost, then fill microbatches to the token budget.
 

@@ -61,10 +61,7 @@ from megatron_async.weight_sync.turns import Alone, EarlierStageFailed, TurnToke
 
 
 def make_sender(
-    settings: WeightsConfig,
-    engines: EngineConfig,
-    device: torch.device,
-    directory: Path,
+    settings: WeightsConfig, engines: EngineConfig, device: torch.device, directory: Path
 ) -> WeightSender:
     """The sender that `weights.transport` names.
 

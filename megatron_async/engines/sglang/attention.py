@@ -94,13 +94,7 @@ def decode_in_blocks(
         block = order_S[start : start + size]
         slots = req_to_token_RC[req_pool_indices_S[block], : lengths[start]].to(torch.int64)
         output_SHE[block] = batched_decode_attention(
-            query_SHD[block],
-            k_cache_PKD,
-            v_cache_PKE,
-            slots,
-            lengths_S[block],
-            scaling,
-            window,
+            query_SHD[block], k_cache_PKD, v_cache_PKE, slots, lengths_S[block], scaling, window
         ).to(output_SHE.dtype)
         start += size
     return output_SHE

@@ -224,10 +224,7 @@ class DistributedSender(WeightSender):
         ranks = self.engine_settings.tensor
         listener = socket.create_server((address, 0), backlog=len(self.engines) * ranks + 8)
         link = _Link(
-            f"megatron-async-{uuid.uuid4().hex}",
-            backend,
-            listener,
-            1 + ranks * len(self.engines),
+            f"megatron-async-{uuid.uuid4().hex}", backend, listener, 1 + ranks * len(self.engines)
         )
         joins = self.calls.start(
             "init_weights_update_group",
