@@ -109,7 +109,8 @@ class Columns:
         name, prompt = self._first(row, self.prompt, where)
         messages = _messages(prompt, f"{where}, column {name!r}") if _is_list(prompt) else ()
         question = messages[-1]["content"] if messages else _text(prompt, name, where)
-        used = {name, self.priority}  # a mapping of which a part is used stays whole
+        # A mapping of which a part is used stays whole, and so does a conversation.
+        used = {self.priority} if len(messages) > 1 else {name, self.priority}
         answer = ""
         if answered and (self.answer or self.solution):
             name, answer = self._answer(row, where)

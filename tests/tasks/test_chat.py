@@ -72,7 +72,9 @@ def test_messages_are_put_as_they_are_and_a_system_message_of_theirs_stays(tmp_p
     path.write_text(json.dumps({"prompt": messages, "answer": 2}) + "\n")
     task = task_of(tmp_path, path=str(path), system_prompt="Be brief.")
     assert prompt_of(task) == "<system>Own.<eos>\n<user>1+1<eos>\n<assistant>"
-    assert task.train_prompts(0, 1)[0].payload["question"] == "1+1"
+    payload = task.train_prompts(0, 1)[0].payload
+    assert payload["question"] == "1+1"
+    assert payload["metadata"] == {"prompt": messages}, "a reward may need what came before"
 
 
 def test_what_the_template_made_of_the_first_prompt_is_shown(tmp_path: Path) -> None:
