@@ -27,3 +27,12 @@ def test_what_decides_numbers_is_locked() -> None:
     wanted = {"torch", "triton", "numpy", "transformers", "sglang-kernel", "flashinfer-python"}
     assert wanted <= set(lock) and any(name.startswith("nvidia-nccl-cu") for name in lock)
     assert len(lock) > 150
+
+
+def test_the_image_compiles_for_the_cuda_of_the_locked_torch() -> None:
+    """Apex refuses another minor version than torch was built with."""
+    text = (ROOT / "launch" / "Dockerfile").read_text()
+    image = re.search(r"^FROM nvidia/cuda:(\d+\.\d+)\.\d+-devel-", text, re.MULTILINE)
+    lock = pins("requirements-gpu-lock.txt")
+    assert image is not None and lock["nvidia-cuda-runtime"].startswith(f"{image[1]}.")
+    assert f"core_cu{image[1].split('.')[0]}]" in text
