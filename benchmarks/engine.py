@@ -198,10 +198,10 @@ def _with_interval(client: SGLangClient, interval: int) -> SGLangClient:
     """The same server and session, asking for another stream interval."""
 
     class Other(SGLangClient):
-        async def _stream(self, body):  # type: ignore[no-untyped-def]
+        def _body(self, wire_id, request):  # type: ignore[no-untyped-def]
+            body = super()._body(wire_id, request)
             body["sampling_params"]["stream_interval"] = interval
-            async for chunk in super()._stream(body):
-                yield chunk
+            return body
 
     other = Other.__new__(Other)
     other.__dict__.update(client.__dict__)

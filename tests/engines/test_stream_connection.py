@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from typing import Any, cast
 
 import pytest
@@ -14,25 +14,41 @@ from megatron_async.engines.sglang.stream_connection import StreamConnection, St
 
 HEAD = b"HTTP/1.1 200 OK\r\nServer: uvicorn\r\nTransfer-Encoding: chunked\r\n\r\n"
 EVENTS = [b"data: {}\n\n" * 3, b"data: " + b"x" * 300 + b"\n\n", b"data: [DONE]\n\n"]
+UNREAD = [2, 2]  # the answer that is left in the middle: the second of the second connection
 CHUNKS = b"".join(b"%x\r\n%b\r\n" % (len(event), event) for event in EVENTS) + b"0\r\n\r\n"
 
 
-class Writer:
-    """Where requests go."""
+class Wire:
+    """Where requests go; what it brings is read while `reading`."""
+
+    reading = True
 
     def write(self, data: bytes) -> None:
         assert data == b"a request"
+
+    def pause_reading(self) -> None:
+        assert self.reading
+        self.reading = False
+
+    def resume_reading(self) -> None:
+        assert not self.reading
+        self.reading = True
 
 
 class Served:
     """A connection whose answers are fed by hand."""
 
     def __init__(self) -> None:
-        self.reader = asyncio.StreamReader()
-        self.connection = StreamConnection(self.reader, cast(Any, Writer()))
+        self.wire, self.connection = Wire(), StreamConnection()
+        self.connection.connection_made(cast(Any, self.wire))
+        self.feed = self.connection.data_received
+        self.connection.send(b"a request")
 
     async def body(self) -> bytes:
-        return b"".join([part async for part in self.connection.answer(b"a request")])
+        body = b""
+        while (part := await self.connection.part()) is not None:
+            body += part
+        return body
 
 
 def run(scenario: Callable[[Served], Awaitable[None]]) -> None:
@@ -48,7 +64,7 @@ def test_a_chunked_answer_is_what_was_sent_in_whatever_pieces_it_arrives(piece: 
         reading = asyncio.create_task(served.body())
         answer = HEAD + CHUNKS
         for start in range(0, len(answer), piece):
-            served.reader.feed_data(answer[start : start + piece])
+            served.feed(answer[start : start + piece])
             await asyncio.sleep(0)
         assert await reading == b"".join(EVENTS)
         assert served.connection.reusable
@@ -58,11 +74,10 @@ def test_a_chunked_answer_is_what_was_sent_in_whatever_pieces_it_arrives(piece: 
 
 def test_each_part_is_there_as_soon_as_it_has_arrived() -> None:
     async def scenario(served: Served) -> None:
-        parts = served.connection.answer(b"a request")
-        served.reader.feed_data(HEAD + b"3\r\nabc\r\n5;of=five\r\nde")
-        assert await anext(parts) == b"abc"
-        served.reader.feed_data(b"fgh\r\n")
-        assert await anext(parts) == b"defgh"
+        served.feed(HEAD + b"3\r\nabc\r\n5;of=five\r\nde")
+        assert await served.connection.part() == b"abc"
+        served.feed(b"fgh\r\n")
+        assert await served.connection.part() == b"defgh"
         assert not served.connection.reusable
 
     run(scenario)
@@ -78,7 +93,7 @@ def test_each_part_is_there_as_soon_as_it_has_arrived() -> None:
 )
 def test_a_refusal_has_its_reason_whatever_its_form(answer: bytes, again: bool) -> None:
     async def scenario(served: Served) -> None:
-        served.reader.feed_data(answer)
+        served.feed(answer)
         with pytest.raises(Refusal, match="status 400: too long"):
             await served.body()
         assert served.connection.reusable is again
@@ -88,8 +103,8 @@ def test_a_refusal_has_its_reason_whatever_its_form(answer: bytes, again: bool) 
 
 def test_an_error_may_end_with_its_connection() -> None:
     async def scenario(served: Served) -> None:
-        served.reader.feed_data(b"HTTP/1.0 503 Busy\r\n\r\nlater")
-        served.reader.feed_eof()
+        served.feed(b"HTTP/1.0 503 Busy\r\n\r\nlater")
+        served.connection.eof_received()
         with pytest.raises(BadReport, match="status 503: later"):
             await served.body()
         assert not served.connection.reusable
@@ -110,9 +125,42 @@ def test_an_error_may_end_with_its_connection() -> None:
 )
 def test_what_is_no_http_is_a_bad_report(answer: bytes) -> None:
     async def scenario(served: Served) -> None:
-        served.reader.feed_data(answer)
+        served.feed(answer)
         with pytest.raises(BadReport, match="what is no HTTP"):
             await served.body()
+        assert not served.connection.reusable
+
+    run(scenario)
+
+
+def test_a_server_that_sends_more_than_is_asked_for_waits() -> None:
+    async def scenario(served: Served) -> None:
+        for _ in range(3):
+            served.feed(b"%x\r\n%b\r\n" % (1 << 17, b"x" * (1 << 17)))
+            await asyncio.sleep(0)
+        assert not served.wire.reading
+
+    run(scenario)
+
+
+def test_a_part_may_be_larger_than_what_is_read_ahead() -> None:
+    async def scenario(served: Served) -> None:
+        reading, piece = asyncio.create_task(served.body()), b"x" * (1 << 18)
+        served.feed(HEAD + b"%x\r\n" % (4 * len(piece)))
+        for _ in range(4):
+            served.feed(piece)
+            await asyncio.sleep(0)
+            assert served.wire.reading, "it waits for the rest"
+        served.feed(b"\r\n0\r\n\r\n")
+        assert await reading == 4 * piece
+
+    run(scenario)
+
+
+def test_bytes_behind_an_answer_are_no_part_of_the_next() -> None:
+    async def scenario(served: Served) -> None:
+        served.feed(HEAD + CHUNKS + b"HTTP/1.1 200 OK")
+        assert await served.body() == b"".join(EVENTS)
         assert not served.connection.reusable
 
     run(scenario)
@@ -121,8 +169,8 @@ def test_what_is_no_http_is_a_bad_report(answer: bytes) -> None:
 @pytest.mark.parametrize("arrived", [b"", b"\x00\x01", HEAD, HEAD + CHUNKS[:40]])
 def test_a_connection_that_ends_in_the_middle_has_broken_off(arrived: bytes) -> None:
     async def scenario(served: Served) -> None:
-        served.reader.feed_data(arrived)
-        served.reader.feed_eof()
+        served.feed(arrived)
+        served.connection.eof_received()
         with pytest.raises(ConnectionError, match="broke off"):
             await served.body()
 
@@ -141,10 +189,12 @@ def test_a_connection_is_used_again_after_a_whole_answer_and_only_then() -> None
                     assert b"Authorization: Bearer k\r\n" in head
                     await reader.readexactly(2)
                     served[-1] += 1
-                    writer.write(HEAD + CHUNKS)
+                    writer.write(HEAD + CHUNKS[:40])
+                    if served != UNREAD:
+                        writer.write(CHUNKS[40:])
 
         async def ask() -> None:
-            async with connections.post("generate", b"{}") as parts:
+            async with aclosing(connections.post("generate", b"{}")) as parts:
                 assert b"".join([part async for part in parts]) == b"".join(EVENTS)
 
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
@@ -156,10 +206,10 @@ def test_a_connection_is_used_again_after_a_whole_answer_and_only_then() -> None
         connections._idle[0]._reusable_until = 0.0
         await ask()
         assert served == [2, 1], "the server may be closing the old one"
-        async with connections.post("generate", b"{}") as parts:
+        async with aclosing(connections.post("generate", b"{}")) as parts:
             await anext(parts)
         await ask()
-        assert served == [2, 2, 1], "what is left of an answer is not the next one's"
+        assert served == [*UNREAD, 1], "what is left of an answer is not the next one's"
         connections.close()
         server.close()
 

@@ -41,7 +41,6 @@ from megatron_async.engines.sglang.stream import (
     BadReport,
     Refusal,
     StreamDecoder,
-    events_of,
     parse_version,
     sampling_params,
 )
@@ -133,24 +132,18 @@ class SGLangClient:
         if name in self._wire_ids:
             raise EngineError(f"{self._engine_id}: request {name!r} runs already")
         wire_id = f"{self._unique}.{next(self._serial)};{name}"
-        body = {
-            "rid": wire_id,
-            "input_ids": request.input_ids.tolist(),
-            "sampling_params": sampling_params(request),
-            "return_logprob": True,
-            "stream": True,
-        }
-        if request.urgent:
-            body["priority"] = URGENT
+        self._open_session()
+        body = orjson.dumps(self._body(wire_id, request))
         self._wire_ids[name] = wire_id
-        ended = False
+        decoder, ended = StreamDecoder(), False
         try:
-            async with aclosing(self._stream(body)) as chunks:
-                async for chunk in chunks:
-                    if chunk.end is not None:
-                        ended = True
-                        del self._wire_ids[name]
-                    yield chunk
+            async with aclosing(self._streams.post("generate", body)) as parts:
+                async for part in parts:
+                    for chunk in decoder.chunks(part):
+                        if chunk.end is not None:
+                            ended = True
+                            del self._wire_ids[name]
+                        yield chunk
         except Refusal as refusal:
             raise RequestRefused(f"{self._engine_id}: request {name}: {refusal}") from refusal
         except (*_CONTROL_ERRORS, BadReport) as error:
@@ -269,16 +262,18 @@ class SGLangClient:
             raise EngineError(f"{self._engine_id} ({self._url}): the client has been closed")
         return self._session
 
-    async def _stream(self, body: dict[str, Any]) -> AsyncGenerator[TokenChunk, None]:
-        decoder = StreamDecoder()
-        buffer = bytearray()
-        self._open_session()
-        async with self._streams.post("generate", orjson.dumps(body)) as parts:
-            async for data in parts:
-                for event in events_of(buffer, data):
-                    if event != b"[DONE]":
-                        for chunk in decoder.feed(orjson.loads(event)):
-                            yield chunk
+    def _body(self, wire_id: str, request: GenerationRequest) -> dict[str, Any]:
+        """What SGLang is asked for."""
+        body = {
+            "rid": wire_id,
+            "input_ids": request.input_ids.tolist(),
+            "sampling_params": sampling_params(request),
+            "return_logprob": True,
+            "stream": True,
+        }
+        if request.urgent:
+            body["priority"] = URGENT
+        return body
 
     async def _abort_running(self, running: Mapping[str, str]) -> None:
         if len(running) == len(self._wire_ids) > 1:

@@ -11,12 +11,13 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, cast
 
 import numpy as np
+import orjson
 
 from megatron_async.config.rollout import SamplingConfig
 from megatron_async.engines.interface import GenerationRequest, StreamEnd, TokenChunk
@@ -49,8 +50,15 @@ class StreamDecoder:
     """Turns the reports of one streamed request, in order, into chunks."""
 
     received: int = 0
+    _rest: bytearray = field(default_factory=bytearray)
     _token_ids: list[int] = field(default_factory=list)
     _logprobs: list[float] = field(default_factory=list)
+
+    def chunks(self, data: bytes) -> Iterator[TokenChunk]:
+        """The chunks of the reports that end within the next `data` of an answer; see `feed`."""
+        for event in events_of(self._rest, data):
+            if event != b"[DONE]":
+                yield from self.feed(orjson.loads(event))
 
     def feed(self, report: Mapping[str, Any]) -> list[TokenChunk]:
         """The chunks that this report completes; the last one carries `end` if it is final.

@@ -1,12 +1,14 @@
 """HTTP connections on which an engine streams its reports, one request after the other.
 
-asyncio's streams and a reader of what SGLang's server answers: with thousands of requests, aiohttp
-takes more CPU time for each than all else that an engine's actor does with it.
+A protocol of asyncio and a reader of what SGLang's server answers: with thousands of requests,
+aiohttp takes more CPU time for each than all else that an engine's actor does with it, and
+asyncio's streams take twice as much as this.
 
 Invariants
 - What is no HTTP/1.1 answer is a `BadReport`, a connection that ends in the middle of one a
   `ConnectionError`, which also a closed pool raises for what is still read.
 - A connection is used again only after a whole answer, and not when the server may be closing it.
+- Of what nobody asks for no more is read than `_MOST_UNREAD` bytes and what comes with them.
 """
 
 from __future__ import annotations
@@ -14,9 +16,10 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
 from http.client import OK
+from typing import Self, cast
 from urllib.parse import urlsplit
 
 from megatron_async.engines.sglang.stream import BadReport, refusal_of
@@ -25,71 +28,164 @@ from megatron_async.engines.sglang.stream import BadReport, refusal_of
 CONNECT_SECONDS = 30.0
 # Below the server's own limit (5 s): a request on a connection that it is just closing is lost.
 KEEP_ALIVE_SECONDS = 2.0
+_LONGEST_LINE = 1 << 16
+_MOST_UNREAD = 1 << 17
 
 
-class StreamConnection:
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """Of an answer. `length` of its body; None: chunks (`chunked`), or up to the end."""
+
+    status: int
+    chunked: bool
+    length: int | None
+    keeps_open: bool
+
+    @classmethod
+    def of(cls, text: str) -> Self:
+        """Raises ValueError."""
+        first, *lines = text.split("\r\n")
+        protocol, _, rest = first.partition(" ")
+        if not protocol.startswith("HTTP/1."):
+            raise ValueError(repr(first[:40]))
+        fields = (line.partition(":") for line in lines)
+        headers = {name.lower(): value.strip().lower() for name, _, value in fields}
+        length = headers.get("content-length")
+        return cls(
+            int(rest[:3]),
+            headers.get("transfer-encoding") == "chunked",
+            None if length is None else int(length),
+            protocol == "HTTP/1.1" and headers.get("connection") != "close",
+        )
+
+
+class StreamConnection(asyncio.Protocol):
     """Brings the answers to one request after the other."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+        self._waiter: asyncio.Future[None] | None = None
+        self._ended = False
+        self._paused = False
+        self._head: _Head | None = None
+        self._whole = False
         self._reusable_until = 0.0
+
+    # ------------------------------------------------------------ called by the event loop
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        if len(self._buffer) > _MOST_UNREAD and not self._paused:
+            self._paused = True
+            self._transport.pause_reading()
+        self._wake()
+
+    def eof_received(self) -> None:
+        self.connection_lost(None)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._ended = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    # ------------------------------------------------------------ called by who reads
 
     @property
     def reusable(self) -> bool:
         """Return whether the last answer was whole and another request may be sent now."""
-        return time.monotonic() < self._reusable_until and not self._reader.at_eof()
+        quiet = not self._ended and not self._buffer
+        return quiet and time.monotonic() < self._reusable_until
 
-    async def answer(self, request: bytes) -> AsyncGenerator[bytes, None]:
-        """The body of the answer in parts. Raises BadReport (Refusal), ConnectionError."""
-        self._reusable_until = 0.0
-        self._writer.write(request)
+    def send(self, request: bytes) -> None:
+        """Begin with the next request."""
+        self._head, self._whole, self._reusable_until = None, False, 0.0
+        self._transport.write(request)
+
+    async def part(self) -> bytes | None:
+        """What has arrived of the answer's body; None at its end.
+
+        Raises BadReport (Refusal), ConnectionError.
+        """
         try:
-            async with aclosing(self._parts()) as parts:
-                async for part in parts:
-                    yield part
-        except asyncio.IncompleteReadError as error:
-            raise ConnectionError("the stream broke off: the connection was closed") from error
+            if self._head is None:
+                self._head = _Head.of((await self._line(b"\r\n\r\n")).decode("latin-1"))
+            if self._head.status == OK:
+                return await self._body(self._head)
+            body = b""
+            while (part := await self._body(self._head)) is not None:
+                body += part
+            raise refusal_of(self._head.status, body.decode(errors="replace"))
         except BadReport:
             raise
-        except (asyncio.LimitOverrunError, ValueError) as error:
+        except ValueError as error:
             raise BadReport(f"the engine answered what is no HTTP: {error}") from error
-
-    async def _parts(self) -> AsyncGenerator[bytes, None]:
-        head = await self._reader.readuntil(b"\r\n\r\n")
-        first, *lines = head.decode("latin-1").split("\r\n")
-        protocol, _, rest = first.partition(" ")
-        if not protocol.startswith("HTTP/1."):
-            raise ValueError(repr(first[:40]))
-        status = int(rest[:3])
-        fields = (line.partition(":") for line in lines)
-        headers = {name.lower(): value.strip().lower() for name, _, value in fields}
-        length, body = int(headers.get("content-length", -1)), b""
-        if headers.get("transfer-encoding") != "chunked":
-            body = await (self._reader.read() if length < 0 else self._reader.readexactly(length))
-        else:
-            while chunk := await self._chunk():
-                if status == OK:
-                    yield chunk
-                else:
-                    body += chunk
-        if protocol == "HTTP/1.1" and headers.get("connection") != "close":
-            self._reusable_until = time.monotonic() + KEEP_ALIVE_SECONDS
-        if status != OK:
-            raise refusal_of(status, body.decode(errors="replace"))
-        yield body
-
-    async def _chunk(self) -> bytes:
-        """The next one; the last is empty."""
-        line = await self._reader.readuntil(b"\r\n")
-        size = int(line.partition(b";")[0], 16)
-        chunk = await self._reader.readexactly(size + 2)
-        if chunk[size:] != b"\r\n":
-            raise ValueError(f"a chunk of {size} bytes that does not end there")
-        return chunk[:size]
 
     def close(self) -> None:
         """End the connection, and with it the request at the server."""
-        self._writer.transport.abort()
+        self._transport.abort()
+
+    async def _body(self, head: _Head) -> bytes | None:
+        data = b""
+        while not data and not self._whole:
+            data, self._whole = self._chunks() if head.chunked else self._plain(head)
+            if self._whole and head.keeps_open:
+                self._reusable_until = time.monotonic() + KEEP_ALIVE_SECONDS
+            if not data and not self._whole:
+                await self._more()
+        return data or None
+
+    def _chunks(self) -> tuple[bytes, bool]:
+        """The whole chunks that are there, and whether the last one is among them."""
+        buffer, at, parts, last = self._buffer, 0, [], False
+        while not last and (line := buffer.find(b"\r\n", at)) >= 0:
+            size = int(buffer[at:line].partition(b";")[0], 16)
+            start, stop = line + 2, line + 2 + size
+            if len(buffer) < stop + 2:
+                break
+            if size < 0 or buffer[stop : stop + 2] != b"\r\n":
+                raise ValueError(f"a chunk of {size} bytes that does not end there")
+            parts.append(bytes(buffer[start:stop]))
+            at, last = stop + 2, not size
+        else:
+            self._check_line(at)
+        del buffer[:at]
+        return b"".join(parts), last
+
+    def _plain(self, head: _Head) -> tuple[bytes, bool]:
+        """The body, once it is there whole."""
+        if not self._ended if head.length is None else len(self._buffer) < head.length:
+            return b"", False
+        body = bytes(self._buffer[: head.length])
+        del self._buffer[: head.length]
+        return body, True
+
+    async def _line(self, end: bytes) -> bytes:
+        while (at := self._buffer.find(end)) < 0:
+            self._check_line(0)
+            await self._more()
+        line = bytes(self._buffer[:at])
+        del self._buffer[: at + len(end)]
+        return line
+
+    def _check_line(self, start: int) -> None:
+        if len(self._buffer) - start > _LONGEST_LINE:
+            raise ValueError(f"a line of more than {_LONGEST_LINE} bytes")
+
+    async def _more(self) -> None:
+        """Wait until more has arrived. Raises ConnectionError when nothing will."""
+        if self._ended:
+            raise ConnectionError("the stream broke off: the connection was closed")
+        if self._paused:
+            self._paused = False
+            self._transport.resume_reading()
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
 
 
 class StreamConnections:
@@ -103,17 +199,20 @@ class StreamConnections:
         self._idle: list[StreamConnection] = []
         self._open: set[StreamConnection] = set()
 
-    @asynccontextmanager
-    async def post(self, path: str, body: bytes) -> AsyncIterator[AsyncGenerator[bytes, None]]:
-        """The body of the answer. Raises OSError, TimeoutError, and what `answer` raises."""
+    async def post(self, path: str, body: bytes) -> AsyncGenerator[bytes, None]:
+        """The body of the answer, in parts.
+
+        Raises OSError, TimeoutError, BadReport (Refusal), ConnectionError.
+        """
         head = f"POST /{path} HTTP/1.1\r\n{self._head}Content-Length: {len(body)}\r\n\r\n"
         while self._idle and not self._idle[-1].reusable:
             self._idle.pop().close()
         connection = self._idle.pop() if self._idle else await self._connected()
         self._open.add(connection)
         try:
-            async with aclosing(connection.answer(head.encode("latin-1") + body)) as answer:
-                yield answer
+            connection.send(head.encode("latin-1") + body)
+            while (part := await connection.part()) is not None:
+                yield part
         finally:
             if connection in self._open and connection.reusable:
                 self._idle.append(connection)
@@ -129,11 +228,14 @@ class StreamConnections:
         self._idle.clear()
 
     async def _connected(self) -> StreamConnection:
+        loop = asyncio.get_running_loop()
         async with asyncio.timeout(CONNECT_SECONDS):
-            reader, writer = await asyncio.open_connection(self._host, self._port)
-        opened = writer.get_extra_info("socket")
+            transport, connection = await loop.create_connection(
+                StreamConnection, self._host, self._port
+            )
         # A host that is gone ends no connection by itself.
+        opened = transport.get_extra_info("socket")
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         # A name is looked up once, and not for each of thousands of streams.
-        self._host = writer.get_extra_info("peername")[0]
-        return StreamConnection(reader, writer)
+        self._host = transport.get_extra_info("peername")[0]
+        return connection
