@@ -23,7 +23,6 @@ import argparse
 import asyncio
 import contextlib
 import datetime
-import gc
 import os
 import pickle
 import platform
@@ -52,6 +51,7 @@ from megatron_async.engines.actor import ActorCalls
 from megatron_async.engines.interface import EngineClient
 from megatron_async.engines.relay import Pace, RelayedEngine, StreamRelay
 from megatron_async.engines.sglang.client import SGLangClient
+from megatron_async.garbage import search_rarely
 from megatron_async.rollout.manager import ResumePoint, RolloutManager
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.tasks.scorer_count import ScorerCount
@@ -119,7 +119,7 @@ class Relays:
 
     def __init__(self) -> None:
         self._relays: dict[str, StreamRelay] = {}
-        gc.freeze()  # as an engine's actor does
+        search_rarely()  # as an engine's actor does
 
     async def serve(self, engine_id: str, url: str, settings: EngineConfig, chunk: int) -> None:
         self._relays[engine_id] = StreamRelay(SGLangClient(engine_id, url, settings), chunk)
@@ -314,7 +314,7 @@ async def _tick(phase: Phase) -> None:
 async def measure(run: Run, streams: int, seconds: float) -> Figures:
     """Submit, run, abort all, submit again, end."""
     await run.manager.start()
-    gc.freeze()  # as the manager's actor does
+    search_rarely()  # as the manager's actor does
     await run.manager.attach(ResumePoint(0))
     ids = await run.stop_generation(0)
     async with run.phase("first submit"):

@@ -19,6 +19,7 @@ ROOMS = (
     "disk",
     "file_lock",
     "file_system",
+    "garbage",
     "import_path",
     "shipped",
     "config",

@@ -10,7 +10,6 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import pickle
 from collections.abc import Sequence
@@ -29,6 +28,7 @@ from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.engines.sglang.process import SGLangProcess, resolve_device
 from megatron_async.engines.token_report import TokenReport
 from megatron_async.errors import ComponentFailure, ProcessKilled, one_line
+from megatron_async.garbage import search_rarely
 from megatron_async.weight_sync.seats import gpus_of
 
 _CALL_SECONDS = 30.0
@@ -82,7 +82,7 @@ class EngineHost:
         """Relay the streams of the server at `url`."""
         client = SGLangClient(self._engine_id, url, self._settings)
         self._relay = StreamRelay(client, self._chunk_tokens)
-        gc.freeze()  # as in the manager: what was imported lives on
+        search_rarely()
         return url
 
     async def alive(self) -> bool:

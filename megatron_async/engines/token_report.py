@@ -72,6 +72,7 @@ class TokenReport:
     def items(self) -> Iterator[tuple[int, Item]]:
         """Return the chunks that `of` was given."""
         start, messages = 0, iter(self.messages)
+        versions: dict[tuple[int, int], PolicyVersion] = {}  # one object for thousands of chunks
         for stream, count, lineage, number, end in self.runs_R5.tolist():
             if end >= _FIRST_FAILURE:
                 yield stream, _FAILURES[end - _FIRST_FAILURE](next(messages))
@@ -83,7 +84,7 @@ class TokenReport:
                 TokenChunk(
                     self.token_ids_T[part],
                     self.logprobs_T[part],
-                    PolicyVersion(lineage, number),
+                    versions.setdefault((lineage, number), PolicyVersion(lineage, number)),
                     _ENDS[end],
                 ),
             )

@@ -10,7 +10,6 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 from pathlib import Path
 from typing import Any, Final
@@ -18,6 +17,7 @@ from typing import Any, Final
 import ray
 
 from megatron_async.disk import naming_disk_errors
+from megatron_async.garbage import search_rarely
 
 NAMESPACE: Final = "megatron_async"
 MANAGER_NAME: Final = "rollout_manager"
@@ -83,7 +83,7 @@ class ManagerActor:
             events_directory=directory.events if config.telemetry.record_events else None,
         )
         await self._manager.start()
-        gc.freeze()  # what was imported lives on; each look through it took a tenth of a second
+        search_rarely()
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """Any method of the manager, once it has started."""

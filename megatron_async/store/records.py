@@ -47,13 +47,14 @@ class SupersededRequest(ValueError):
     """A request that is not the current one of its trajectory wanted to change it."""
 
 
-@dataclass
+@dataclass(slots=True)
 class _GrowingSegment:
     version: PolicyVersion
     engine_id: str
     from_environment: bool
     tokens: list[IntArray] = field(default_factory=list)
     logprobs: list[FloatArray] = field(default_factory=list)
+    length: int = 0
 
     def frozen(self) -> Segment:
         """The tokens so far; what was many arrays becomes one."""
@@ -96,7 +97,12 @@ class TrajectoryRecord:
         if segments is not None:
             self._segments = [
                 _GrowingSegment(
-                    s.version, s.engine_id, s.from_environment, [s.token_ids], [s.logprobs]
+                    s.version,
+                    s.engine_id,
+                    s.from_environment,
+                    [s.token_ids],
+                    [s.logprobs],
+                    len(s.token_ids),
                 )
                 for s in segments
             ]
@@ -197,7 +203,7 @@ class TrajectoryRecord:
     def response_end(self) -> tuple[int, int | None]:
         """Length of the response in memory, and its last token if the policy made it."""
         segments = self._segments or []
-        length = sum(len(part) for segment in segments for part in segment.tokens)
+        length = sum([segment.length for segment in segments])
         if not length or segments[-1].from_environment:
             return length, None
         return length, int(segments[-1].tokens[-1][-1])
@@ -212,6 +218,7 @@ class TrajectoryRecord:
         last = self._segments[-1]
         last.tokens.append(tokens)
         last.logprobs.append(logprobs)
+        last.length += len(tokens)
         self._buffer.append((tokens, logprobs))
         self.buffered += len(tokens)
 

@@ -196,9 +196,8 @@ class TrajectoryStore:
 
     def _turn(self, record: TrajectoryRecord, state: TrajectoryState) -> None:
         self._move(record, state)
-        self._flush(record)
+        self._flush(record, with_row=True)
         record.close_segment()
-        self._put(record)
 
     def append(
         self,
@@ -228,10 +227,10 @@ class TrajectoryStore:
                 self.end(trajectory_id, end)
             return
         now = time.monotonic()
-        version = PolicyVersion(int(version[0]), int(version[1]))
         if not record.continues(version, engine_id, from_environment):
             self._flush(record)
-            record.begin_segment(version, engine_id, from_environment)
+            author = PolicyVersion(int(version[0]), int(version[1]))
+            record.begin_segment(author, engine_id, from_environment)
         if not record.buffered:
             self._due[trajectory_id] = now
         record.add(tokens, values)
