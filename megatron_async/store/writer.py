@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +26,7 @@ from megatron_async.disk import reason
 from megatron_async.errors import ComponentFailure
 from megatron_async.file_lock import FileLock
 from megatron_async.store import schema as schema
-from megatron_async.store.schema import TABLES, Row
+from megatron_async.store.schema import Row
 
 _ROWS_PER_INSERT = 250  # one GIL hand-over for this many rows
 _LINGER_SECONDS = 0.005  # gathers small writes into one transaction when nobody waits for it
@@ -281,12 +281,14 @@ class StoreWriter:
                 connection.execute("PRAGMA synchronous=FULL")
             connection.execute("BEGIN IMMEDIATE")
             insert_chunks(connection, pending.chunks)
+            by_table: dict[str, list[Row]] = {}
             for (table, _), row in pending.rows.items():
-                connection.execute(replace_statement(table), row)
+                by_table.setdefault(table, []).append(row)
+            progress = schema.sealed("progress", (1, self.position + 1))
+            for table, rows in (*by_table.items(), ("progress", [progress])):
+                _insert(connection, f"INSERT OR REPLACE INTO {table}", rows)
             for statement, parameters in pending.statements:
                 connection.execute(statement, parameters)
-            progress = schema.sealed("progress", (1, self.position + 1))
-            connection.execute(replace_statement("progress"), progress)
             connection.execute("COMMIT")
             if pending.durable:
                 connection.execute("PRAGMA synchronous=NORMAL")
@@ -322,18 +324,19 @@ class StoreWriter:
                 future.set_exception(self._failure())
 
 
-def replace_statement(table: str) -> str:
-    """Insert or overwrite one whole row."""
-    return f"INSERT OR REPLACE INTO {table} VALUES ({', '.join('?' * len(TABLES[table]))})"
+def insert_chunks(connection: sqlite3.Connection, rows: Sequence[Row]) -> None:
+    """Append sealed chunk rows (without their automatic key)."""
+    _insert(
+        connection, f"INSERT INTO chunks ({', '.join(schema.column_names('chunks')[1:])})", rows
+    )
 
 
-def insert_chunks(connection: sqlite3.Connection, rows: list[Row]) -> None:
-    """Append sealed chunk rows (without their automatic key), many for each statement."""
-    columns = ", ".join(schema.column_names("chunks")[1:])
-    one = f"({', '.join('?' * (len(TABLES['chunks']) - 1))})"
+def _insert(connection: sqlite3.Connection, into: str, rows: Sequence[Row]) -> None:
+    """Many rows for each statement, which begins with `into`."""
     for start in range(0, len(rows), _ROWS_PER_INSERT):
         part = rows[start : start + _ROWS_PER_INSERT]
+        one = f"({', '.join('?' * len(part[0]))})"
         connection.execute(
-            f"INSERT INTO chunks ({columns}) VALUES {', '.join([one] * len(part))}",
+            f"{into} VALUES {', '.join([one] * len(part))}",
             [value for row in part for value in row],
         )
