@@ -10,6 +10,7 @@ spread over `--stubs` processes. With `--direct` the manager reads the streams i
 - submit: from the publication of weights until every request has brought its first token.
 - steady: `--seconds` of nothing but tokens. CPU time is of whole processes, all threads, and is
   given as the share of a core that the full rate of tokens takes: on a busy machine fewer may come.
+  That of the engines' processes stands beside it, because they share the cores.
 - abort all: from the request of an update until no request runs (`schedule.preset: copris`).
 - loop: the longest that the manager's event loop did not turn: by the clock, and in CPU time of its
   thread, which is what other processes on the machine do not add to.
@@ -190,6 +191,7 @@ class Phase:
     wall: float = 0.0
     manager: float = 0.0
     actors: float = 0.0
+    engines: float = 0.0
     tokens: int = 0
     loop_wall: float = 0.0
     loop_cpu: float = 0.0
@@ -229,7 +231,8 @@ class Run:
     async def phase(self, name: str) -> Any:
         """Measures what is done within."""
         phase = self.figures.phases[name] = Phase(name)
-        actors, tokens = await self._actor_seconds(), self.tokens
+        actors, engines = await self._actor_seconds(), (await self._engines())[1]
+        tokens = self.tokens
         ticker = asyncio.create_task(_tick(phase))
         wall, manager = time.perf_counter(), time.process_time()
         yield
@@ -238,6 +241,7 @@ class Run:
         ticker.cancel()
         phase.tokens = self.tokens - tokens
         phase.actors = await self._actor_seconds() - actors
+        phase.engines = (await self._engines())[1] - engines
         print(phase, file=sys.stderr)
 
     async def _actor_seconds(self) -> float:
@@ -267,12 +271,20 @@ class Run:
                     answer.raise_for_status()
         await self.manager.end_update(0, number, engine_ids, False)
 
-    async def finish(self) -> Figures:
-        """Stop, and compare what engines reported with what is stored. Raises ValueError."""
+    async def _engines(self) -> tuple[int, float]:
+        """Tokens that they have reported, and the CPU time of their processes."""
+        reported, seconds = 0, {}
         async with aiohttp.ClientSession() as http:
             for url in self._urls:
                 async with http.get(f"{url}/stub") as answer:
-                    self.figures.reported += (await answer.json())["reported"]
+                    stub = await answer.json()
+                reported += stub["reported"]
+                seconds[stub["process"]] = stub["cpu_seconds"]
+        return reported, sum(seconds.values())
+
+    async def finish(self) -> Figures:
+        """Stop, and compare what engines reported with what is stored. Raises ValueError."""
+        self.figures.reported = (await self._engines())[0]
         session = self.manager._session
         assert session is not None
         self.figures.warnings = dict(session.driver.statistics.warnings)
@@ -338,18 +350,17 @@ def rows_of(figures: Figures, wanted: float) -> list[tuple[str, ...]]:
     """`wanted`: tokens a second of the full rate."""
     rows = []
     for phase in figures.phases.values():
-        share, total = f"{phase.manager:.2f} s", f"{phase.manager + phase.actors:.2f} s"
+        times = [phase.manager, phase.manager + phase.actors, phase.engines]
+        shares = [f"{seconds:.2f} s" for seconds in times]
         if phase.name == "steady":
             full = wanted / max(phase.tokens, 1)
-            share = f"{100 * phase.manager * full:.1f} %"
-            total = f"{100 * (phase.manager + phase.actors) * full:.1f} %"
+            shares = [f"{100 * seconds * full:.1f} %" for seconds in times]
         rows.append(
             (
                 phase.name,
                 f"{phase.wall:.2f} s",
                 f"{phase.tokens / phase.wall:,.0f}",
-                share,
-                total,
+                *shares,
                 f"{1e3 * phase.loop_wall:.0f} ms",
                 f"{1e3 * phase.loop_cpu:.0f} ms",
             )
@@ -398,7 +409,16 @@ def main() -> None:
         if not arguments.direct:
             ray.shutdown()
     wanted = arguments.streams * arguments.rate
-    header = ("part", "took", "tokens/s", "manager CPU", "with actors", "loop", "loop, CPU")
+    header = (
+        "part",
+        "took",
+        "tokens/s",
+        "manager CPU",
+        "with actors",
+        "stub CPU",
+        "loop",
+        "loop, CPU",
+    )
     load = os.getloadavg()[0]
     text = (
         f"{arguments.streams:,} streams over {arguments.engines} engines, full rate "

@@ -10,7 +10,8 @@ Invariants
 - A response counts on from the last token of the request's input (modulo `VOCABULARY`), and a
   token's log-prob is a function of the token: whoever has a response can check every token of it.
 - What is aborted or reaches `max_new_tokens` ends with a last report that holds all tokens so far.
-- `GET /stub` returns how many requests run and how many tokens were ever reported.
+- `GET /stub` returns how many requests run, how many tokens were ever reported, and the CPU time
+  of the process.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import argparse
 import asyncio
 import heapq
 import itertools
+import os
 import random
 import sys
 import time
@@ -120,7 +122,8 @@ class Stub:
             case "/model_info":
                 return {"weight_version": self.version}
             case "/stub":
-                return {"running": len(self.running), "reported": self.reported}
+                used = {"process": os.getpid(), "cpu_seconds": time.process_time()}
+                return {"running": len(self.running), "reported": self.reported, **used}
         return {}
 
 
