@@ -2,7 +2,8 @@
 
 Invariants
 - Every event reaches the scheduler through `_feed`, one at a time, on the event loop; its actions
-  are carried out in order. Nothing else changes the scheduler.
+  are carried out in order. Nothing else changes the scheduler. Requests that end early in one turn
+  of the loop are one event, which nothing but tokens of others overtakes.
 - Pausing, allowing an update and resuming are carried out one after the other, never at once.
 - A stale engine (new, restarted, or one that missed an update) serves nothing: it is `EngineUp`
   only when it holds the current version.
@@ -72,6 +73,7 @@ class RolloutDriver:
         self._clock = AwakeClock()
         self._slots: dict[str, EngineSlot] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._aborted: list[tuple[int]] = []
         self._control: asyncio.Queue[ev.Action] = asyncio.Queue()
         self._batches: asyncio.Queue[TokenBatch] = asyncio.Queue()
         self._allowed: dict[int, asyncio.Event] = {}
@@ -162,9 +164,7 @@ class RolloutDriver:
         slot = self._slots.get(engine_id)
         if slot is None:
             return
-        self.statistics.warned("engine_failed", why)
-        self.statistics.engine_lost(engine_id)
-        self._generation.forget_engine(slot)
+        self._forget(slot, "engine_failed", why)
         del self._slots[engine_id]
         if slot.up:
             self._feed(ev.EngineDown(engine_id))
@@ -178,13 +178,17 @@ class RolloutDriver:
         slot = self._slots.get(engine_id)
         if slot is None:
             return
-        self.statistics.warned("engine_stale", why)
-        self.statistics.engine_lost(engine_id)
-        self._generation.forget_engine(slot)
+        self._forget(slot, "engine_stale", why)
         self._slots[engine_id] = EngineSlot(slot.client, self._clock)
         if slot.up:
             self._feed(ev.EngineDown(engine_id))
         self._stale.set()
+
+    def _forget(self, slot: EngineSlot, warning: str, why: str) -> None:
+        self.statistics.warned(warning, why)
+        self.statistics.engine_lost(slot.engine_id)
+        self._step_aborted()  # what it submits to this engine is forgotten with all that runs there
+        self._generation.forget_engine(slot)
 
     def stale_engines(self) -> list[EngineClient]:
         """Engines that do not hold the current version."""
@@ -332,6 +336,25 @@ class RolloutDriver:
     # ------------------------------------------------------------ scheduler in the middle
 
     def _feed(self, event: ev.Event) -> None:
+        if isinstance(event, ev.Aborted):
+            if not self._aborted:
+                self.spawn(self._feed_aborted())
+            self._aborted.append((event.trajectory_id,))
+            return
+        if not isinstance(event, ev.TokensArrived):  # which is of others: these have ended
+            self._step_aborted()
+        self._step(event)
+
+    async def _feed_aborted(self) -> None:
+        self._step_aborted()
+
+    def _step_aborted(self) -> None:
+        """What has ended early in this turn of the event loop: at a boundary hundreds do."""
+        if self._aborted:
+            ended, self._aborted = self._aborted, []
+            self._step(ev.ManyAborted(tuple(ended)) if len(ended) > 1 else ev.Aborted(*ended[0]))
+
+    def _step(self, event: ev.Event) -> None:
         if self._recorder is None:
             actions = self._scheduler.step(event)
         else:

@@ -138,7 +138,7 @@ class ManyAborted:
 
     `requests`: trajectory id, then count and version of each run of tokens. It means exactly
     `TokensArrived` for each run and then `Aborted`, request by request in this order. A boundary
-    ends thousands at once, for which one event is much cheaper; the simulator uses it.
+    ends thousands at once, for which one event is much cheaper.
     """
 
     requests: tuple[tuple[int, ...], ...]

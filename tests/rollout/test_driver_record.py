@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,8 @@ def test_a_long_run_keeps_the_newest_steps_and_replays_them(
     names = [path.name for path in record_files(tmp_path / "events").values()]
     assert len(names) == 5 and "0.jsonl" not in names
     replay_command(tmp_path, None, timeline=True)
+    exchanges = [e for name in names for e in read_record(tmp_path / "events" / name)[1]]
+    assert ev.ManyAborted in {type(exchange.event) for exchange in exchanges}
     output = capsys.readouterr().out
     assert output.count("from a snapshot after") == output.count("same actions for") == 5
     assert "batch 9 emitted" in output and "batch 0 emitted" not in output
@@ -89,3 +92,46 @@ async def one_batch(manager: RolloutManager, engines: Engines) -> None:
     await manager.verify_update(0, 0, None, False)
     with pytest.raises(LookupError):
         await manager.next_batch(0)
+
+
+def test_requests_that_end_early_in_one_turn_are_one_event(tmp_path: Path) -> None:
+    """It comes before all that may follow from their end, and after it none of them is heard of."""
+    manager, seen = manager_of(tmp_path, settings("copris"), Engines()), list[ev.Event]()
+
+    async def body() -> None:
+        await manager.start()
+        await manager.attach(ResumePoint(0))
+        driver = manager._driver
+        driver._step = lambda event: seen.append(event)  # type: ignore[method-assign]
+        for event in (ev.Aborted(1), ev.TokensArrived(3, 5, 0), ev.Aborted(2), ev.EngineDown("a")):
+            driver._feed(event)
+        driver._feed(ev.Aborted(4))
+        await asyncio.sleep(0)
+        await manager.stop()
+
+    run(body())
+    assert seen == [
+        ev.TokensArrived(3, 5, 0),
+        ev.ManyAborted(((1,), (2,))),
+        ev.EngineDown("a"),
+        ev.Aborted(4),
+    ]
+
+
+def test_what_has_ended_early_is_reported_before_its_engine_is_lost(tmp_path: Path) -> None:
+    """Else the scheduler would submit to an engine that is not there any more."""
+    manager, seen = manager_of(tmp_path, settings("copris"), Engines()), list[object]()
+
+    async def body() -> None:
+        await manager.start()
+        await manager.attach(ResumePoint(0))
+        driver = manager._driver
+        engine_id = next(iter(driver._slots))
+        driver._slots[engine_id].up = True
+        driver._step = lambda event: seen.append((event, engine_id in driver._slots))  # type: ignore[method-assign]
+        driver._feed(ev.Aborted(1))
+        driver.engine_failed(engine_id, "a test")
+        await manager.stop()
+        assert seen == [(ev.Aborted(1), True), (ev.EngineDown(engine_id), False)]
+
+    run(body())

@@ -57,6 +57,6 @@ def test_together_they_hold_every_event_and_action_that_a_live_run_has() -> None
         for exchange in exchanges:
             seen |= {type(exchange.event), *map(type, exchange.actions)}
     everything = {*typing.get_args(ev.Event), *typing.get_args(ev.Action)}
-    # ManyAborted is the simulator's; `test_many_aborted.py` compares it with one by one. Engines
+    # ManyAborted: `test_many_aborted.py` compares it with one by one. Engines
     # refuse nothing there (`test_refused.py`).
     assert everything - seen == {ev.ManyAborted, ev.Refused}

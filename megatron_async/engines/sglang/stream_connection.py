@@ -51,6 +51,8 @@ class _Head:
         fields = (line.partition(":") for line in lines)
         headers = {name.lower(): value.strip().lower() for name, _, value in fields}
         length = headers.get("content-length")
+        if length is not None and not length.isdecimal():
+            raise ValueError(f"a body of {length!r} bytes")
         return cls(
             int(rest[:3]),
             headers.get("transfer-encoding") == "chunked",
@@ -99,7 +101,7 @@ class StreamConnection(asyncio.Protocol):
     @property
     def reusable(self) -> bool:
         """Return whether the last answer was whole and another request may be sent now."""
-        quiet = not self._ended and not self._buffer
+        quiet = not (self._ended or self._paused or self._buffer)
         return quiet and time.monotonic() < self._reusable_until
 
     def send(self, request: bytes) -> None:
@@ -143,7 +145,11 @@ class StreamConnection(asyncio.Protocol):
     def _chunks(self) -> tuple[bytes, bool]:
         """The whole chunks that are there, and whether the last one is among them."""
         buffer, at, parts, last = self._buffer, 0, [], False
-        while not last and (line := buffer.find(b"\r\n", at)) >= 0:
+        while not last:
+            line = buffer.find(b"\r\n", at)
+            if line < 0:
+                self._check_line(at)
+                break
             size = int(buffer[at:line].partition(b";")[0], 16)
             start, stop = line + 2, line + 2 + size
             if len(buffer) < stop + 2:
@@ -152,8 +158,6 @@ class StreamConnection(asyncio.Protocol):
                 raise ValueError(f"a chunk of {size} bytes that does not end there")
             parts.append(bytes(buffer[start:stop]))
             at, last = stop + 2, not size
-        else:
-            self._check_line(at)
         del buffer[:at]
         return b"".join(parts), last
 
