@@ -37,7 +37,7 @@ _LONGEST_PAUSE_SECONDS = 0.1
 _PAUSE_PER_STREAM_SECONDS = 25e-6  # 4,096 streams: the longest pause
 _PAUSE_PER_ENGINE_SECONDS = 10e-3  # a message takes the manager about half a millisecond
 _PAUSE_OF_ABORTS_SECONDS = 10e-3  # an update waits for their ends
-_MOST_ITEMS = 256  # of a report
+_MOST_ITEMS = 1024  # of a report: 64 tokens of each are half a megabyte
 _ITEMS_IN_A_TURN = 64  # of the manager's event loop
 _MOST_STARTED = 256  # in one call
 _NEWS_SECONDS = 5.0
@@ -236,9 +236,9 @@ class RelayedEngine(ForwardingClient):
         """End these requests; each stream ends with a chunk of `end="abort"`."""
         if self._sending is not None:
             await asyncio.wait([self._sending])  # an abort that comes first is lost
-        await self._relay.abort(request_ids)
         self._aborted |= self._running.intersection(request_ids)
-        self._hurried.set()
+        self._hurried.set()  # first: ends come before the engine's own answer does
+        await self._relay.abort(request_ids)
 
     async def close(self) -> None:
         """Release connections (not the server)."""
