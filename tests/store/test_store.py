@@ -77,6 +77,32 @@ def test_a_trajectory_comes_back_as_it_was_written(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+def test_hundreds_of_requests_that_end_at_once_are_written_whole(tmp_path: Path) -> None:
+    """More rows than one statement has."""
+
+    async def scenario() -> None:
+        store = TrajectoryStore.open(tmp_path / STORE)
+        groups = [store.add_group(prompt(i), 8) for i in range(90)]
+        ids = [t.trajectory_id for group in groups for t in group.trajectories]
+        for i in ids:
+            store.begin_request(i)
+            append(store, i, 0, 1 + i % 3)
+        for i in ids:
+            assert store.response_end(i) == (1 + i % 3, expected(i, 1 + i % 3)[-1])
+            store.end_request(current(store, i))
+        await store.close()
+
+        again = TrajectoryStore.open(tmp_path / STORE, lineage=1)
+        for trajectory in [t for group in again.unconsumed_groups() for t in group.trajectories]:
+            i = trajectory.trajectory_id
+            assert (trajectory.state, response(trajectory)) == (S.PARTIAL, expected(i, 1 + i % 3))
+            assert again.response_end(i) == (1 + i % 3, expected(i, 1 + i % 3)[-1])
+        assert again.counts()[S.PARTIAL] == len(ids)
+        await again.close()
+
+    asyncio.run(scenario())
+
+
 def test_a_request_that_goes_on_later_is_a_new_segment(tmp_path: Path) -> None:
     async def scenario() -> None:
         store = TrajectoryStore.open(tmp_path / STORE)
