@@ -211,6 +211,7 @@ def test_a_connection_is_used_again_after_a_whole_answer_and_only_then() -> None
         assert served == [2, 1], "the server may be closing the old one"
         async with aclosing(connections.post("generate", b"{}")) as parts:
             await anext(parts)
+        assert not connections._idle, "it is closed at once, so that the engine ends the request"
         await ask()
         assert served == [*UNREAD, 1], "what is left of an answer is not the next one's"
         connections.close()
