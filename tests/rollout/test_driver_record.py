@@ -94,6 +94,31 @@ async def one_batch(manager: RolloutManager, engines: Engines) -> None:
         await manager.next_batch(0)
 
 
+def test_a_resume_reports_all_recovered_groups_before_anything_follows(tmp_path: Path) -> None:
+    """One after the other, a batch would be emitted while an older group is not known yet."""
+    config = settings("async")
+
+    async def body() -> None:
+        trainer = Trainer(tmp_path, config)
+        await trainer.manager.start()
+        await trainer.begin(ResumePoint(0))
+        await trainer.batch()
+        await trainer.publish(0, 1)
+        position = (await trainer.manager.position(0))["store_position"]
+        await trainer.manager.checkpoint_finalised(0, 1, [1])
+        await trainer.batch()
+        await trainer.manager.stop()
+        trainer = Trainer(tmp_path, config)
+        await trainer.manager.start()
+        await trainer.begin(ResumePoint(1, 1, parent=0, store_position=position))
+        await trainer.manager.stop()
+
+    run(body())
+    events = [exchange.event for exchange in read_record(tmp_path / "events" / "1.jsonl")[1]]
+    (found,) = [event for event in events if isinstance(event, ev.Recovered)]
+    assert events[0] == found and len(found.groups) > 1
+
+
 def test_requests_that_end_early_in_one_turn_are_one_event(tmp_path: Path) -> None:
     """It comes before all that may follow from their end, and after it none of them is heard of."""
     manager, seen = manager_of(tmp_path, settings("copris"), Engines()), list[ev.Event]()
