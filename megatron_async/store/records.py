@@ -97,12 +97,7 @@ class TrajectoryRecord:
         if segments is not None:
             self._segments = [
                 _GrowingSegment(
-                    s.version,
-                    s.engine_id,
-                    s.from_environment,
-                    [s.token_ids],
-                    [s.logprobs],
-                    len(s.token_ids),
+                    s.version, s.engine_id, s.from_environment, [s.token_ids], [s.logprobs], len(s)
                 )
                 for s in segments
             ]

@@ -17,9 +17,8 @@ import asyncio
 import socket
 import time
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
 from http.client import OK
-from typing import Self, cast
+from typing import cast
 from urllib.parse import urlsplit
 
 from megatron_async.engines.sglang.stream import BadReport, refusal_of
@@ -32,45 +31,13 @@ _LONGEST_LINE = 1 << 16
 _MOST_UNREAD = 1 << 17
 
 
-@dataclass(frozen=True, slots=True)
-class _Head:
-    """Of an answer. `length` of its body; None: chunks (`chunked`), or up to the end."""
-
-    status: int
-    chunked: bool
-    length: int | None
-    keeps_open: bool
-
-    @classmethod
-    def of(cls, text: str) -> Self:
-        """Raises ValueError."""
-        first, *lines = text.split("\r\n")
-        protocol, _, rest = first.partition(" ")
-        if not protocol.startswith("HTTP/1."):
-            raise ValueError(repr(first[:40]))
-        fields = (line.partition(":") for line in lines)
-        headers = {name.lower(): value.strip().lower() for name, _, value in fields}
-        length = headers.get("content-length")
-        if length is not None and not length.isdecimal():
-            raise ValueError(f"a body of {length!r} bytes")
-        return cls(
-            int(rest[:3]),
-            headers.get("transfer-encoding") == "chunked",
-            None if length is None else int(length),
-            protocol == "HTTP/1.1" and headers.get("connection") != "close",
-        )
-
-
 class StreamConnection(asyncio.Protocol):
     """Brings the answers to one request after the other."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
         self._waiter: asyncio.Future[None] | None = None
-        self._ended = False
-        self._paused = False
-        self._head: _Head | None = None
-        self._whole = False
+        self._ended = self._paused = False
         self._reusable_until = 0.0
 
     # ------------------------------------------------------------ called by the event loop
@@ -106,7 +73,7 @@ class StreamConnection(asyncio.Protocol):
 
     def send(self, request: bytes) -> None:
         """Begin with the next request."""
-        self._head, self._whole, self._reusable_until = None, False, 0.0
+        self._status, self._whole, self._reusable_until = 0, False, 0.0
         self._transport.write(request)
 
     async def part(self) -> bytes | None:
@@ -115,14 +82,14 @@ class StreamConnection(asyncio.Protocol):
         Raises BadReport (Refusal), ConnectionError.
         """
         try:
-            if self._head is None:
-                self._head = _Head.of((await self._line(b"\r\n\r\n")).decode("latin-1"))
-            if self._head.status == OK:
-                return await self._body(self._head)
+            if not self._status:
+                await self._head()
+            if self._status == OK:
+                return await self._body()
             body = b""
-            while (part := await self._body(self._head)) is not None:
+            while (part := await self._body()) is not None:
                 body += part
-            raise refusal_of(self._head.status, body.decode(errors="replace"))
+            raise refusal_of(self._status, body.decode(errors="replace"))
         except BadReport:
             raise
         except ValueError as error:
@@ -132,54 +99,65 @@ class StreamConnection(asyncio.Protocol):
         """End the connection, and with it the request at the server."""
         self._transport.abort()
 
-    async def _body(self, head: _Head) -> bytes | None:
-        data = b""
-        while not data and not self._whole:
-            data, self._whole = self._chunks() if head.chunked else self._plain(head)
-            if self._whole and head.keeps_open:
-                self._reusable_until = time.monotonic() + KEEP_ALIVE_SECONDS
-            if not data and not self._whole:
-                await self._more()
-        return data or None
+    async def _head(self) -> None:
+        """Read the head of an answer: its status, and how its body ends."""
+        while (end := self._find(b"\r\n\r\n", 0)) < 0:
+            await self._more()
+        first, *lines = self._buffer[:end].decode("latin-1").split("\r\n")
+        del self._buffer[: end + 4]
+        protocol, _, rest = first.partition(" ")
+        if not protocol.startswith("HTTP/1."):
+            raise ValueError(repr(first[:40]))
+        fields = (line.partition(":") for line in lines)
+        headers = {name.lower(): value.strip().lower() for name, _, value in fields}
+        length = headers.get("content-length", "")
+        if length and not length.isdecimal():
+            raise ValueError(f"a body of {length!r} bytes")
+        self._length = int(length) if length else None  # up to the end of the connection
+        self._chunked = headers.get("transfer-encoding") == "chunked"
+        self._keeps_open = protocol == "HTTP/1.1" and headers.get("connection") != "close"
+        self._status = int(rest[:3])
 
-    def _chunks(self) -> tuple[bytes, bool]:
-        """The whole chunks that are there, and whether the last one is among them."""
-        buffer, at, parts, last = self._buffer, 0, [], False
-        while not last:
-            line = buffer.find(b"\r\n", at)
-            if line < 0:
-                self._check_line(at)
-                break
+    async def _body(self) -> bytes | None:
+        while not self._whole:
+            data = self._chunks() if self._chunked else self._plain()
+            if self._whole and self._keeps_open:
+                self._reusable_until = time.monotonic() + KEEP_ALIVE_SECONDS
+            if data:
+                return data
+            if not self._whole:
+                await self._more()
+        return None
+
+    def _chunks(self) -> bytes:
+        """The whole chunks that are there."""
+        buffer, at, parts = self._buffer, 0, list[bytes]()
+        while not self._whole and (line := self._find(b"\r\n", at)) >= 0:
             size = int(buffer[at:line].partition(b";")[0], 16)
-            start, stop = line + 2, line + 2 + size
+            stop = line + 2 + size
             if len(buffer) < stop + 2:
                 break
             if size < 0 or buffer[stop : stop + 2] != b"\r\n":
                 raise ValueError(f"a chunk of {size} bytes that does not end there")
-            parts.append(bytes(buffer[start:stop]))
-            at, last = stop + 2, not size
+            parts.append(bytes(buffer[line + 2 : stop]))
+            at, self._whole = stop + 2, not size
         del buffer[:at]
-        return b"".join(parts), last
+        return b"".join(parts)
 
-    def _plain(self, head: _Head) -> tuple[bytes, bool]:
+    def _plain(self) -> bytes:
         """The body, once it is there whole."""
-        if not self._ended if head.length is None else len(self._buffer) < head.length:
-            return b"", False
-        body = bytes(self._buffer[: head.length])
-        del self._buffer[: head.length]
-        return body, True
+        length, there = self._length, len(self._buffer)
+        self._whole = self._ended if length is None else there >= length
+        body = bytes(self._buffer[:length]) if self._whole else b""
+        del self._buffer[: len(body)]
+        return body
 
-    async def _line(self, end: bytes) -> bytes:
-        while (at := self._buffer.find(end)) < 0:
-            self._check_line(0)
-            await self._more()
-        line = bytes(self._buffer[:at])
-        del self._buffer[: at + len(end)]
-        return line
-
-    def _check_line(self, start: int) -> None:
-        if len(self._buffer) - start > _LONGEST_LINE:
+    def _find(self, end: bytes, start: int) -> int:
+        """Where the line from `start` ends; -1: further on than what is there."""
+        at = self._buffer.find(end, start)
+        if at < 0 and len(self._buffer) - start > _LONGEST_LINE:
             raise ValueError(f"a line of more than {_LONGEST_LINE} bytes")
+        return at
 
     async def _more(self) -> None:
         """Wait until more has arrived. Raises ConnectionError when nothing will."""
