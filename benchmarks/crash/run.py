@@ -29,6 +29,7 @@ from benchmarks.crash.checks import Rules
 from benchmarks.crash.evidence import Seen, look
 from benchmarks.crash.ledger import Account, arrivals_file, faults_file
 from megatron_async.config import RunConfig
+from megatron_async.disk import json_lines
 from megatron_async.engines.simulated.server import engine_model
 from megatron_async.run_directory import RunDirectory
 from megatron_async.tasks.tiny_model import EOS_ID, TinyModel, build_tiny_model
@@ -212,18 +213,20 @@ class RunUnderFire:
         lines = read_metrics(self.directory.metrics_file)
         return int(lines[-1]["step"]) + 1 if lines else 0
 
-    def last_step_at(self) -> float:
-        """When the newest step was written, by the clock of `time.time`."""
-        lines = read_metrics(self.directory.metrics_file)
-        return max((line["time"] for line in lines), default=0.0)
+    def written(self) -> int:
+        """Steps that all lineages have written."""
+        file = self.directory.metrics_file
+        lines = json_lines(file.read_bytes()) if file.exists() else ()
+        return sum(line.get("kind") == "train" for line in lines)
 
     def wait_for_step(self, step: int) -> None:
         """Until so many steps are done."""
         self._wait(lambda: self.step() >= step, f"step {step}")
 
-    def wait_for_progress(self, since: float) -> None:
-        """Until a step has been made after `since`."""
-        self._wait(lambda: self.last_step_at() > since, "a further step")
+    def wait_for_progress(self) -> None:
+        """Until a further step has been made. Not by the run's clock, which may jump back."""
+        before = self.written()
+        self._wait(lambda: self.written() > before, "a further step")
 
     def _wait(self, condition: Callable[[], bool], what: str) -> None:
         assert self._process is not None
@@ -264,7 +267,7 @@ class RunUnderFire:
         arrivals = arrivals_file(self.directory.path)
         size = arrivals.stat().st_size if arrivals.exists() else 0
         if patient:
-            self.wait_for_progress(time.time())
+            self.wait_for_progress()
         self.kills.append(Kill(target, step, size, time.time() - began if patient else None))
 
     def hang(self, target: Target) -> psutil.Process:

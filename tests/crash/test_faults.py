@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import random
+import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -17,8 +22,10 @@ from benchmarks.crash.faults import (
     sequence,
 )
 from benchmarks.crash.processes import LONGER, Programme
+from benchmarks.crash.run import RunUnderFire
 from benchmarks.crash.world import Result
 from megatron_async.config import build_config
+from megatron_async.disk import append_json_lines
 
 
 def test_a_seed_is_a_sequence_and_another_seed_another_one() -> None:
@@ -69,6 +76,21 @@ def test_an_engine_is_excused_by_its_own_faults_alone(kind: object) -> None:
     assert excused([one], "http://h:1") is KINDS[name].sick
     assert excused([enough], "http://h:1") is (KINDS[name].sick or KINDS[name].requests)
     assert not excused([enough], "http://h:2")
+
+
+def test_a_step_is_progress_whatever_the_clock_of_the_run_says(tmp_path: Path) -> None:
+    """As after the fault "clock jumps back": the step is older than those before it."""
+    run = RunUnderFire({"root": str(tmp_path), "name": "r"}, random.Random(0), limit_seconds=20.0)
+    run._process = cast(Any, SimpleNamespace(poll=lambda: None))
+    file = run.directory.metrics_file
+    file.parent.mkdir()
+    append_json_lines(file, [{"kind": "train", "step": 0, "lineage": 0, "time": time.time()}])
+    more = [{"kind": kind, "step": 1, "lineage": 0, "time": 1.0} for kind in ("eval", "train")]
+    later = threading.Timer(0.3, append_json_lines, (file, more))
+    later.start()
+    run.wait_for_progress()
+    later.join()
+    assert run.written() == 2 and run.step() == 2
 
 
 def test_a_run_may_end_by_a_disk_and_by_nothing_else() -> None:

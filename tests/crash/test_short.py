@@ -9,7 +9,6 @@ other in one run, with two engines at first and with only one in its last life.
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -81,7 +80,7 @@ def test_a_run_on_real_engines_survives_the_failure_table(
     runs.append(run)
     run.start()
     hung = [run.hang("verifier"), run.hang("engine")]
-    run.wait_for_progress(time.time())
+    run.wait_for_progress()
     run.wait_until_killed(*hung)
     run.kill("engine")
     run.kill("verifier")

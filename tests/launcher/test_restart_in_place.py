@@ -9,7 +9,6 @@ import random
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -60,7 +59,7 @@ def test_a_second_resume_is_refused_and_the_run_goes_on_undisturbed(run: RunUnde
     ), done.stderr
     assert directory.config_file.read_text() == settings
     assert (directory.path / "lineage").read_text() == lineage
-    run.wait_for_progress(time.time())
+    run.wait_for_progress()
     assert {process.pid for process in run.processes("engine")} == engines
 
 
