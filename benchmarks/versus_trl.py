@@ -19,7 +19,7 @@ is what its user would start.
 What is counted. Start-up: until the first step begins, without evaluation. Seconds: the steps;
 what TRL evaluates in between is left out, what this system evaluates is counted, because
 generation goes on beside it. Tokens: those of responses. Accuracy: greedy, on the same held-out
-problems, every --every steps.
+problems, every --every steps; here it is that of the newest version that answered one of them.
 
 `short` has the quickstart's problems. `tail` has nine short ones to each long one, so that a group
 of answers of 190 tokens is in nearly every batch of answers of 30.
@@ -105,7 +105,8 @@ def train_here(config: RunConfig) -> Row:
         "step_seconds": [line["time/step"] for line in lines],
         "tokens": [line["rollout/tokens"] for line in lines],
         "rewards": [line["rollout/reward_mean"] for line in lines],
-        "accuracies": [[int(e["step"]), e["eval/accuracy"]] for e in evaluations],
+        # Answers come from the version that was due and from those that followed meanwhile.
+        "accuracies": [[int(e["eval/version_newest"]), e["eval/accuracy"]] for e in evaluations],
     }
 
 
