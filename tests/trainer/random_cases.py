@@ -41,6 +41,7 @@ _CLASSES = {
     "mixtral": ("mixtral", "MixtralConfig", "MixtralForCausalLM"),
     "qwen3_moe": ("qwen3_moe", "Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
 }
+_MOST_LAYERS, _KV_HEADS = 4, (1, 2, 4, 8)
 # Two router logits that are closer than this may be ranked differently in float32.
 _ROUTER_MARGIN = 1e-4
 
@@ -101,11 +102,16 @@ def _dealt(rng: random.Random, layouts: list[ParallelConfig]) -> Iterator[Parall
 
 
 def _layouts(ranks: int, *, experts: bool) -> list[ParallelConfig]:
-    """Every layout of a world of `ranks` that some model of this kind passes `check_layout` at."""
+    """Every layout of a world of `ranks` that some model of this kind passes `check_layout` at, up
+
+    to the layers and key/value heads that are drawn.
+    """
     sizes = [size for size in range(1, ranks + 1) if ranks % size == 0]
     willing = _architecture(_EXPERTS_EVERYWHERE if experts else _DENSE_EVERYWHERE)
     found = []
     for tensor, pipeline, expert, sequence in product(sizes, sizes, sizes, (False, True)):
+        if pipeline > _MOST_LAYERS or max(_KV_HEADS) % tensor:
+            continue
         settings = {
             "ranks": ranks,
             "tensor": tensor,
@@ -162,7 +168,7 @@ def _model_that_fits(
 
 
 def _draw_model(rng: random.Random, family: str) -> dict[str, Any]:
-    kv_heads = rng.choice((1, 2, 4, 8))
+    kv_heads = rng.choice(_KV_HEADS)
     heads = kv_heads * rng.choice((1, 2, 3))
     head_dim = rng.choice((4, 6, 8))
     settings: dict[str, Any] = {
@@ -170,7 +176,7 @@ def _draw_model(rng: random.Random, family: str) -> dict[str, Any]:
         # Some families want a multiple of the heads.
         "hidden_size": heads * (-(-12 // heads) + rng.randint(0, 2)),
         "intermediate_size": rng.randrange(16, 65),
-        "num_hidden_layers": rng.randint(1, 4),
+        "num_hidden_layers": rng.randint(1, _MOST_LAYERS),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "max_position_embeddings": 256,
