@@ -118,4 +118,4 @@ def _fields(settings: Settings, prefix: str) -> Iterator[Constant]:
         if isinstance(value, Settings):
             yield from _fields(value, f"{prefix}{name}.")
         else:
-            yield Constant(f"{prefix}{name}", value, field.description or "")
+            yield Constant(f"{prefix}{name}", value, " ".join((field.description or "").split()))
