@@ -118,10 +118,14 @@ def launch_run(
     check_probe_tolerance(config, "cuda" if cluster.gpus_per_node else "cpu")
     check_nodes(config, cluster.gpus_per_node)
     shared = config.engines.placement == "colocated"
+    run = ["--resume", str(resume)] if resume else ["--config", str(config_file)]
+    back_to = [] if from_step is None else ["--from-step", str(from_step)]
+    train = shlex.join(["megatron-async", "train", *run, *back_to, *overrides])
+    on_one_node = f"{_ONE_NODE} {cluster.gpus_per_node} {train}"
     if shared and not dry_run:
         raise UserError(
-            "engines.placement is colocated, and launch gives engines nodes of their own; on one "
-            "machine `megatron-async train` runs it, and --dry-run shows how"
+            "engines.placement is colocated, and launch gives engines nodes of their own; start "
+            f"the run on its one node by `{train}`, under Slurm by `{on_one_node}`"
         )
     notices = "".join(f"# note: {notice}\n" for notice in checked.notices)
     script = job_script(config, directory, cluster, rollout_nodes)
@@ -135,10 +139,7 @@ def launch_run(
         ]
         overview = "".join(f"# {line}\n" for line in shown)
         commands = script if slurm else by_hand(config, directory, rollout_nodes)
-        if shared:
-            run = ["--resume", str(resume)] if resume else ["--config", str(config_file)]
-            train = shlex.join(["megatron-async", "train", *run, *overrides])
-            commands = f"{_ONE_NODE} {cluster.gpus_per_node} {train}"
+        commands = on_one_node if shared else commands
         return f"{commands.rstrip()}\n\n{notices}{overview}"
     if slurm and shutil.which("sbatch") is None:
         raise UserError("--slurm: there is no sbatch on this machine; --dry-run shows the script")

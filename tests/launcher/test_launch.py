@@ -145,6 +145,9 @@ def test_a_dry_run_shows_which_engine_is_on_the_gpus_of_which_ranks(
     assert f"megatron-async train --config {settings} engines.placement=colocated" in command
     assert "2 of TP 4, colocated on the GPUs of trainer ranks 0+1+2+3, 4+5+6+7," in text
     assert "memory of a trainer GPU" in text
+    with pytest.raises(UserError) as refused:
+        launch_run(settings, None, overrides, GPUS, slurm=True, dry_run=False)
+    assert f"under Slurm by `{command}`" in str(refused.value), "what is to be done instead"
     assert not (tmp_path / "runs").exists()
 
 
