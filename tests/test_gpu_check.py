@@ -132,15 +132,14 @@ def test_the_trainers_checks_pass_a_rehearsal(name: str) -> None:
 
 @pytest.mark.slow
 def test_a_window_that_bfloat16_ignores_fails_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_async.trainer import attention
+    from megatron_async.trainer import attention_kernels
 
-    whole = attention._per_sequence
+    whole = attention_kernels._per_sequence
 
-    def wrong(query_THD: Any, *arguments: Any) -> Any:
-        *others, scale, window = arguments
-        ignored = query_THD.dtype is torch.bfloat16
-        return whole(query_THD, *others, scale, None if ignored else window)
+    def wrong(stream: Any) -> Any:
+        ignored = stream.query_THD.dtype is torch.bfloat16
+        return whole(stream._replace(window=None) if ignored else stream)
 
-    monkeypatch.setattr(attention, "_per_sequence", wrong)
+    monkeypatch.setattr(attention_kernels, "_per_sequence", wrong)
     result = run_here(named("trainer_window"), rehearse=True)
     assert result.status == "failed" and "bfloat16" in result.reason

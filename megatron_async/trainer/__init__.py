@@ -8,6 +8,7 @@
 - policy_model: GPTModel that ends in token log-probs, not logits.
 - layer_spec, hf_config: Megatron modules and configuration of an architecture.
 - attention, rope, norm, router, gemma_layers: modules that Megatron lacks or has for GPUs alone.
+- attention_kernels: the libraries that can attend over a packed stream, and the choice of one.
 - parallel: torch.distributed and Megatron's parallel state. replicas: copies that must be equal.
 - device: the device adapter, all that running on a CPU means. capabilities: TE, Apex, NCCL or not.
 - offload: device memory given away while engines generate, and taken back.

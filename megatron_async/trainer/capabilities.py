@@ -21,6 +21,7 @@ from megatron_async_kernels.backend import describe_backend, describe_loss
 from megatron_async.config.model import ModelConfig
 from megatron_async.errors import UserError
 from megatron_async.models.architecture import Architecture
+from megatron_async.trainer.attention_kernels import PER_SEQUENCE, choose_kernel, installed
 from megatron_async.trainer.device import has_cuda
 
 LayerBackend = Literal["local", "transformer_engine"]
@@ -37,6 +38,7 @@ class Capabilities:
     transformer_engine: str | None
     apex: str | None
     triton: str | None
+    attention: str = PER_SEQUENCE.name  # of local layers, in half precision
 
     @property
     def usable_transformer_engine(self) -> bool:
@@ -91,7 +93,7 @@ def _version_of(module: str, distribution: str, attribute: str | None = None) ->
         found = importlib.import_module(module)
         if attribute is not None and not hasattr(found, attribute):
             return f"broken: {module} has no {attribute}: not the package that is meant"
-    except (ImportError, OSError, RuntimeError) as error:
+    except (ImportError, OSError, RuntimeError, AssertionError) as error:
         return f"broken: {type(error).__name__}: {error}"
     try:
         return importlib.metadata.version(distribution)
@@ -103,6 +105,7 @@ def _version_of(module: str, distribution: str, attribute: str | None = None) ->
 def detect() -> Capabilities:
     """Return the libraries and devices of this machine."""
     cuda = has_cuda()
+    kernel = choose_kernel(installed(), half=True) if cuda else PER_SEQUENCE
     return Capabilities(
         torch=torch.__version__,
         megatron_core=importlib.metadata.version("megatron-core"),
@@ -112,6 +115,7 @@ def detect() -> Capabilities:
         # By its optimizers: PyPI's `apex` is a web toolkit.
         apex=_version_of("apex.optimizers", "apex", "FusedAdam"),
         triton=_version_of("triton", "triton"),
+        attention=kernel.name,
     )
 
 
@@ -129,13 +133,13 @@ def choose(
     engine = layers == "transformer_engine"
     if found.cuda is None:
         device = "CPU (no CUDA device); Megatron-core runs through the device adapter, gloo"
-        attention = "torch scaled_dot_product_attention, one call per sequence"
+        attention = PER_SEQUENCE.name
     else:
         device = f"{found.device_name} (CUDA {found.cuda}), NCCL"
         attention = (
             "Transformer Engine, packed"
             if engine
-            else "torch variable-length flash attention (float32: one call per sequence)"
+            else f"{found.attention} (float32: one call per sequence)"
         )
     if engine:
         optimizer = "Transformer Engine FusedAdam"

@@ -1,13 +1,17 @@
-"""How torch's variable-length attention is called, on each release that has it.
+"""Which attention a GPU gets, and how each library is called, in every release that is recorded.
 
-`tests/data/varlen_attn.json` holds the parameters of `varlen_attn` in torch 2.11 to 2.14, read from
-the published wheels.
+`tests/data/varlen_attn.json` holds the parameters of torch's `varlen_attn` in 2.11 to 2.14, read
+from the published wheels; `flash_attn.json` those of `flash_attn_varlen_func`, from its sources.
+What has no CPU kernel is a stand-in with the recorded signature: it reads its arguments as the
+library documents them, and computes with whole matrices.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
+from collections.abc import Callable, Mapping
+from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
@@ -15,59 +19,157 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_async.trainer.attention import packed_attention, varlen_call
-
-RELEASES: dict[str, dict[str, list[str]]] = json.loads(
-    (Path(__file__).parents[1] / "data" / "varlen_attn.json").read_text()
+from megatron_async.trainer.attention_kernels import (
+    PER_SEQUENCE,
+    Stream,
+    choose_kernel,
+    installed,
 )
-OLDEST = {"positional": RELEASES["2.11.0"]["positional"], "keyword": ["is_causal"]}
+
+DATA = Path(__file__).parents[1] / "data"
+VARLEN: dict[str, dict[str, list[str]]] = json.loads((DATA / "varlen_attn.json").read_text())
+FLASH: dict[str, list[str]] = json.loads((DATA / "flash_attn.json").read_text())
+TORCH, FLASH_ATTENTION, FLEX = (
+    "torch variable-length flash attention",
+    "FlashAttention",
+    "torch FlexAttention",
+)
 
 
-def stand_in(release: dict[str, list[str]]) -> Any:
-    """`varlen_attn` of a release: refuses what it does not know, computes the rest on the CPU."""
+def reference(stream: Stream) -> Tensor:
+    """Whole score matrices in float64, one entry's mask written out."""
+    query, key, value, borders, _, scale, window = stream
+    starts = [int(border) for border in borders]
+    sequence = [sum(token >= start for start in starts[1:]) for token in range(len(query))]
+    seen = torch.tensor(
+        [
+            [
+                sequence[q] == sequence[k] and k <= q and (window is None or q - k < window)
+                for k in range(len(query))
+            ]
+            for q in range(len(query))
+        ]
+    )
+    heads = []
+    for head in range(query.shape[1]):
+        shared = head // stream.group
+        scores = scale * query[:, head].double() @ key[:, shared].double().T
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(1)
+        heads.append(weights @ value[:, shared].double())
+    return torch.stack(heads, 1).to(query.dtype)
 
-    def attend(*positional: Any, **keyword: Any) -> Tensor:
-        assert len(positional) == len(release["positional"])
-        unknown = set(keyword) - set(release["keyword"])
-        if unknown:
-            raise TypeError(f"unexpected keyword arguments {unknown}")
-        query, key, value, cu_q, cu_k, max_q, max_k = positional
-        assert cu_q is cu_k and max_q == max_k
-        grouped = query.shape[1] != key.shape[1]
-        assert not grouped or keyword.get("enable_gqa"), "heads differ without enable_gqa"
-        left, right = keyword.get("window_size", (-1, 0))
-        assert right == 0 and keyword.get("is_causal", True), "causal"
-        scale = keyword.get("scale", query.shape[-1] ** -0.5)
-        window = None if left == -1 else left + 1
-        return packed_attention(query, key, value, cu_q, max_q, scale=scale, window=window)
 
+def example(kv_heads: int, window: int | None) -> Stream:
+    generator = torch.Generator().manual_seed(0)
+
+    def heads(count: int) -> Tensor:
+        return torch.randn(12, count, 16, generator=generator)
+
+    borders = torch.tensor([0, 5, 6, 12], dtype=torch.int32)
+    return Stream(heads(4), heads(kv_heads), heads(kv_heads), borders, 6, 0.3, window)
+
+
+Compute = Callable[[dict[str, Any]], Any]
+
+
+def library(positional: list[str], keyword: list[str], compute: Compute) -> Callable[..., Any]:
+    """A function of this signature, which refuses what that does not take."""
+    places = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in positional]
+    names = [Parameter(name, Parameter.KEYWORD_ONLY, default=None) for name in keyword]
+    taken = inspect.Signature([*places, *names])
+
+    def attend(*positions: Any, **named: Any) -> Any:
+        return compute(taken.bind(*positions, **named).arguments)
+
+    attend.__signature__ = taken  # type: ignore[attr-defined]
     return attend
 
 
-@pytest.mark.parametrize("release", [*RELEASES, "before"])
+def varlen(release: str) -> Callable[..., Any]:
+    """Torch's: causal is a window to the left only, -1 is without end."""
+
+    def compute(given: dict[str, Any]) -> Tensor:
+        query, key = given["query"], given["key"]
+        assert query.shape[1] == key.shape[1] or given.get("enable_gqa"), "as it checks itself"
+        assert given["cu_seq_q"] is given["cu_seq_k"] and given["max_q"] == given["max_k"] == 6
+        left, right = given["window_size"]
+        assert right == 0
+        borders, window = given["cu_seq_q"], None if left == -1 else left + 1
+        return reference(Stream(query, key, given["value"], borders, 6, given["scale"], window))
+
+    return library(VARLEN[release]["positional"], VARLEN[release]["keyword"], compute)
+
+
+def flash(version: str) -> Callable[..., Any]:
+    """Dao's: a window without end is -1 in versions 2 and 3, None in 4, and is their default."""
+
+    def compute(given: dict[str, Any]) -> Any:
+        assert given["cu_seqlens_q"] is given["cu_seqlens_k"] and given["causal"]
+        assert given["max_seqlen_q"] == given["max_seqlen_k"] == 6
+        size = given.get("window_size")
+        assert size is None or size[1] == 0
+        window = None if size is None else size[0] + 1
+        inputs = (given["q"], given["k"], given["v"], given["cu_seqlens_q"])
+        out = reference(Stream(*inputs, 6, given["softmax_scale"], window))
+        return out if version == "2.7" else (out, None)
+
+    names = FLASH[version]
+    return library(names[:3], names[3:], compute)
+
+
+def found(name: str, function: Callable[..., Any]) -> Mapping[str, Callable[..., Any]]:
+    return {name: function, FLEX: installed()[FLEX]} if name != FLEX else {name: function}
+
+
+CASES = [
+    *((TORCH, lambda release=release: varlen(release), f"torch {release}") for release in VARLEN),
+    *((FLASH_ATTENTION, lambda v=version: flash(v), f"flash {version}") for version in FLASH),
+    (FLEX, lambda: installed()[FLEX], "flex"),
+]
+
+
+@pytest.mark.parametrize(("name", "make", "_id"), CASES, ids=[case[2] for case in CASES])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("window", [None, 3])
-def test_every_release_computes_the_same(release: str, kv_heads: int, window: int | None) -> None:
-    known = RELEASES.get(release, OLDEST)
-    call = varlen_call(frozenset(known["positional"] + known["keyword"]), window is not None)
-    if release == "before" and window is not None:
-        assert call is None, "a window cannot be asked for: one call a sequence instead"
-        return
-    assert call is not None
-    generator = torch.Generator().manual_seed(0)
-    query = torch.randn(12, 4, 8, generator=generator)
-    key, value = (torch.randn(12, kv_heads, 8, generator=generator) for _ in range(2))
-    borders = torch.tensor([0, 5, 6, 12], dtype=torch.int32)
-    found = call(stand_in(known), query, key, value, borders, 6, 0.3, window)
-    expected = packed_attention(query, key, value, borders, 6, scale=0.3, window=window)
-    torch.testing.assert_close(found, expected)
+def test_every_library_attends_as_whole_matrices_do(
+    name: str, make: Callable[[], Any], _id: str, kv_heads: int, window: int | None
+) -> None:
+    kernel = choose_kernel(found(name, make()), half=True)
+    assert kernel.name == name
+    stream = example(kv_heads, window)
+    torch.testing.assert_close(kernel.attend(stream), reference(stream))
+
+
+@pytest.mark.parametrize("release", VARLEN)
+def test_torch_alone_is_enough_in_every_release(release: str) -> None:
+    """Flash attention where it can be, whatever else is installed; it has no float32."""
+    all_of_them = {
+        FLEX: installed()[FLEX],
+        FLASH_ATTENTION: flash("2.7"),
+        TORCH: varlen(release),
+    }
+    assert choose_kernel(all_of_them, half=True).name == TORCH
+    assert choose_kernel(all_of_them, half=False) is PER_SEQUENCE
+
+
+def test_a_function_without_what_a_layer_needs_is_passed_over() -> None:
+    """Torch 2.10 has no window, FlashAttention 2.2 neither."""
+
+    def never(given: dict[str, Any]) -> Any:
+        raise AssertionError("not to be called")
+
+    oldest = library(VARLEN["2.11.0"]["positional"], ["is_causal"], never)
+    old_flash = library(["q", "k", "v"], ["cu_seqlens_q", "max_seqlen_q", "causal"], never)
+    assert choose_kernel({TORCH: oldest, FLASH_ATTENTION: flash("2.7")}, half=True).name == (
+        FLASH_ATTENTION
+    )
+    assert choose_kernel({TORCH: oldest, FLASH_ATTENTION: old_flash}, half=True) is PER_SEQUENCE
+    assert choose_kernel({}, half=True) is PER_SEQUENCE
 
 
 def test_the_installed_release_is_as_recorded() -> None:
-    from torch.nn.attention.varlen import varlen_attn
-
     version = torch.__version__.partition("+")[0]
-    if version not in RELEASES:
+    if version not in VARLEN:
         pytest.skip(f"torch {version} is not recorded")
-    found = list(inspect.signature(varlen_attn).parameters)
-    assert found == RELEASES[version]["positional"] + RELEASES[version]["keyword"]
+    parameters = list(inspect.signature(installed()[TORCH]).parameters)
+    assert parameters == VARLEN[version]["positional"] + VARLEN[version]["keyword"]

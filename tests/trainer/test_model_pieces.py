@@ -14,7 +14,7 @@ from megatron_async.config.model import ModelConfig, ParallelConfig
 from megatron_async.errors import UserError
 from megatron_async.models.architecture import Architecture, Experts, Rope
 from megatron_async.models.layout import check_layout
-from megatron_async.trainer.attention import packed_attention
+from megatron_async.trainer.attention_kernels import packed_attention
 from megatron_async.trainer.capabilities import Capabilities, choose
 from megatron_async.trainer.device import device_adapter
 from megatron_async.trainer.packed import pack_inputs
@@ -246,3 +246,15 @@ def test_a_package_called_apex_that_is_another_is_not_taken_for_nvidias(
     importlib.invalidate_caches()
     found = _version_of("apex.optimizers", "apex", "FusedAdam")
     assert found is not None and "has no FusedAdam" in found
+
+
+def test_transformer_engine_in_parts_of_two_versions_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It checks its own parts with assertions."""
+    from megatron_async.trainer.capabilities import _version_of
+
+    (tmp_path / "two_parts.py").write_text("assert False, 'package version mismatch'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = _version_of("two_parts", "two-parts")
+    assert found == "broken: AssertionError: package version mismatch"

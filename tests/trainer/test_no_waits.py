@@ -67,7 +67,7 @@ def waits(
     monkeypatch: pytest.MonkeyPatch, trainer: PolicyTrainer, work: Callable[[PolicyRunner], object]
 ) -> Counter[str]:
     """Of the schedule: microbatches are built before it, from host memory."""
-    from megatron_async.trainer.attention import packed_attention as per_sequence
+    from megatron_async.trainer.attention_kernels import packed_attention as per_sequence
 
     mode, run, tolist = Waits(), PolicyRunner._run, torch.Tensor.tolist
     # Off the CPU these are asserted on the device.
