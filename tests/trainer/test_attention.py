@@ -1,7 +1,8 @@
 """Which attention a GPU gets, and how each library is called, in every release that is recorded.
 
 `tests/data/varlen_attn.json` holds the parameters of torch's `varlen_attn` in 2.11 to 2.14, read
-from the published wheels; `flash_attn.json` those of `flash_attn_varlen_func`, from its sources.
+from the published wheels; `flash_attn.json` those of `flash_attn_varlen_func`, from its sources
+(version 4 as SGLang 0.5.23 carries it).
 What has no CPU kernel is a stand-in with the recorded signature: it reads its arguments as the
 library documents them, and computes with whole matrices.
 """
