@@ -70,15 +70,6 @@ def local_layer_spec(architecture: Architecture) -> ModuleSpec:
             pre_mlp_layernorm=RMSNorm,
             mlp=_local_feed_forward(architecture, row_linear),
             mlp_bda=get_bias_dropout_add,
-            # One distributed checkpoint serves both kinds of layers.
-            sharded_state_dict_keys_map={
-                "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-                **(
-                    {}
-                    if architecture.experts
-                    else {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
-                ),
-            },
         ),
     )
 
