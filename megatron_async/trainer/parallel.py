@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ from megatron_async.trainer.device import device_adapter, has_cuda, local_device
 
 # To notice a limit, to leave the engine alone, and to come back.
 _MARGIN_SECONDS = 60.0
+_PORT_SECONDS = 60.0
+_PORT_PAUSE_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,7 @@ def start_process_group(
 
     Without torchrun's variables and with `parallel.ranks` 1 the process is a group of its own.
     Raises UserError when the number of processes is not `parallel.ranks`, ComponentFailure when
-    the others do not come within the time limit.
+    the others do not come within the time limit, or the port stays taken.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size != parallel.ranks:
@@ -86,7 +89,7 @@ def start_process_group(
     backend = "cpu:gloo,cuda:nccl" if has_cuda() else "gloo"
     try:
         if "MASTER_ADDR" in os.environ:
-            dist.init_process_group(backend, timeout=timeout)
+            _meet(backend, timeout)
         else:
             dist.init_process_group(
                 backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
@@ -97,6 +100,29 @@ def start_process_group(
             f"{timeout.total_seconds():g} s: {error}"
         ) from error
     return device
+
+
+def _meet(backend: str, timeout: timedelta) -> None:
+    """Join the group at the address that torchrun has chosen.
+
+    It chose a port that was free before this process had imported torch. Meanwhile a connection of
+    any process may have been given the same one, mostly for a moment.
+    """
+    deadline = time.monotonic() + _PORT_SECONDS
+    while True:
+        try:
+            dist.init_process_group(backend, timeout=timeout)
+            return
+        except dist.DistNetworkError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            if time.monotonic() >= deadline:
+                raise ComponentFailure(
+                    f"port {os.environ['MASTER_PORT']} of {os.environ['MASTER_ADDR']}, at which "
+                    f"the trainer ranks were to meet, is used by another process for "
+                    f"{_PORT_SECONDS:g} s; another start takes another port"
+                ) from error
+        time.sleep(_PORT_PAUSE_SECONDS)
 
 
 def init_parallel(
