@@ -168,7 +168,11 @@ class SimulatedServer:
     # ------------------------------------------------------------ generation
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse(headers=_EVENTS)
+        return await self._stream(request, web.StreamResponse(headers=_EVENTS))
+
+    async def _stream(
+        self, request: web.Request, response: web.StreamResponse
+    ) -> web.StreamResponse:
         wanted = _generation_request(await request.json())
         await response.prepare(request)
         sent = 0
