@@ -24,6 +24,7 @@ import os
 import random
 import sys
 import time
+from functools import partial
 from typing import Any, cast
 
 import orjson
@@ -33,8 +34,8 @@ VOCABULARY = 131_072
 _TICK_SECONDS = 0.005
 
 
-def logprob(token: int) -> float:
-    """Of this token, wherever it stands."""
+def logprob(token: Any) -> Any:
+    """Of a token, or of each in an array, wherever it stands."""
     return -((token % 997) + 1) / 512
 
 
@@ -116,7 +117,10 @@ class Stub:
             case "/update_weights_from_disk":
                 self.version = body["weight_version"]
             case "/v1/loads":
-                load = {"num_running_reqs": len(self.running), "num_waiting_reqs": 0}
+                load: dict[str, float] = {
+                    "num_running_reqs": len(self.running),
+                    "num_waiting_reqs": 0,
+                }
                 load |= {"max_total_num_tokens": 1 << 24, "token_usage": 0.5}
                 return {"loads": [load]}
             case "/model_info":
@@ -192,7 +196,7 @@ async def serve(engines: int, interval: int, rate: float) -> None:
     loop = asyncio.get_running_loop()
     stubs = [Stub(interval, rate) for _ in range(engines)]
     servers = [
-        await loop.create_server(lambda stub=stub: Connection(stub), "127.0.0.1", 0, backlog=8192)
+        await loop.create_server(partial(Connection, stub), "127.0.0.1", 0, backlog=8192)
         for stub in stubs
     ]
     print(*(server.sockets[0].getsockname()[1] for server in servers), flush=True)

@@ -178,7 +178,7 @@ def table(rows: Sequence[Row], target: float = TARGET) -> str:
         f"| accuracy before → after | s to {target:.0%} |",
         "|---|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
-    ratios = []
+    ratios: list[str] = []
     for distribution in DISTRIBUTIONS:
         for system in SYSTEMS:
             of = [r for r in rows if (r["distribution"], r["system"]) == (distribution, system)]

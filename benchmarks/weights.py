@@ -304,7 +304,7 @@ def phase_table(bench: Bench) -> list[str]:
     for label, updates in bench.updates.items():
         names = updates[0].report.phases
         phases = ", ".join(
-            f"{name} {middle(updates, lambda u, name=name: u.report.phases.get(name, 0.0)):.2f}"
+            f"{name} {statistics.median(u.report.phases.get(name, 0.0) for u in updates):.2f}"
             for name in names
         )
         lines.append(

@@ -32,7 +32,7 @@ if [ $# -eq 0 ]; then
   ruff check .
   ruff format --check .
   typos
-  mypy megatron_async kernels
+  mypy megatron_async kernels benchmarks
   vulture
   pytest -q -m "not slow and not engine"
   exec pytest -q -m "slow or engine"

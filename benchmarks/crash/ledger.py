@@ -32,7 +32,7 @@ import json
 import os
 import re
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any, cast
 
@@ -115,7 +115,7 @@ class NotingClient(ForwardingClient):
         super().__init__(client)
         self._account = account
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
         noted = _TRAJECTORY.fullmatch(request.request_id) is not None
         at = len(request.input_ids)
         if noted:
