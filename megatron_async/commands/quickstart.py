@@ -21,7 +21,6 @@ from megatron_async.launcher.claim import new_run
 from megatron_async.launcher.devices import DeviceSplit, split_of_this_machine
 from megatron_async.launcher.preflight import check_one_machine, check_probe_tolerance, check_run
 from megatron_async.launcher.supervisor import Supervisor
-from megatron_async.rollout.evaluate import Evaluation
 from megatron_async.run_directory import RunDirectory
 from megatron_async.tasks.tiny_model import build_tiny_model
 from megatron_async.telemetry.summary import summarise
@@ -47,11 +46,6 @@ def with_model(config: RunConfig, path: Path) -> RunConfig:
     return config.model_copy(update={"model": model})
 
 
-def _with_eval_prompts(config: RunConfig, count: int) -> RunConfig:
-    settings = config.eval.model_copy(update={"prompts": count})
-    return config.model_copy(update={"eval": settings})
-
-
 def quickstart(config: RunConfig) -> None:
     """All stages into one new run directory. Raises UserError or ComponentFailure."""
     check_one_machine(config)
@@ -70,14 +64,11 @@ def _run_in(directory: RunDirectory, config: RunConfig, devices: DeviceSplit) ->
     check_run(with_model(config, initial))
     console.print("2/4 held-out accuracy before fine-tuning")
     with phases.time("evaluation before SFT, engine start included"):
-
-        def show(_: Path, result: Evaluation) -> None:
-            console.print(
-                f"  {100 * result.accuracy:.1f} % of {few.eval.prompts} answers", highlight=False
-            )
-
-        few = _with_eval_prompts(config, min(_PROMPTS_BEFORE_SFT, config.eval.prompts))
-        (before,) = evaluate_checkpoints(few, [initial], directory.logs, show)
+        prompts = {"prompts": min(_PROMPTS_BEFORE_SFT, config.eval.prompts)}
+        few = config.model_copy(update={"eval": config.eval.model_copy(update=prompts)})
+        (before,) = evaluate_checkpoints(few, [initial], directory.logs, lambda *_: None)
+    share = f"{100 * before.accuracy:.1f} % of {few.eval.prompts}"
+    console.print(f"  {share} answers", highlight=False)
     console.print("3/4 supervised fine-tuning on worked answers")
     with phases.time("SFT"):
         directory.save_config(with_model(config, initial))

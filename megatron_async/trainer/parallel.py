@@ -33,7 +33,6 @@ from megatron_async.trainer.device import device_adapter, has_cuda, local_device
 # To notice a limit, to leave the engine alone, and to come back.
 _MARGIN_SECONDS = 60.0
 _PORT_SECONDS = 60.0
-_PORT_PAUSE_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -117,12 +116,12 @@ def _meet(backend: str, timeout: timedelta) -> None:
             if "EADDRINUSE" not in str(error):
                 raise
             if time.monotonic() >= deadline:
+                where = "port {MASTER_PORT} of {MASTER_ADDR}".format_map(os.environ)
                 raise ComponentFailure(
-                    f"port {os.environ['MASTER_PORT']} of {os.environ['MASTER_ADDR']}, at which "
-                    f"the trainer ranks were to meet, is used by another process for "
-                    f"{_PORT_SECONDS:g} s; another start takes another port"
+                    f"{where}, where the trainer ranks were to meet, was used by another process "
+                    f"for {_PORT_SECONDS:g} s; another start takes another port"
                 ) from error
-        time.sleep(_PORT_PAUSE_SECONDS)
+        time.sleep(0.5)
 
 
 def init_parallel(
