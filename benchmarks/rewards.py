@@ -13,7 +13,6 @@ import asyncio
 import json
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,24 +20,13 @@ import numpy as np
 
 from megatron_async.config.reward import RewardConfig, ScorerSettings
 from megatron_async.config.rollout import TaskConfig
-from megatron_async.tasks.rewards import Sample
 from megatron_async.tasks.scorer_pool import ScorerPool
 from megatron_async.tasks.tiny_model import character_tokenizer, write_character_tokenizer
 from megatron_async.tasks.verifier import LocalVerifierPool, RayVerifierPool
 from megatron_async.trajectory.types import Prompt
 
 _WORKERS = 2
-
-
-def trivial(sample: Sample) -> float:
-    """Looks for the answer in the response."""
-    return float(sample.answer in sample.response)
-
-
-async def waiting(sample: Sample) -> float:
-    """A second of somebody else's work."""
-    await asyncio.sleep(1.0)
-    return trivial(sample)
+_REWARDS = Path(__file__).resolve().with_name("plain_rewards.py")
 
 
 class Taken(NamedTuple):
@@ -48,11 +36,11 @@ class Taken(NamedTuple):
     computed: float
 
 
-def time_of(reward: Callable[..., object], count: int, ray: bool) -> Taken:
+def time_of(reward: str, count: int, ray: bool) -> Taken:
     """The time of `count` scores at once, by a pool of two scorer processes."""
     settings = ScorerSettings(
         task=TaskConfig(verifier_workers=_WORKERS),
-        rewards=[RewardConfig(name=f"{Path(__file__).resolve()}:{reward.__name__}")],
+        rewards=[RewardConfig(name=f"{_REWARDS}:{reward}")],
     )
     payload = {"question": "1+1", "answer": "2", "metadata": {"level": 1}}
     prompt = Prompt(np.zeros(1, np.int32), "any", payload)
@@ -86,8 +74,8 @@ def main() -> None:
         import ray
 
         ray.init(num_cpus=_WORKERS, include_dashboard=False, logging_level="ERROR")
-    blocking = time_of(trivial, options.scores, options.ray)
-    asynchronous = time_of(waiting, options.waiting, options.ray)
+    blocking = time_of("trivial", options.scores, options.ray)
+    asynchronous = time_of("waiting", options.waiting, options.ray)
     print(
         json.dumps(
             {
