@@ -85,7 +85,7 @@ class MetricsWriter:
 
     def histogram(self, step: int, name: str, values: npt.ArrayLike) -> None:
         """Numbers of which the distribution matters; only trackers have a place for them."""
-        if np.size(values):
+        if self._trackers and np.size(values):
             self._track("histogram", step, name, np.array(values))
 
     def samples(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:

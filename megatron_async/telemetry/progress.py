@@ -82,7 +82,12 @@ class Progress:
             self._warn(name, message)
         if self._live is not None:
             self._live.update(self._panel(status))
-        elif not self._last and (phase := _phase(status) or self._phase) != self._phase:
+        elif not self._last:
+            self._show_phase(_phase(status))
+
+    def _show_phase(self, phase: str) -> None:
+        """Only forwards: a status that fails for a moment does not start the engines again."""
+        if self._phase in ("", _ENGINES_START) and phase not in ("", self._phase):
             self._phase = phase
             self._console.print(phase, highlight=False)
 

@@ -130,7 +130,7 @@ def _evaluated(folder: Path) -> Iterator[ReportSample]:
     }
     for name, file in newest.items():
         rows = list(json_lines(file.read_bytes()))
-        worst = min(range(len(rows)), key=lambda i: rows[i].get("reward", 0.0), default=0)
+        worst = min(range(len(rows)), key=lambda i: rows[i].get("reward") or 0.0, default=0)
         for row in [*rows[worst : worst + 1], *rows[:worst], *rows[worst + 1 :]][:_MOST_ROWS]:
             prompt, response = row.pop("question", ""), row.pop("response", "")
             row.pop("set", None)
@@ -145,7 +145,7 @@ def _plain(value: Any) -> str:
         return ", ".join(f"{name} {_plain(part)}" for name, part in value.items())
     if isinstance(value, list):
         return " ".join(map(_plain, value))
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:g}" if isinstance(value, float) else "none" if value is None else str(value)
 
 
 def _step(file: Path) -> int:

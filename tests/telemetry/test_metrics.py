@@ -87,6 +87,16 @@ def test_without_a_terminal_the_start_is_shown_as_lines_until_the_first_step(
     assert capsys.readouterr().out == starting, "a run that ended before its first step"
 
 
+def test_the_start_is_shown_once_also_when_an_engine_is_lost_before_the_first_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Progress(tmp_path / "m.jsonl", 10, "lines") as progress:
+        for up in (0, 2, 1, 2):
+            progress.update({"engines": 2, "engines_up": up})
+            progress.update({})  # too slow to answer
+    assert capsys.readouterr().out.count("\n") == 2
+
+
 def test_status_line_names_queues_and_buffers() -> None:
     status = {
         "engines": 2,

@@ -190,6 +190,15 @@ def test_the_worst_response_of_an_evaluation_is_shown_with_its_facts_in_words(
     ] * 2
 
 
+def test_a_response_without_a_score_counts_as_wrong_in_the_report(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "evaluated")
+    (run / "evaluations").mkdir()
+    rows = [{"question": "1=", "response": "#1", "reward": reward} for reward in (1.0, None)]
+    (run / "evaluations" / "held-out-3.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    shown = [sample for sample in read_run(run).samples if sample.why == "evaluation held-out"]
+    assert [sample.facts for sample in shown] == ["reward none", "reward 1"]
+
+
 def test_runs_stand_side_by_side_with_the_same_axes(run: Path) -> None:
     other = make_run(run.parent, "other", steps=9)
     text = body(report_page([read_run(run), read_run(other)]))

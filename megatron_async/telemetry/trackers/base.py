@@ -1,6 +1,6 @@
 """The interface of a tracker: override what yours has a place for.
 
-A tracker behind a queue: it can be slow, fail or hang, and the run goes on.
+`BackgroundTracker` keeps one behind a queue: it can be slow, fail or hang, and the run goes on.
 
 Invariants
 - No call waits: what does not fit into the queue is dropped and counted.
