@@ -15,7 +15,7 @@ sequence.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, lru_cache, partial
 from inspect import signature
@@ -41,10 +41,9 @@ def packed_attention(
     `window` is the number of keys that a query sees, itself included; None for all before it.
     """
     stream = Stream(query_THD, key_TGD, value_TGD, cu_seqlens_S1, max_seqlen, scale, window)
-    if not query_THD.is_cuda:
+    if not query_THD.is_cuda or query_THD.dtype not in (torch.float16, torch.bfloat16):
         return _per_sequence(stream)
-    half = query_THD.dtype in (torch.float16, torch.bfloat16)
-    return choose_kernel(installed(), half=half).attend(stream)
+    return choose_kernel(find).attend(stream)
 
 
 class Stream(NamedTuple):
@@ -80,23 +79,26 @@ class Library(NamedTuple):
     call: Callable[[Callable[..., Any], Stream], Tensor]
 
 
-def choose_kernel(found: Mapping[str, Callable[..., Any]], *, half: bool) -> Kernel:
-    """The kernel of a layer on a GPU, in half precision or float32; `found` as of `installed`."""
-    for name, library in LIBRARIES.items() if half else ():
-        if name in found and _parameters(found[name]) >= library.needs:
-            return Kernel(name, partial(library.call, found[name]))
+def choose_kernel(found: Callable[[str], Callable[..., Any] | None]) -> Kernel:
+    """The kernel of a layer on a GPU in half precision; `found` as `find`."""
+    for name, library in LIBRARIES.items():
+        function = found(name)
+        if function is not None and _parameters(function) >= library.needs:
+            return Kernel(name, partial(library.call, function))
     return PER_SEQUENCE
 
 
 @cache
-def installed() -> dict[str, Callable[..., Any]]:
-    """The functions of `LIBRARIES` that can be imported here, each of the first of its modules."""
-    found: dict[str, Callable[..., Any]] = {}
-    for name, library in LIBRARIES.items():
-        for module in reversed(library.modules):
-            with suppress(ImportError, OSError, RuntimeError, AttributeError):
-                found[name] = getattr(importlib.import_module(module), library.function)
-    return found
+def find(name: str) -> Callable[..., Any] | None:
+    """The function of one of `LIBRARIES`, of the first of its modules that can be imported here."""
+    library = LIBRARIES[name]
+    for module in library.modules:
+        with suppress(ImportError, OSError, RuntimeError, AttributeError, AssertionError):
+            function: Callable[..., Any] = getattr(
+                importlib.import_module(module), library.function
+            )
+            return function
+    return None
 
 
 @cache
@@ -191,7 +193,7 @@ def _per_sequence(stream: Stream) -> Tensor:
 PER_SEQUENCE: Final = Kernel(
     "torch scaled_dot_product_attention, one call per sequence", _per_sequence
 )
-# In the order of choice. FlashAttention 2, 3 and 4 are packages of their own; 2 knows most GPUs.
+# In the order of choice. FlashAttention 2, 3 and 4 are packages of their own; 2 runs on most GPUs.
 LIBRARIES: Final = {
     "torch variable-length flash attention": Library(
         "varlen_attn",

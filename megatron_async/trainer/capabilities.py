@@ -21,7 +21,7 @@ from megatron_async_kernels.backend import describe_backend, describe_loss
 from megatron_async.config.model import ModelConfig
 from megatron_async.errors import UserError
 from megatron_async.models.architecture import Architecture
-from megatron_async.trainer.attention_kernels import PER_SEQUENCE, choose_kernel, installed
+from megatron_async.trainer.attention_kernels import PER_SEQUENCE, choose_kernel, find
 from megatron_async.trainer.device import has_cuda
 
 LayerBackend = Literal["local", "transformer_engine"]
@@ -105,7 +105,7 @@ def _version_of(module: str, distribution: str, attribute: str | None = None) ->
 def detect() -> Capabilities:
     """Return the libraries and devices of this machine."""
     cuda = has_cuda()
-    kernel = choose_kernel(installed(), half=True) if cuda else PER_SEQUENCE
+    kernel = choose_kernel(find) if cuda else PER_SEQUENCE
     return Capabilities(
         torch=torch.__version__,
         megatron_core=importlib.metadata.version("megatron-core"),

@@ -14,17 +14,21 @@ import json
 from collections.abc import Callable, Mapping
 from inspect import Parameter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megatron_async.trainer import attention_kernels
 from megatron_async.trainer.attention_kernels import (
     PER_SEQUENCE,
     Stream,
     choose_kernel,
-    installed,
+    find,
+    packed_attention,
 )
 
 DATA = Path(__file__).parents[1] / "data"
@@ -119,13 +123,13 @@ def flash(version: str) -> Callable[..., Any]:
 
 
 def found(name: str, function: Callable[..., Any]) -> Mapping[str, Callable[..., Any]]:
-    return {name: function, FLEX: installed()[FLEX]} if name != FLEX else {name: function}
+    return {name: function, FLEX: find(FLEX)} if name != FLEX else {name: function}
 
 
 CASES = [
     *((TORCH, lambda release=release: varlen(release), f"torch {release}") for release in VARLEN),
     *((FLASH_ATTENTION, lambda v=version: flash(v), f"flash {version}") for version in FLASH),
-    (FLEX, lambda: installed()[FLEX], "flex"),
+    (FLEX, lambda: find(FLEX), "flex"),
 ]
 
 
@@ -135,7 +139,7 @@ CASES = [
 def test_every_library_attends_as_whole_matrices_do(
     name: str, make: Callable[[], Any], _id: str, kv_heads: int, window: int | None
 ) -> None:
-    kernel = choose_kernel(found(name, make()), half=True)
+    kernel = choose_kernel(found(name, make()).get)
     assert kernel.name == name
     stream = example(kv_heads, window)
     torch.testing.assert_close(kernel.attend(stream), reference(stream))
@@ -143,14 +147,13 @@ def test_every_library_attends_as_whole_matrices_do(
 
 @pytest.mark.parametrize("release", VARLEN)
 def test_torch_alone_is_enough_in_every_release(release: str) -> None:
-    """Flash attention where it can be, whatever else is installed; it has no float32."""
+    """Flash attention where it can be, whatever else is installed."""
     all_of_them = {
-        FLEX: installed()[FLEX],
+        FLEX: find(FLEX),
         FLASH_ATTENTION: flash("2.7"),
         TORCH: varlen(release),
     }
-    assert choose_kernel(all_of_them, half=True).name == TORCH
-    assert choose_kernel(all_of_them, half=False) is PER_SEQUENCE
+    assert choose_kernel(all_of_them.get).name == TORCH
 
 
 def test_a_function_without_what_a_layer_needs_is_passed_over() -> None:
@@ -161,16 +164,40 @@ def test_a_function_without_what_a_layer_needs_is_passed_over() -> None:
 
     oldest = library(VARLEN["2.11.0"]["positional"], ["is_causal"], never)
     old_flash = library(["q", "k", "v"], ["cu_seqlens_q", "max_seqlen_q", "causal"], never)
-    assert choose_kernel({TORCH: oldest, FLASH_ATTENTION: flash("2.7")}, half=True).name == (
-        FLASH_ATTENTION
-    )
-    assert choose_kernel({TORCH: oldest, FLASH_ATTENTION: old_flash}, half=True) is PER_SEQUENCE
-    assert choose_kernel({}, half=True) is PER_SEQUENCE
+    with_flash = {TORCH: oldest, FLASH_ATTENTION: flash("2.7")}
+    assert choose_kernel(with_flash.get).name == FLASH_ATTENTION
+    assert choose_kernel({TORCH: oldest, FLASH_ATTENTION: old_flash}.get) is PER_SEQUENCE
+    assert choose_kernel({}.get) is PER_SEQUENCE
+
+
+def test_a_library_that_cannot_be_imported_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what was found is imported no further: each of these packages is large."""
+    tried = []
+
+    def import_module(name: str) -> Any:
+        tried.append(name)
+        if name == "flash_attn":
+            raise AssertionError("built for another torch")
+        return SimpleNamespace(flash_attn_varlen_func=flash("2.7"))
+
+    monkeypatch.setattr(attention_kernels.importlib, "import_module", import_module)
+    assert find.__wrapped__(FLASH_ATTENTION) is not None
+    assert tried == ["flash_attn", "flash_attn_interface"]
+
+
+def test_float32_on_a_gpu_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flash attention has no float32."""
+    monkeypatch.delattr(attention_kernels, "choose_kernel")
+    monkeypatch.setattr(attention_kernels, "_per_sequence", lambda stream: stream.query_THD)
+    with FakeTensorMode():
+        query_THD = torch.empty(5, 4, 8, device="cuda")
+        out_THD = packed_attention(query_THD, query_THD, query_THD, query_THD, 3, scale=1.0)
+    assert out_THD is query_THD
 
 
 def test_the_installed_release_is_as_recorded() -> None:
     version = torch.__version__.partition("+")[0]
     if version not in VARLEN:
         pytest.skip(f"torch {version} is not recorded")
-    parameters = list(inspect.signature(installed()[TORCH]).parameters)
+    parameters = list(inspect.signature(find(TORCH)).parameters)
     assert parameters == VARLEN[version]["positional"] + VARLEN[version]["keyword"]
