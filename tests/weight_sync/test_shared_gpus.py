@@ -102,9 +102,22 @@ def _open(name: str, giver: int, shape: tuple[int, ...], dtype: torch.dtype) -> 
     return giver, tensor
 
 
-def _drop(block: SharedMemory) -> None:
+class Live:
+    """Bytes behind this rank's handles: now, the most there have been, and of one tensor."""
+
+    now = most = largest = 0
+
+    @classmethod
+    def add(cls, change: int) -> None:
+        cls.now += change
+        cls.most = max(cls.most, cls.now)
+        cls.largest = max(cls.largest, change)
+
+
+def _drop(block: SharedMemory, size: int) -> None:
     block.close()
     block.unlink()
+    Live.add(-size)
 
 
 def _handle(_pickler: Any, value: Any) -> Any:
@@ -114,7 +127,8 @@ def _handle(_pickler: Any, value: Any) -> Any:
     data = value.contiguous().view(torch.uint8) if value.dim() else value.reshape(1)
     block = SharedMemory(create=True, size=max(1, value.nbytes))
     block.buf[: value.nbytes] = data.flatten().numpy().tobytes()
-    weakref.finalize(value, _drop, block)
+    weakref.finalize(value, _drop, block, value.nbytes)
+    Live.add(value.nbytes)
     return _open, (block.name, int(os.environ["RANK"]), tuple(value.shape), value.dtype)
 
 
@@ -140,6 +154,7 @@ class SharingEngine(FakeEngine):
         return 200, {}
 
 
+BUCKET_MIB = 0.02
 Plan = tuple[dict[str, Any], int, int, list[str]]
 
 
@@ -157,12 +172,15 @@ def publish(model_dir: Path, plans: list[Plan]) -> list[Any]:
         engines = [EngineAddress(f"engine{i}.1", url) for i, url in enumerate(urls) if url]
         with trainer_session(config) as trainer:
             publisher = WeightPublisher(config, trainer.model, model_dir)
-            publisher._settings = config.weights.model_copy(update={"bucket_mib": 0.02})
+            publisher._settings = config.weights.model_copy(update={"bucket_mib": BUCKET_MIB})
             try:
                 found.append(publisher.publish(engines, PolicyVersion(0, number)))
             except ComponentFailure as error:
                 found.append(str(error))
             publisher.close()
+    # Three buckets and the one in the making; a tensor above the limit is a bucket of its own.
+    bucket = max(BUCKET_MIB * 2**20, Live.largest)
+    assert Live.most <= 4 * bucket, f"{Live.most} bytes held, buckets of {bucket:.0f}"
     return found
 
 
