@@ -444,7 +444,9 @@ def doctor(overrides: Overrides = None, config: ConfigOption = None) -> None:
     settings = None if config is None else load_config(config, list(overrides or []))
     for line in [*report_lines(), *(["", *config_lines(settings)] if settings else [])]:
         indent = " " * (len(line) - len(line.lstrip()) + 2)
-        typer.echo(textwrap.fill(line, 80, subsequent_indent=indent, break_long_words=False))
+        wrapper = textwrap.TextWrapper(80, subsequent_indent=indent)
+        wrapper.break_long_words = wrapper.break_on_hyphens = False  # paths and options
+        typer.echo(wrapper.fill(line))
 
 
 if __name__ == "__main__":

@@ -138,8 +138,8 @@ def launch_run(
             *checked.summary.splitlines(),
         ]
         overview = "".join(f"# {line}\n" for line in shown)
-        commands = script if slurm else by_hand(config, directory, rollout_nodes)
-        commands = on_one_node if shared else commands
+        usual = script if slurm else by_hand(config, directory, rollout_nodes)
+        commands = on_one_node if shared else usual
         return f"{commands.rstrip()}\n\n{notices}{overview}"
     if slurm and shutil.which("sbatch") is None:
         raise UserError("--slurm: there is no sbatch on this machine; --dry-run shows the script")

@@ -27,12 +27,12 @@ class Run:
     @property
     def metrics(self) -> list[dict[str, float]]:
         """List a mapping for each step that was trained (`pandas.DataFrame(run.metrics)`)."""
-        return read_metrics(self.path / "metrics.jsonl")
+        return read_metrics(RunDirectory(self.path).metrics_file)
 
     @property
     def evaluations(self) -> list[dict[str, float]]:
         """List a mapping for each evaluation."""
-        return read_metrics(self.path / "metrics.jsonl", kind="eval")
+        return read_metrics(RunDirectory(self.path).metrics_file, kind="eval")
 
     def store(self) -> StoreReader:
         """Open its trajectories; close it, or use `contextlib.closing`."""

@@ -67,7 +67,7 @@ def _run_in(directory: RunDirectory, config: RunConfig, devices: DeviceSplit) ->
         prompts = {"prompts": min(_PROMPTS_BEFORE_SFT, config.eval.prompts)}
         few = config.model_copy(update={"eval": config.eval.model_copy(update=prompts)})
         (before,) = evaluate_checkpoints(few, [initial], directory.logs, lambda *_: None)
-    share = f"{100 * before.accuracy:.1f} % of {few.eval.prompts}"
+    share = f"{100 * before.accuracy:.1f} % of {before.results[0].answers}"
     console.print(f"  {share} answers", highlight=False)
     console.print("3/4 supervised fine-tuning on worked answers")
     with phases.time("SFT"):

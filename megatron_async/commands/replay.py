@@ -18,6 +18,7 @@ from pathlib import Path
 import typer
 
 from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.run_directory import RunDirectory
 from megatron_async.scheduler import events as ev
 from megatron_async.scheduler.record import (
     Divergence,
@@ -95,12 +96,12 @@ class Timeline:
 
 def records_of(run_directory: Path, lineage: int | None) -> list[Path]:
     """Record files, oldest lineage first. Raises UserError when there is none."""
-    directory = run_directory / "events"
+    directory = RunDirectory(run_directory).events
     found = record_files(directory)
     known = sorted({key.lineage for key in found})
     if lineage is not None:
         if lineage not in known:
-            raise UserError(f"--lineage {lineage}: {directory} has {known or 'none'}")
+            raise UserError(f"--lineage {lineage}: {directory} has lineages {known or 'none'}")
         return [path for key, path in found.items() if key.lineage == lineage]
     if not found:
         raise UserError(

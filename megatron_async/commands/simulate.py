@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,8 +15,6 @@ from megatron_async.simulate.planner import make_plan, plan_table
 from megatron_async.simulate.show import comments, label, plot, table, warnings
 from megatron_async.simulate.sweep import Point, read_settings, run_points, sweep_points
 
-_GC_THRESHOLD = 100_000
-"""New objects between two searches for unreachable cycles, of which a simulation makes few."""
 _WIDTH = 220
 """Columns of a table with --wide."""
 
@@ -34,7 +31,6 @@ def simulate_command(
     settings = read_settings(config, overrides)
     points = sweep_points(sweeps, [name.strip() for name in presets.split(",") if name.strip()])
     began = time.perf_counter()
-    gc.set_threshold(_GC_THRESHOLD)
 
     def report(point: Point) -> None:
         spent = time.perf_counter() - began

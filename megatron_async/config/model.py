@@ -92,7 +92,7 @@ class OptimizerConfig(Settings):
     def _ranges(self) -> Self:
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be at least 0 and less than 1, got {list(self.betas)}")
-        if self.min_lr > self.lr:
+        if self.schedule == "cosine" and self.min_lr > self.lr:
             raise ValueError(f"min_lr {self.min_lr:g} is above lr {self.lr:g}: the rate would rise")
         return self
 

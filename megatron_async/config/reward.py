@@ -111,7 +111,7 @@ class ScorerSettings(Settings):
 
 
 def listed(value: Any) -> Any:
-    """`reward: NAME`, `reward: {name: …}` and a list of both, as a list of mappings."""
+    """One in place of a list, a name in place of a mapping: as a list of mappings."""
     if isinstance(value, str | dict):
         value = [value]
     if isinstance(value, list):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from megatron_async.config.algorithm import AlgorithmConfig
 from megatron_async.config.base import Settings
@@ -117,7 +117,7 @@ class TrackerConfig(Settings):
 class TelemetryConfig(Settings):
     """Records of a run, written while it goes on."""
 
-    trackers: list[TrackerConfig] = Field(default_factory=list)
+    trackers: Annotated[list[TrackerConfig], BeforeValidator(listed)] = Field(default_factory=list)
     """Trackers; its name alone is enough for one."""
     tensorboard: bool = True
     """TensorBoard, without naming it a tracker."""
@@ -131,12 +131,6 @@ class TelemetryConfig(Settings):
     """Most that recorded events take on disk, MiB; the oldest go first."""
     progress: Literal["auto", "live", "lines", "off"] = "auto"
     """Terminal view."""
-
-    @field_validator("trackers", mode="before")
-    @classmethod
-    def _listed(cls, value: Any) -> Any:
-        """Accept one in place of a list, and a name in place of a mapping."""
-        return listed(value)
 
 
 class ExperimentConfig(Settings):
@@ -176,7 +170,7 @@ class RunConfig(Settings):
     """Optimizer."""
     task: TaskConfig = TaskConfig()
     """Prompts and rewards."""
-    reward: list[RewardConfig] = Field(default_factory=list)
+    reward: Annotated[list[RewardConfig], BeforeValidator(listed)] = Field(default_factory=list)
     """What scores a response; empty: the task's own scorer."""
     scoring: ScoringConfig = ScoringConfig()
     """Limits of scorers."""
@@ -205,11 +199,6 @@ class RunConfig(Settings):
 
     simulate: SimulateConfig = SimulateConfig()
     """`megatron-async simulate` and `plan` only."""
-
-    @field_validator("reward", mode="before")
-    @classmethod
-    def _listed(cls, value: Any) -> Any:
-        return listed(value)
 
     @property
     def scorers(self) -> ScorerSettings:

@@ -79,12 +79,15 @@ class TokenReport:
                 continue
             part = slice(start, start + count)
             start += count
+            version = versions.get((lineage, number))
+            if version is None:
+                version = versions[lineage, number] = PolicyVersion(lineage, number)
             yield (
                 stream,
                 TokenChunk(
                     self.token_ids_T[part],
                     self.logprobs_T[part],
-                    versions.setdefault((lineage, number), PolicyVersion(lineage, number)),
+                    version,
                     _ENDS[end],
                 ),
             )

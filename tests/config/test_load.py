@@ -72,7 +72,10 @@ def test_every_preset_is_a_legal_configuration(preset: str) -> None:
         (["sampling.top_p=0.9"], r"allow_biased_behaviour"),
         (["optimizer.lr=fast"], r"optimizer\.lr is 'fast'"),
         (["optimizer.betas=[1.5, 2]"], r"optimizer: betas must be .* less than 1, got \[1\.5, 2"),
-        (["sft.optimizer.min_lr=1"], r"sft\.optimizer: min_lr 1 is above lr "),
+        (
+            ["sft.optimizer.min_lr=1", "sft.optimizer.schedule=cosine"],
+            r"sft\.optimizer: min_lr 1 is above lr ",
+        ),
         (["seed=-1"], r"seed is -1: input should be greater than or equal to 0"),
         (["sampling.max_new_tokens=99999999"], r"does not fit into engines\.max_total_tokens"),
         (["nonsense"], r"override 'nonsense' is not of the form"),
