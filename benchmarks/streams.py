@@ -55,6 +55,7 @@ from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.garbage import search_rarely
 from megatron_async.rollout.manager import ResumePoint, RolloutManager
 from megatron_async.store.store import TrajectoryStore
+from megatron_async.tasks.base import Score
 from megatron_async.tasks.scorer_count import ScorerCount
 from megatron_async.trajectory.types import Prompt
 
@@ -73,9 +74,7 @@ class Counting:
         lasts = [(position + i) * 1021 % VOCABULARY for i in range(count)]
         return [Prompt(np.array([5, last], np.int32), "count") for last in lasts]
 
-    async def score(
-        self, prompt: Prompt, response_ids: Sequence[int]
-    ) -> tuple[float | None, dict[str, float]]:
+    async def score(self, prompt: Prompt, response_ids: Sequence[int]) -> Score:
         return 1.0, {}
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from benchmarks.crash.hostile_reward import COMMAND_VARIABLE, IMPORT_PATH, reward_of
 from megatron_async.config import RunConfig
 from megatron_async.config.reward import RewardConfig, ScorerSettings
+from megatron_async.tasks.base import Score
 from megatron_async.tasks.scorer_count import ScorerCount
 from megatron_async.tasks.scorer_work import Work
 from megatron_async.tasks.verifier import VerifierWorker
@@ -29,9 +30,7 @@ class PlainScorer:
 
     scorers = ScorerCount(1)
 
-    async def score(
-        self, prompt: Prompt, response_ids: Sequence[int]
-    ) -> tuple[float | None, dict[str, float]]:
+    async def score(self, prompt: Prompt, response_ids: Sequence[int]) -> Score:
         await asyncio.sleep(0)
         return reward_of(text_of(response_ids)), {}
 
@@ -55,9 +54,7 @@ class ScorerProcesses:
         for place in range(_SCORERS):
             self._idle.put_nowait(place)
 
-    async def score(
-        self, prompt: Prompt, response_ids: Sequence[int]
-    ) -> tuple[float | None, dict[str, float]]:
+    async def score(self, prompt: Prompt, response_ids: Sequence[int]) -> Score:
         place = await self._idle.get()  # bounded: every score is
         loop = asyncio.get_running_loop()
         work = [Work(0, prompt.payload, (text_of(response_ids),))]

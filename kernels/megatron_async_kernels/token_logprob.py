@@ -1,6 +1,6 @@
 """`token_logprob`: log-probs (and entropy) of given tokens straight from hidden states.
 
-The collectives of a vocabulary-parallel head over one tensor-parallel group.
+A vocabulary-parallel head has its collectives here, over one tensor-parallel group.
 
 Invariants
 - No [T × V] tensor, forward or backward, in any backend but `reference`: backward recomputes the

@@ -4,13 +4,12 @@
 # ruff: noqa: SIM102
 """The loss of a block of tokens as a device function.
 
-Formulas and their sources stand in `surrogates`; names follow it. Everything is elementwise
-over a block of lanes in float32; SPEC is a `LossSpec`.
+Formulas and their sources stand in `surrogates`; names follow it. Terms are elementwise over a
+block of lanes in float32; SPEC is a `LossSpec`. `first_sequence` and `read_stream` read the
+sequence of a token, and its streams.
 
-Reads of the loss kernels: the sequence of a token, and its streams.
-
-Invariants
-- A token with mask 0 is replaced by zeros right after the load.
+Invariant
+- A token with mask 0 is read as zeros.
 """
 
 from __future__ import annotations

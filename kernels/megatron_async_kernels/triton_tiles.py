@@ -2,7 +2,7 @@
 # mypy: allow-untyped-defs
 """Device functions that the head's kernels share: tile order, operand loads, one logits tile.
 
-Tile shapes by GPU architecture and element type: an explicit table, no autotuner.
+Tile shapes stand in a table by GPU architecture and element type; there is no autotuner.
 
 Invariants
 - Operands outside the matrix are read as zero or clamped to the last row; callers mask results,

@@ -4,18 +4,16 @@ Definitions are those of verl 0.9.1 (`verl.trainer.ppo.rollout_corr_helper`; the
 docs/algo/rollout_corr.md), re-implemented on packed streams. Where its code and its guide differ
 the code holds; docs/algorithms.md lists each such place.
 
-Metrics of the rollout correction, all under `rollout_corr/`.
-
-The source of every formula is verl 0.9.1, `verl/trainer/ppo/rollout_corr_helper.py`; the function
-that holds it is named in each docstring. "Rows" are sequences; "all rows" includes empty ones (no
+Its metrics stand under `rollout_corr/`; the function of verl that holds one is named in its
+docstring. "Rows" are sequences; "all rows" includes empty ones (no
 trained token), which enter means with the value that an empty mean has there.
 
 Invariants
 - A padded [B, L] input and the packed [T] input of the same rows give the same numbers.
 - Weights never depend on rejection, and rejection changes nothing but the mask.
 - Weights carry no gradient.
-- Arithmetic is float64.
-- n = sum m (tokens), B = rows, n_i = tokens of row i, l = log pi_old - log pi_rollout.
+- Arithmetic is float64; weights are returned in float32, or in wider inputs' type.
+- n = sum m (tokens), B = rows, n_i = tokens of row i.
 
 l = log pi_old - log pi_rollout, m the mask, c(x) = clamp(x, -20, 20).
 """
@@ -41,6 +39,8 @@ from megatron_async.config.thresholds import (
 )
 
 _EPSILON = 1e-8
+_PREFIX = "rollout_corr/"
+_SMALLEST_MEAN = 1e-8
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,10 +231,6 @@ def off_policy_metrics(rows: MaskedRows) -> dict[str, float]:
     }
 
 
-PREFIX = "rollout_corr/"
-_SMALLEST_MEAN = 1e-8
-
-
 def compute_rollout_correction(
     old_logprobs: torch.Tensor,
     rollout_logprobs: torch.Tensor,
@@ -291,7 +287,7 @@ def compute_rollout_correction(
         mask = mask * keep_T.to(mask.dtype).reshape(mask.shape)
         metrics |= found
     metrics |= off_policy_metrics(rows)
-    return weights, mask, {PREFIX + name: value for name, value in metrics.items()}
+    return weights, mask, {_PREFIX + name: value for name, value in metrics.items()}
 
 
 def correct(

@@ -7,7 +7,7 @@ the same bits are at the same places (but for chance, 2**-64). So the ranks of a
 agree on it without one of them seeing the tensor: each adds up what it holds, and the sums are
 added.
 
-The checksum of a tensor as it is added up, piece by piece and rank by rank.
+A `TensorTally` is the checksum as it is added up, piece by piece and rank by rank.
 
 Invariants
 - The value is part of the checkpoint format: it does not depend on layout, device or chunk size.
@@ -140,8 +140,3 @@ def dtype_named(name: str) -> torch.dtype:
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def as_int64(checksum: int) -> int:
-    """The number of 64 bits, as tensors hold it."""
-    return (checksum + (1 << 63)) % (1 << 64) - (1 << 63)

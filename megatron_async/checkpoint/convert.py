@@ -7,7 +7,7 @@ The Megatron side is a checkpoint of this project: files per rank, finalised by 
 run has saved can be converted at any moment; what was converted is a starting point of a run
 (`model.checkpoint`). A converted checkpoint carries the Hugging Face config and tokenizer in `hf/`.
 
-A progress bar for long work on files, counted in bytes or elements; silent where not wanted.
+Progress is a bar of bytes or elements; silent where not wanted.
 
 Invariants
 - Streaming: in memory are the tensors of one parameter (Megatron), or of one output file (Hugging
@@ -71,6 +71,7 @@ from megatron_async.models.save import (
     write_model_directory,
 )
 from megatron_async.models.shards import merge, split
+from megatron_async.run_directory import RunDirectory
 
 
 class ByteProgress:
@@ -313,11 +314,12 @@ def _elements(a: Architecture) -> int:
 
 
 def _find_checkpoint(source: Path) -> Checkpoint:
-    if not (source / "config.yaml").exists():
+    if not RunDirectory(source).config_file.exists():
         return open_checkpoint(source)
-    newest = find_latest(source / "checkpoints")
+    checkpoints = RunDirectory(source).checkpoints
+    newest = find_latest(checkpoints)
     if newest is None:
-        raise UserError(f"run {source} has no intact checkpoint in {source / 'checkpoints'}")
+        raise UserError(f"run {source} has no intact checkpoint in {checkpoints}")
     return newest
 
 
@@ -327,7 +329,7 @@ def _hf_files_of(checkpoint: Checkpoint, model: Path | str | None) -> Path:
         return Path(model)
     if (checkpoint.path / HF_FOLDER / "config.json").exists():
         return checkpoint.path / HF_FOLDER
-    run_config = checkpoint.path.parent.parent / "config.yaml"
+    run_config = RunDirectory(checkpoint.path.parent.parent).config_file
     if not run_config.exists():
         raise UserError(
             f"checkpoint {checkpoint.path} does not name its model: it is not in a run "

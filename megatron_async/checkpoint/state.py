@@ -27,7 +27,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch import Tensor
 
-from megatron_async.checkpoint.checksum import TensorTally, as_int64, checksum, compare, tally
+from megatron_async.checkpoint.checksum import TensorTally, checksum, compare, signed, tally
 from megatron_async.checkpoint.collective import first_error
 from megatron_async.checkpoint.files import PieceReader
 from megatron_async.checkpoint.manifest import (
@@ -309,7 +309,7 @@ def verify(
     rows = {name: row for row, name in enumerate(sorted(expected))}
     found_N2 = torch.zeros(len(rows), 2, dtype=torch.int64)
     for name, known in tallies.items():
-        found_N2[rows[name], 0] = as_int64(known.checksum)
+        found_N2[rows[name], 0] = signed(known.checksum)
         found_N2[rows[name], 1] = known.elements
     dist.all_reduce(found_N2, group=group)
     compare(

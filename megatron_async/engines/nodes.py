@@ -4,7 +4,7 @@ A trainer node of a cluster launch is a Ray node too, because a process can talk
 only through a node on its own machine. It carries a label, and nothing of the rollout side is
 placed there. In a cluster without labels the selector matches every node.
 
-Communication settings that trainer ranks, engines and managers share, however they are started.
+Trainer ranks, engines and managers share their settings of communication, however they are started.
 
 Invariants
 - Every process that may be in one NCCL group with another gets the same NCCL settings: how buffers
@@ -42,6 +42,15 @@ NODE_HOST: Final = "node"
 LOOPBACK: Final = ("127.0.0.1", "localhost")
 # Where Ray's head and torch's store listen.
 _EVERY_INTERFACE: Final = "0.0.0.0"
+# SGLang sets both for its servers where they are not set (`_set_envs_and_config`).
+_NCCL: Final = {
+    "NCCL_CUMEM_ENABLE": "0",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_DEBUG": "WARN",
+    # A dead rank ends the others' collectives as an error instead of leaving them to wait.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+}
+_INTERFACES: Final = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
 def init_ray(**arguments: Any) -> Any:
@@ -121,17 +130,6 @@ def free_port(host: str = _EVERY_INTERFACE) -> int:
     with socket.socket() as opened:
         opened.bind((host, 0))
         return int(opened.getsockname()[1])
-
-
-# SGLang sets both for its servers where they are not set (`_set_envs_and_config`).
-_NCCL: Final = {
-    "NCCL_CUMEM_ENABLE": "0",
-    "NCCL_NVLS_ENABLE": "0",
-    "NCCL_DEBUG": "WARN",
-    # A dead rank ends the others' collectives as an error instead of leaving them to wait.
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-}
-_INTERFACES: Final = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
 def communication_environment(base: Mapping[str, str], *, one_machine: bool) -> dict[str, str]:

@@ -121,7 +121,7 @@ def _lock(directory: RunDirectory, holder: Holder) -> Iterator[None]:
     try:
         lock = FileLock.take(directory.lock_file, holder)
     except NoLocks as error:
-        _check_note(directory, holder, str(error))
+        _check_holder(directory, holder, str(error))
         try:
             yield
         finally:
@@ -132,7 +132,7 @@ def _lock(directory: RunDirectory, holder: Holder) -> Iterator[None]:
         yield
 
 
-def _check_note(directory: RunDirectory, holder: Holder, error: str) -> None:
+def _check_holder(directory: RunDirectory, holder: Holder, error: str) -> None:
     """Without locks, a living process of this host that the file names counts. Raises LockHeld."""
     before = read_holder(directory.lock_file)
     if before is not None and before.lives_here():

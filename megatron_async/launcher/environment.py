@@ -3,7 +3,7 @@
 From what the starting process has and what the run needs to the variables that the new process
 gets on top. `train`, `sft`, Slurm and by hand all go through here; a site's own set-up (modules,
 proxies, paths) is what MEGATRON_ASYNC_SETUP names. What all roles must have alike is
-`engines.communication`; a server's own is `engines.sglang.process.server_environment`.
+`engines.nodes`; a server's own is `engines.sglang.process.server_environment`.
 
 Invariants
 - What the user has set wins, except where the run would be wrong with it.

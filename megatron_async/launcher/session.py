@@ -3,7 +3,7 @@
 It is the directory `RUN_DIR/launch/NAME/` on the file system that all nodes share. A requeued job
 is a new session of the same run.
 
-Rendezvous of the torchrun agents of several nodes: at node 0, on a port that it chooses.
+The torchrun agents of several nodes have their rendezvous at node 0, on a port that it chooses.
 
 Invariants
 - An entry is written atomically and never changes; a wait for one has a time limit and names what
@@ -35,6 +35,10 @@ def check_name(name: str) -> None:
     """Refuse a session's name that is no file name. Raises UserError."""
     if not name or "/" in name or name.startswith("."):
         raise UserError(f"--session is {name!r}; it must be a plain name, e.g. a job's id")
+
+
+RENDEZVOUS_SECONDS: Final = 600.0
+_RENDEZVOUS = "trainers"
 
 
 @dataclass(frozen=True)
@@ -160,10 +164,6 @@ class Session:
             time.sleep(_POLL_SECONDS)
         content: dict[str, Any] = json.loads(path.read_text())
         return content
-
-
-RENDEZVOUS_SECONDS: Final = 600.0
-_RENDEZVOUS = "trainers"
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """`Architecture`: a Hugging Face config.json about a decoder, as plain checked numbers.
 
-The context of a model where it is served: prompt and response together.
+`served_context` is what SGLang reads as its context there: prompt and response together.
 
 Invariants
 - Nothing is guessed: a setting of the config that the trainer does not implement (a rope type, an

@@ -1,12 +1,9 @@
 """State of an engine as its driver sees it: serving or not, version held, reasons to wait.
 
-Gate for the tokens of one engine, by policy version.
-
-An engine may generate as soon as it has been sent a version, so that it does not idle while the
-trainer verifies it. What it generates meanwhile waits here, in the order in which it came; if the
-verification fails, the streams are cancelled and nothing of it was kept (docs/weights.md).
-
-Silence as evidence: a pure account of the time that an engine had work and made no token.
+Tokens pass a gate by policy version: an engine may generate as soon as it has been sent a version,
+so that it does not idle while the trainer verifies it. What it generates meanwhile waits here, in
+the order in which it came; if the verification fails, the streams are cancelled and nothing of it
+was kept (docs/weights.md).
 
 Invariants
 - The slot is informed when anybody pauses or resumes an engine through its client: silence of an
@@ -23,7 +20,7 @@ Invariants
 - A request's silence grows only while its engine is not held, reports an empty queue and none of
   its tokens waits for the store: a request that waits for room in the KV cache, or was sent back to
   the queue, is silent for a good reason.
-- There is no clock here; every call carries the time, in seconds that never run backwards.
+- `EngineWatch` has no clock: every call carries the time, in seconds that never run backwards.
 """
 
 from __future__ import annotations
@@ -36,6 +33,10 @@ from dataclasses import dataclass
 from megatron_async.engines.forwarding import ForwardingClient
 from megatron_async.engines.interface import EngineClient, PauseMode
 from megatron_async.trajectory.types import PolicyVersion
+
+_PAUSE = "pause"
+_UPDATE = "update"
+_CHECK = "check"
 
 
 @dataclass
@@ -178,11 +179,6 @@ class VersionGate:
         if version == self._expected and version not in self._accepted:
             await self._open.wait()
         return version in self._accepted
-
-
-_PAUSE = "pause"
-_UPDATE = "update"
-_CHECK = "check"
 
 
 class EngineSlot:

@@ -1,6 +1,6 @@
 """Accuracy on problems that training never sees, measured on engines.
 
-Responses to evaluation prompts, from whatever engines serve just then.
+Whatever engines serve just then generate the responses.
 
 Invariants
 - Each set's problems come in a fixed order; the same call asks the same ones.
@@ -40,10 +40,12 @@ from megatron_async.tasks.answers import final_answer
 from megatron_async.tasks.base import Task
 from megatron_async.trajectory.types import IntArray, PolicyVersion, Prompt
 
+T = TypeVar("T")
 IN_FLIGHT_PER_ENGINE = 128
 _TRIES = 3
 _POLL_SECONDS = 0.01
 _END_SECONDS = 30.0
+_Z = 1.959964  # 95 % of a normal distribution
 
 
 @dataclass(frozen=True)
@@ -176,10 +178,6 @@ class EvaluationEngines:
         if end == "abort" and self._open.is_set():
             raise EngineError(f"engine {engine.engine_id} aborted evaluation request {name}")
         return None if end == "abort" else end
-
-
-T = TypeVar("T")
-_Z = 1.959964  # 95 % of a normal distribution
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,13 @@
 """Response lengths and rewards of simulated groups, drawn once and the same for every schedule.
 
-Recorded response lengths: from a run directory, or from a file of an export or another program.
+Lengths are drawn from a distribution, or recorded: in a run directory, or in a file of an export
+or another program. Such a file is a JSON list, one number a line, or JSONL whose objects hold
+`response_length`, `response_ids`, or `segments` (the lines of `export/trajectories.jsonl`: tokens
+that the environment wrote are not counted). Where an object has `finish_reason`, `length` is a
+response that was cut, and null is one that never ended (it was dropped before).
 
-A file is a JSON list, one number a line, or JSONL whose objects hold `response_length`,
-`response_ids`, or `segments` (the lines of `export/trajectories.jsonl`: tokens that the environment
-wrote are not counted). Where an object has `finish_reason`, `length` is a response that was cut,
-and null is one that never ended (it was dropped before).
-
-Fit long-tailed distributions to recorded response lengths, by maximum likelihood.
-
-A response that was cut (or dropped before its end) shows only that it would have been longer: it
+`fit_lengths` fits long-tailed distributions to recorded lengths, by maximum likelihood. A response
+that was cut (or dropped before its end) shows only that it would have been longer: it
 is censored, and enters the likelihood by its survival function. Taken at face value, cut responses
 would make the tail, which is what asynchrony is about, look short.
 
@@ -23,9 +21,9 @@ Invariants
   memory. (A JSON list is read whole.)
 - Of a run's own export, what is behind the last committed removal is left out, as a run that goes
   on, or one that was killed, may have a torn line there.
-- Pure: lengths and flags in, parameters out. Fits of the same data are the same.
-- Both families are fitted as the simulator draws from them (`simulate.lengths`): log-normal by
-  median and sigma, Weibull by scale and shape.
+- A fit is pure: lengths and flags in, parameters out; the same data give the same fits.
+- Both families are fitted as they are drawn from here: log-normal by median and sigma, Weibull by
+  scale and shape.
 """
 
 from __future__ import annotations

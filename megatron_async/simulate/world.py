@@ -3,7 +3,7 @@
 It plays the part that `rollout/driver.py` and the trainer's loop play in a live run: it carries out
 the scheduler's actions and reports to it what happened. The scheduler is the same object.
 
-Scorers of the simulation: a queue, and as many at work as a live pool would run.
+Its scorers have one queue, and as many are at work as a live pool would run.
 
 Invariants
 - Events reach the scheduler one at a time in order of virtual time; those that follow from an

@@ -1,6 +1,6 @@
 """Problems and verifiers of reasoning-gym's procedural tasks.
 
-Worked answers: supervised examples that a task can write for itself.
+Some tasks can write worked answers, supervised examples, for themselves.
 
 Invariants
 - Problem `index` depends on the task's arguments, the seed and `index` only. Seeds are hashed per
@@ -8,8 +8,8 @@ Invariants
 - The payload names the problem (arguments' place in the mixture, chunk seed, offset); the verifier
   makes it again and refuses to score when the answer that comes out is another one.
 - Scoring is reasoning-gym's own `score_answer`.
-- Every text ends with `ANSWER_MARKER` and an answer that the task's verifier gives full score.
-- The text is a pure function of the problem and `seed`.
+- Every worked answer ends with `ANSWER_MARKER` and an answer that gets full score.
+- A worked answer is a pure function of the problem and `seed`.
 
 The demonstrations are deliberately of several styles, as collected data are: full ones write every
 step out (and are long), terse ones note the running results, direct ones state only the result. A

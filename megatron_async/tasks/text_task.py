@@ -1,6 +1,7 @@
 """A task of single-turn text problems: template, tokens and stop tokens around a problem source.
 
-Chat messages as text: the tokenizer's template, and which tokens an assistant wrote.
+Chat messages become text by the tokenizer's template, with a mark on the tokens that an assistant
+wrote.
 """
 
 from __future__ import annotations

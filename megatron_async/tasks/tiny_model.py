@@ -1,6 +1,6 @@
 """Builds the quickstart's model: a Qwen3 of one to three million parameters, with random weights.
 
-A character tokenizer in Hugging Face format, for models that are trained from nothing.
+Its character tokenizer is in Hugging Face format, for models that are trained from nothing.
 
 Invariants
 - The same `TinyModel` and seed give the same bytes of weights, whatever the thread count.

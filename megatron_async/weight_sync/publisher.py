@@ -59,6 +59,11 @@ from megatron_async.weight_sync.transports.tensor import (
 )
 from megatron_async.weight_sync.turns import Alone, EarlierStageFailed, TurnToken
 
+_MIB = 1 << 20
+# For the leaders' own messages, and what engines that are well take to be connected.
+_SLACK_SECONDS = 60.0
+_HELD_BUCKETS = 3
+
 
 def make_sender(
     settings: WeightsConfig, engines: EngineConfig, device: torch.device, directory: Path
@@ -168,12 +173,6 @@ class SharedGpus(Alone, Leaders):
         found: list[Any] | None = [None] * self._size if seat.leads else None
         dist.gather_object(payload, found, dst=self._leaders[seat.engine], group=self._givers)
         return HandedBucket(bucket, found or [])
-
-
-_MIB = 1 << 20
-# For the leaders' own messages, and what engines that are well take to be connected.
-_SLACK_SECONDS = 60.0
-_HELD_BUCKETS = 3
 
 
 @dataclass(frozen=True)

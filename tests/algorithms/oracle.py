@@ -2,7 +2,7 @@
 """The definitions once more, in float64 NumPy, one row and one token at a time.
 
 Written from the formulas (docs/semantics.md, the papers, verl 0.9.1's definitions as the
-docstrings of `correction_metrics` state them), not from the implementation: no packed streams, no
+docstrings of `correction` state them), not from the implementation: no packed streams, no
 closed forms of reductions, nothing shared with it but names. A row is a list of trained tokens,
 each a dict of numbers; untrained tokens are simply not there.
 """

@@ -7,10 +7,10 @@ import torch
 
 from megatron_async.checkpoint.checksum import (
     TensorTally,
-    as_int64,
     compare,
     dtype_name,
     dtype_named,
+    signed,
     tally,
 )
 from megatron_async.checkpoint.manifest import CorruptCheckpoint, TensorRecord
@@ -54,7 +54,7 @@ def test_every_tensor_is_compared_and_the_first_that_differs_is_named(found: Ten
 
 @pytest.mark.parametrize("checksum", [0, 1, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, (1 << 64) + 3])
 def test_a_tensor_of_int64_holds_all_of_its_bits(checksum: int) -> None:
-    held = int(torch.tensor(as_int64(checksum), dtype=torch.int64))
+    held = int(torch.tensor(signed(checksum), dtype=torch.int64))
     assert held % (1 << 64) == checksum % (1 << 64)
 
 

@@ -78,7 +78,7 @@ def test_an_engine_is_excused_by_its_own_faults_alone(kind: object) -> None:
     assert not excused([enough], "http://h:2")
 
 
-def test_a_step_is_progress_whatever_the_clock_of_the_run_says(tmp_path: Path) -> None:
+def test_a_step_is_progress_whatever_the_clock_of_the_run_shows(tmp_path: Path) -> None:
     """As after the fault "clock jumps back": the step is older than those before it."""
     run = RunUnderFire({"root": str(tmp_path), "name": "r"}, random.Random(0), limit_seconds=20.0)
     run._process = cast(Any, SimpleNamespace(poll=lambda: None))

@@ -100,7 +100,7 @@ def test_an_abort_ends_the_streams_with_what_they_have() -> None:
 def test_ends_of_aborted_streams_do_not_wait_for_the_pause_between_reports() -> None:
     """An update waits for them; the pause is for thousands of streams that go on.
 
-    Nor do they wait for the engine's answer, which comes behind thousands of ends.
+    Nor do they wait for the engine's reply to the abort, which comes behind thousands of ends.
     """
 
     class Slow(Pace):

@@ -143,7 +143,7 @@ def server_environment(
     """The environment of one server: offline, a cheap health check, one thread per CPU rank.
 
     Nothing in it changes what is sampled or the log-probs of it. How it communicates is as in the
-    trainer (`engines.communication`).
+    trainer (`engines.nodes`).
 
     The key is here because every user of the machine can read command lines.
     """

@@ -1,6 +1,6 @@
 """Rewards that compare a response with the row's answer: `exact`, `regex`, `math`.
 
-The reward `task`: what the task itself scores with.
+The reward `task` is what the task itself scores with.
 """
 
 from __future__ import annotations
