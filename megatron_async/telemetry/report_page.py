@@ -25,7 +25,8 @@ _STYLE = """
 @media print { :root { --ink: #000; --paper: #fff; color-scheme: light; } }
 body { font: 14px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--paper);
        max-width: 1240px; margin: 20px auto; padding: 0 16px; }
-h1 { font-size: 22px; margin: 0 0 4px; } h2 { font-size: 17px; margin: 28px 0 8px; }
+h1 { font-size: 22px; margin: 0 0 4px; }
+h2 { font-size: 17px; margin: 28px 0 8px; break-after: avoid; }
 table { border-collapse: collapse; } td, th { padding: 2px 14px 2px 0; text-align: right; }
 td:first-child, th:first-child { text-align: left; } tr { border-bottom: 1px solid var(--line); }
 .grid { display: grid; gap: 10px 18px;
@@ -34,8 +35,7 @@ td:first-child, th:first-child { text-align: left; } tr { border-bottom: 1px sol
 .sample { break-inside: avoid; border: 1px solid var(--line); border-radius: 6px;
           padding: 8px 12px; margin: 8px 0; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 6px 0; font-size: 12px; }
-pre span { border-radius: 2px; } .quiet { opacity: .75; }
-@media (max-width: 800px) { .grid { grid-template-columns: 1fr; } }
+.quiet { opacity: .75; } @media (max-width: 800px) { .grid { grid-template-columns: 1fr; } }
 """
 # plotly draws in fixed colours: text follows the page's, also when that changes or is printed.
 _SCRIPT = """
