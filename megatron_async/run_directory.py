@@ -69,6 +69,15 @@ class RunDirectory:
         """Return whether a launch of it failed, and no launch has trained a step."""
         return self.failed_start_file.exists() and not self._has_trained()
 
+    def check_free(self, *, resumable: bool = True) -> None:
+        """Raises UserError when a run has this directory."""
+        if self.config_file.exists():
+            remedy = f" or go on with it by --resume {self.path}" if resumable else ""
+            raise UserError(
+                f"run directory {self.path} exists already: choose another name "
+                f"(got name {self.path.name!r}){remedy}"
+            )
+
     def note_failed_start(self, sentence: str) -> None:
         """Called when a launch fails; keeps the sentence unless a step was trained."""
         if not self._has_trained():
@@ -91,12 +100,7 @@ class RunDirectory:
     def create(cls, config: RunConfig, *, resumable: bool = True) -> RunDirectory:
         """A new run. Raises UserError when the name is taken or the place cannot be written."""
         directory = cls.of(config)
-        if directory.config_file.exists():
-            remedy = f" or go on with it by --resume {directory.path}" if resumable else ""
-            raise UserError(
-                f"run directory {directory.path} exists already: choose another name "
-                f"(got name {config.name!r}){remedy}"
-            )
+        directory.check_free(resumable=resumable)
         try:
             with writing(directory.path, "run directory"):
                 directory.logs.mkdir(parents=True, exist_ok=True)

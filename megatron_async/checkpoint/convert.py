@@ -250,11 +250,12 @@ def megatron_to_hf(
     if cast is None and not checkpoint.manifest.trainer.get(CONVERTED):
         cast = checkpoint_dtype(architecture)
     _check_tensors(checkpoint, architecture)
+    elements = sum(prod(slot.shape) for slot in stage_slots(architecture, 0, 1))
     try:
         with (
             PieceReader(checkpoint.path, checkpoint.manifest.files) as reader,
             _with_dtype(hf_files, dtype) as copied_from,
-            ByteProgress("megatron-to-hf", _elements(architecture), show_progress) as progress,
+            ByteProgress("megatron-to-hf", elements, show_progress) as progress,
         ):
             stream = _hf_tensors(checkpoint, reader, architecture, cast, progress)
             write_model_directory(buckets(stream, max_shard_bytes), destination, copied_from)
@@ -307,10 +308,6 @@ def _check_tensors(checkpoint: Checkpoint, a: Architecture) -> None:
                 f"checkpoint {checkpoint.path}: tensor {slot.weights} has shape {record.shape}, "
                 f"config.json asks for {slot.shape}"
             )
-
-
-def _elements(a: Architecture) -> int:
-    return sum(prod(slot.shape) for slot in stage_slots(a, 0, 1))
 
 
 def _find_checkpoint(source: Path) -> Checkpoint:

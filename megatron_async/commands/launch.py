@@ -132,6 +132,8 @@ def launch_run(
     if dry_run:
         if from_step is not None:
             rollback_to(directory, from_step)
+        if resume is None and not directory.never_began():
+            directory.check_free()
         shown = [
             *layout_lines(config, machine),
             *derived.lines(),

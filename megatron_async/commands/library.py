@@ -54,7 +54,8 @@ def train(config: RunConfig, reward: str | Callable[..., Any] | None = None) -> 
     """
     if reward is not None:
         path = reward if isinstance(reward, str) else import_path_of(reward)
-        config = build_config(merge(config.model_dump(mode="json"), {"reward": path}))
+        given = config.model_dump(mode="json", exclude_unset=True)  # what is not may be derived
+        config = build_config(merge(given, {"reward": path}))
     directory = start_run(config, "megatron_async.train")
     return Run(directory.path, config)
 

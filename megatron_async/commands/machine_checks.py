@@ -108,24 +108,13 @@ def _glibc(machine: MachineFacts) -> Check:
 
 def _build_tools(machine: MachineFacts) -> list[Check]:
     """Check what Triton, FlashInfer and torch.compile build with at the first call."""
-    header = "found" if machine.python_header else "not found"
-    return [
-        Check(
-            "nvcc",
-            machine.nvcc or "not found",
-            "" if machine.nvcc else "FlashInfer's kernels cannot be built: load a CUDA module",
-        ),
-        Check(
-            "C++ compiler",
-            machine.compiler or "not found",
-            "" if machine.compiler else "Triton cannot build its launchers: install g++",
-        ),
-        Check(
-            "Python.h",
-            header,
-            "" if machine.python_header else "Triton needs it: install python3-dev",
-        ),
-    ]
+    header = "found" if machine.python_header else None
+    tools = (
+        ("nvcc", machine.nvcc, "FlashInfer's kernels cannot be built: load a CUDA module"),
+        ("C++ compiler", machine.compiler, "Triton cannot build its launchers: install g++"),
+        ("Python.h", header, "Triton needs it: install python3-dev"),
+    )
+    return [Check(name, at or "not found", "" if at else remedy) for name, at, remedy in tools]
 
 
 def _nccl(machine: MachineFacts) -> Check:
@@ -145,10 +134,12 @@ def look() -> MachineFacts:
     """Return what this machine has."""
     import torch
 
-    cuda = torch.version.cuda if torch.cuda.is_available() else None
+    driver = _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    # A driver that is too old for this torch makes CUDA unavailable.
+    cuda = torch.version.cuda if driver or torch.cuda.is_available() else None
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     return MachineFacts(
-        driver=_first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        driver=driver,
         cuda=cuda,
         glibc=platform.libc_ver()[1],
         nvcc=_last_line("nvcc", "--version"),

@@ -18,6 +18,7 @@ from megatron_async.commands.report import closing_table, where_things_are, writ
 from megatron_async.commands.sft import run_sft
 from megatron_async.config import RunConfig
 from megatron_async.launcher.claim import new_run
+from megatron_async.launcher.derived import Machine, derive
 from megatron_async.launcher.devices import DeviceSplit, split_of_this_machine
 from megatron_async.launcher.preflight import check_one_machine, check_probe_tolerance, check_run
 from megatron_async.launcher.supervisor import Supervisor
@@ -50,6 +51,7 @@ def quickstart(config: RunConfig) -> None:
     """All stages into one new run directory. Raises UserError or ComponentFailure."""
     check_one_machine(config)
     check_probe_tolerance(config)
+    config = derive(config, Machine.here(config)).config
     devices = split_of_this_machine(config)
     with new_run(config, "megatron-async quickstart") as directory:
         _run_in(directory, config, devices)

@@ -24,6 +24,7 @@ from megatron_async.config.run import SFTConfig
 from megatron_async.engines.nodes import node_address
 from megatron_async.errors import UserError
 from megatron_async.launcher.claim import new_run
+from megatron_async.launcher.derived import Machine, derive
 from megatron_async.launcher.devices import check_trainer_here
 from megatron_async.launcher.environment import trainer_environment
 from megatron_async.launcher.preflight import check_one_machine, check_run
@@ -63,6 +64,7 @@ def sft_command(
         )
     if teacher is not None:
         check_teacher(config, teacher)
+        config = derive(config, Machine.here(config)).config
     checked = check_run(config, generates=teacher is not None)
     if index == 0:
         typer.echo(checked.summary)

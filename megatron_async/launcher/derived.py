@@ -164,6 +164,10 @@ def _cuda_graph_batch(config: RunConfig, machine: Machine) -> tuple[int | None, 
     )
 
 
+def _stream_interval(config: RunConfig, _: Machine) -> tuple[int, str]:
+    return config.engines.stream_interval, "tokens of a chunk, of which a lost engine costs one"
+
+
 def _verifier_workers(config: RunConfig, machine: Machine) -> tuple[int, str]:
     base = config.task.verifier_workers
     if machine.cores is None:
@@ -177,6 +181,7 @@ _RULES: Final[dict[str, _Rule]] = {
     "engines.max_total_tokens": _max_total_tokens,
     "schedule.concurrency": _concurrency,
     "engines.cuda_graph_batch": _cuda_graph_batch,
+    "engines.stream_interval": _stream_interval,
     "task.verifier_workers": _verifier_workers,
 }
 

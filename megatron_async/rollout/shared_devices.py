@@ -39,11 +39,8 @@ class SharedDevices:
 
         if self.shared:
             # One that rests already may have its weights to give.
-            has_more = (lambda e: e not in self._resting) if keep_weights else self._has_weights
-            await self._all([e for e in engines if has_more(e.engine_id)], put_to_rest)
-
-    def _has_weights(self, engine_id: str) -> bool:
-        return self._resting.get(engine_id, True)
+            done = {e for e, weights in self._resting.items() if keep_weights or not weights}
+            await self._all([e for e in engines if e.engine_id not in done], put_to_rest)
 
     async def take_weights(self, engines: Iterable[EngineClient]) -> None:
         """Memory for the weights that are about to be sent; the engines go on resting."""

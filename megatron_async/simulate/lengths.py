@@ -176,14 +176,6 @@ def _ending(entry: Any) -> str | None:
     return entry.get("finish_reason", "stop") if isinstance(entry, dict) else "stop"
 
 
-def _itself(value: Any) -> Any:
-    return value
-
-
-def _of_ids(value: Any) -> Any:
-    return len(value) if isinstance(value, list) else value
-
-
 def _of_segments(value: Any) -> Any:
     try:
         return sum(len(s["token_ids"]) for s in value if not s["from_environment"])
@@ -192,8 +184,8 @@ def _of_segments(value: Any) -> Any:
 
 
 _FORMS: dict[str, Callable[[Any], Any]] = {
-    "response_length": _itself,
-    "response_ids": _of_ids,
+    "response_length": lambda value: value,
+    "response_ids": lambda value: len(value) if isinstance(value, list) else value,
     "segments": _of_segments,
 }
 

@@ -86,7 +86,8 @@ class ScorerProcess:
             first = self._reply(START_ID, time.monotonic() + START_TIMEOUT_SECONDS)
         except (ScorerTimeout, ScorerCrash) as error:
             self.end()
-            raise (ProcessKilled if self._was_killed() else ComponentFailure)(
+            killed = self._keeper.returncode < 0 or (self._exit_code or 0) < 0
+            raise (ProcessKilled if killed else ComponentFailure)(
                 f"a scorer process of reward {self._name} did not start ({error}): {self._output}"
             ) from error
         except BaseException:
@@ -154,9 +155,6 @@ class ScorerProcess:
         self._keeper.wait(_END_TIMEOUT_SECONDS)
         self._replies.close()
         os.close(self._ended)
-
-    def _was_killed(self) -> bool:
-        return self._keeper.returncode < 0 or (self._exit_code or 0) < 0
 
     def _send(self, data: bytes, deadline: float) -> None:
         view = memoryview(data)

@@ -108,7 +108,7 @@ class Progress:
                 ("tokens/s", _speeds(line)),
                 (
                     "lag",
-                    f"mean {line['rollout/lag_mean']:.2f}, largest {line['rollout/lag_max']:.0f}",
+                    "mean {rollout/lag_mean:.2f}, largest {rollout/lag_max:.0f}".format_map(line),
                 ),
             ]
         elif "train/loss" in line:

@@ -10,18 +10,25 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import yaml
 
 import megatron_async
+from benchmarks.crash.run import configuration, prepare
 from megatron_async import open_run
-from megatron_async.commands.library import import_path_of
+from megatron_async.commands import library
+from megatron_async.commands.library import import_path_of, train
+from megatron_async.config import RunConfig, build_config
 from megatron_async.errors import UserError
+from megatron_async.launcher.derived import Machine, derive
+from megatron_async.run_directory import RunDirectory
+from megatron_async.tasks.rewards import Sample
 from tests.telemetry.test_report import make_run
 
 DOCS = Path(__file__).parents[2] / "docs"
 HEAVY = ("torch", "ray", "transformers", "pydantic", "megatron", "numpy")
 
 
-def own_reward(prompt: str, response: str) -> float:
+def own_reward(sample: Sample) -> float:
     return 1.0
 
 
@@ -59,6 +66,51 @@ def test_a_run_opens_in_one_line(tmp_path: Path) -> None:
         assert store.trajectory(0).reward == 1.0
     with pytest.raises(UserError, match="there is no run"):
         open_run(tmp_path / "nowhere")
+
+
+SCRIPT = """
+from megatron_async import load_config, train
+
+def score(sample) -> float:
+    return float(len(sample.response) % 2)
+
+if __name__ == "__main__":
+    run = train(load_config("c.yaml"), reward=score)
+    print("rewards", [row["reward/mean"] for row in run.metrics], len(run.config.reward))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_script_trains_with_a_function_as_reward(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    changes = {"steps": 2, "experiment": {"ledger": None}}
+    config = configuration("sync", "simulated", tmp_path, "scripted", changes)
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(config))
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=360)
+    assert done.returncode == 0, done.stderr[-3000:]
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("rewards ")]
+    rewards, count = re.fullmatch(r"rewards \[(.*)\] (\d)", line).groups()  # type: ignore[union-attr]
+    assert count == "1" and len(rewards.split(", ")) == 2
+    assert any(0.0 < float(reward) < 1.0 for reward in rewards.split(", "))
+
+
+def test_a_reward_leaves_what_is_not_set_to_be_derived(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[RunConfig] = []
+
+    def start_run(config: RunConfig, _what: str) -> RunDirectory:
+        started.append(config)
+        return RunDirectory.of(config)
+
+    monkeypatch.setattr(library, "start_run", start_run)
+    train(build_config({"steps": 3, "eval": {"every_steps": 2}}), reward=own_reward)
+    [config] = started
+    assert config.steps == 3 and config.reward[0].name.endswith("test_library.py:own_reward")
+    assert config.eval.model_fields_set == {"every_steps"}
+    on_a_gpu = derive(config, Machine("cuda", "H100", 80e9, cores=32)).config
+    assert on_a_gpu.engines.max_total_tokens is None, "the default is a laptop's"
 
 
 def test_a_reward_is_named_by_its_file_so_that_other_processes_can_import_it() -> None:

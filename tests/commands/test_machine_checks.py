@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from megatron_async.cli import app
+from megatron_async.commands import machine_checks
 from megatron_async.commands.machine_checks import MachineFacts, checks, look
 
 FILE = str(Path(__file__).parents[2] / "configs" / "smollm2.yaml")
@@ -60,6 +62,15 @@ def test_an_older_driver_serves_an_older_cuda() -> None:
 def test_a_cpu_needs_no_cuda() -> None:
     names = {check.name for check in checks(replace(GOOD, cuda=None, driver=None, nvcc=None))}
     assert not names & {"driver", "nvcc", "NCCL", "glibc"}
+
+
+def test_a_driver_that_is_too_old_for_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With it torch sees no GPU at all."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(machine_checks, "_first_line", lambda *_: "570.86.15")
+    found = {check.name: check.problem for check in checks(replace(look(), nccl_torch="2.30"))}
+    assert found["driver"] == "CUDA 13.0 needs 580 or newer"
 
 
 def test_this_machine_can_be_looked_at() -> None:

@@ -42,6 +42,19 @@ engines: {{count: 3, tensor: 4}}
     return path
 
 
+def test_a_dry_run_refuses_a_name_that_is_taken_as_the_launch_would(
+    settings: Path, tmp_path: Path
+) -> None:
+    taken = tmp_path / "runs" / "job"
+    taken.mkdir(parents=True)
+    (taken / "config.yaml").write_text("name: job\n")
+    for dry_run in (True, False):
+        with pytest.raises(
+            UserError, match=r"exists already: choose another name \(got name 'job'"
+        ):
+            launch_run(settings, None, [], GPUS, slurm=False, dry_run=dry_run)
+
+
 def test_a_dry_run_shows_the_script_and_makes_nothing(settings: Path, tmp_path: Path) -> None:
     before = set(tmp_path.rglob("*"))
     script = launch_run(settings, None, ["name=other"], GPUS, slurm=True, dry_run=True)
