@@ -167,7 +167,7 @@ def test_the_sentence_names_the_file_the_damage_and_what_is_lost(
     assert check_truth(path, healthy.checkpoint, lineage=2).recovery is None
 
 
-@pytest.mark.parametrize("share", [0.0, 0.02, 0.3, 0.7, 0.999])
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.1, 0.3, 0.5, 0.7, 0.9, 0.999])
 def test_of_a_cut_file_everything_up_to_the_checkpoint_comes_back(
     healthy: Healthy, tmp_path: Path, share: float
 ) -> None:
