@@ -28,7 +28,8 @@ class T:
     state: str = "waiting"  # waiting running finished scoring rewarded scored batched dropped
     tokens: int = 0
     oldest: int | None = None
-    served: int = 0  # version at its last submission without a token: a lower bound of `oldest`
+    served: int = 0  # version at its last submission
+    overtaken: bool = False  # the floor passed `served` while it ran without a token
     newest: int = -1
     engine: str | None = None
     aborted: bool = False
@@ -300,7 +301,7 @@ class Oracle:
             assert not self.held_back(), "a new group while finished ones fill the ring"
             self._start(t.group)
             self._may_start()
-        t.served = self.version.number if t.oldest is None else t.oldest
+        t.served = self.version.number
         t.state, t.engine, t.aborted = "running", action.engine_id, False
         self.submissions += 1
 
@@ -349,8 +350,10 @@ class Oracle:
             assert t.regenerations <= self.config.max_regenerations
         else:
             assert self.config.on_stale == "restart"
-            assert t.oldest is None or t.served < self.floor, f"{action}: not stale"
-        t.tokens, t.oldest, t.newest = 0, None, -1
+            stale = t.oldest is not None and t.oldest < self.floor
+            # Its first tokens may come, of a newer version, after it was aborted for this.
+            assert stale or t.overtaken, f"{action}: not stale"
+        t.tokens, t.oldest, t.newest, t.overtaken = 0, None, -1, False
         t.state, t.reward = "waiting", None
 
     def _drop(self, action: ev.Drop) -> None:
@@ -428,6 +431,8 @@ class Oracle:
                 t.state = "batched"
         self.untaken.append(action.step)
         self.next_step += 1
+        for t in self.running():
+            t.overtaken |= t.oldest is None and t.served < self.floor
 
     def _allow(self, action: ev.AllowUpdate, previous: ev.Action | None) -> None:
         assert action.number == self.update and not self.allowed, action
