@@ -220,7 +220,7 @@ def dropped(folder: Path) -> dict[int, set[int]]:
 
 
 def test_a_prompt_that_engines_refuse_costs_its_group_and_no_engine(tmp_path: Path) -> None:
-    """Also when it is in the store already, from a life whose program knew no refusals."""
+    """And it stays dropped when the run is resumed."""
 
     async def life(lineage: int) -> dict[str, str]:
         model = SimulatedEngineModel(mean_length=30, step_seconds=0.002, stream_interval=16)
@@ -247,6 +247,50 @@ def test_a_prompt_that_engines_refuse_costs_its_group_and_no_engine(tmp_path: Pa
 
     run(body())
     assert dropped(tmp_path) == {3: {12, 13, 14, 15}}
+
+
+def test_a_refused_prompt_that_a_resumed_run_finds_unfinished_costs_its_group_alone(
+    tmp_path: Path,
+) -> None:
+    """The life before had engines that took it: two of its group have tokens, two never ran."""
+    group = range(12, 16)  # of the fourth prompt
+
+    async def life_before() -> None:
+        model = SimulatedEngineModel(mean_length=10**9, step_seconds=0.002, stream_interval=4)
+        config = config_of("copris", schedule={"concurrency": 14, "group_size": 4})
+        trainer = trainer_of(tmp_path, config, ModelEngines(model))
+        await trainer.manager.start()
+        await trainer.begin(ResumePoint(0))
+        store = trainer.manager._driver._store
+        async with asyncio.timeout(10):
+            while store._state.counters.next_trajectory <= group[-1] or not all(
+                store.load_trajectory(i).response_length for i in group[:2]
+            ):
+                await asyncio.sleep(0.005)
+        await trainer.manager.stop()
+
+    async def resumed() -> None:
+        model = SimulatedEngineModel(mean_length=30, step_seconds=0.002, stream_interval=16)
+        config = config_of("copris", schedule={"concurrency": 24, "group_size": 4})
+        trainer = trainer_of(tmp_path, config, ModelEngines(model, Refusing))
+        await trainer.manager.start()
+        await trainer.begin(ResumePoint(1, 0, parent=0))
+        for step in range(6):
+            assert (await trainer.batch()).step == step
+            await trainer.publish(1, step + 1)
+        up, warnings = in_service(trainer)
+        assert up == 2 and len(trainer.engines.all) == 2
+        assert list(warnings) == ["prompt_refused"]
+        assert "group 3 of fixed is dropped" in warnings["prompt_refused"]
+        assert trainer.manager._driver.statistics.dropped_by_reason["refused"] == 4
+        await trainer.manager.stop()
+
+    run(life_before())
+    with closing(StoreReader(tmp_path / "store.sqlite")) as reader:
+        states = [reader.trajectory(i).state for i in group]
+    assert states == 2 * [TrajectoryState.RUNNING] + 2 * [TrajectoryState.PENDING]
+    run(resumed())
+    assert dropped(tmp_path) == {3: set(group)}
 
 
 def test_when_every_prompt_is_refused_the_run_ends_with_a_sentence(tmp_path: Path) -> None:
