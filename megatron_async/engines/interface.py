@@ -126,13 +126,6 @@ class EngineClient(Protocol):
         """Release connections (not the server)."""
 
 
-class PromptSource(Protocol):
-    """Training prompts in a fixed order."""
-
-    def take(self, count: int) -> list[Prompt]:
-        """The next prompts; fewer when the source is exhausted."""
-
-
 class Verifier(Protocol):
     """Scores finished responses; every score is limited in time."""
 

@@ -27,11 +27,7 @@ MANAGER_NAME: Final = "rollout_manager"
 class ManagerActor:
     """`RolloutManager` in a process of its own. Errors reach the caller as they are."""
 
-    def __init__(
-        self,
-        config_yaml: str,
-        run_directory: str,
-    ) -> None:
+    def __init__(self, config_yaml: str, run_directory: str) -> None:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         self._arguments = (config_yaml, run_directory)
         self._manager: Any = None

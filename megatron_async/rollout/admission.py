@@ -5,16 +5,19 @@ Invariants
   number of groups is how far the task has been read.
 - A refusal counts against its prompt alone. When many prompts in a row are refused and none is
   accepted, the settings are at fault, not the prompts: the run ends with a sentence about that.
+  Of prompts that are too long, however many may come before one that fits (of a task sorted by
+  length, say): the run ends when so many have come that a whole epoch is among them.
 - So it does when dynamic sampling drops group after group and keeps none: no batch would ever come.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 
 from megatron_async.config import RunConfig
-from megatron_async.engines.interface import PromptSource
 from megatron_async.errors import ComponentFailure
+from megatron_async.rollout.prompts import TaskPrompts
 from megatron_async.rollout.statistics import RolloutStatistics
 from megatron_async.scheduler import events as ev
 from megatron_async.store.store import TrajectoryStore
@@ -31,7 +34,7 @@ class Admission:
         self,
         config: RunConfig,
         store: TrajectoryStore,
-        prompts: PromptSource,
+        prompts: TaskPrompts,
         statistics: RolloutStatistics,
         fail: Callable[[ComponentFailure], None],
     ) -> None:
@@ -42,6 +45,8 @@ class Admission:
         self._statistics = statistics
         self._fail = fail
         self._refused: set[int] = set()  # groups, since a request was accepted
+        self._too_long = 0  # prompts, since one that fits
+        self._hopeless = False
         batch = config.schedule.groups_per_batch * self._group_size
         self._filtered = FilteredRounds(batch, config.trainer.max_filtered_rounds)
 
@@ -57,57 +62,64 @@ class Admission:
         """Groups were kept."""
         self._filtered.emitted()
 
-    def take(self, count: int, longest: int | None) -> tuple[ev.GroupSpec, ...]:
-        """The next `count` groups; fewer when the source is exhausted.
+    async def take(self, count: int, longest: int | None) -> tuple[ev.GroupSpec, ...]:
+        """The next groups, `count` or fewer; none when the source is exhausted.
 
         `longest`: tokens of prompt and response together that every engine takes.
         """
         specs: list[ev.GroupSpec] = []
-        while len(specs) < count and len(self._refused) < _REFUSED_IN_ROW:
-            prompts = self._prompts.take(count - len(specs))
+        while not specs and not self._hopeless:
+            prompts = self._prompts.take(count)
             if not prompts:
                 break
             for prompt in prompts:
                 group = self._store.add_group(prompt, self._group_size)
-                whole = len(prompt.token_ids) + self._max_new_tokens
-                if longest is not None and whole > longest:
+                length = len(prompt.token_ids)
+                if longest is not None and length + self._max_new_tokens > longest:
                     self._drop(group, longest)
                     continue
+                self._too_long = 0
                 ids = tuple(t.trajectory_id for t in group.trajectories)
-                length = len(prompt.token_ids)
                 specs.append(ev.GroupSpec(group.group_id, ids, length, prompt.priority))
+            await asyncio.sleep(0)  # thousands may be too long, and the loop has other work too
         return tuple(specs)
 
     def _drop(self, group: Group, longest: int) -> None:
         for trajectory in group.trajectories:
             self._store.drop(trajectory.trajectory_id, DropReason.REFUSED)
             self._statistics.dropped(DropReason.REFUSED)
-        self.refused(
-            group.trajectories[0].trajectory_id,
-            group.group_id,
+        self._too_long += 1
+        # Each epoch has an order of its own: a whole one is among twice as many in a row.
+        most = max(_REFUSED_IN_ROW, 2 * (self._prompts.in_epoch or 0))
+        why = (
             f"with sampling.max_new_tokens {self._max_new_tokens} it is longer than the "
             f"{longest} tokens that an engine takes (engines.context_length, "
-            "engines.max_total_tokens)",
+            "engines.max_total_tokens)"
         )
+        self._report(group.trajectories[0], why, self._too_long, most)
 
     def refused(self, trajectory_id: int, group_id: int, why: str) -> None:
         """A request of this group will never be accepted."""
         if group_id in self._refused:
             return
         self._refused.add(group_id)
-        prompt = self._store.load_trajectory(trajectory_id).prompt
+        trajectory = self._store.load_trajectory(trajectory_id)
+        self._report(trajectory, why, len(self._refused), _REFUSED_IN_ROW)
+
+    def _report(self, trajectory: Trajectory, why: str, in_row: int, most: int) -> None:
+        """A prompt was refused, `in_row` with those before; after `most` the run ends."""
+        prompt = trajectory.prompt
         self._statistics.warned(
             "prompt_refused",
-            f"group {group_id} of {prompt.task} is dropped, a prompt of {len(prompt.token_ids)} "
-            f"tokens (megatron-async trajectories RUN --show {trajectory_id}): {why}",
+            f"group {trajectory.group_id} of {prompt.task} is dropped, a prompt of "
+            f"{len(prompt.token_ids)} tokens (megatron-async trajectories RUN --show "
+            f"{trajectory.trajectory_id}): {why}",
         )
-        if len(self._refused) >= _REFUSED_IN_ROW:
-            self._fail(
-                ComponentFailure(
-                    f"{_REFUSED_IN_ROW} prompts in a row were refused and none was accepted; "
-                    f"the last: {why}"
-                )
-            )
+        if in_row < most:
+            return
+        self._hopeless = True
+        sentence = f"{in_row} prompts in a row were refused and none was accepted; the last: {why}"
+        self._fail(ComponentFailure(sentence))
 
     def accepted(self) -> None:
         """An engine has made tokens for a request."""

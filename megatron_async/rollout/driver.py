@@ -22,12 +22,13 @@ from typing import Any
 from megatron_async.awake import AwakeClock
 from megatron_async.config import RunConfig
 from megatron_async.disk import disk_failure
-from megatron_async.engines.interface import EngineClient, EngineError, PromptSource, Verifier
+from megatron_async.engines.interface import EngineClient, EngineError, Verifier
 from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.admission import Admission, recovered_group
 from megatron_async.rollout.engine_slot import EngineSlot
 from megatron_async.rollout.generation import Generation, Reports
 from megatron_async.rollout.monitor import EngineMonitor
+from megatron_async.rollout.prompts import TaskPrompts
 from megatron_async.rollout.scoring import Scoring, part_means
 from megatron_async.rollout.statistics import RolloutStatistics
 from megatron_async.scheduler import events as ev
@@ -37,11 +38,7 @@ from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.packing import pack_groups
 from megatron_async.trajectory.sample_lag import SamplesTrained
-from megatron_async.trajectory.types import (
-    DropReason,
-    PolicyVersion,
-    TrajectoryState,
-)
+from megatron_async.trajectory.types import DropReason, PolicyVersion, TrajectoryState
 
 _logger = logging.getLogger(__name__)
 _IDLE_POLL_SECONDS = 0.01
@@ -57,7 +54,7 @@ class RolloutDriver:
         *,
         scheduler: Scheduler,
         store: TrajectoryStore,
-        prompts: PromptSource,
+        prompts: TaskPrompts,
         verifier: Verifier,
         version: PolicyVersion,
         stop_token_ids: Sequence[int] = (),
@@ -87,9 +84,7 @@ class RolloutDriver:
         self.statistics = RolloutStatistics(
             overlap=schedule.overlap,
             trained=SamplesTrained(
-                version.number,
-                schedule.groups_per_batch * schedule.group_size,
-                store.batch_sizes(),
+                version.number, schedule.groups_per_batch * schedule.group_size, store.batch_sizes()
             ),
         )
         self._admission = Admission(config, store, prompts, self.statistics, self.fail)
@@ -425,7 +420,7 @@ class RolloutDriver:
     async def _fetch_prompts(self, count: int) -> None:
         limits = [slot.client.longest_tokens for slot in self._slots.values()]
         longest = min((limit for limit in limits if limit is not None), default=None)
-        groups = self._admission.take(min(count, _GROUPS_AT_A_TIME), longest)
+        groups = await self._admission.take(min(count, _GROUPS_AT_A_TIME), longest)
         self._feed(ev.PromptsAvailable(groups))  # which asks for more while slots are free
 
     async def _emit(self, action: ev.EmitBatch) -> None:

@@ -72,7 +72,7 @@ class PassRates:
 
 
 class TaskPrompts:
-    """Implements `PromptSource`: the prompts of `task` after the first `groups`.
+    """The prompts of `task` after the first `groups`.
 
     `file`: where positions and scores are kept; it is made only where there are pools.
     """
@@ -101,8 +101,13 @@ class TaskPrompts:
         if last is not None:  # groups without a line came before there were pools
             self._position = last[1] + self._group - last[0]
 
+    @property
+    def in_epoch(self) -> int | None:
+        """Return the number of training problems; None: they have no end."""
+        return self._task.counts(0)[0]
+
     def take(self, count: int) -> list[Prompt]:
-        """The next prompts."""
+        """The next prompts; fewer when the source is exhausted."""
         if self._file is None:
             prompts = self._task.train_prompts(self._position, count)
             self._position += len(prompts)

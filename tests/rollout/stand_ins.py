@@ -33,6 +33,9 @@ class Fixed:
     def eval_prompts(self, count: int, name: str = "heldout") -> list[Prompt]:
         return self.train_prompts(100, count)
 
+    def counts(self, heldout: int) -> tuple[int | None, int]:
+        return None, heldout
+
     def text(self, token_ids: Sequence[int]) -> str:
         return " ".join(map(str, token_ids))
 

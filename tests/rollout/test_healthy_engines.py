@@ -12,6 +12,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 from aiohttp import web
 
@@ -344,6 +345,76 @@ def test_prompts_that_are_too_long_never_reach_an_engine(tmp_path: Path) -> None
 
     run(body())
     assert min(dropped(tmp_path)) == 1
+
+
+class SomeTooLong(Fixed):
+    """An epoch of `size` prompts, of which the first `too_long` are longer than 34 tokens allow."""
+
+    def __init__(self, size: int | None, too_long: int) -> None:
+        self._size, self._too_long = size, too_long
+        self.asked = 0
+
+    def counts(self, heldout: int) -> tuple[int | None, int]:
+        return self._size, heldout
+
+    def train_prompts(self, position: int, count: int) -> list[Prompt]:
+        if position >= self.asked:  # the manager also asks for its probe sequence
+            self.asked = position + count
+        places = [(position + i) % (self._size or 1000) for i in range(count)]
+        lengths = [8 if place < self._too_long else 1 for place in places]
+        return [
+            Prompt(np.array([5, position + i, *[7] * length], np.int32), "long")
+            for i, length in enumerate(lengths)
+        ]
+
+
+def trainer_with(folder: Path, task: SomeTooLong) -> Trainer:
+    changes = {"sampling": {"max_new_tokens": 28}, "trainer": {"wait_for_batch_seconds": 20.0}}
+    model = SimulatedEngineModel(mean_length=8, step_seconds=0.002, longest_tokens=34)
+    return trainer_of(folder, config_of("copris", count=1, **changes), ModelEngines(model), task)
+
+
+def test_prompts_that_are_too_long_are_passed_over_until_one_fits(tmp_path: Path) -> None:
+    """However many: of a file that is sorted by length they come one after the other."""
+
+    async def body() -> None:
+        trainer = trainer_with(tmp_path, SomeTooLong(size=150, too_long=140))
+        await trainer.manager.start()
+        await trainer.begin(ResumePoint(0))
+        for step in range(12):  # in the second epoch by then
+            batch = await trainer.batch()
+            assert (batch.prompt_lengths_S == 3).all()
+            await trainer.publish(0, step + 1)
+        up, warnings = in_service(trainer)
+        assert up == 1 and "longer than the 34 tokens" in warnings["prompt_refused"]
+        counted = trainer.manager._driver.statistics.dropped_by_reason["refused"]
+        await trainer.manager.stop()
+        assert counted == sum(map(len, dropped(tmp_path).values())) >= 2 * 2 * 140
+
+    run(body())
+
+
+@pytest.mark.parametrize(("size", "taken"), [(50, 100), (20, 64), (None, 64)])
+def test_data_of_which_no_prompt_fits_ends_the_run(
+    tmp_path: Path, size: int | None, taken: int
+) -> None:
+    """After an epoch, wherever it begins among the prompts; of data without an end after 64."""
+
+    async def body() -> None:
+        task = SomeTooLong(size, too_long=1000)
+        trainer = trainer_with(tmp_path, task)
+        await trainer.manager.start()
+        await trainer.begin(ResumePoint(0))
+        sentence = (
+            f"^{taken} prompts in a row were refused .* with sampling.max_new_tokens 28 it is"
+        )
+        with pytest.raises(ComponentFailure, match=sentence):
+            await trainer.batch()
+        assert task.asked < taken + 16
+        assert trainer.manager.status()["engines_up"] == 1
+        await trainer.manager.stop()
+
+    run(body())
 
 
 def test_responses_that_take_longer_than_a_silence_may(tmp_path: Path) -> None:
