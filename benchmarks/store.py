@@ -11,8 +11,9 @@ Prints one table and, with --out, writes it with the command and the date. Lines
 - longest loop gap: the largest pause that a 1 ms ticker saw in the same loop, minus its period.
 - durable commit: a small write and `sync(durable=True)`, as at the emission of each batch: median
   and longest of 50.
-- compaction: 256 consumed trajectories of 4096 tokens leave the store: tokens per second, and the
-  longest that a commit and the event loop waited meanwhile.
+- compaction: 32 groups of 8 consumed trajectories of 4096 tokens leave the store, then one group of
+  16 of 131072 tokens: tokens per second, the longest piece of it on the writer's thread (by the
+  clock and in CPU time), and the longest that a commit and the event loop waited meanwhile.
 - reopen: `TrajectoryStore.open` of a store killed with all trajectories running.
 - list: all trajectories by state, as `megatron-async trajectories` reads them.
 - replica: the copy of a checkpoint into the run directory.
@@ -33,7 +34,9 @@ import sqlite3
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -44,6 +47,7 @@ from megatron_async.store.reader import StoreReader
 from megatron_async.store.recovery import copy_database
 from megatron_async.store.schema import PAGE_BYTES, chunk_data
 from megatron_async.store.store import TrajectoryStore
+from megatron_async.store.writer import Job
 from megatron_async.trajectory.types import (
     FinishReason,
     PolicyVersion,
@@ -53,6 +57,7 @@ from megatron_async.trajectory.types import (
 )
 
 CHUNK = 64
+COMPACTIONS = ((32, 8, 4096), (1, 16, 131_072))  # groups, trajectories of each, their tokens
 _TICK = 0.001
 _LOOP_SHARE = 64  # appends between two turns of the event loop
 
@@ -103,17 +108,18 @@ async def durable_commits(store: TrajectoryStore, requests: list[RequestKey]) ->
     return took
 
 
-async def compaction(directory: Path) -> tuple[str, str]:
+async def compaction(directory: Path, groups: int, size: int, length: int) -> tuple[str, str]:
     """One line of the table."""
+    name = f"compaction of {groups} x {size} x {length} tokens"
     settings = StoreConfig(chunk_tokens=CHUNK, compact_after_checkpoints=1)
-    store = TrajectoryStore.open(directory / "compacted" / "trajectories.sqlite", settings)
+    store = TrajectoryStore.open(directory / name / "trajectories.sqlite", settings)
     random = np.random.default_rng(0)
-    tokens = random.integers(0, 150_000, 4096).astype(np.int32)
-    logprobs = -random.random(4096).astype(np.float32)
-    groups = []
-    for _ in range(32):
-        group = store.add_group(Prompt(np.arange(200, dtype=np.int32), "benchmark"), 8)
-        groups.append(group.group_id)
+    tokens = random.integers(0, 150_000, length).astype(np.int32)
+    logprobs = -random.random(length).astype(np.float32)
+    group_ids = []
+    for _ in range(groups):
+        group = store.add_group(Prompt(np.arange(200, dtype=np.int32), "benchmark"), size)
+        group_ids.append(group.group_id)
         for trajectory_id in (t.trajectory_id for t in group.trajectories):
             request = store.begin_request(trajectory_id)
             for start in range(0, len(tokens), CHUNK):
@@ -123,10 +129,25 @@ async def compaction(directory: Path) -> tuple[str, str]:
             store.end(trajectory_id, FinishReason.STOP)
             await store.sync()
             await store.set_reward(trajectory_id, 1.0)
-    store.mark_batched(groups, 0)
+    store.mark_batched(group_ids, 0)
     await store.sync(durable=True)
-    gap = wait = 0.0
+    gap = wait = piece = piece_cpu = 0.0
     running = True
+    run = store._writer.run
+
+    def timed(job: Job) -> Future[Any]:
+        def work(connection: sqlite3.Connection) -> Any:
+            nonlocal piece, piece_cpu
+            before, cpu = time.perf_counter(), time.thread_time()
+            try:
+                return job(connection)
+            finally:
+                piece = max(piece, time.perf_counter() - before)
+                piece_cpu = max(piece_cpu, time.thread_time() - cpu)
+
+        return run(work)
+
+    store._writer.run = timed  # type: ignore[method-assign]
 
     async def ticker() -> None:
         nonlocal gap
@@ -152,15 +173,18 @@ async def compaction(directory: Path) -> tuple[str, str]:
     await asyncio.gather(*watching)
     exported = store.export_file.stat().st_size
     await store.close()
-    total = 256 * len(tokens)
-    return "compaction", (
-        f"{total / took / 1e6:.2f} M tokens/s; longest commit {wait * 1e3:.0f} ms, longest loop "
-        f"gap {gap * 1e3:.0f} ms; {exported / total:.1f} bytes/token exported"
+    total = groups * size * length
+    return name, (
+        f"{total / took / 1e6:.2f} M tokens/s; longest piece {piece * 1e3:.0f} ms "
+        f"({piece_cpu * 1e3:.0f} ms of CPU), longest commit {wait * 1e3:.0f} ms, longest loop gap "
+        f"{gap * 1e3:.0f} ms; {exported / total:.1f} bytes/token exported"
     )
 
 
 async def measure(directory: Path, trajectories: int, tokens: int) -> list[tuple[str, str]]:
     """The table's lines about the store itself."""
+    # First, while the process holds little that Python's garbage collector would stop for.
+    compactions = [await compaction(directory, *what) for what in COMPACTIONS]
     path = directory / "run" / "trajectories.sqlite"
     store = TrajectoryStore.open(path, StoreConfig(chunk_tokens=CHUNK))
     prompt = Prompt(np.arange(64, dtype=np.int32), "benchmark")
@@ -214,7 +238,7 @@ async def measure(directory: Path, trajectories: int, tokens: int) -> list[tuple
         ("longest loop gap", f"{took['gap'] * 1e3:.1f} ms"),
         ("durable commit", f"{np.median(durable):.1f} ms, longest {max(durable):.1f} ms"),
         ("file", f"{size / 2**20:.1f} MiB, {size / total:.2f} bytes/token (8 are data)"),
-        await compaction(directory),
+        *compactions,
         ("reopen after a kill", f"{reopen:.2f} s"),
         ("list", f"{listing:.2f} s"),
         ("replica", f"{copying:.2f} s for {size / 2**20:.1f} MiB"),

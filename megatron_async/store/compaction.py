@@ -8,8 +8,11 @@ Invariants
   before the removal is committed, and the length of the file is committed with the removal. What a
   crash leaves beyond that length is cut off at the next open.
 - Neither commits nor the event loop wait for it: lines are read and written on a thread and a
-  connection of their own; the writer's thread only removes, a few groups for each transaction, in
-  pieces of milliseconds (`apply_removal`, `give_back_pages`), between commits.
+  connection of their own; the writer's thread only removes, in pieces of milliseconds
+  (`apply_removal`, `remove_chunks`, `give_back_pages`), between commits.
+- No group is ever half there: its rows go together, with the length of its lines, and its chunks
+  after them, as many at once as a piece may hold. A chunk without a trajectory is nobody's (ids are
+  never used twice): what a crash leaves of them goes with the next compaction.
 - One compaction at a time; its error is raised by the next `finish`, which everybody calls before
   the next one starts and before the store is closed.
 - Every piece is limited in time, and so is `finish`. A thread that still writes lines after its
@@ -20,6 +23,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import json
 import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -42,7 +46,7 @@ from megatron_async.store.state import StoreState
 from megatron_async.store.writer import StoreWriter
 from megatron_async.trajectory.types import PolicyVersion
 
-_CHUNKS_PER_REMOVAL = 2048  # removed in about 5 ms; a larger group is removed whole all the same
+_CHUNKS_PER_REMOVAL = 2048  # about 3 ms; 20 when SQLite empties its log meanwhile
 _PAGES_GIVEN_BACK = 256  # at once: about 4 ms
 T = TypeVar("T")
 
@@ -140,17 +144,15 @@ def restorable(
 def removal(
     chosen: Sequence[int],
     whole: Plan,
-    *,
-    groups: Mapping[int, range],
+    now: Situation,
     batches: Mapping[int, BatchRow],
-    dropped: Mapping[int, str],
     exported: Exported,
 ) -> Removal:
     """The transaction that takes the groups `chosen` out of the plan `whole`."""
-    gone = {i for group_id in chosen for i in groups[group_id]}
+    gone = {i for group_id in chosen for i in now.groups[group_id]}
     consumed_by = {i: whole.consumed_by[i] for i in gone if i in whole.consumed_by}
     reasons = Counter(exported.dropped)
-    reasons.update(dropped[i] for i in gone if i not in consumed_by)
+    reasons.update(now.dropped[i] for i in gone if i not in consumed_by)
     touched = sorted({key for i in gone for key in whole.batches_of.get(i, ())})
     return Removal(
         groups=tuple(chosen),
@@ -172,22 +174,33 @@ def removal(
 
 
 def apply_removal(connection: sqlite3.Connection, change: Removal) -> None:
-    """Remove, in one transaction. Raises DamagedStore."""
-    connection.execute("BEGIN IMMEDIATE")
-    try:
+    """Remove all but the chunks, in one transaction. Raises DamagedStore."""
+    with connection:  # commits, or rolls back what an error has stopped
+        connection.execute("BEGIN IMMEDIATE")
         for group_id in change.groups:
             group = read_group(connection, group_id)
             ids = (group.first_trajectory, group.first_trajectory + group.size - 1)
-            connection.execute("DELETE FROM chunks WHERE trajectory_id BETWEEN ? AND ?", ids)
             connection.execute("DELETE FROM trajectories WHERE trajectory_id BETWEEN ? AND ?", ids)
             connection.execute("DELETE FROM groups WHERE group_id = ?", (group_id,))
         for batch in change.batches:
             _replace(connection, "batches", batch)
         _replace(connection, "document", change.exported.to_row())
-    except BaseException:
-        connection.execute("ROLLBACK")
-        raise
-    connection.execute("COMMIT")
+
+
+def chunks_left(file: Path) -> list[int]:
+    """Keys of the chunks whose trajectories are gone, in the order of their pages."""
+    with closing(schema.connect(file, read_only=True)) as connection:
+        found = connection.execute(
+            "SELECT chunk_id FROM chunks INDEXED BY chunks_of "  # else it reads all tokens
+            "WHERE trajectory_id NOT IN (SELECT trajectory_id FROM trajectories)"
+        )
+        return sorted(row[0] for row in found)
+
+
+def remove_chunks(connection: sqlite3.Connection, keys: Sequence[int]) -> None:
+    """Remove them, in one transaction."""
+    chosen = "SELECT value FROM json_each(?)"
+    connection.execute(f"DELETE FROM chunks WHERE chunk_id IN ({chosen})", (json.dumps(keys),))
 
 
 def give_back_pages(connection: sqlite3.Connection) -> bool:
@@ -244,14 +257,7 @@ class Compactor:
         )
         whole = await asyncio.to_thread(plan, now, kept, self._after)
         for groups in self._pieces(whole.groups):
-            change = removal(
-                groups,
-                whole,
-                groups=now.groups,
-                batches=state.batches,
-                dropped=now.dropped,
-                exported=state.exported,
-            )
+            change = removal(groups, whole, now, state.batches, state.exported)
             if self._file is not None:
                 length = await self._write_lines(change, self._file)
                 change = replace(change, exported=replace(change.exported, bytes=length))
@@ -261,20 +267,24 @@ class Compactor:
             for group_id in change.groups:
                 for trajectory_id in state.groups.pop(group_id).trajectory_ids:
                     del state.records[trajectory_id]
+        left = await self._beside(partial(chunks_left, self._place.file), "compaction read nothing")
+        for start in range(0, len(left), _CHUNKS_PER_REMOVAL):
+            keys = left[start : start + _CHUNKS_PER_REMOVAL]
+            await self._run(partial(remove_chunks, keys=keys))
         while await self._run(give_back_pages):
             pass
 
     def _pieces(self, groups: Sequence[int]) -> Iterator[list[int]]:
-        """Groups that are removed together."""
+        """Groups that are removed together, at once with their lines."""
         piece: list[int] = []
-        chunks = 0
+        rows = 0
         for group_id in groups:
             piece.append(group_id)
             members = self._state.groups[group_id].trajectory_ids
-            chunks += sum(self._state.records[i].chunks for i in members)
-            if chunks >= _CHUNKS_PER_REMOVAL:
+            rows += sum(1 + self._state.records[i].chunks for i in members)
+            if rows >= _CHUNKS_PER_REMOVAL:
                 yield piece
-                piece, chunks = [], 0
+                piece, rows = [], 0
         if piece:
             yield piece
 
@@ -290,13 +300,15 @@ class Compactor:
                     connection, change.groups, change.consumed_by, file, change.exported.bytes
                 )
 
+        return await self._beside(write, f"export {file} took no line")
+
+    async def _beside(self, work: Callable[[], T], missed: str) -> T:
+        """On a thread of its own. Raises ComponentFailure, with what it `missed`, at the limit."""
         try:
-            async with asyncio.timeout(self._writer.stall_seconds):
-                return await asyncio.to_thread(write)
+            async with asyncio.timeout(limit := self._writer.stall_seconds):
+                return await asyncio.to_thread(work)
         except TimeoutError as error:
-            raise ComponentFailure(
-                f"export {file} took no line for {self._writer.stall_seconds:g} s"
-            ) from error
+            raise ComponentFailure(f"{missed} for {limit:g} s") from error
 
     async def _run(self, job: Callable[[sqlite3.Connection], T]) -> T:
         """Run on the writer's thread; what waits to be committed goes first."""

@@ -113,10 +113,8 @@ def first_writes(state: StoreState, writer: StoreWriter) -> None:
         writer.put("trajectories", record.row())
     for group in state.set_aside:
         writer.execute("DELETE FROM groups WHERE group_id = ?", (group.group_id,))
-        first, last = group.trajectory_ids[0], group.trajectory_ids[-1]
-        for table in ("trajectories", "chunks"):
-            statement = f"DELETE FROM {table} WHERE trajectory_id BETWEEN ? AND ?"
-            writer.execute(statement, (first, last))
+        bounds = (group.trajectory_ids[0], group.trajectory_ids[-1])  # compaction has the chunks
+        writer.execute("DELETE FROM trajectories WHERE trajectory_id BETWEEN ? AND ?", bounds)
 
 
 def _tried(read: Callable[[Path], StoreState], file: Path) -> tuple[StoreState | None, str | None]:

@@ -16,7 +16,7 @@ import pytest
 from megatron_async.config.rollout import StoreConfig
 from megatron_async.errors import UserError
 from megatron_async.store import compaction, export
-from megatron_async.store.compaction import apply_removal, restorable
+from megatron_async.store.compaction import apply_removal, remove_chunks, restorable
 from megatron_async.store.export import find, write_lines
 from megatron_async.store.lineage import Lineage, LineageTree
 from megatron_async.store.reader import StoreReader
@@ -27,7 +27,17 @@ from megatron_async.trajectory.types import (
     FinishReason,
     PolicyVersion,
 )
-from tests.trajectory.builders import STORE, V0, current, expected, prompt, scored_group, snapshot
+from tests.trajectory.builders import (
+    STORE,
+    V0,
+    append,
+    current,
+    expected,
+    prompt,
+    response,
+    scored_group,
+    snapshot,
+)
 
 
 def exported(path: Path) -> list[dict[str, Any]]:
@@ -191,6 +201,8 @@ def test_commits_come_between_the_pieces_of_a_removal(
 
     monkeypatch.setattr(compaction, "apply_removal", noted)
 
+    store: TrajectoryStore
+
     async def scenario() -> None:
         nonlocal store
         store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
@@ -200,10 +212,101 @@ def test_commits_come_between_the_pieces_of_a_removal(
         assert len(exported(tmp_path)) == 6
         await store.close()
 
-    store: TrajectoryStore
     asyncio.run(scenario())
     assert len(commits) == 3
     assert commits == sorted(set(commits)), "two pieces without a commit between them"
+
+
+async def batched_in_chunks(store: TrajectoryStore, step: int, size: int, chunks: int) -> None:
+    group = store.add_group(prompt(), size)
+    for i in (trajectory.trajectory_id for trajectory in group.trajectories):
+        store.begin_request(i)
+        for place in range(chunks):
+            append(store, i, 8 * place, 8)
+        store.end(i, FinishReason.STOP)
+        await store.sync()
+        await store.set_reward(i, 1.0)
+    store.mark_batched([group.group_id], step)
+
+
+def test_a_large_group_is_removed_in_pieces_of_limited_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = 7
+    monkeypatch.setattr(compaction, "_CHUNKS_PER_REMOVAL", limit)
+    changed: list[int] = []
+    commits: list[int] = []
+
+    def counted(connection: sqlite3.Connection, keys: list[int]) -> None:
+        before = connection.total_changes
+        remove_chunks(connection, keys)
+        changed.append(connection.total_changes - before)
+        commits.append(store.position())
+        store._writer.put("document", store._state.counters.to_row())
+
+    monkeypatch.setattr(compaction, "remove_chunks", counted)
+
+    store: TrajectoryStore
+
+    async def scenario() -> None:
+        nonlocal store
+        settings = StoreConfig(chunk_tokens=8, compact_after_checkpoints=1)
+        store = TrajectoryStore.open(tmp_path / STORE, settings)
+        await batched_in_chunks(store, 0, size=3, chunks=10)
+        await checkpoint(store, 1, [1])
+        assert store._writer.run(_chunks).result(30) == 0
+        await store.close()
+
+    asyncio.run(scenario())
+    assert changed == [7, 7, 7, 7, 2]
+    assert commits == sorted(set(commits)), "two pieces without a commit between them"
+    assert [line["segments"][0]["token_ids"] for line in exported(tmp_path)] == [
+        expected(i, 80) for i in range(3)
+    ]
+
+
+@pytest.mark.parametrize("pieces", [0, 1, 3])
+def test_a_kill_between_the_pieces_of_a_group_loses_nothing_and_the_next_compaction_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pieces: int
+) -> None:
+    run, killed = tmp_path / "run", tmp_path / "killed"
+    settings = StoreConfig(chunk_tokens=8, compact_after_checkpoints=1)
+
+    async def until_the_kill() -> None:
+        store = TrajectoryStore.open(run / STORE, settings)
+        await batched_in_chunks(store, 0, size=3, chunks=10)
+        live = store.add_group(prompt(), 1).trajectories[0].trajectory_id
+        store.begin_request(live)
+        append(store, live, 0, 8)
+        await checkpoint(store, 1, [1])
+        await store.close()
+
+    async def after_it() -> None:
+        store = TrajectoryStore.open(killed / STORE, settings, lineage=1, step=1)
+        assert store._writer.run(_chunks).result(30) == 31 - 7 * pieces
+        assert (store.recovery, store.counts()["batched"]) == (None, 3)
+        [group] = store.unconsumed_groups()
+        assert response(group.trajectories[0]) == expected(3, 8)
+        with pytest.raises(LookupError, match="group 0"):
+            store.load_group(0)
+        await checkpoint(store, 1, [PolicyVersion(1, 1)])
+        assert store._writer.run(_chunks).result(30) == 1
+        await store.close()
+
+    def copied_on_the_way(connection: sqlite3.Connection, keys: list[int]) -> None:
+        if _chunks(connection) == 31 - 7 * pieces:
+            snapshot(run, killed)
+        remove_chunks(connection, keys)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(compaction, "_CHUNKS_PER_REMOVAL", 7)
+        patched.setattr(compaction, "remove_chunks", copied_on_the_way)
+        asyncio.run(until_the_kill())
+    asyncio.run(after_it())
+    assert [line["trajectory_id"] for line in exported(killed)] == [0, 1, 2]
+    assert [line["segments"][0]["token_ids"] for line in exported(killed)] == [
+        expected(i, 80) for i in range(3)
+    ]
 
 
 def test_space_is_given_back(tmp_path: Path) -> None:
@@ -256,6 +359,11 @@ def test_the_file_stays_bounded_over_a_long_run(tmp_path: Path) -> None:
         await store.close()
 
     asyncio.run(scenario())
+
+
+def _chunks(connection: Any) -> int:
+    count: int = connection.execute("SELECT count(*) FROM chunks").fetchone()[0]
+    return count
 
 
 def _pages(connection: Any) -> int:
