@@ -12,9 +12,9 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
-from benchmarks.crash.evidence import CONSUMED, Attach, Batch, Evidence, Kept, Launch
+from benchmarks.crash.evidence import CONSUMED, Attach, Batch, Evidence, Kept, Launch, Request
 from benchmarks.crash.faults import excused
 from megatron_async.engines.simulated.engine import SimulatedEngineModel
 from megatron_async.trajectory.types import PolicyVersion
@@ -211,17 +211,23 @@ def more_than_a_chunk_lost(evidence: Evidence, rules: Rules) -> list[str]:
 
 
 def wrong_tokens(evidence: Evidence, rules: Rules) -> list[str]:
-    """Kept tokens are tokens that arrived in their place; trained ones are those that are kept."""
+    """Kept tokens arrived in their place, each run of them in one stream; those are trained."""
     wrong = []
     for one in _every(evidence):
         arrived: dict[int, set[int]] = {}
-        for request in evidence.requests.get(one.trajectory_id, ()):
+        requests = evidence.requests.get(one.trajectory_id, [])
+        for request in requests:
             for place, token in enumerate(request.ids, request.start):
                 arrived.setdefault(place, set()).add(token)
         first = len(one.prompt)
         bad = [p for p, t in enumerate(one.tokens, first) if t not in arrived.get(p, ())]
         if bad:
             wrong.append(f"trajectory {one.trajectory_id}: token {bad[0] - first} never arrived")
+        elif (told := _in_whole_streams(one, requests)) < len(one.tokens):
+            wrong.append(
+                f"trajectory {one.trajectory_id}: token {told} is of another stream than those "
+                "before it, or of none that began there"
+            )
         elif rules.simulated is not None and not _is_continuation(one, rules):
             wrong.append(
                 f"trajectory {one.trajectory_id} is not the engine's response to its prompt"
@@ -235,6 +241,22 @@ def wrong_tokens(evidence: Evidence, rules: Rules) -> list[str]:
             if copies and copies[0].tokens != response:
                 wrong.append(f"trajectory {trajectory_id} was trained with other tokens")
     return wrong
+
+
+def _in_whole_streams(one: Kept, requests: list[Request]) -> int:
+    """How many of its tokens are beginnings of requests' streams, one after the other in time.
+
+    A request asks for what follows the tokens that the store has: its own begin there, and those of
+    an earlier one come no more. A request of which everything was lost counts nothing.
+    """
+    first = len(one.prompt)
+    ends = {first}
+    for request in requests:
+        if request.start in ends:
+            places = zip(one.tokens[request.start - first :], request.ids, strict=False)
+            same = takewhile(lambda pair: pair[0] == pair[1], places)
+            ends.update(place + 1 for place, _ in enumerate(same, request.start))
+    return max(ends) - first
 
 
 def _is_continuation(one: Kept, rules: Rules) -> bool:

@@ -131,6 +131,20 @@ def with_batches(*batches: Batch) -> Evidence:
     return replace(honest(), batches=[*honest().batches, *batches])
 
 
+def two_streams(change: int, restart: bool = False) -> Evidence:
+    """Trajectory 5 was asked for twice from its prompt on; it is the second stream's from `change`.
+
+    Each of its tokens has arrived in its place. `restart`: a third request goes on at `change`.
+    """
+    streams = (11,) * LENGTH, (12,) * LENGTH
+    first = len(PROMPT)
+    requests = [Request(5, first, i, stream, 2) for i, stream in enumerate(streams)]
+    tokens = streams[0][:change] + streams[1][change:]
+    if restart:
+        requests.append(Request(5, first + change, 2, streams[1][change:], 2))
+    return replace(with_requests(5, *requests), kept={5: [kept(5, tokens=tokens)]})
+
+
 def test_an_honest_account_passes_every_check() -> None:
     assert {name: found for name, found in audit(honest(), RULES).items() if found} == {}
     assert [lost for _, _, lost, _ in tokens_lost(honest())] == [2]
@@ -216,6 +230,7 @@ DOCTORED: list[tuple[str, str, Callable[[], Evidence]]] = [
             requests={**honest().requests, 5: [Request(5, 2, 0, (11, 11), 2)]},
         ),
     ),
+    ("wrong tokens", "token 2 is of another stream", lambda: two_streams(2)),
     (
         "wrong tokens",
         "trained with other tokens",
@@ -277,6 +292,23 @@ def test_a_doctored_account_is_found_out(
 ) -> None:
     found = audit(doctored(), RULES)[check]
     assert any(sentence_part in sentence for sentence in found), found
+
+
+@pytest.mark.parametrize("change", [0, 2, LENGTH])
+def test_tokens_of_two_streams_are_right_only_where_the_second_goes_on_from_the_first(
+    change: int,
+) -> None:
+    """What a lost request brought in between (here the second of three) counts nothing."""
+    rules = replace(RULES, simulated=None, reward_of=None)
+
+    def found_in(evidence: Evidence) -> list[str]:
+        return [line for line in audit(evidence, rules)["wrong tokens"] if "5: token" in line]
+
+    assert found_in(two_streams(change, restart=True)) == []
+    mixed = found_in(two_streams(change))
+    assert [line.partition(" is of")[0] for line in mixed] == (
+        ["trajectory 5: token 2"] if change == 2 else []
+    )
 
 
 def test_an_end_that_was_lost_with_its_tokens_may_be_asked_for_again() -> None:
