@@ -272,6 +272,11 @@ DOCTORED: list[tuple[str, str, Callable[[], Evidence]]] = [
         lambda: with_kept(0, kept(0, reward=0.5)),
     ),
     (
+        "wrong tokens",
+        "trajectory 0 has another response's reward",
+        lambda: with_kept(0, kept(0, reward=0.0)),
+    ),
+    (
         "healthy engines given up",
         "engine engine0 (http://h:1) was given up, and nothing was wrong with it",
         lambda: replace(honest(), injected=[Injected("engine hangs", "http://h:3")]),
@@ -309,6 +314,20 @@ def test_tokens_of_two_streams_are_right_only_where_the_second_goes_on_from_the_
     assert [line.partition(" is of")[0] for line in mixed] == (
         ["trajectory 5: token 2"] if change == 2 else []
     )
+
+
+def test_a_reward_of_0_needs_a_scorer_that_failed_or_a_response_that_is_worth_it() -> None:
+    def wrong(evidence: Evidence, rules: Rules) -> list[str]:
+        return [line for line in audit(evidence, rules)["wrong tokens"] if "reward" in line]
+
+    zero = with_kept(0, kept(0, reward=0.0))
+    assert len(wrong(zero, RULES)) == 1
+    failed = Injected("scorer dies")
+    assert wrong(replace(zero, injected=[*zero.injected, failed]), RULES) == []
+    worthless = replace(RULES, reward_of=lambda tokens: 0.0)
+    only = replace(zero, kept={0: zero.kept[0]})
+    assert wrong(only, worthless) == []
+    assert len(wrong(replace(honest(), injected=[failed]), worthless)) == 4
 
 
 def test_an_end_that_was_lost_with_its_tokens_may_be_asked_for_again() -> None:
