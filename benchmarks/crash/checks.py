@@ -224,9 +224,9 @@ def wrong_tokens(evidence: Evidence, rules: Rules) -> list[str]:
         bad = [p for p, t in enumerate(one.tokens, first) if t not in arrived.get(p, ())]
         if bad:
             wrong.append(f"trajectory {one.trajectory_id}: token {bad[0] - first} never arrived")
-        elif (told := _in_whole_streams(one, requests)) < len(one.tokens):
+        elif (whole := _in_whole_streams(one, requests)) < len(one.tokens):
             wrong.append(
-                f"trajectory {one.trajectory_id}: token {told} is of another stream than those "
+                f"trajectory {one.trajectory_id}: token {whole} is of another stream than those "
                 "before it, or of none that began there"
             )
         elif rules.simulated is not None and not _is_continuation(one, rules):
