@@ -114,5 +114,5 @@ def test_a_reader_gets_from_a_file_to_a_trained_model(tmp_path: Path) -> None:
     assert all(line["weights/probe_mean_error"] < 1e-4 for line in lines), "engine and trainer"
     assert "weights/transfer_broadcast_seconds" in lines[0]
     answer = last.partition("<|im_start|>assistant")[2]
-    assert answer.strip(), "the exported model answers a program that knows nothing of this one"
+    assert answer.strip(), "the exported model answers a program that has nothing of this one"
     assert len((tmp_path / "responses.jsonl").read_text().splitlines()) == 16

@@ -6,7 +6,7 @@ Invariants
 - A refusal counts against its prompt alone. When many prompts in a row are refused and none is
   accepted, the settings are at fault, not the prompts: the run ends with a sentence about that.
   Of prompts that are too long, however many may come before one that fits (of a task sorted by
-  length, say): the run ends when so many have come that a whole epoch is among them.
+  length): the run ends when so many have come that a whole epoch is among them.
 - So it does when dynamic sampling drops group after group and keeps none: no batch would ever come.
 """
 
