@@ -1,8 +1,9 @@
 """Draws the pictures of README and documentation: `python -m benchmarks.pictures [RUN]`.
 
 The five schedules as timelines come from the simulator: the run's own scheduler on a virtual clock,
-two engines with four slots each, the same response lengths for all. The learning curve comes from
-benchmarks/results/quickstart.jsonl, which RUN (a quickstart's directory) writes anew.
+two engines with four slots each, the same response lengths for all. The learning curves come from
+benchmarks/results/quickstart.jsonl and smollm2.jsonl; RUN, a directory of such a name, writes one
+anew.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from megatron_async.simulate.build import build_world
 from megatron_async.simulate.world import World
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
-QUICKSTART = Path(__file__).parent / "results" / "quickstart.jsonl"
+RESULTS = Path(__file__).parent / "results"
+CURVES = {"quickstart": "learning", "smollm2": "smollm2"}  # of runs by their name
 KEPT = ("kind", "step", "reward/mean", "eval/accuracy", "eval/accuracy_low", "eval/accuracy_high")
 PRESETS = {
     "sync": "sync: all wait for the longest response",
@@ -127,13 +129,13 @@ def keep_curve(run: Path) -> None:
         for line in lines
         if line["kind"] in ("train", "eval")
     ]
-    QUICKSTART.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (RESULTS / f"{run.name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def draw_curve(dark: bool) -> None:
+def draw_curve(run: str, dark: bool) -> None:
     """Mean reward of every batch, and held-out accuracy with its 95 % interval."""
     ink, paper = _colours(dark)
-    rows = [json.loads(line) for line in QUICKSTART.read_text().splitlines()]
+    rows = [json.loads(line) for line in (RESULTS / f"{run}.jsonl").open()]
     train = [row for row in rows if row["kind"] == "train"]
     held_out = [row for row in rows if row["kind"] == "eval" and "eval/accuracy" in row]
     figure, ax = plt.subplots(figsize=(7, 3.2))
@@ -149,14 +151,14 @@ def draw_curve(dark: bool) -> None:
         ax.annotate(f"{row['eval/accuracy']:.1%}", below, (0, -13), **style)
     ax.set_title("blue: mean reward of a batch; orange: held-out accuracy", loc="left", color=ink)
     ax.set_xlabel("update", color=ink)
-    ax.set_ylim(0.4, 1.0)
+    ax.set_ylim(0.4 if min(r["eval/accuracy_low"] for r in held_out) > 0.5 else 0.0, 1.0)
     ax.set_xlim(-2, max(steps) + 2)
     ax.set_facecolor(paper)
     ax.tick_params(colors=ink, length=0)
     ax.grid(axis="y", color=ink, alpha=0.15)
     for side in ax.spines.values():
         side.set_visible(False)
-    _save(figure, "learning", dark, paper)
+    _save(figure, CURVES[run], dark, paper)
 
 
 def _colours(dark: bool) -> tuple[str, str]:
@@ -214,8 +216,8 @@ def main() -> None:
     timelines = {preset: timeline(preset) for preset in PRESETS}
     for dark in (False, True):
         draw(timelines, dark)
-        if QUICKSTART.exists():
-            draw_curve(dark)
+        for run in CURVES:
+            draw_curve(run, dark)
 
 
 if __name__ == "__main__":
