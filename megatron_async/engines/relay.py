@@ -155,10 +155,7 @@ class Pace:
         """Seconds between one report's arrival and the question for the next."""
         return min(
             _LONGEST_PAUSE_SECONDS,
-            max(
-                self.streams * _PAUSE_PER_STREAM_SECONDS,
-                self.engines * _PAUSE_PER_ENGINE_SECONDS,
-            ),
+            max(self.streams * _PAUSE_PER_STREAM_SECONDS, self.engines * _PAUSE_PER_ENGINE_SECONDS),
         )
 
 

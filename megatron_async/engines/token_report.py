@@ -84,12 +84,7 @@ class TokenReport:
                 version = versions[lineage, number] = PolicyVersion(lineage, number)
             yield (
                 stream,
-                TokenChunk(
-                    self.token_ids_T[part],
-                    self.logprobs_T[part],
-                    version,
-                    _ENDS[end],
-                ),
+                TokenChunk(self.token_ids_T[part], self.logprobs_T[part], version, _ENDS[end]),
             )
 
 

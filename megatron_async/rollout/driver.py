@@ -156,34 +156,30 @@ class RolloutDriver:
 
         Its trajectories go on elsewhere from their last stored token.
         """
-        slot = self._slots.get(engine_id)
-        if slot is None:
-            return
-        self._forget(slot, "engine_failed", why)
-        del self._slots[engine_id]
-        if slot.up:
-            self._feed(ev.EngineDown(engine_id))
-        self.lost_engines.put_nowait((engine_id, why))
+        if self._forget(engine_id, "engine_failed", why) is not None:
+            self.lost_engines.put_nowait((engine_id, why))
 
     def engine_stale(self, engine_id: str, why: str) -> None:
         """Let an engine that holds other weights serve nothing until it was sent them again.
 
         Its trajectories go on elsewhere from their last stored token.
         """
+        slot = self._forget(engine_id, "engine_stale", why)
+        if slot is not None:
+            self.add_engine(slot.client)
+
+    def _forget(self, engine_id: str, warning: str, why: str) -> EngineSlot | None:
         slot = self._slots.get(engine_id)
         if slot is None:
-            return
-        self._forget(slot, "engine_stale", why)
-        self._slots[engine_id] = EngineSlot(slot.client, self._clock)
+            return None
+        self.statistics.warned(warning, why)
+        self.statistics.engine_lost(engine_id)
+        self._step_aborted()  # what it submits to this engine is forgotten with all that runs there
+        self._generation.forget_engine(slot, failed=warning == "engine_failed")
+        del self._slots[engine_id]
         if slot.up:
             self._feed(ev.EngineDown(engine_id))
-        self._stale.set()
-
-    def _forget(self, slot: EngineSlot, warning: str, why: str) -> None:
-        self.statistics.warned(warning, why)
-        self.statistics.engine_lost(slot.engine_id)
-        self._step_aborted()  # what it submits to this engine is forgotten with all that runs there
-        self._generation.forget_engine(slot)
+        return slot
 
     def stale_engines(self) -> list[EngineClient]:
         """Engines that do not hold the current version."""
@@ -289,10 +285,9 @@ class RolloutDriver:
     async def quiesce(self) -> None:
         """Start nothing more; what runs goes on, also where an update has paused it."""
         self._quiet = True
-        clients = [slot.client for slot in self._slots.values()]
         for slot in self._slots.values():
             slot.release()
-        await self._each(clients, lambda client: client.resume())
+        await self._each(self.engines(), lambda client: client.resume())
 
     async def end_generation(self) -> None:
         """Abort running requests after `quiesce`; their tokens are kept."""
@@ -487,8 +482,7 @@ class RolloutDriver:
 
     def describe(self) -> str:
         """Return a line about what is going on, for error messages."""
-        up = sum(slot.up for slot in self._slots.values())
         return (
-            f"{up} of {len(self._slots)} engines serve, {len(self._generation)} requests run, "
-            f"current version {self._version}"
+            f"{sum(slot.up for slot in self._slots.values())} of {len(self._slots)} engines serve, "
+            f"{len(self._generation)} requests run, current version {self._version}"
         )

@@ -16,7 +16,8 @@ Invariants
 - A failure counts against what there is evidence about (docs/failures.md, "What an engine is
   given up for"): a refused request against its prompt alone; a broken stream first asks the engine
   whether it is alive; failures of several prompts in a row, without a token between them, count
-  against the engine, and failures of one prompt alone against that prompt.
+  against the engine, and failures of one prompt alone against that prompt; so does, in the end, the
+  death of engine after engine while they had a prompt to begin with, and others made tokens.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class RunningRequest:
 
     `begun` names it for the store from the turn of the event loop on in which it begins.
     `group_id` is known once it is sent. `read_at` is the reading of its engine's request clock at
-    its start or its newest tokens.
+    its start or its newest tokens. `prefills`: it was sent to an engine that nobody suspected, and
+    has made no token there.
     """
 
     trajectory_id: int
@@ -65,6 +67,7 @@ class RunningRequest:
     begun: RequestKey | None = None
     group_id: int = -1
     abort_wanted: bool = False
+    prefills: bool = False
     complete: bool = False
     task: asyncio.Task[None] | None = None
 
@@ -115,6 +118,8 @@ class Generation:
         self._reports = reports
         self._requests: dict[int, RunningRequest] = {}
         self._failures: Counter[int] = Counter()  # in a row, by trajectory
+        self._deaths: Counter[int] = Counter()  # of engines that began it, in a row, by group
+        self._tokens_at_death = 0
         self._waiting: deque[RunningRequest] = deque()  # submitted, to be begun in this order
         self._beginning: asyncio.Task[None] | None = None
         self._closed = False
@@ -125,9 +130,7 @@ class Generation:
     async def close(self) -> None:
         """Cancel every request; what arrived is in the store."""
         self._closed = True
-        tasks = [request.task for request in self._requests.values() if request.task is not None]
-        if self._beginning is not None:
-            tasks.append(self._beginning)
+        tasks = [t for t in (self._beginning, *(r.task for r in self._requests.values())) if t]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -156,6 +159,7 @@ class Generation:
 
     def _begin(self, request: RunningRequest) -> None:
         request.begun = self._store.begin_request(request.trajectory_id)
+        request.prefills = request.slot.check is None or request.slot.check.done()
         request.slot.watch.request_began(request.slot.clock())
         request.task = asyncio.get_running_loop().create_task(self._run(request))
         self._reports.watch(request.task)
@@ -225,26 +229,42 @@ class Generation:
         request.cancel()
         self._ended(request)
 
-    def forget_engine(self, slot: EngineSlot) -> None:
-        """The engine is given up: its trajectories are finished or partial from now on.
+    def forget_engine(self, slot: EngineSlot, *, failed: bool) -> None:
+        """The engine is given up: its trajectories are finished, partial or refused from now on.
 
         Call while the scheduler still has the engine: what it submits there meanwhile is
         forgotten too.
         """
         slot.give_up()
+        fatal = self._fatal_groups(slot) if failed else set()
         for request in self._on(slot):
             request.cancel()
             self._failures.pop(request.trajectory_id, None)  # the engine's, not its own
             if not request.complete:
                 request.complete = self.end_if_complete(request.trajectory_id)
         for request in [r for r in self._on(slot) if r.complete]:
-            del self._requests[request.trajectory_id]
-            self._reports.feed(ev.Finished(request.trajectory_id))
+            self._ended(request)
+        for request in [r for r in self._on(slot) if r.group_id in fatal]:
+            why = f"{_FAILURES_OF_ONE} engines in a row failed before its first token"
+            self._reports.refused(request.trajectory_id, request.group_id, why)
+            self._ended(request, refused=True)
         for request in self._on(slot):
             del self._requests[request.trajectory_id]
             if request.begun is not None:
                 self._store.end_request(request.begun)
         self._statistics.running_changed(len(self._requests))
+
+    def _fatal_groups(self, slot: EngineSlot) -> set[int]:
+        """Groups that engine after engine failed to begin, this one too, while others made tokens.
+
+        Engines that fail with no token between them are no evidence about a prompt.
+        """
+        if slot.watch.held or self._statistics.tokens == self._tokens_at_death:
+            return set()
+        self._tokens_at_death = self._statistics.tokens
+        begun = {r.group_id for r in self._on(slot) if r.prefills and r.group_id >= 0}
+        self._deaths.update(begun)
+        return {group_id for group_id in begun if self._deaths[group_id] >= _FAILURES_OF_ONE}
 
     def _on(self, slot: EngineSlot) -> list[RunningRequest]:
         return [request for request in self._requests.values() if request.slot is slot]
@@ -314,7 +334,9 @@ class Generation:
             slot.failed_prompts.clear()
             slot.watch.token(now)
             request.read_at = slot.watch.request_clock(now)
+            request.prefills = False
             self._failures.pop(trajectory_id, None)
+            self._deaths.pop(request.group_id, None)
             self._reports.accepted()
             slot.watch.store_begins(now)
             try:

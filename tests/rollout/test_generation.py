@@ -231,7 +231,7 @@ def test_the_old_stream_of_a_lost_engine_is_not_heard_when_its_trajectory_runs_a
 
         async def lost_and_restarted_meanwhile() -> int:
             monkeypatch.undo()
-            bench.generation.forget_engine(bench.slot)
+            bench.generation.forget_engine(bench.slot, failed=True)
             bench.store.restart(bench.trajectory_id)
             bench.store.begin_request(bench.trajectory_id)
             return await committed()
@@ -334,7 +334,7 @@ def test_an_engine_that_is_lost_while_the_last_tokens_are_committed_has_finished
         async def lost_meanwhile() -> int:
             if bench.slot.watch.requests:
                 monkeypatch.undo()
-                bench.generation.forget_engine(bench.slot)
+                bench.generation.forget_engine(bench.slot, failed=True)
             return await committed()
 
         monkeypatch.setattr(bench.store, "sync", lost_meanwhile)
@@ -485,7 +485,7 @@ def test_an_abort_waits_for_the_release_of_a_held_engine(tmp_path: Path, then: s
         engine = slot.client._client  # type: ignore[attr-defined]
         assert engine.aborts == 0 and not aborting.done()
         if then == "given up":
-            bench.generation.forget_engine(slot)
+            bench.generation.forget_engine(slot, failed=True)
             await aborting
             assert engine.aborts == 0
         else:

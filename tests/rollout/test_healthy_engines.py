@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import AsyncIterator
+import itertools
+from collections.abc import AsyncGenerator
 from contextlib import closing
 from pathlib import Path
 from typing import Any, ClassVar
@@ -200,7 +201,7 @@ class Refusing(SimulatedEngine):
 
     bad: ClassVar[set[int]] = {3}
 
-    async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
         if int(request.input_ids[1]) in self.bad:
             await asyncio.sleep(0.002)
             raise RequestRefused(f"{self.engine_id}: it was refused with status 400: too long")
@@ -324,7 +325,7 @@ def test_prompts_that_are_too_long_never_reach_an_engine(tmp_path: Path) -> None
             ]
 
     class Strict(SimulatedEngine):
-        async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
+        async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
             assert len(request.input_ids) + request.max_new_tokens <= 32 + 2
             async for chunk in super().generate(request):
                 yield chunk
@@ -345,6 +346,114 @@ def test_prompts_that_are_too_long_never_reach_an_engine(tmp_path: Path) -> None
 
     run(body())
     assert min(dropped(tmp_path)) == 1
+
+
+class Dying(SimulatedEngine):
+    """The fourth prompt ends the process a while after it has come; meanwhile others are served."""
+
+    fatal: ClassVar[range] = range(3, 4)
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
+        if int(request.input_ids[1]) in self.fatal:
+            await asyncio.sleep(0.1)
+            self.crash("out of memory")
+        async for chunk in super().generate(request):
+            yield chunk
+
+
+def trainer_of_dying_engines(folder: Path, kind: type[Dying], group_size: int = 4) -> Trainer:
+    model = SimulatedEngineModel(mean_length=100, step_seconds=0.002, stream_interval=4)
+    batch = {"group_size": group_size, "groups_per_batch": 12 // group_size}
+    schedule = {"concurrency": 24, **batch}  # a batch takes longer than an engine to die
+    changes = {"engines": {"max_restarts": 8}, "schedule": schedule}
+    return trainer_of(folder, config_of("copris", count=2, **changes), ModelEngines(model, kind))
+
+
+def test_a_prompt_that_ends_engine_after_engine_is_dropped_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_async.rollout.monitor._ASK_AGAIN_SECONDS", 0.02)
+
+    async def body() -> None:
+        trainer = trainer_of_dying_engines(tmp_path, Dying)
+        await trainer.manager.start()
+        await trainer.begin(ResumePoint(0))
+        for step in range(12):
+            while await trainer.manager.next_batch(0) is None:
+                await trainer.publish(0, step)
+            await trainer.publish(0, step + 1)
+        up, warnings = in_service(trainer)
+        assert up == 2
+        assert "group 3 of fixed is dropped" in warnings["prompt_refused"]
+        assert "6 engines in a row failed before its first token" in warnings["prompt_refused"]
+        await trainer.manager.stop()
+
+    run(body())
+    assert dropped(tmp_path) == {3: {12, 13, 14, 15}}
+
+
+def test_a_token_clears_the_count_of_engines_that_a_prompt_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of eleven engines the sixth made tokens for it before it died."""
+    monkeypatch.setattr("megatron_async.rollout.monitor._ASK_AGAIN_SECONDS", 0.02)
+
+    class DyingAtTimes(Dying):
+        deaths = 0
+
+        async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
+            fatal = int(request.input_ids[1]) == 3 and self.deaths < 11
+            if fatal and self.deaths != 5:
+                await asyncio.sleep(0.1)
+                self.crash("out of memory")
+                type(self).deaths += 1
+            async for chunk in SimulatedEngine.generate(self, request):
+                yield chunk
+                if fatal:
+                    self.crash("out of memory")
+                    type(self).deaths += 1
+
+    async def body() -> None:
+        trainer = trainer_of_dying_engines(tmp_path, DyingAtTimes, group_size=1)
+        await trainer.manager.start()
+        await trainer.begin(ResumePoint(0))
+        step = 0
+        while DyingAtTimes.deaths < 11 or trainer.manager.status()["engines_up"] < 2:
+            while await trainer.manager.next_batch(0) is None:
+                await trainer.publish(0, step)
+            await trainer.publish(0, step := step + 1)
+        assert len(trainer.engines.all) == 2 + 11
+        await trainer.manager.stop()
+
+    run(body())
+    assert dropped(tmp_path) == {}
+
+
+def test_engines_that_fail_whatever_they_are_sent_cost_no_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_async.rollout.monitor._ASK_AGAIN_SECONDS", 0.02)
+
+    class DyingLater(Dying):
+        fatal: ClassVar[range] = range(0)
+
+    async def body() -> None:
+        trainer = trainer_of_dying_engines(tmp_path, DyingLater)
+        await trainer.manager.start()
+        await trainer.begin(ResumePoint(0))
+        await trainer.batch()
+        DyingLater.fatal = range(1000)
+        await trainer.publish(0, 1)
+        with pytest.raises(ComponentFailure, match="no inference engine is left"):
+            for step in itertools.count(1):
+                while await trainer.manager.next_batch(0) is None:
+                    await trainer.publish(0, step)
+                await trainer.publish(0, step + 1)
+        assert len(trainer.engines.all) == 2 * 9
+        await trainer.manager.stop()
+
+    run(body())
+    assert dropped(tmp_path) == {}
 
 
 class SomeTooLong(Fixed):
@@ -524,7 +633,7 @@ def test_a_broken_stream_of_an_engine_that_answers_costs_one_request(tmp_path: P
     class Dropping(SimulatedEngine):
         requests = 0
 
-        async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
+        async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
             type(self).requests += 1
             broken = self.requests % 5 == 0
             async for chunk in super().generate(request):
