@@ -1,7 +1,7 @@
 """The inference engine on CPU: what decode attention, streaming, aborts, pauses and updates cost.
 
     python -m benchmarks.engine                       # two servers, about three minutes when quiet
-    python -m benchmarks.engine --out engine.md
+    python -m benchmarks.engine --out FILE
 
 Two servers run side by side on the quickstart's architecture with random weights, one with
 SGLang's `torch_native` attention and one with `torch_batched`; each measurement alternates between
