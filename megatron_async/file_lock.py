@@ -3,6 +3,8 @@
 Invariants
 - The lock (`flock`) ends with its process, however that ends; the file stays. Between hosts it
   reaches as far as the file system carries it (NFS 4, GPFS, Lustre mounted with `flock`).
+- It ends when the last that holds it is closed, also while a child that is being started, and has
+  not yet executed its program, has a copy of the descriptor.
 - The holder named in the file is for people, and means nothing while the lock is free.
 """
 
@@ -72,9 +74,10 @@ class NoLocks(Exception):
 class FileLock:
     """A lock that is held until this, and whatever `share` has made of it, is closed."""
 
-    def __init__(self, file: int) -> None:
-        """Use `take`."""
-        self._file = file
+    def __init__(self, file: int, open_files: set[int]) -> None:
+        """Use `take`. `open_files`: descriptors of all that hold the same lock."""
+        self._file, self._open_files = file, open_files
+        open_files.add(file)
 
     @classmethod
     def take(cls, path: Path, holder: Holder) -> FileLock:
@@ -93,16 +96,19 @@ class FileLock:
         except BaseException:
             os.close(file)
             raise
-        return cls(file)
+        return cls(file, set())
 
     def share(self) -> FileLock:
         """The file stays locked until this is closed too."""
-        return FileLock(os.dup(self._file))
+        return FileLock(os.dup(self._file), self._open_files)
 
     def close(self) -> None:
         """Release the lock; a second call does nothing."""
         if self._file >= 0:
             file, self._file = self._file, -1
+            self._open_files.discard(file)
+            if not self._open_files:
+                fcntl.flock(file, fcntl.LOCK_UN)
             os.close(file)
 
 

@@ -52,6 +52,28 @@ def test_a_second_process_is_refused_with_the_name_of_the_first(tmp_path: Path) 
     FileLock.take(path, Holder.this_process("another")).close()
 
 
+def test_a_child_that_is_being_started_does_not_keep_the_lock(tmp_path: Path) -> None:
+    """Between fork and exec it has a copy of every descriptor; a busy machine makes that long."""
+    path = tmp_path / "lock"
+    lock = FileLock.take(path, Holder.this_process("a test"))
+    part = lock.share()
+    go_on, end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(end)
+        os.read(go_on, 1)  # until the parent closes its end
+        os._exit(0)
+    try:
+        lock.close()
+        with pytest.raises(LockHeld):
+            FileLock.take(path, Holder.this_process("too early"))
+        part.close()
+        FileLock.take(path, Holder.this_process("the next")).close()
+    finally:
+        os.close(end)
+        os.waitpid(child, 0)
+
+
 def test_the_same_process_is_refused_too_until_it_has_given_the_lock_up(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     first = FileLock.take(path, Holder.this_process("first"))
