@@ -11,6 +11,7 @@ import os
 import signal
 import textwrap
 import warnings
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -444,9 +445,8 @@ def doctor(overrides: Overrides = None, config: ConfigOption = None) -> None:
     settings = None if config is None else load_config(config, list(overrides or []))
     for line in [*report_lines(), *(["", *config_lines(settings)] if settings else [])]:
         indent = " " * (len(line) - len(line.lstrip()) + 2)
-        wrapper = textwrap.TextWrapper(80, subsequent_indent=indent)
-        wrapper.break_long_words = wrapper.break_on_hyphens = False  # paths and options
-        typer.echo(wrapper.fill(line))
+        whole = partial(textwrap.fill, break_long_words=False, break_on_hyphens=False)
+        typer.echo(whole(line, 80, subsequent_indent=indent))  # paths and options
 
 
 if __name__ == "__main__":
