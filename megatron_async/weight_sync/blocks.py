@@ -95,12 +95,12 @@ def apply(base: Buffer, delta: bytes) -> bytes:
 
 def _decompress(data: bytes, size: int) -> _Bytes:
     try:
-        found = zstandard.ZstdDecompressor().decompress(data, max_output_size=size)
+        found = zstandard.frame_content_size(data)  # asked first: that much would be allocated
+        if found != size:
+            raise DeltaError(f"the difference holds {found} bytes instead of {size}")
+        return np.frombuffer(zstandard.ZstdDecompressor().decompress(data), np.uint8)
     except zstandard.ZstdError as error:
         raise DeltaError(f"the difference cannot be decompressed: {error}") from error
-    if len(found) != size:
-        raise DeltaError(f"the difference holds {len(found)} bytes instead of {size}")
-    return np.frombuffer(found, np.uint8)
 
 
 def _as_array(data: Buffer) -> _Bytes:

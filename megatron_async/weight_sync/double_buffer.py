@@ -37,8 +37,11 @@ class OneAhead(Generic[Item]):
     def wait(self) -> None:
         """Wait until nothing is in work."""
         running, self._running = self._running, None
-        if running is not None:
-            running.result()  # bounded: every work has a limit of its own
+        try:
+            if running is not None:
+                running.result()  # bounded: every work has a limit of its own
+        finally:
+            del running  # else an error of the work, this frame and the item hold each other
 
     def _timed(self, item: Item) -> None:
         began = time.perf_counter()

@@ -15,7 +15,7 @@ import io
 import json
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -190,14 +190,11 @@ class EngineCalls:
 
 def gather(futures: Sequence[Future[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Results in order, once all are there. Raises EngineCallError with all failures."""
-    results, failures = [], []
-    for future in futures:
-        try:
-            results.append(future.result())
-        except EngineCallError as error:
-            failures.append(error)
-    raise_together(failures)
-    return results
+    wait(futures)  # bounded by each call's own limit
+    # Not raised here: an error that knew this frame, which knows it, would live until the collector
+    # comes, and with it the bucket of weights in the caller's.
+    raise_together([e for f in futures if isinstance(e := f.exception(), EngineCallError)])
+    return [future.result() for future in futures]
 
 
 def raise_together(failures: Sequence[EngineCallError]) -> None:

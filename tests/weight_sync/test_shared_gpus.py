@@ -8,6 +8,7 @@ giver's own GPU may open.
 from __future__ import annotations
 
 import base64
+import gc
 import os
 import pickle
 import weakref
@@ -164,6 +165,7 @@ def publish(model_dir: Path, plans: list[Plan]) -> list[Any]:
     from megatron_async.weight_sync.transports import tensor as transport
 
     transport._HandlePickler.reducer_override = _handle  # type: ignore[method-assign]
+    gc.disable()  # a cycle of references would keep a bucket on the GPU until the collector comes
     found: list[Any] = []
     for number, (layout, count, tensor, urls) in enumerate(plans):
         changes = colocated(4, count=count, tensor=tensor)
