@@ -45,6 +45,9 @@ PUBLISHED = {
 # All 8 GPUs of a node for each phase in turn: Qwen2.5-7B.
 COLOCATED = ("colocated-copris", "colocated-rapid", "colocated-sync")
 
+# One GPU for both in turn: Qwen2.5-0.5B.
+RAPID = ("rapid-math", "rapid-mbpp", "rapid-minif2f")
+
 
 def architecture_of(shape: str) -> Architecture:
     raw = json.loads((DATA / f"{shape}.config.json").read_text())
@@ -209,13 +212,21 @@ def test_the_memory_stated_for_turns_is_the_computed_one() -> None:
     assert stated("colocated_base", r"weights ([\d.]+) GB") == pytest.approx(weights, abs=0.06)
 
 
-@pytest.mark.parametrize("name", [*PUBLISHED, *COLOCATED])
+@pytest.mark.parametrize("name", [*PUBLISHED, *COLOCATED, *RAPID])
 def test_no_layout_leaves_a_third_of_its_gpus_idle(name: str) -> None:
     found = simulate(load_config(ROOT / "configs" / f"{name}.yaml"))
     assert found.gpu_idle < MOST_IDLE
     assert stated(name, r"idle (\d+) %") == pytest.approx(100 * found.gpu_idle, abs=1)
     assert stated(name, r"([\d.]+) s a step") == pytest.approx(found.step_seconds, abs=0.06)
     assert stated(name, r"lag ([\d.]+\d)") == pytest.approx(found.lag_mean, abs=0.06)
+
+
+def test_every_shipped_layout_for_gpus_is_simulated() -> None:
+    """Whatever names a model; a base has no name, and the rest is for two CPU cores."""
+    files = (ROOT / "configs").glob("*.yaml")
+    named = {path.stem for path in files if re.search("^name:", path.read_text(), re.M)}
+    laptop = {"quickstart", "quickstart_ci", "smollm2"}
+    assert named - laptop == {*PUBLISHED, *COLOCATED, *RAPID}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
