@@ -45,10 +45,6 @@ FromStep = Annotated[
     typer.Option(help="With --resume: go on from the kept checkpoint of this step instead."),
 ]
 
-_HAS_ITS_OWN = (
-    "--config cannot be combined with --resume: {0} has a config.yaml of its own, got --config {1}"
-)
-
 
 def main() -> None:
     """Console script: run a command, turn the two known errors into sentences."""
@@ -85,9 +81,19 @@ def _need(config: Path | None, command: str) -> Path:
     return config
 
 
-def _check_from_step(from_step: int | None, resume: Path | None) -> None:
+def _check_start(
+    config: Path | None, resume: Path | None, from_step: int | None, command: str
+) -> None:
+    """A new run has a file, one that goes on has its own."""
     if from_step is not None and resume is None:
         raise UserError(f"--from-step is {from_step}, and there is no --resume RUN to go back in")
+    if resume is None:
+        _need(config, command)
+    elif config is not None:
+        raise UserError(
+            f"--config cannot be combined with --resume: {resume} has a config.yaml of its own, "
+            f"got --config {config}"
+        )
 
 
 @app.command()
@@ -108,11 +114,9 @@ def train(
     """
     from megatron_async.commands.train import resume_command, train_command
 
-    _check_from_step(from_step, resume)
+    _check_start(config, resume, from_step, "train")
     if resume is None:
         train_command(_need(config, "train"), overrides or [])
-    elif config is not None:
-        raise UserError(_HAS_ITS_OWN.format(resume, config))
     else:
         resume_command(resume, overrides or [], from_step)
 
@@ -220,22 +224,11 @@ def launch(
     from megatron_async.commands.launch import Cluster, launch_run
 
     cluster = Cluster(gpus_per_node, engine_nodes, time_limit, tuple(sbatch or ()))
-    _check_from_step(from_step, resume)
-    if resume is None:
-        config = _need(config, "launch")
-    elif config is not None:
-        raise UserError(_HAS_ITS_OWN.format(resume, config))
-    typer.echo(
-        launch_run(
-            config,
-            resume,
-            list(overrides or []),
-            cluster,
-            slurm=slurm,
-            dry_run=dry_run,
-            from_step=from_step,
-        )
+    _check_start(config, resume, from_step, "launch")
+    shown = launch_run(
+        config, resume, overrides or [], cluster, slurm=slurm, dry_run=dry_run, from_step=from_step
     )
+    typer.echo(shown)
 
 
 @app.command()

@@ -12,6 +12,7 @@ from megatron_async.config.model import ModelConfig
 from megatron_async.config.rollout import EngineConfig
 from megatron_async.engines.sglang.process import resolve_device, resolve_dtype
 from megatron_async.launcher.derived import Machine, derive, layout_lines
+from megatron_async.launcher.preflight import as_it_would_start
 from megatron_async.trainer.capabilities import choose, detect
 
 _PACKAGES = (
@@ -52,12 +53,15 @@ def report_lines() -> list[str]:
 
 
 def config_lines(config: RunConfig) -> list[str]:
-    """Return what a run of this file would be on this machine: layout and derived settings."""
+    """Return what a run of this file would be on this machine: layout, settings, what is amiss."""
     machine = Machine.here(config)
     derived = derive(config, machine)
+    checked = as_it_would_start(derived.config)
     return [
         f"{config.name} on {machine.title}:",
-        *(f"  {line}" for line in layout_lines(derived.config, machine)),
+        *(f"  {line}" for line in layout_lines(checked.config, machine)),
         "derived settings:",
         *(f"  {line}" for line in derived.lines()),
+        "checks before a start:",
+        *(f"  {line}" for line in (*checked.summary.splitlines(), *checked.notices)),
     ]

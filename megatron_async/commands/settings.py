@@ -1,5 +1,6 @@
 """`megatron-async settings [SECTION] [--of FILE]`: what can be set, and what a run of a file
-would use here: settings that nobody has set follow from the machine (`launcher.derived`)."""
+would use here: settings that nobody has set follow from the machine (`launcher.derived`) and the
+data (`launcher.preflight`)."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from megatron_async.config.load import load_config
 from megatron_async.config.reference import Setting, all_sections, did_you_mean, shown_value
 from megatron_async.errors import UserError
 from megatron_async.launcher.derived import Machine, derive
+from megatron_async.launcher.preflight import as_it_would_start
 
 
 def settings_command(section: str, file: Path | None, overrides: Sequence[str]) -> None:
@@ -28,10 +30,11 @@ def settings_command(section: str, file: Path | None, overrides: Sequence[str]) 
         sections = ", ".join(dict.fromkeys(part.name.split(".")[0] for part in all_sections()[1:]))
         near = did_you_mean(section) or f"; the sections are {sections}"
         raise UserError(f"there is no section or setting {section!r}{near}")
-    dumped = None
+    checked, dumped = None, None
     if file is not None:
         config = load_config(file, overrides)
-        dumped = derive(config, Machine.here(config)).config.model_dump(mode="json")
+        checked = as_it_would_start(derive(config, Machine.here(config)).config)
+        dumped = checked.config.model_dump(mode="json")
     console = Console(soft_wrap=False)
     for part, shown in wanted:
         console.print(
@@ -41,6 +44,8 @@ def settings_command(section: str, file: Path | None, overrides: Sequence[str]) 
             console.print(_head(setting, None if part.of_items else dumped), highlight=False)
             console.print(Padding(Text(setting.description), (0, 0, 0, 6)))
         typer.echo()
+    for notice in checked.notices if checked is not None else ():
+        console.print(f"note: {notice}", markup=False, highlight=False)
 
 
 def _within(name: str, section: str) -> bool:

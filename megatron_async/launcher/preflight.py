@@ -2,8 +2,9 @@
 
 Invariants
 - Every refusal is a `UserError` of one sentence that names the remedy.
-- `train`, `launch --dry-run`, `sft` and `eval` make the same checks. What may be mended is a
-  default, never a value that was set; a notice names it.
+- `train`, `launch --dry-run`, `sft` and `eval` make the same checks; `doctor --config` and
+  `settings --of` show what they find. What may be mended is a default, never a value that was set;
+  a notice names it.
 """
 
 from __future__ import annotations
@@ -165,6 +166,14 @@ def check_run(config: RunConfig, *, generates: bool = True) -> Checked:
 
         check_fp8(architecture, config.engines, resolve_device(config.engines))
     return _check_task(config) if generates else _check_worked_answers(config)
+
+
+def as_it_would_start(config: RunConfig) -> Checked:
+    """What `check_run` makes of it; a refusal, which only a start has to heed, is a notice here."""
+    try:
+        return check_run(config)
+    except UserError as error:
+        return Checked(config, (f"train refuses this: {error}",))
 
 
 def check_evaluation(config: RunConfig, model_path: Path) -> Checked:

@@ -193,8 +193,17 @@ def gather(futures: Sequence[Future[dict[str, Any]]]) -> list[dict[str, Any]]:
     wait(futures)  # bounded by each call's own limit
     # Not raised here: an error that knew this frame, which knows it, would live until the collector
     # comes, and with it the bucket of weights in the caller's.
-    raise_together([e for f in futures if isinstance(e := f.exception(), EngineCallError)])
+    raise_together(failures_of(futures))
     return [future.result() for future in futures]
+
+
+def failures_of(futures: Sequence[Future[dict[str, Any]]]) -> list[EngineCallError]:
+    """Return the failures among the calls that have ended."""
+    return [
+        error
+        for future in futures
+        if future.done() and isinstance(error := future.exception(), EngineCallError)
+    ]
 
 
 def raise_together(failures: Sequence[EngineCallError]) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from megatron_async.cli import app
 from megatron_async.config import RunConfig, build_config
 from megatron_async.config.load import merge
 from megatron_async.errors import UserError
@@ -44,6 +47,22 @@ def test_fewer_held_out_rows_than_the_default_are_all_asked_with_a_notice(folder
         "problems (task.heldout_share 0.1)",
     )
     assert check_evaluation(settings(folder), folder).config.eval.prompts == found
+
+
+@pytest.mark.parametrize("command", [["doctor", "--config"], ["settings", "eval", "--of"]])
+def test_commands_that_only_show_a_run_show_what_its_start_would_find(
+    folder: Path, tmp_path: Path, command: list[str]
+) -> None:
+    file = tmp_path / "own.yaml"
+    file.write_text(json.dumps(settings(folder).model_dump(exclude_unset=True, mode="json")))
+
+    def shown(*overrides: str) -> str:
+        done = CliRunner().invoke(app, [*command, str(file), *overrides])
+        assert done.exit_code == 0, done.output
+        return " ".join(done.output.split())
+
+    assert re.search(r"eval\.prompts is \d+ instead of its default 256", shown())
+    assert "train refuses this: eval.prompts is 300" in shown("eval.prompts=300")
 
 
 def test_a_number_of_held_out_rows_that_was_set_is_not_shrunk(folder: Path) -> None:

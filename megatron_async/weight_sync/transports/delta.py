@@ -18,7 +18,7 @@ from __future__ import annotations
 import mmap
 import shutil
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +30,7 @@ from torch import Tensor
 from megatron_async.config.rollout import EngineConfig, WeightsConfig
 from megatron_async.errors import ComponentFailure
 from megatron_async.weight_sync.blocks import encode
-from megatron_async.weight_sync.http import EngineCallError, gather, raise_together
+from megatron_async.weight_sync.http import failures_of, gather, raise_together
 from megatron_async.weight_sync.receiver import DELTA_SUFFIX
 from megatron_async.weight_sync.transports.base import Bucket, Transfer, WeightSender, time_left
 from megatron_async.weight_sync.transports.disk import KEEP, ShardWriter, keep
@@ -201,13 +201,7 @@ class DeltaSender(WeightSender):
             )
             for index in indices
         }
-        answers: dict[int, dict[str, Any]] = {}
-        failures: list[EngineCallError] = []
-        for index, call in calls.items():
-            try:
-                answers[index] = call.result()  # bounded by the call's own limit
-            except EngineCallError as error:
-                if full or error.status != NEEDS_FULL_STATUS:
-                    failures.append(error)
-        raise_together(failures)
-        return answers
+        wait(calls.values())  # bounded by each call's own limit
+        failures = failures_of([*calls.values()])
+        raise_together([e for e in failures if full or e.status != NEEDS_FULL_STATUS])
+        return {i: call.result() for i, call in calls.items() if call.exception() not in failures}

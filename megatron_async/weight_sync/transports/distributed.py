@@ -35,7 +35,7 @@ from torch import Tensor
 from megatron_async.awake import AwakeDeadline
 from megatron_async.config.rollout import EngineConfig, WeightsConfig
 from megatron_async.errors import ComponentFailure
-from megatron_async.weight_sync.http import EngineCallError, address_towards, gather, raise_together
+from megatron_async.weight_sync.http import address_towards, failures_of, gather, raise_together
 from megatron_async.weight_sync.receive_ahead import load_format
 from megatron_async.weight_sync.transports.base import (
     CLEANUP_SECONDS,
@@ -354,7 +354,7 @@ class DistributedSender(WeightSender):
                 # limit is too short. One that does not is frozen, or waits for one that is.
                 self._require_link().begin_drop()
                 wait(announced, 2 * LAST_ANSWERS_SECONDS)
-                raise_together([f for f in _failures(announced) if f.status is None])
+                raise_together([f for f in failures_of(announced) if f.status is None])
                 raise ComponentFailure(
                     f"{otherwise} within weights.timeout_seconds = "
                     f"{self.settings.timeout_seconds:g}"
@@ -400,20 +400,11 @@ def _wait_for_answers(announced: Answers, deadline: AwakeDeadline) -> None:
     gather(announced)  # bounded: each call has a limit
 
 
-def _failures(futures: Answers) -> list[EngineCallError]:
-    """Return the failures among the calls that have ended."""
-    return [
-        error
-        for future in futures
-        if future.done() and isinstance(error := future.exception(), EngineCallError)
-    ]
-
-
 def _raise_first_failure(futures: Answers, wait_seconds: float = 0.0) -> None:
     """Raise what the calls that have ended raised; with `wait_seconds`, give them that long."""
     deadline = time.monotonic() + wait_seconds
     while True:
-        raise_together(_failures(futures))
+        raise_together(failures_of(futures))
         if time.monotonic() >= deadline:
             return
         time.sleep(0.02)
