@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.gpu_check import check as gpu_check
-from benchmarks.gpu_check.__main__ import main
+from benchmarks.gpu_check.__main__ import _run, main
 from benchmarks.gpu_check.check import (
     Check,
     CheckFailed,
@@ -65,6 +65,16 @@ def test_without_a_gpu_every_check_has_a_line_and_its_reason(
 def test_what_cannot_be_imported_is_the_reason(tmp_path: Path) -> None:
     check = Check("x", 1, 1, ending_in(ValueError()), ("json", "no_such.module"), cpu_too=True)
     assert reason_to_skip(check, rehearse=False) == "cannot be imported: no_such.module"
+
+
+def test_on_a_card_what_cannot_be_imported_is_in_the_results_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_check, "device_name", lambda: "H999")
+    check = Check("x", 1, 1, ending_in(ValueError()), ("no_such",), cpu_too=True)
+    assert _run([check], tmp_path, again=False, rehearse=False) == 0
+    line = json.loads((tmp_path / "H999.jsonl").read_text())
+    assert (line["status"], line["reason"]) == ("skipped", "cannot be imported: no_such")
 
 
 @pytest.mark.parametrize(

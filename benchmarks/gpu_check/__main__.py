@@ -62,10 +62,11 @@ def _run(checks: list[Check], folder: Path, *, again: bool, rehearse: bool) -> i
             print(f"{check.name}: ok already, in {file.path.name}", file=sys.stderr)
             continue
         skipped = reason_to_skip(check, rehearse=rehearse)
-        if skipped is not None:
-            print(result_of(check, "skipped", skipped).line(), flush=True)
-            continue
-        result = run_apart(check, rehearse=rehearse)
+        result = (
+            run_apart(check, rehearse=rehearse)
+            if skipped is None
+            else result_of(check, "skipped", skipped)
+        )
         print(result.line(), flush=True)
         failed += result.status == "failed"
         if not rehearse and result.device != "cpu":

@@ -19,8 +19,8 @@ from megatron_async.rollout.generation import Generation
 from megatron_async.rollout.manager import ResumePoint
 from megatron_async.store.reader import StoreReader
 from megatron_async.trajectory.types import Trajectory, TrajectoryState
+from tests.rollout.short_limits import ModelEngines, config_of, trainer_of
 from tests.rollout.stand_ins import run
-from tests.rollout.test_healthy_engines import ModelEngines, config_of, trainer_of
 from tests.rollout.test_manager import Trainer
 
 STOP = 2

@@ -1,0 +1,360 @@
+"""Prompts that engines refuse, that are too long, or that end engine after engine.
+
+They cost themselves, never a healthy engine or the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator
+from contextlib import closing
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from megatron_async.engines.interface import (
+    GenerationRequest,
+    RequestRefused,
+    TokenChunk,
+)
+from megatron_async.engines.simulated.engine import SimulatedEngine, SimulatedEngineModel
+from megatron_async.errors import ComponentFailure
+from megatron_async.rollout.manager import ResumePoint
+from megatron_async.store.reader import StoreReader
+from megatron_async.trajectory.types import DropReason, Prompt, TrajectoryState
+from tests.rollout.short_limits import ModelEngines, config_of, in_service, trainer_of
+from tests.rollout.stand_ins import Fixed, run
+from tests.rollout.test_manager import Trainer
+
+
+class Refusing(SimulatedEngine):
+    """Takes the fourth prompt of the task (and whatever else is named) for invalid."""
+
+    bad: ClassVar[set[int]] = {3}
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
+        if int(request.input_ids[1]) in self.bad:
+            await asyncio.sleep(0.002)
+            raise RequestRefused(f"{self.engine_id}: it was refused with status 400: too long")
+        async for chunk in super().generate(request):
+            yield chunk
+
+
+def dropped(folder: Path) -> dict[int, set[int]]:
+    """Prompt number -> trajectories that were dropped because an engine refuses them."""
+    found: dict[int, set[int]] = {}
+    with closing(StoreReader(folder / "store.sqlite")) as reader:
+        for entry in reader.summaries(TrajectoryState.DROPPED):
+            trajectory = reader.trajectory(entry.trajectory_id)
+            assert trajectory.drop_reason is DropReason.REFUSED
+            number = int(trajectory.prompt.token_ids[1])
+            found.setdefault(number, set()).add(entry.trajectory_id)
+    return found
+
+
+def test_a_prompt_that_engines_refuse_costs_its_group_and_no_engine(tmp_path: Path) -> None:
+    """And it stays dropped when the run is resumed."""
+
+    async def life(lineage: int) -> dict[str, str]:
+        model = SimulatedEngineModel(mean_length=30, step_seconds=0.002, stream_interval=16)
+        config = config_of("copris", count=2, schedule={"concurrency": 24, "group_size": 4})
+        trainer = trainer_of(tmp_path, config, ModelEngines(model, Refusing))
+        await trainer.manager.start()
+        await trainer.begin(ResumePoint(lineage, 0, parent=lineage - 1 if lineage else None))
+        for step in range(6):
+            assert (await trainer.batch()).step == step
+            await trainer.publish(lineage, step + 1)
+        up, warnings = in_service(trainer)
+        assert up == 2 and len(trainer.engines.all) == 2
+        counted = trainer.manager._driver.statistics.dropped_by_reason["refused"]
+        assert counted == (4 if lineage == 0 else 0)
+        await trainer.manager.stop()
+        return warnings
+
+    async def body() -> None:
+        warnings = await life(0)
+        assert list(warnings) == ["prompt_refused"]
+        assert "group 3 of fixed is dropped, a prompt of 2 tokens" in warnings["prompt_refused"]
+        assert "--show 12" in warnings["prompt_refused"]
+        assert await life(1) == {}
+
+    run(body())
+    assert dropped(tmp_path) == {3: {12, 13, 14, 15}}
+
+
+def test_a_refused_prompt_that_a_resumed_run_finds_unfinished_costs_its_group_alone(
+    tmp_path: Path,
+) -> None:
+    """The life before had engines that took it: two of its group have tokens, two never ran."""
+    group = range(12, 16)  # of the fourth prompt
+
+    async def life_before() -> None:
+        model = SimulatedEngineModel(mean_length=10**9, step_seconds=0.002, stream_interval=4)
+        config = config_of("copris", schedule={"concurrency": 14, "group_size": 4})
+        trainer = trainer_of(tmp_path, config, ModelEngines(model))
+        await trainer.manager.start()
+        await trainer.begin(ResumePoint(0))
+        store = trainer.manager._driver._store
+        async with asyncio.timeout(10):
+            while store._state.counters.next_trajectory <= group[-1] or not all(
+                store.load_trajectory(i).response_length for i in group[:2]
+            ):
+                await asyncio.sleep(0.005)
+        await trainer.manager.stop()
+
+    async def resumed() -> None:
+        model = SimulatedEngineModel(mean_length=30, step_seconds=0.002, stream_interval=16)
+        config = config_of("copris", schedule={"concurrency": 24, "group_size": 4})
+        trainer = trainer_of(tmp_path, config, ModelEngines(model, Refusing))
+        await trainer.manager.start()
+        await trainer.begin(ResumePoint(1, 0, parent=0))
+        for step in range(6):
+            assert (await trainer.batch()).step == step
+            await trainer.publish(1, step + 1)
+        up, warnings = in_service(trainer)
+        assert up == 2 and len(trainer.engines.all) == 2
+        assert list(warnings) == ["prompt_refused"]
+        assert "group 3 of fixed is dropped" in warnings["prompt_refused"]
+        assert trainer.manager._driver.statistics.dropped_by_reason["refused"] == 4
+        await trainer.manager.stop()
+
+    run(life_before())
+    with closing(StoreReader(tmp_path / "store.sqlite")) as reader:
+        states = [reader.trajectory(i).state for i in group]
+    assert states == 2 * [TrajectoryState.RUNNING] + 2 * [TrajectoryState.PENDING]
+    run(resumed())
+    assert dropped(tmp_path) == {3: set(group)}
+
+
+def test_when_every_prompt_is_refused_the_run_ends_with_a_sentence(tmp_path: Path) -> None:
+    class RefusingAll(Refusing):
+        bad: ClassVar[set[int]] = set(range(1000))
+
+    async def body() -> None:
+        config = config_of("copris", count=1, trainer={"wait_for_batch_seconds": 20.0})
+        model = SimulatedEngineModel(mean_length=30, step_seconds=0.002)
+        trainer = trainer_of(tmp_path, config, ModelEngines(model, RefusingAll))
+        await trainer.manager.start()
+        await trainer.begin(ResumePoint(0))
+        with pytest.raises(ComponentFailure, match="64 prompts in a row were refused and none"):
+            await trainer.batch()
+        assert trainer.manager.status()["engines_up"] == 1
+        await trainer.manager.stop()
+
+    run(body())
+
+
+def test_prompts_that_are_too_long_never_reach_an_engine(tmp_path: Path) -> None:
+    """Of the first ones every other has 8 tokens more than the engines take."""
+
+    class Long(Fixed):
+        def train_prompts(self, position: int, count: int) -> list[Prompt]:
+            short = super().train_prompts(position, count)
+            return [
+                Prompt([*p.token_ids, *[7] * 8 * ((position + i) % 2)], "fixed")  # type: ignore[arg-type]
+                for i, p in enumerate(short)
+            ]
+
+    class Strict(SimulatedEngine):
+        async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
+            assert len(request.input_ids) + request.max_new_tokens <= 32 + 2
+            async for chunk in super().generate(request):
+                yield chunk
+
+    async def body() -> None:
+        config = config_of("copris", count=1, sampling={"max_new_tokens": 32})
+        model = SimulatedEngineModel(mean_length=8, step_seconds=0.002, longest_tokens=34)
+        trainer = trainer_of(tmp_path, config, ModelEngines(model, Strict), Long())
+        await trainer.manager.start()
+        await trainer.begin(ResumePoint(0))
+        for step in range(4):
+            batch = await trainer.batch()
+            assert (batch.prompt_lengths_S == 2).all()
+            await trainer.publish(0, step + 1)
+        up, warnings = in_service(trainer)
+        assert up == 1 and "longer than the 34 tokens" in warnings["prompt_refused"]
+        await trainer.manager.stop()
+
+    run(body())
+    assert min(dropped(tmp_path)) == 1
+
+
+class Dying(SimulatedEngine):
+    """The fourth prompt ends the process a while after it has come; meanwhile others are served."""
+
+    fatal: ClassVar[range] = range(3, 4)
+
+    async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
+        if int(request.input_ids[1]) in self.fatal:
+            await asyncio.sleep(0.1)
+            self.crash("out of memory")
+        async for chunk in super().generate(request):
+            yield chunk
+
+
+def trainer_of_dying_engines(folder: Path, kind: type[Dying], group_size: int = 4) -> Trainer:
+    model = SimulatedEngineModel(mean_length=100, step_seconds=0.002, stream_interval=4)
+    batch = {"group_size": group_size, "groups_per_batch": 12 // group_size}
+    schedule = {"concurrency": 24, **batch}  # a batch takes longer than an engine to die
+    changes = {"engines": {"max_restarts": 8}, "schedule": schedule}
+    return trainer_of(folder, config_of("copris", count=2, **changes), ModelEngines(model, kind))
+
+
+def test_a_prompt_that_ends_engine_after_engine_is_dropped_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_async.rollout.monitor._ASK_AGAIN_SECONDS", 0.02)
+
+    async def body() -> None:
+        trainer = trainer_of_dying_engines(tmp_path, Dying)
+        await trainer.manager.start()
+        await trainer.begin(ResumePoint(0))
+        for step in range(12):
+            while await trainer.manager.next_batch(0) is None:
+                await trainer.publish(0, step)
+            await trainer.publish(0, step + 1)
+        up, warnings = in_service(trainer)
+        assert up == 2
+        assert "group 3 of fixed is dropped" in warnings["prompt_refused"]
+        assert "6 engines in a row failed before its first token" in warnings["prompt_refused"]
+        await trainer.manager.stop()
+
+    run(body())
+    assert dropped(tmp_path) == {3: {12, 13, 14, 15}}
+
+
+def test_a_token_clears_the_count_of_engines_that_a_prompt_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of eleven engines the sixth made tokens for it before it died."""
+    monkeypatch.setattr("megatron_async.rollout.monitor._ASK_AGAIN_SECONDS", 0.02)
+
+    class DyingAtTimes(Dying):
+        deaths = 0
+
+        async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
+            fatal = int(request.input_ids[1]) == 3 and self.deaths < 11
+            if fatal and self.deaths != 5:
+                await asyncio.sleep(0.1)
+                self.crash("out of memory")
+                type(self).deaths += 1
+            async for chunk in SimulatedEngine.generate(self, request):
+                yield chunk
+                if fatal:
+                    self.crash("out of memory")
+                    type(self).deaths += 1
+
+    async def body() -> None:
+        trainer = trainer_of_dying_engines(tmp_path, DyingAtTimes, group_size=1)
+        await trainer.manager.start()
+        await trainer.begin(ResumePoint(0))
+        step = 0
+        while DyingAtTimes.deaths < 11 or trainer.manager.status()["engines_up"] < 2:
+            while await trainer.manager.next_batch(0) is None:
+                await trainer.publish(0, step)
+            await trainer.publish(0, step := step + 1)
+        assert len(trainer.engines.all) == 2 + 11
+        await trainer.manager.stop()
+
+    run(body())
+    assert dropped(tmp_path) == {}
+
+
+def test_engines_that_fail_whatever_they_are_sent_cost_no_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_async.rollout.monitor._ASK_AGAIN_SECONDS", 0.02)
+
+    class DyingLater(Dying):
+        fatal: ClassVar[range] = range(0)
+
+    async def body() -> None:
+        trainer = trainer_of_dying_engines(tmp_path, DyingLater)
+        await trainer.manager.start()
+        await trainer.begin(ResumePoint(0))
+        await trainer.batch()
+        DyingLater.fatal = range(1000)
+        await trainer.publish(0, 1)
+        with pytest.raises(ComponentFailure, match="no inference engine is left"):
+            for step in itertools.count(1):
+                while await trainer.manager.next_batch(0) is None:
+                    await trainer.publish(0, step)
+                await trainer.publish(0, step + 1)
+        assert len(trainer.engines.all) == 2 * 9
+        await trainer.manager.stop()
+
+    run(body())
+    assert dropped(tmp_path) == {}
+
+
+class SomeTooLong(Fixed):
+    """An epoch of `size` prompts, of which the first `too_long` are longer than 34 tokens allow."""
+
+    def __init__(self, size: int | None, too_long: int) -> None:
+        self._size, self._too_long = size, too_long
+        self.asked = 0
+
+    def counts(self, heldout: int) -> tuple[int | None, int]:
+        return self._size, heldout
+
+    def train_prompts(self, position: int, count: int) -> list[Prompt]:
+        if position >= self.asked:  # the manager also asks for its probe sequence
+            self.asked = position + count
+        places = [(position + i) % (self._size or 1000) for i in range(count)]
+        lengths = [8 if place < self._too_long else 1 for place in places]
+        return [
+            Prompt(np.array([5, position + i, *[7] * length], np.int32), "long")
+            for i, length in enumerate(lengths)
+        ]
+
+
+def trainer_with(folder: Path, task: SomeTooLong) -> Trainer:
+    changes = {"sampling": {"max_new_tokens": 28}, "trainer": {"wait_for_batch_seconds": 20.0}}
+    model = SimulatedEngineModel(mean_length=8, step_seconds=0.002, longest_tokens=34)
+    return trainer_of(folder, config_of("copris", count=1, **changes), ModelEngines(model), task)
+
+
+def test_prompts_that_are_too_long_are_passed_over_until_one_fits(tmp_path: Path) -> None:
+    """However many: of a file that is sorted by length they come one after the other."""
+
+    async def body() -> None:
+        trainer = trainer_with(tmp_path, SomeTooLong(size=150, too_long=140))
+        await trainer.manager.start()
+        await trainer.begin(ResumePoint(0))
+        for step in range(12):  # in the second epoch by then
+            batch = await trainer.batch()
+            assert (batch.prompt_lengths_S == 3).all()
+            await trainer.publish(0, step + 1)
+        up, warnings = in_service(trainer)
+        assert up == 1 and "longer than the 34 tokens" in warnings["prompt_refused"]
+        counted = trainer.manager._driver.statistics.dropped_by_reason["refused"]
+        await trainer.manager.stop()
+        assert counted == sum(map(len, dropped(tmp_path).values())) >= 2 * 2 * 140
+
+    run(body())
+
+
+@pytest.mark.parametrize(("size", "taken"), [(50, 100), (20, 64), (None, 64)])
+def test_data_of_which_no_prompt_fits_ends_the_run(
+    tmp_path: Path, size: int | None, taken: int
+) -> None:
+    """After an epoch, wherever it begins among the prompts; of data without an end after 64."""
+
+    async def body() -> None:
+        task = SomeTooLong(size, too_long=1000)
+        trainer = trainer_with(tmp_path, task)
+        await trainer.manager.start()
+        await trainer.begin(ResumePoint(0))
+        sentence = (
+            f"^{taken} prompts in a row were refused .* with sampling.max_new_tokens 28 it is"
+        )
+        with pytest.raises(ComponentFailure, match=sentence):
+            await trainer.batch()
+        assert task.asked < taken + 16
+        assert trainer.manager.status()["engines_up"] == 1
+        await trainer.manager.stop()
+
+    run(body())
