@@ -41,14 +41,24 @@ if [ "$(cat "$VENV/.megatron_async" 2>/dev/null)" != "$wanted" ]; then
   [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV" \
     || fail "$PYTHON cannot make a virtual environment (Debian: apt install python3-venv)"
   pip() { "$VENV/bin/python" -m pip --quiet --disable-pip-version-check "$@"; }
+  step() { echo "setup: step $1 of 4, $2"; }
+  step 1 "pip and build tools"
   pip install --upgrade 'pip>=25' 'setuptools>=77' wheel
   lock="$ROOT/launch/requirements-$flavour-lock.txt" # the CPU's requirements are one themselves
-  if [ -f "$lock" ]; then
-    pip install -r "$ROOT/launch/requirements-$flavour.txt" -c "$lock"
-  else
-    pip install -r "$ROOT/launch/requirements-$flavour.txt"
+  listed="$ROOT/launch/requirements-$flavour.txt"
+  pinned="$listed" within=()
+  if [ -f "$lock" ]; then pinned="$lock" within=(-c "$lock"); fi
+  # On a laptop Python compiles what it imports, which is a fraction. The nodes of a cluster, which
+  # would all do so at once, find everything compiled.
+  compiled=()
+  if [ "$flavour" = cpu ]; then compiled=(--no-compile); fi
+  step 2 "$(grep -c == "$pinned") packages: most of the time"
+  pip install "${compiled[@]}" -r "$listed" "${within[@]}"
+  if [ "$flavour" = cpu ]; then
+    step 3 "SGLang, without its packages for GPUs"
+    pip install "${compiled[@]}" --no-deps -r "$ROOT/launch/requirements-nodeps.txt"
   fi
-  if [ "$flavour" = cpu ]; then pip install --no-deps -r "$ROOT/launch/requirements-nodeps.txt"; fi
+  step 4 "megatron_async"
   pip install --no-deps --no-build-isolation -e "$ROOT/kernels" -e "$ROOT"
   echo "$wanted" >"$VENV/.megatron_async"
 fi

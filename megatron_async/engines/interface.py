@@ -51,12 +51,16 @@ class GenerationRequest:
 
 @dataclass(frozen=True, eq=False)
 class TokenChunk:
-    """New tokens of one request, all of one version; the last chunk carries `end`."""
+    """New tokens of one request, all of one version; the last chunk carries `end`.
+
+    `queued_seconds`, of the first: how long the engine let the request wait; 0 where it is unknown.
+    """
 
     token_ids: IntArray
     logprobs: FloatArray
     version: PolicyVersion
     end: StreamEnd | None = None
+    queued_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

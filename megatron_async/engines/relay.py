@@ -280,7 +280,7 @@ class RelayedEngine(ForwardingClient):
                     if number % _ITEMS_IN_A_TURN == 0:
                         await asyncio.sleep(0)
                 await asyncio.sleep(0)
-            if len(report.runs_R5) < _MOST_ITEMS:  # else there is more already
+            if len(report.runs_R6) < _MOST_ITEMS:  # else there is more already
                 await self._pause()
 
     async def _pause(self) -> None:

@@ -35,12 +35,12 @@ _FIRST_FAILURE = len(_ENDS)
 class TokenReport:
     """Runs of tokens, each of one stream and one version, one behind the other.
 
-    `runs_R5`: stream, tokens, lineage and number of the version, and how the stream ended with it
-    (an index into `_ENDS`, or behind it into `_FAILURES`; the failure's text is the next one of
-    `messages`).
+    `runs_R6`: stream, tokens, lineage and number of the version, how the stream ended with it (an
+    index into `_ENDS`, or behind it into `_FAILURES`; the failure's text is the next one of
+    `messages`), and microseconds in the engine's queue.
     """
 
-    runs_R5: npt.NDArray[np.int64]
+    runs_R6: npt.NDArray[np.int64]
     token_ids_T: IntArray
     logprobs_T: FloatArray
     messages: tuple[str, ...] = ()
@@ -48,20 +48,20 @@ class TokenReport:
     @classmethod
     def of(cls, items: Iterable[tuple[int, Item]]) -> TokenReport:
         """The items of these streams, in this order."""
-        runs: list[tuple[int, int, int, int, int]] = []
+        runs: list[tuple[int, int, int, int, int, int]] = []
         chunks: list[TokenChunk] = []
         messages: list[str] = []
         for stream, item in items:
             if isinstance(item, TokenChunk):
-                end = _ENDS.index(item.end)
-                runs.append((stream, len(item.token_ids), *item.version, end))
+                end, queued = _ENDS.index(item.end), round(1e6 * item.queued_seconds)
+                runs.append((stream, len(item.token_ids), *item.version, end, queued))
                 chunks.append(item)
             else:
                 kind = next(i for i, known in enumerate(_FAILURES) if isinstance(item, known))
-                runs.append((stream, 0, 0, 0, _FIRST_FAILURE + kind))
+                runs.append((stream, 0, 0, 0, _FIRST_FAILURE + kind, 0))
                 messages.append(str(item))
         return cls(
-            np.array(runs, np.int64).reshape(-1, 5),
+            np.array(runs, np.int64).reshape(-1, 6),
             np.concatenate([np.zeros(0, np.int32), *(c.token_ids for c in chunks)], dtype=np.int32),
             np.concatenate(
                 [np.zeros(0, np.float32), *(c.logprobs for c in chunks)], dtype=np.float32
@@ -73,7 +73,7 @@ class TokenReport:
         """Return the chunks that `of` was given."""
         start, messages = 0, iter(self.messages)
         versions: dict[tuple[int, int], PolicyVersion] = {}  # one object for thousands of chunks
-        for stream, count, lineage, number, end in self.runs_R5.tolist():
+        for stream, count, lineage, number, end, queued in self.runs_R6.tolist():
             if end >= _FIRST_FAILURE:
                 yield stream, _FAILURES[end - _FIRST_FAILURE](next(messages))
                 continue
@@ -82,10 +82,8 @@ class TokenReport:
             version = versions.get((lineage, number))
             if version is None:
                 version = versions[lineage, number] = PolicyVersion(lineage, number)
-            yield (
-                stream,
-                TokenChunk(self.token_ids_T[part], self.logprobs_T[part], version, _ENDS[end]),
-            )
+            tokens = (self.token_ids_T[part], self.logprobs_T[part])
+            yield stream, TokenChunk(*tokens, version, _ENDS[end], queued / 1e6)
 
 
 class Outbox:

@@ -331,7 +331,7 @@ class RolloutDriver:
                 self.spawn(self._feed_aborted())
             self._aborted.append((event.trajectory_id,))
             return
-        if not isinstance(event, ev.TokensArrived):  # which is of others: these have ended
+        if not isinstance(event, (ev.TokensArrived, ev.LeftQueue)):  # of others: these have ended
             self._step_aborted()
         self._step(event)
 

@@ -370,6 +370,8 @@ class Generation:
         if not count:
             return
         self._statistics.generated(count)
+        if chunk.queued_seconds:
+            self._reports.feed(ev.LeftQueue(request.trajectory_id, chunk.queued_seconds))
         self._reports.feed(ev.TokensArrived(request.trajectory_id, count, chunk.version.number))
 
     async def _failed(self, request: RunningRequest, why: str) -> bool:

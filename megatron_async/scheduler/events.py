@@ -112,6 +112,14 @@ class TokensArrived:
 
 
 @_message
+class LeftQueue:
+    """An engine has begun to compute a request that it had queued; for the trace alone."""
+
+    trajectory_id: int
+    waited_seconds: float
+
+
+@_message
 class Finished:
     """Generation of a trajectory is complete (its last tokens have been reported before)."""
 
@@ -198,6 +206,7 @@ Event = (
     | EngineUp
     | EngineDown
     | TokensArrived
+    | LeftQueue
     | Finished
     | Aborted
     | Refused

@@ -66,6 +66,7 @@ class Scheduler:
         """Bind each event to the method that takes it; anew where the parts have been replaced."""
         self._handlers: dict[type, Callable[[Any, Actions], None]] = {
             ev.TokensArrived: self._life.tokens_arrived,
+            ev.LeftQueue: lambda *_: None,
             ev.Finished: self._finished,
             ev.Aborted: self._aborted,
             ev.Refused: self._refused,

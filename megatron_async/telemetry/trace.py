@@ -59,6 +59,7 @@ class _Request:
     submitted: float
     resumed: bool
     first_token: float | None = None
+    queued_seconds: float | None = None
     tokens: int = 0
     versions: tuple[int, ...] = ()
 
@@ -98,6 +99,9 @@ class Trace:
                 self._engine_down(event.engine_id, at)
             case ev.TokensArrived():
                 self._tokens(event.trajectory_id, event.count, event.version, at)
+            case ev.LeftQueue():
+                if (request := self._requests.get(event.trajectory_id)) is not None:
+                    request.queued_seconds = event.waited_seconds
             case ev.ManyAborted():
                 for trajectory_id, *runs in event.requests:
                     for count, version in zip(runs[::2], runs[1::2], strict=True):
@@ -180,7 +184,12 @@ class Trace:
         facts = {"tokens": request.tokens, "policy versions": list(request.versions), "end": how}
         place = (engine.pid, request.lane)
         self._span(f"{what} {trajectory_id}", *place, begin, at, facts)
-        self._span("queue and prefill", *place, begin, first or at)
+        if request.queued_seconds is None:  # an engine that does not say: one not of SGLang
+            self._span("queued and prefill", *place, begin, first or at)
+        else:
+            computed = min(begin + request.queued_seconds, first or at)
+            self._span("queued", *place, begin, computed)
+            self._span("prefill", *place, computed, first or at)
         if first is not None:
             self._span("decode", *place, first, at)
 

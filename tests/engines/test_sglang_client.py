@@ -46,6 +46,8 @@ def test_a_stream_is_the_response_in_pieces_with_version_and_end(engine: EngineU
     assert [chunk.end for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
     assert chunks[-1].end == "length"
     assert {chunk.version for chunk in chunks} == {OLD}
+    queued, *others = [chunk.queued_seconds for chunk in chunks]
+    assert 0 < queued < 5 and not any(others), "the trace has its wait in the engine's queue"
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

@@ -14,6 +14,7 @@ from megatron_async.config.rollout import SamplingConfig
 from megatron_async.engines.interface import TokenChunk
 from megatron_async.engines.sglang.client import _counter
 from megatron_async.engines.sglang.stream import (
+    QUEUED,
     BadReport,
     Refusal,
     StreamDecoder,
@@ -71,6 +72,15 @@ def test_any_cut_of_a_response_gives_the_same_tokens_and_versions(data: st.DataO
     ]
     assert _flat(chunks) == expected
     assert [chunk.end for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+
+
+def test_the_first_tokens_say_how_long_the_request_was_queued() -> None:
+    decoder = StreamDecoder()
+    [chunk] = decoder.feed(_report([4], 1, [(f"0.1{QUEUED}2500", 0, 1)]))
+    assert str(chunk.version) == "0.1"
+    assert chunk.queued_seconds == 0.0025
+    [later] = decoder.feed(_report([5, 6], 3, [("0.1", 0, 3)]))
+    assert later.queued_seconds == 0.0
 
 
 def test_a_request_aborted_in_the_queue_repeats_its_last_token_which_is_not_new() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import given, settings
@@ -22,7 +23,7 @@ def chunk(first: int, count: int, number: int = 0, end: StreamEnd | None = None)
 def plain(items: list[tuple[int, Item]]) -> list[object]:
     """Comparable values."""
     return [
-        (s, i.token_ids.tolist(), i.logprobs.tolist(), tuple(i.version), i.end)
+        (s, i.token_ids.tolist(), i.logprobs.tolist(), tuple(i.version), i.end, i.queued_seconds)
         if isinstance(i, TokenChunk)
         else (s, type(i), str(i))
         for s, i in items
@@ -33,6 +34,7 @@ def test_a_report_holds_runs_ends_and_failures_of_many_streams() -> None:
     items: list[tuple[int, Item]] = [
         (1 << 40, chunk(5, 3)),
         (2, EngineError("engine1: the stream broke off")),
+        (4, replace(chunk(2, 1), queued_seconds=0.123456)),
         (7, chunk(9, 2, number=4, end="stop")),
         (8, RequestRefused("too long")),
         (9, chunk(0, 0, end="abort")),
@@ -61,7 +63,7 @@ def test_what_is_put_in_comes_out_once_and_in_order(puts: list[tuple[int, int]],
     found: list[tuple[int, Item]] = []
     while len(outbox):
         report = outbox.take(most)
-        assert len(report.runs_R5) <= most
+        assert len(report.runs_R6) <= most
         found += report.items()
     assert plain(found) == plain(items)
 

@@ -123,49 +123,10 @@ def _make_backend(runner: Any) -> Any:
     class TorchBatchedAttnBackend(TorchNativeAttnBackend):
         """SGLang's torch backend with its per-request decode loop replaced."""
 
-        def _run_sdpa_forward_decode(
-            self,
-            query: torch.Tensor,
-            output: torch.Tensor,
-            k_cache: torch.Tensor,
-            v_cache: torch.Tensor,
-            req_to_token: torch.Tensor,
-            req_pool_indices: torch.Tensor,
-            seq_lens: torch.Tensor,
-            encoder_lens: torch.Tensor | None = None,
-            scaling: float | None = None,
-            enable_gqa: bool = False,
-            causal: bool = False,
-            is_cross_attn: bool = False,
-            sliding_window_size: int | None = None,
-        ) -> torch.Tensor:
-            if is_cross_attn or encoder_lens is not None:
-                return super()._run_sdpa_forward_decode(
-                    query,
-                    output,
-                    k_cache,
-                    v_cache,
-                    req_to_token,
-                    req_pool_indices,
-                    seq_lens,
-                    encoder_lens,
-                    scaling=scaling,
-                    enable_gqa=enable_gqa,
-                    causal=causal,
-                    is_cross_attn=is_cross_attn,
-                    sliding_window_size=sliding_window_size,
-                )
-            window = sliding_window_size
-            return decode_in_blocks(
-                query,
-                output,
-                k_cache,
-                v_cache,
-                req_to_token,
-                req_pool_indices,
-                seq_lens,
-                scaling if scaling is not None else query.shape[-1] ** -0.5,
-                window if window is not None and window > -1 else None,
-            )
+        def _run_sdpa_forward_decode(self, *tensors: Any, **how: Any) -> torch.Tensor:
+            *plain, encoder_lengths = tensors
+            if how["is_cross_attn"] or encoder_lengths is not None:
+                return super()._run_sdpa_forward_decode(*tensors, **how)
+            return decode_in_blocks(*plain, how["scaling"], how["sliding_window_size"])
 
     return TorchBatchedAttnBackend(runner)

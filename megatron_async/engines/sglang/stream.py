@@ -12,7 +12,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, cast
 
@@ -24,6 +24,8 @@ from megatron_async.engines.interface import GenerationRequest, StreamEnd, Token
 from megatron_async.trajectory.types import PolicyVersion
 
 _ENDS = ("stop", "length", "abort")
+QUEUED = " queued for microseconds "
+"""Between a version and a number, where `server` reports a request's first token."""
 _FIRST_ERROR_STATUS = 400
 # Bad request, content too large, content that makes no sense. Others (a missing key or path, too
 # many requests, errors of the server) are not about this request.
@@ -117,9 +119,9 @@ class StreamDecoder:
             start, stop = max(int(span["start"]), first), min(int(span["end"]), self.received)
             if start < stop:
                 part = slice(start - first, stop - first)
-                chunks.append(
-                    _chunk(self._token_ids[part], self._logprobs[part], span["version"], None)
-                )
+                tokens = (self._token_ids[part], self._logprobs[part])
+                version, _, queued_us = span["version"].partition(QUEUED)
+                chunks.append(_chunk(*tokens, version, None, int(queued_us or 0) / 1e6))
         if sum(len(chunk.token_ids) for chunk in chunks) != len(self._token_ids):
             raise BadReport(f"the version spans {list(spans)} do not cover every token")
         self._token_ids, self._logprobs = [], []
@@ -128,17 +130,22 @@ class StreamDecoder:
         if not chunks:
             return [_chunk([], [], spans[-1]["version"], end)]
         last = chunks[-1]
-        return [*chunks[:-1], TokenChunk(last.token_ids, last.logprobs, last.version, end)]
+        return [*chunks[:-1], replace(last, end=end)]
 
 
 def _chunk(
-    token_ids: Iterable[int], logprobs: Iterable[float], version: str, end: StreamEnd | None
+    token_ids: Iterable[int],
+    logprobs: Iterable[float],
+    version: str,
+    end: StreamEnd | None,
+    queued_seconds: float = 0.0,
 ) -> TokenChunk:
     return TokenChunk(
         np.asarray(token_ids, dtype=np.int32),
         np.asarray(logprobs, dtype=np.float32),
         parse_version(version),
         end,
+        queued_seconds,
     )
 
 
