@@ -46,12 +46,9 @@ def _report_versions_of_unfinished(result: Any, accumulator: Any, *, req: Any) -
     """Fill in a request's version spans after SGLang has put its output into a batch.
 
     SGLang leaves None for a request that has not finished. The spans are counted from the
-    request's first token, as in the final chunk. With the first token, which is sent by itself, it
-    says how many microseconds the request was queued; a span has no other place for it.
+    request's first token, as in the final chunk.
     """
     from sglang.srt.utils.weight_versions import compute_weight_version_spans
-
-    from megatron_async.engines.sglang.stream import QUEUED
 
     versions = accumulator.weight_versions
     if versions and versions[-1] is None and accumulator.rids[-1] == req.rid:
@@ -60,8 +57,6 @@ def _report_versions_of_unfinished(result: Any, accumulator: Any, *, req: Any) -
             current_version=accumulator.current_weight_version,
             num_output_tokens=req.send_token_offset,
         )
-        if req.send_token_offset == 1:
-            versions[-1][0].version += f"{QUEUED}{int(1e6 * req.time_stats.queue_duration_s)}"
 
 
 def install() -> None:

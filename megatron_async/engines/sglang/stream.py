@@ -24,8 +24,6 @@ from megatron_async.engines.interface import GenerationRequest, StreamEnd, Token
 from megatron_async.trajectory.types import PolicyVersion
 
 _ENDS = ("stop", "length", "abort")
-QUEUED = " queued for microseconds "
-"""Between a version and a number, where `server` reports a request's first token."""
 _FIRST_ERROR_STATUS = 400
 # Bad request, content too large, content that makes no sense. Others (a missing key or path, too
 # many requests, errors of the server) are not about this request.
@@ -91,7 +89,7 @@ class StreamDecoder:
                     "end": self.received,
                 }
             ]
-        return self._release(spans, end)
+        return self._release(spans, end, float(meta.get("queue_time") or 0.0))
 
     def _take_new_tokens(self, report: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
         new = int(meta["completion_tokens"]) - self.received
@@ -111,7 +109,7 @@ class StreamDecoder:
         self.received += new
 
     def _release(
-        self, spans: Sequence[Mapping[str, Any]], end: StreamEnd | None
+        self, spans: Sequence[Mapping[str, Any]], end: StreamEnd | None, waited: float
     ) -> list[TokenChunk]:
         first = self.received - len(self._token_ids)
         chunks = []
@@ -120,8 +118,8 @@ class StreamDecoder:
             if start < stop:
                 part = slice(start - first, stop - first)
                 tokens = (self._token_ids[part], self._logprobs[part])
-                version, _, queued_us = span["version"].partition(QUEUED)
-                chunks.append(_chunk(*tokens, version, None, int(queued_us or 0) / 1e6))
+                queued = 0.0 if start else waited
+                chunks.append(_chunk(*tokens, span["version"], None, queued))
         if sum(len(chunk.token_ids) for chunk in chunks) != len(self._token_ids):
             raise BadReport(f"the version spans {list(spans)} do not cover every token")
         self._token_ids, self._logprobs = [], []
