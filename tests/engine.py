@@ -23,7 +23,7 @@ from megatron_async.engines.interface import GenerationRequest, TokenChunk
 from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.engines.sglang.process import SGLangProcess
 from megatron_async.trajectory.types import FloatArray, IntArray, PolicyVersion
-from megatron_async.weight_sync.http import EngineAddress, call
+from megatron_async.weight_sync.http import EngineAddress, EngineCallError, call
 from tests.hf_models import save_hf_model
 
 VOCAB = 128
@@ -51,7 +51,14 @@ class EngineUnderTest:
         """Idle, not paused, with the weights of `model` under `version`."""
         self.post("abort_request", {"abort_all": True})
         self.post("continue_generation", {"torch_empty_cache": False})
-        self.load(model, version)
+        deadline = time.monotonic() + _CALL_SECONDS
+        while True:
+            try:
+                return self.load(model, version)
+            except EngineCallError as error:  # what was aborted ends a moment later
+                if "still running" not in str(error) or time.monotonic() > deadline:
+                    raise
+            time.sleep(0.05)
 
     def load(self, model: str, version: PolicyVersion, flush_cache: bool = True) -> None:
         """SGLang's own way to load weights: what every other way is compared with."""
