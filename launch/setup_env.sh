@@ -41,8 +41,7 @@ if [ "$(cat "$VENV/.megatron_async" 2>/dev/null)" != "$wanted" ]; then
   [ -x "$VENV/bin/python" ] || "$PYTHON" -m venv "$VENV" \
     || fail "$PYTHON cannot make a virtual environment (Debian: apt install python3-venv)"
   pip() { "$VENV/bin/python" -m pip --quiet --disable-pip-version-check "$@"; }
-  step() { echo "setup: step $1 of 4, $2"; }
-  step 1 "pip and build tools"
+  echo "setup: pip and build tools"
   pip install --upgrade 'pip>=25' 'setuptools>=77' wheel
   lock="$ROOT/launch/requirements-$flavour-lock.txt" # the CPU's requirements are one themselves
   listed="$ROOT/launch/requirements-$flavour.txt"
@@ -52,13 +51,13 @@ if [ "$(cat "$VENV/.megatron_async" 2>/dev/null)" != "$wanted" ]; then
   # would all do so at once, find everything compiled.
   compiled=()
   if [ "$flavour" = cpu ]; then compiled=(--no-compile); fi
-  step 2 "$(grep -c == "$pinned") packages: most of the time"
+  echo "setup: $(grep -c == "$pinned") packages, most of the time"
   pip install "${compiled[@]}" -r "$listed" "${within[@]}"
   if [ "$flavour" = cpu ]; then
-    step 3 "SGLang, without its packages for GPUs"
+    echo "setup: SGLang, without its packages for GPUs"
     pip install "${compiled[@]}" --no-deps -r "$ROOT/launch/requirements-nodeps.txt"
   fi
-  step 4 "megatron_async"
+  echo "setup: megatron_async"
   pip install --no-deps --no-build-isolation -e "$ROOT/kernels" -e "$ROOT"
   echo "$wanted" >"$VENV/.megatron_async"
 fi

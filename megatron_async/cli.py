@@ -81,15 +81,11 @@ def _need(config: Path | None, command: str) -> Path:
     return config
 
 
-def _check_start(
-    config: Path | None, resume: Path | None, from_step: int | None, command: str
-) -> None:
-    """A new run has a file, one that goes on has its own."""
+def _check_start(config: Path | None, resume: Path | None, from_step: int | None) -> None:
+    """Check that one that goes on gets no second file, and that only such a one goes back."""
     if from_step is not None and resume is None:
         raise UserError(f"--from-step is {from_step}, and there is no --resume RUN to go back in")
-    if resume is None:
-        _need(config, command)
-    elif config is not None:
+    if resume is not None and config is not None:
         raise UserError(
             f"--config cannot be combined with --resume: {resume} has a config.yaml of its own, "
             f"got --config {config}"
@@ -114,7 +110,7 @@ def train(
     """
     from megatron_async.commands.train import resume_command, train_command
 
-    _check_start(config, resume, from_step, "train")
+    _check_start(config, resume, from_step)
     if resume is None:
         train_command(_need(config, "train"), overrides or [])
     else:
@@ -224,7 +220,9 @@ def launch(
     from megatron_async.commands.launch import Cluster, launch_run
 
     cluster = Cluster(gpus_per_node, engine_nodes, time_limit, tuple(sbatch or ()))
-    _check_start(config, resume, from_step, "launch")
+    _check_start(config, resume, from_step)
+    if resume is None:
+        _need(config, "launch")
     shown = launch_run(
         config, resume, overrides or [], cluster, slurm=slurm, dry_run=dry_run, from_step=from_step
     )

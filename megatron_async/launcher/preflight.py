@@ -22,7 +22,7 @@ from megatron_async.checkpoint.manifest import (
 )
 from megatron_async.config import RunConfig
 from megatron_async.config.rollout import EngineConfig
-from megatron_async.errors import UserError
+from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.run_directory import RunDirectory
 
 # bfloat16 keeps eight bits: a log-prob of -5 is rounded by up to 0.016.
@@ -172,7 +172,7 @@ def as_it_would_start(config: RunConfig) -> Checked:
     """What `check_run` makes of it; a refusal, which only a start has to heed, is a notice here."""
     try:
         return check_run(config)
-    except UserError as error:
+    except (UserError, ComponentFailure) as error:
         return Checked(config, (f"train refuses this: {error}",))
 
 

@@ -15,7 +15,7 @@ import io
 import json
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -190,9 +190,10 @@ class EngineCalls:
 
 def gather(futures: Sequence[Future[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Results in order, once all are there. Raises EngineCallError with all failures."""
-    wait(futures)  # bounded by each call's own limit
-    # Not raised here: an error that knew this frame, which knows it, would live until the collector
-    # comes, and with it the bucket of weights in the caller's.
+    for future in futures:
+        # Waits, bounded by the call's own limit. An error that were raised here would know this
+        # frame, and the frame it: with the caller's bucket of weights until the collector comes.
+        future.exception()
     raise_together(failures_of(futures))
     return [future.result() for future in futures]
 

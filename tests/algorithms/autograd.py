@@ -7,6 +7,7 @@ so it checks the closed forms of the implementation.
 from __future__ import annotations
 
 import itertools
+import math
 
 import torch
 from megatron_async_kernels.loss_types import Denominators, LossConfig, LossInputs
@@ -32,6 +33,12 @@ def autograd_loss(
 _OTHERS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages", "is_weights")
 
 
+def _bounded(x: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    """`clamp`, with a slope of 1 at its bounds: torch's is 1 there to 2.13 and 0 from 2.14 on."""
+    inside = (x >= low) & (x <= high)
+    return torch.where(inside, x, x.detach().clamp(low, high))
+
+
 def _row(
     p: torch.Tensor,
     entropy: torch.Tensor,
@@ -51,13 +58,13 @@ def _row(
         keep = keep * ((stat >= rule.lower) & (stat <= rule.upper))
     anchor = p - row["old_logprobs" if config.ratio_to == "old" else "rollout_logprobs"]
     per_token = _surrogate(p, anchor, keep, row, config, denominators)
-    ratio = anchor.clamp(-20, 20).exp()
+    ratio = _bounded(anchor, -20, 20).exp()
     v, distance = row["is_weights"], p - row["ref_logprobs"]
-    weight = ratio.clamp(max=config.kl_weight_upper) * v
+    weight = _bounded(ratio, 0, config.kl_weight_upper) * v
     if config.kl_estimator == "k2":
         per_token = per_token + config.kl_coef * weight.detach() * distance**2 / 2
     elif config.kl_estimator == "k3":
-        x = distance.clamp(-20, 20)
+        x = _bounded(distance, -20, 20)
         per_token = per_token + config.kl_coef * weight * ((-x).exp() - 1 + x)
     per_token = (per_token - config.entropy_coef * entropy) * keep
     if config.aggregation == "token_mean":
@@ -78,14 +85,14 @@ def _surrogate(
     denominators: Denominators,
 ) -> torch.Tensor:
     a, v = row["advantages"], row["is_weights"]
-    ratio = anchor.clamp(-20, 20).exp()
+    ratio = _bounded(anchor, -20, 20).exp()
     low, high = 1 - config.clip_low, 1 + config.clip_high
     if config.surrogate == "sft":
         return -p
     if config.surrogate == "cispo":
         return -v * ratio.clamp(low, high).detach() * a * p
     if config.surrogate == "aipo":
-        return -v * ratio.clamp(max=config.aipo_delta) * a
+        return -v * _bounded(ratio, 0, config.aipo_delta) * a
     if config.surrogate == "reinforce":
         total = anchor.sum().clamp(-20, 20).exp()
         weight = {"none": torch.ones_like(p), "token": ratio, "sequence": total.expand_as(p)}[
@@ -99,8 +106,8 @@ def _surrogate(
         return -v * weight / denominators.weight_mean * a * p
     if config.surrogate == "gspo":
         mean = ((anchor * keep).sum() / keep.sum().clamp(min=1)).detach()
-        ratio = (p - p.detach() + mean).clamp(max=10).exp()
-    loss = torch.maximum(-a * ratio, -a * ratio.clamp(low, high))
+        ratio = _bounded(p - p.detach() + mean, -math.inf, 10).exp()
+    loss = torch.maximum(-a * ratio, -a * _bounded(ratio, low, high))
     if config.surrogate == "ppo_clip" and config.dual_clip is not None:
         loss = torch.where(a < 0, torch.minimum(loss, -a * config.dual_clip), loss)
     return v * loss

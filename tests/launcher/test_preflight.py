@@ -62,6 +62,8 @@ def test_commands_that_only_show_a_run_show_what_its_start_would_find(
         return " ".join(done.output.split())
 
     assert re.search(r"eval\.prompts is \d+ instead of its default 256", shown())
+    if command[0] == "doctor":
+        assert "task.verifier_workers = " in shown() and "1 update(s)" in shown()
     assert "train refuses this: eval.prompts is 300" in shown("eval.prompts=300")
 
 

@@ -128,7 +128,8 @@ def test_requests_that_end_early_in_one_turn_are_one_event(tmp_path: Path) -> No
         await manager.attach(ResumePoint(0))
         driver = manager._driver
         driver._step = lambda event: seen.append(event)  # type: ignore[method-assign]
-        for event in (ev.Aborted(1), ev.TokensArrived(3, 5, 0), ev.Aborted(2), ev.EngineDown("a")):
+        others = (ev.LeftQueue(3, 0.5), ev.TokensArrived(3, 5, 0))
+        for event in (ev.Aborted(1), *others, ev.Aborted(2), ev.EngineDown("a")):
             driver._feed(event)
         driver._feed(ev.Aborted(4))
         await asyncio.sleep(0)
@@ -136,6 +137,7 @@ def test_requests_that_end_early_in_one_turn_are_one_event(tmp_path: Path) -> No
 
     run(body())
     assert seen == [
+        ev.LeftQueue(3, 0.5),
         ev.TokensArrived(3, 5, 0),
         ev.ManyAborted(((1,), (2,))),
         ev.EngineDown("a"),

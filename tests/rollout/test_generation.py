@@ -161,6 +161,19 @@ ENDS = {
 }
 
 
+def test_a_wait_in_the_engines_queue_is_reported_before_the_first_tokens(tmp_path: Path) -> None:
+    async def body() -> None:
+        first = replace(chunk(7), queued_seconds=0.5)
+        bench = Bench.of(tmp_path, config_of(), first, chunk(STOP, end="stop"))
+        await bench.one_request()
+        i = bench.trajectory_id
+        tokens = [ev.TokensArrived(i, 1, 0)] * 2
+        assert bench.events == [ev.LeftQueue(i, 0.5), *tokens, ev.Finished(i)]
+        await bench.store.close()
+
+    asyncio.run(body())
+
+
 @pytest.mark.parametrize(("script", "reason"), ENDS.values(), ids=ENDS)
 def test_a_response_is_finished_when_it_has_ended_and_partial_when_not(
     tmp_path: Path, script: list[TokenChunk | EngineError], reason: FinishReason | None

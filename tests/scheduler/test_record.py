@@ -49,6 +49,7 @@ EVENTS: list[ev.Event] = [
     ev.EngineUp("a", PolicyVersion(2, 7), 100, None),
     ev.EngineDown("a"),
     ev.TokensArrived(1, 2, 3),
+    ev.LeftQueue(1, 0.25),
     ev.Finished(1),
     ev.Aborted(1),
     ev.ManyAborted(((1,), (2, 5, 3), (3, 1, 2, 4, 3))),

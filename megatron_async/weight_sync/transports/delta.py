@@ -18,7 +18,7 @@ from __future__ import annotations
 import mmap
 import shutil
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -201,7 +201,8 @@ class DeltaSender(WeightSender):
             )
             for index in indices
         }
-        wait(calls.values())  # bounded by each call's own limit
+        for call in calls.values():
+            call.exception()  # waits, bounded by the call's own limit
         failures = failures_of([*calls.values()])
         raise_together([e for e in failures if full or e.status != NEEDS_FULL_STATUS])
         return {i: call.result() for i, call in calls.items() if call.exception() not in failures}
