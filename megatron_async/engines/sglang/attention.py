@@ -124,8 +124,7 @@ def _make_backend(runner: Any) -> Any:
         """SGLang's torch backend with its per-request decode loop replaced."""
 
         def _run_sdpa_forward_decode(self, *tensors: Any, **how: Any) -> torch.Tensor:
-            *plain, encoder_lengths = tensors
-            assert len(plain) == 7, "SGLang calls its decode attention in another way"
+            plain, (encoder_lengths,) = tensors[:7], tensors[7:]
             if how["is_cross_attn"] or encoder_lengths is not None:
                 return super()._run_sdpa_forward_decode(*tensors, **how)
             return decode_in_blocks(*plain, how["scaling"], how["sliding_window_size"])
