@@ -124,9 +124,12 @@ def _make_backend(runner: Any) -> Any:
         """SGLang's torch backend with its per-request decode loop replaced."""
 
         def _run_sdpa_forward_decode(self, *tensors: Any, **how: Any) -> torch.Tensor:
-            plain, (encoder_lengths,) = tensors[:7], tensors[7:]
+            *plain, encoder_lengths = tensors
+            if len(plain) != 7:
+                raise TypeError("SGLang calls its decode attention in another way")
             if how["is_cross_attn"] or encoder_lengths is not None:
                 return super()._run_sdpa_forward_decode(*tensors, **how)
-            return decode_in_blocks(*plain, how["scaling"], how["sliding_window_size"])
+            scaling, window = how["scaling"], how["sliding_window_size"]
+            return decode_in_blocks(*plain, scaling=scaling, window=window)
 
     return TorchBatchedAttnBackend(runner)
