@@ -124,12 +124,12 @@ def _make_backend(runner: Any) -> Any:
         """SGLang's torch backend with its per-request decode loop replaced."""
 
         def _run_sdpa_forward_decode(self, *tensors: Any, **how: Any) -> torch.Tensor:
-            *plain, encoder_lengths = tensors
-            if len(plain) != 7:
-                raise TypeError("SGLang calls its decode attention in another way")
+            query, output, keys, values, slots, requests, lengths, encoder_lengths = tensors
             if how["is_cross_attn"] or encoder_lengths is not None:
                 return super()._run_sdpa_forward_decode(*tensors, **how)
             scaling, window = how["scaling"], how["sliding_window_size"]
-            return decode_in_blocks(*plain, scaling=scaling, window=window)
+            return decode_in_blocks(
+                query, output, keys, values, slots, requests, lengths, scaling, window
+            )
 
     return TorchBatchedAttnBackend(runner)
