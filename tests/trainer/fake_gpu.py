@@ -173,6 +173,11 @@ def fake_gpu(routed_tokens: int = 0) -> Iterator[None]:
             )
         stack.enter_context(mock.patch.object(torch.Tensor, "_make_subclass", staticmethod(_made)))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
+        # A torch built for CUDA asks the driver whether a graph is being captured.
+        check = "_accelerator_graph_capture_health_check"
+        stack.enter_context(
+            mock.patch.object(torch.optim.Optimizer, check, lambda _: None, create=True)
+        )
         stack.enter_context(mode)
         calls = _OnFakeGpu(routed_tokens)
         run_backward = torch.autograd._engine_run_backward
