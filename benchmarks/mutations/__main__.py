@@ -7,11 +7,11 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from benchmarks.mutations import arithmetic
+from benchmarks.mutations import arithmetic, gpu_readiness
 from benchmarks.mutations.mutation import Mutation
 from benchmarks.mutations.runner import Outcome, counted, run
 
-MUTATIONS: Final[tuple[Mutation, ...]] = arithmetic.MUTATIONS
+MUTATIONS: Final[tuple[Mutation, ...]] = (*arithmetic.MUTATIONS, *gpu_readiness.MUTATIONS)
 _SHOWN_CHARACTERS: Final = 1500
 
 
@@ -19,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the check; 0 when every mutation was killed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.mutations")
     parser.add_argument(
-        "--only", default="", help="mutations whose name starts with this: `losses:`"
+        "--only", default="", help="mutations whose name starts with this: `losses:`, `1.3`"
     )
     parser.add_argument("--list", action="store_true", help="print the mutations and stop")
     options = parser.parse_args(arguments)
