@@ -106,8 +106,8 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
         f"{_SYNC}/transports/distributed.py",
         (
             "SGLang is sent a field that it does not have",
-            '"group_name": link.name,\n                "backend": backend,',
-            '"group": link.name,\n                "backend": backend,',
+            '                "backend": backend,\n',
+            '                "backend": backend,\n                "timeout": JOIN_SECONDS,\n',
         ),
     ),
     *taken_back(
