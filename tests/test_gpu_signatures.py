@@ -11,7 +11,9 @@ import asyncio
 import importlib.util
 import inspect
 import re
+import socket
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from megatron_async.config.rollout import EngineConfig, WeightsConfig
 from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.transports.base import WeightSender
-from megatron_async.weight_sync.transports.distributed import DistributedSender
+from megatron_async.weight_sync.transports.distributed import DistributedSender, _Link
 from megatron_async.weight_sync.transports.tensor import _DEVICE_ARGUMENT, TensorSender
 from tests.weight_sync.fake_engine import KNOWN, FakeEngine, serving
 
@@ -111,6 +113,53 @@ def test_a_cuda_handle_has_its_device_where_we_write_its_uuid() -> None:
 def test_the_nccl_group_is_as_recorded(name: str) -> None:
     assert NCCL[name] in getattr(dist.ProcessGroupNCCL, name).__doc__
     assert all(hasattr(dist.ProcessGroupNCCL.Options, option) for option in NCCL_OPTIONS)
+
+
+class _Done:
+    """A collective of which nothing is left to do."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None
+
+
+class RecordedNccl:
+    """Takes what `NCCL` has recorded, in this order, and nothing else."""
+
+    class Options:
+        __slots__ = NCCL_OPTIONS
+
+    def __init__(self, *arguments: Any) -> None:
+        names = re.findall(r"(\w+): ", NCCL["__init__"])
+        given = dict(zip(names, arguments, strict=True))
+        assert isinstance(given["store"], dist.Store)
+        assert (given["rank"], given["size"]) == (0, 3)
+        assert given["options"]._timeout > timedelta(0)
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        assert timeout == timedelta(seconds=5)
+
+    def abort(self) -> None:
+        return None
+
+    def broadcast(self, _tensors: list[torch.Tensor], options: Any) -> _Done:
+        assert (options.rootRank, options.rootTensor) == (0, 0)
+        return _Done()
+
+
+def test_our_group_on_gpus_is_made_as_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 of two engines and the sender."""
+    assert RecordedNccl.__dict__.keys() >= NCCL.keys()
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", RecordedNccl, raising=False)
+    link = _Link("group", "nccl", socket.create_server(("127.0.0.1", 0)), 3)
+    link.join()
+    link.set_limit(5.0)
+    link.start(torch.zeros(2))
+    assert link.done
+    link.finish()
+    link.drop()
 
 
 # ------------------------------------------------------------ SGLang's endpoints

@@ -15,10 +15,13 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_async.algorithms.transfer import HostBuffers
+from megatron_async.checkpoint import writer
 from megatron_async.checkpoint.convert import hf_to_megatron
 from megatron_async.checkpoint.manager import CheckpointManager, Finalised
 from megatron_async.checkpoint.manifest import open_checkpoint
-from megatron_async.checkpoint.writer import SaveJob
+from megatron_async.checkpoint.state import TensorPiece
+from megatron_async.checkpoint.writer import CopiedPiece, SaveJob
 from megatron_async.config.load import merge
 from megatron_async.config.run import CheckpointConfig
 from megatron_async.errors import ComponentFailure, UserError
@@ -86,6 +89,56 @@ def file_size_limit(limit: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+# ------------------------------------------------------------ host memory
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that counts as one on a GPU."""
+
+    is_cuda = True
+
+
+def test_what_leaves_a_gpu_is_copied_to_memory_that_was_pinned_for_the_save_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In calls: without CUDA there is nothing to pin."""
+    pinned, empty = [], torch.empty
+
+    def counted(*shape: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        made = empty(*shape, **options)
+        if pin_memory:
+            pinned.append(made.data_ptr())
+        return made
+
+    monkeypatch.setattr(torch, "empty", counted)
+    values = torch.arange(6.0).view(2, 3)
+    live = TensorPiece("weights/a", (0, 0), (2, 3), values.as_subclass(OnGpu))
+    buffers = HostBuffers()
+    for _ in range(2):
+        copied = CopiedPiece.of(live, 0, buffers)
+        assert pinned == [copied.piece.values.data_ptr()]
+        assert torch.equal(copied.piece.values, values)
+
+
+def test_every_save_gets_the_host_memory_of_the_one_before(
+    model_dir: Path, tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[HostBuffers] = []
+    whole = writer.prepare
+
+    def prepare(trainer: Any, pinned: HostBuffers) -> writer.Prepared:
+        given.append(pinned)
+        return whole(trainer, pinned)
+
+    monkeypatch.setattr(writer, "prepare", prepare)
+    checkpoints = manager(tmp_path)
+    with trainer_with(model_dir) as trainer:
+        for _ in range(2):
+            train(trainer, 1)
+            checkpoints.save(trainer, {})
+    assert given[0] is given[1]
 
 
 # ------------------------------------------------------------ resuming

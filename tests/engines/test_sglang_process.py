@@ -3,6 +3,7 @@ where SGLang itself is not the point, and with the real one where it is."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import stat
@@ -18,6 +19,7 @@ import pytest
 from megatron_async.config import build_config
 from megatron_async.config.recipes import SCHEDULE_PRESETS
 from megatron_async.config.rollout import EngineConfig
+from megatron_async.engines.actor import EngineHost
 from megatron_async.engines.sglang import process as sglang_process
 from megatron_async.engines.sglang.process import (
     NO_VERSION,
@@ -213,6 +215,24 @@ def test_an_engine_that_awaits_its_first_update_reads_no_weights(tmp_path: Path)
     waiting = command("cuda", True)
     assert waiting[waiting.index("--load-format") + 1] == "dummy"
     assert "--load-format" not in command("cuda", False) + command("cpu", True)
+
+
+def test_the_engines_of_a_run_await_their_first_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+
+    def command(*arguments: Any) -> list[str]:
+        commands.append(server_command(*arguments))
+        return [sys.executable, "-c", _BROKEN]
+
+    monkeypatch.setattr(sglang_process, "server_command", command)
+    settings = EngineConfig(device="cuda", start_timeout_seconds=20.0).model_dump_json()
+    host = EngineHost("engine0", str(tmp_path), settings, str(tmp_path / "log"), False, 8)
+    with pytest.raises(ComponentFailure, match="no such model: elephant"):
+        asyncio.run(host.start())
+    [asked] = commands
+    assert asked[asked.index("--load-format") + 1] == "dummy"
 
 
 def test_only_weights_that_change_in_place_cost_the_overlap_scheduler(tmp_path: Path) -> None:

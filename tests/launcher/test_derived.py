@@ -78,6 +78,17 @@ def test_what_was_derived_is_kept_when_the_run_is_resumed_elsewhere(tmp_path: Pa
     assert derive(resumed, LAPTOP).config == resumed == first
 
 
+def test_each_of_them_is_shown_whether_it_changes_or_not() -> None:
+    for machine in (H100, LAPTOP):
+        assert [line.partition(" = ")[0] for line in derive(run_with(), machine).lines()] == [
+            "engines.max_total_tokens",
+            "schedule.concurrency",
+            "engines.cuda_graph_batch",
+            "engines.stream_interval",
+            "task.verifier_workers",
+        ]
+
+
 def test_every_setting_has_its_reason() -> None:
     for line in derive(run_with(), H100).lines():
         name, reason = line.split(": ", 1)

@@ -65,6 +65,8 @@ def step_metrics(step: int) -> dict[str, float]:
         "weights/ready_seconds": 0.1,
         "weights/transfer_seconds": 0.2,
         "weights/transfer_gather_seconds": 0.15,
+        "weights/probe_mean_error": 0.011 + 0.001 * step,
+        "weights/probe_max_error": 0.2,
         "off_policy/weight": 1.0,
         "off_policy/chi2_token": 0.25,
         "off_policy/log_ratio_min": -2.0,
@@ -120,6 +122,7 @@ def test_it_shows_every_kind_of_panel_that_the_run_has_data_for(page: str) -> No
         "Weight updates by phase",
         "Inside the transfer of weights (phases overlap)",
         "Importance weight of a token",
+        "Engines against the trainer, same weights",
         "Warnings and restarts",
     ):
         assert title.replace("'", "\\u0027") in page or title in page, title

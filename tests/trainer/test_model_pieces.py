@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -246,6 +247,20 @@ def test_a_package_called_apex_that_is_another_is_not_taken_for_nvidias(
     importlib.invalidate_caches()
     found = _version_of("apex.optimizers", "apex", "FusedAdam")
     assert found is not None and "has no FusedAdam" in found
+
+
+def test_a_run_beside_another_apex_does_without_nvidias(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_async.trainer.capabilities import detect
+
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("apex", "apex.optimizers"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    found = replace(detect.__wrapped__(), cuda="13.0")
+    assert found.apex is not None and not found.usable_apex
 
 
 def test_transformer_engine_in_parts_of_two_versions_is_reported(

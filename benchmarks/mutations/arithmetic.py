@@ -1,68 +1,39 @@
-"""Mutation check: does the suite notice each one-line mistake in what must not be wrong in silence?
+"""One-place mistakes in what must not be wrong in silence.
 
 Of `algorithms/`, the torch loss, the packing of batches, and a checkpoint's checksums and places.
-
-    python -m benchmarks.mutations [--only MODULE] [--list]
-
-Each mutation changes one place of one module in a temporary copy of the package and runs the named
-test files there, stopping at the first failure. A mutation is killed when a test fails; a mutation
-that no test notices, or that makes the tests hang, is reported and makes the exit status 1.
-
-Invariants
-- The checkout is never modified; the copy is removed at the end.
-- The unmutated copy must pass first.
-- Tests are derandomised (hypothesis draws the same examples every time), so the result repeats.
-- One process runs at a time, each with a time limit.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
-import shutil
-import signal
-import sys
-import tempfile
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
-_ROOT: Final = Path(__file__).resolve().parents[1]
-_LIMIT_SECONDS: Final = 180
+from benchmarks.mutations.mutation import ROOT, Check, Mutation
+
 _FOLDERS: Final = (
     "megatron_async/algorithms",
     "kernels/megatron_async_kernels",
     "megatron_async/trajectory",
     "megatron_async/checkpoint",
 )
-
-
-@dataclass(frozen=True)
-class Mutation:
-    """One change: `before` occurs exactly once in the module and becomes `after`."""
-
-    module: str
-    before: str
-    after: str
-    tests: tuple[str, ...]
-
-    def file(self, root: Path) -> Path:
-        """The module's file, in the first of `_FOLDERS` that has it."""
-        places = [root / folder / f"{self.module}.py" for folder in _FOLDERS]
-        return next(place for place in places if place.exists())
-
-    @property
-    def name(self) -> str:
-        """The change on one line."""
-        shown = [" ".join(text.split()) for text in (self.before, self.after)]
-        return f"{self.module}: {shown[0]}  ->  {shown[1] or '(nothing)'}"
+_TESTS: Final = ("algorithms", "kernels", "trajectory", "checkpoint")
 
 
 def _of(module: str, tests: str, *changes: tuple[str, str]) -> list[Mutation]:
-    names = tuple(f"test_{name}.py" for name in tests.split())
-    return [Mutation(module, before, after, names) for before, after in changes]
+    """Changes of one module; each module and test file is in the first folder that has it."""
+    paths = [f"{folder}/{module}.py" for folder in _FOLDERS]
+    file = next(path for path in paths if (ROOT / path).exists())
+    names = [f"{folder}/test_{name}.py" for folder in _TESTS for name in tests.split()]
+    check = Check(tuple(name for name in names if (ROOT / "tests" / name).exists()))
+    return [
+        Mutation(_name(module, before, after), file, before, after, check)
+        for before, after in changes
+    ]
+
+
+def _name(module: str, before: str, after: str) -> str:
+    """The change on one line."""
+    shown = [" ".join(text.split()) for text in (before, after)]
+    return f"{module}: {shown[0]}  ->  {shown[1] or '(nothing)'}"
 
 
 MUTATIONS: Final[tuple[Mutation, ...]] = (
@@ -397,128 +368,3 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
         ("min(width - column, end - begin)", "width - column"),
     ),
 )
-
-
-def _run_tests(folder: Path, tests: Sequence[str]) -> bool:
-    """In a child process: whether the tests pass in `folder`. Never returns in the parent's state.
-
-    The parent has imported torch and hypothesis already, but nothing of the package.
-    """
-    os.chdir(folder)
-    sys.path[:0] = [str(folder), str(folder / "kernels")]
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
-    import hypothesis
-    import pytest
-
-    hypothesis.settings.register_profile(
-        "mutations",
-        derandomize=True,
-        database=None,
-        phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
-    )
-    hypothesis.settings.load_profile("mutations")
-    rooms = ("algorithms", "kernels", "trajectory", "checkpoint")
-    paths = [f"tests/{room}/{name}" for room in rooms for name in tests]
-    found = [path for path in paths if Path(path).exists()]
-    code = pytest.main(
-        ["-x", "-q", "-p", "no:cacheprovider", "--durations=0", "-m", "not slow", *found]
-    )
-    import megatron_async_kernels
-
-    import megatron_async
-
-    for package in (megatron_async, megatron_async_kernels):
-        if not str(package.__file__).startswith(str(folder)):
-            raise RuntimeError(f"the tests ran against {package.__file__}")
-    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
-        # A mutant that cannot be imported would prove nothing about the tests.
-        raise RuntimeError(f"pytest ended with {code!r}")
-    return code == pytest.ExitCode.OK
-
-
-def _result(folder: Path, tests: Sequence[str]) -> tuple[str, str]:
-    """(`survived`, `killed`, `hung` or `broken`, output) of one run in a forked child."""
-    log = folder / "output.txt"
-    pid = os.fork()
-    if pid == 0:
-        status = 2
-        try:
-            with log.open("w") as stream:
-                os.dup2(stream.fileno(), 1)
-                os.dup2(stream.fileno(), 2)
-                status = 0 if _run_tests(folder, tests) else 1
-        except BaseException as error:  # noqa: BLE001 - the child reports every failure as broken
-            log.write_text(f"{log.read_text()}\n{error!r}")
-        finally:
-            os._exit(status)
-    deadline = time.monotonic() + _LIMIT_SECONDS
-    while time.monotonic() < deadline:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            code = os.waitstatus_to_exitcode(status)
-            return {0: "survived", 1: "killed"}.get(code, "broken"), log.read_text()
-        time.sleep(0.02)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return "hung", log.read_text()
-
-
-def _copy(folder: Path) -> None:
-    for name in ("megatron_async", "kernels", "tests"):
-        shutil.copytree(
-            _ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.pyc")
-        )
-    shutil.copy(_ROOT / "pyproject.toml", folder)
-
-
-def _check(mutation: Mutation, folder: Path) -> tuple[str, str]:
-    path = mutation.file(folder)
-    original = path.read_text()
-    if original.count(mutation.before) != 1:
-        count = original.count(mutation.before)
-        return "broken", f"the text to change occurs {count} times in {mutation.module}.py"
-    try:
-        path.write_text(original.replace(mutation.before, mutation.after))
-        return _result(folder, mutation.tests)
-    finally:
-        path.write_text(original)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the check; 0 when every mutation was killed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--only", default="", help="mutations whose name starts with this")
-    parser.add_argument("--list", action="store_true", help="print the mutations and stop")
-    options = parser.parse_args(arguments)
-    chosen = [mutation for mutation in MUTATIONS if mutation.name.startswith(options.only)]
-    if options.list:
-        print("\n".join(mutation.name for mutation in chosen))
-        return 0
-    sys.dont_write_bytecode = True
-    import torch  # imported once, before the children are forked
-
-    torch.set_num_threads(1)
-    started = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="mutations-") as name:
-        folder = Path(name).resolve()
-        _copy(folder)
-        every = sorted({test for mutation in chosen for test in mutation.tests})
-        result, output = _result(folder, every)
-        if result != "survived":
-            print(f"the unmutated tests do not pass ({result}):\n{output[-3000:]}")
-            return 1
-        counts = dict.fromkeys(("killed", "survived", "hung", "broken"), 0)
-        for mutation in chosen:
-            result, output = _check(mutation, folder)
-            counts[result] += 1
-            print(f"{result:9s} {mutation.name}", flush=True)
-            if result in ("broken", "hung"):
-                print(output[-1500:], flush=True)
-    seconds = time.monotonic() - started
-    found = ", ".join(f"{count} {result}" for result, count in counts.items())
-    print(f"{len(chosen)} mutations: {found} ({seconds:.0f} s)")
-    return 0 if counts["killed"] == len(chosen) else 1
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
