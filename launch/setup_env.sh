@@ -47,15 +47,11 @@ if [ "$(cat "$VENV/.megatron_async" 2>/dev/null)" != "$wanted" ]; then
   listed="$ROOT/launch/requirements-$flavour.txt"
   pinned="$listed" within=()
   if [ -f "$lock" ]; then pinned="$lock" within=(-c "$lock"); fi
-  # On a laptop Python compiles what it imports, which is a fraction. The nodes of a cluster, which
-  # would all do so at once, find everything compiled.
-  compiled=()
-  if [ "$flavour" = cpu ]; then compiled=(--no-compile); fi
   echo "setup: $(grep -c == "$pinned") packages, most of the time"
-  pip install "${compiled[@]}" -r "$listed" "${within[@]}"
+  pip install -r "$listed" "${within[@]}"
   if [ "$flavour" = cpu ]; then
     echo "setup: SGLang, without its packages for GPUs"
-    pip install "${compiled[@]}" --no-deps -r "$ROOT/launch/requirements-nodeps.txt"
+    pip install --no-deps -r "$ROOT/launch/requirements-nodeps.txt"
   fi
   echo "setup: megatron_async"
   pip install --no-deps --no-build-isolation -e "$ROOT/kernels" -e "$ROOT"
