@@ -8,6 +8,7 @@ from benchmarks.gpu_check import kernels, state, trainer
 from benchmarks.gpu_check.check import Check, Findings, Stage
 
 PART_SECONDS: Final = 540
+_TESTS = ("triton", "pytest", "hypothesis", "pydantic", "yaml")
 _TRAINER = ("megatron.core", "pydantic", "yaml", "safetensors", "zstandard")
 
 
@@ -20,7 +21,7 @@ def doctor(_stage: Stage) -> Findings:
 
 CHECKS: Final = (
     Check("doctor", 1, 60, doctor, ("megatron.core", "pydantic", "yaml"), cpu_too=True),
-    Check("kernel_tests", 1, 220, kernels.device_tests, ("triton", "pytest"), cuda=True),
+    Check("kernel_tests", 1, 220, kernels.device_tests, _TESTS, cuda=True),
     Check("rates", 1, 40, kernels.rates, cuda=True),
     Check("loss_rates", 1, 80, kernels.loss, ("triton",), cuda=True),
     Check("head_rates", 1, 140, kernels.head, ("triton",), cuda=True),
