@@ -89,7 +89,8 @@ class StreamDecoder:
                     "end": self.received,
                 }
             ]
-        return self._release(spans, end, float(meta.get("queue_time") or 0.0))
+        waited = min(float(meta.get("queue_time") or 0.0), 1e6)  # what fits a report's column
+        return self._release(spans, end, waited)
 
     def _take_new_tokens(self, report: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
         new = int(meta["completion_tokens"]) - self.received
