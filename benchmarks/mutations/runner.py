@@ -188,7 +188,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             member.kill()
         except psutil.NoSuchProcess:
             continue  # ended in between
-    process.wait()
+    process.wait(30)
 
 
 # ------------------------------------------------------------ in a forked child

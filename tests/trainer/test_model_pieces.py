@@ -231,34 +231,33 @@ def test_more_processes_than_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -
         start_process_group(ParallelConfig(ranks=2), TrainerConfig())
 
 
-def test_a_package_called_apex_that_is_another_is_not_taken_for_nvidias(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def other_apex(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """PyPI's `apex` is a web toolkit: it imports, and has no optimizers."""
+    package = tmp_path / "apex"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("apex", "apex.optimizers"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return package
+
+
+def test_a_package_called_apex_that_is_another_is_not_taken_for_nvidias(other_apex: Path) -> None:
     from megatron_async.trainer.capabilities import _version_of
 
-    (tmp_path / "apex").mkdir()
-    (tmp_path / "apex" / "__init__.py").touch()
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "apex", raising=False)
     found = _version_of("apex.optimizers", "apex", "FusedAdam")
     assert found is not None and found.startswith("broken: ModuleNotFoundError")
-    (tmp_path / "apex" / "optimizers.py").touch()
+    (other_apex / "optimizers.py").touch()
     importlib.invalidate_caches()
     found = _version_of("apex.optimizers", "apex", "FusedAdam")
     assert found is not None and "has no FusedAdam" in found
 
 
-def test_a_run_beside_another_apex_does_without_nvidias(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("other_apex")
+def test_a_run_beside_another_apex_does_without_nvidias() -> None:
     from megatron_async.trainer.capabilities import detect
 
-    (tmp_path / "apex").mkdir()
-    (tmp_path / "apex" / "__init__.py").touch()
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for name in ("apex", "apex.optimizers"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
     found = replace(detect.__wrapped__(), cuda="13.0")
     assert found.apex is not None and not found.usable_apex
 
