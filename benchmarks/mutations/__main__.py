@@ -19,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the check; 0 when every mutation was killed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.mutations")
     parser.add_argument(
-        "--only", default="", help="mutations whose name starts with this: `losses:`, `1.3`"
+        "--only", default="", help="mutations whose name starts with this: `loss_torch:`, `1.3`"
     )
     parser.add_argument("--list", action="store_true", help="print the mutations and stop")
     options = parser.parse_args(arguments)
