@@ -1,8 +1,8 @@
 """State of a trainer as named tensors: taken for a save, put back at any layout.
 
-For each parameter there are three tensors, each in the optimizer's precision: `weights/NAME` (the
-float32 copy where the model itself has half precision: the model's values are its roundings),
-`exp_avg/NAME` and `exp_avg_sq/NAME`.
+For each parameter there are these tensors, each in the optimizer's precision: `weights/NAME` (the
+float32 copy where the model itself has half precision: the model's values are its roundings), of
+Adam `exp_avg/NAME` and `exp_avg_sq/NAME`, of Muon `momentum_buffer/NAME`.
 
 Invariants
 - A rank describes views of what it holds; nothing is gathered, at a save or at a load. Over all
@@ -43,7 +43,8 @@ from megatron_async.models.parameters import PlacedParameter, placed_parameters,
 from megatron_async.models.shards import ShardLayout
 from megatron_async.trajectory.types import PolicyVersion
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+ADAM = ("exp_avg", "exp_avg_sq")
+MUON = ("momentum_buffer",)
 
 
 class Checkpointable(Protocol):
@@ -167,8 +168,12 @@ def saved_shards(trainer: Checkpointable) -> Iterator[ParameterShard]:
 
 def tensor_names(trainer: Checkpointable) -> frozenset[str]:
     """Return the names of the tensors that all ranks together save."""
-    slots = stage_slots(unwrap(trainer.wrapped).architecture, 0, 1)
-    return frozenset(f"{state}/{slot.name}" for slot in slots for state in (WEIGHTS, *MOMENTS))
+    muon = any(MUON[0] in run.moments for run in _runs(trainer))
+    return frozenset(
+        f"{state}/{slot.name}"
+        for slot in stage_slots(unwrap(trainer.wrapped).architecture, 0, 1)
+        for state in (WEIGHTS, *(MUON if muon and slot.rule.is_matrix else ADAM))
+    )
 
 
 def _shards(trainer: Checkpointable, *, whole: bool) -> Iterator[ParameterShard]:
@@ -180,7 +185,10 @@ def _shards(trainer: Checkpointable, *, whole: bool) -> Iterator[ParameterShard]
             begin, end = _share(end, *replicas(place))
         slot = slot_of(place, architecture)
         where = boxes(slot, place.size, place.rank, begin, end)
-        for state, flat in ((WEIGHTS, run.master), *((m, run.moments[m]) for m in MOMENTS)):
+        for state, flat in (
+            (WEIGHTS, run.master),
+            *((m, run.moments[m]) for m in (*ADAM, *MUON) if m in run.moments),
+        ):
             flat_N = flat.detach().view(-1)[begin - run.begin : end - run.begin]
             yield ParameterShard(
                 f"{state}/{slot.name}", slot.shape, flat_N, begin, where, original(place)

@@ -105,7 +105,7 @@ def launch_run(
     """
     if resume is not None:
         directory, config = RunDirectory.find(resume, overrides, "--resume")
-        check_resume(directory)
+        check_resume(directory, config)
     else:
         assert config_file is not None
         config = load_config(config_file, overrides)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from megatron_async.commands.evaluation import evaluate_checkpoints
@@ -41,10 +42,18 @@ class _Phases:
         self.seconds.append((name, time.monotonic() - began))
 
 
-def with_model(config: RunConfig, path: Path) -> RunConfig:
-    """The same settings with another model directory."""
-    model = config.model.model_copy(update={"path": str(path)})
+def with_model(config: RunConfig, path: Path, **changes: str) -> RunConfig:
+    """The same settings with another model directory, and other `model` settings."""
+    model = config.model.model_copy(update={"path": str(path), **changes})
     return config.model_copy(update={"model": model})
+
+
+def _quick_dtype(config: RunConfig) -> str:
+    """bfloat16 on a processor that multiplies it, about twice as fast as the float32 of `auto`."""
+    found = torch.cpu.get_capabilities()
+    quick = found.get("avx512_bf16", False) or found.get("amx_bf16", False)
+    on_cpu = config.model.dtype == "auto" and not torch.cuda.is_available()
+    return "bfloat16" if quick and on_cpu else config.model.dtype
 
 
 def quickstart(config: RunConfig) -> None:
@@ -73,8 +82,9 @@ def _run_in(directory: RunDirectory, config: RunConfig, devices: DeviceSplit) ->
     console.print(f"  {share} answers", highlight=False)
     console.print("3/4 supervised fine-tuning on worked answers")
     with phases.time("SFT"):
-        directory.save_config(with_model(config, initial))
-        run_sft(with_model(config, initial), directory, tuned)
+        sft = with_model(config, initial, dtype=_quick_dtype(config))
+        directory.save_config(sft)
+        run_sft(sft, directory, tuned)
     console.print("4/4 reinforcement learning")
     rl = with_model(config, tuned)
     directory.save_config(rl)

@@ -53,7 +53,7 @@ def resume_command(run: Path, overrides: Sequence[str], from_step: int | None) -
     with ExitStack() as stack:
         stack.enter_context(claimed(directory, "megatron-async train --resume"))
         checked, devices = _checked(settings, directory)
-        check_resume(directory)
+        check_resume(directory, settings)
         back = None if from_step is None else rollback_to(directory, from_step)
         show_notices(checked)
         for line in resume_lines(directory, before, checked.config, back):

@@ -67,8 +67,10 @@ class ParallelConfig(Settings):
 
 
 class OptimizerConfig(Settings):
-    """Adam with a warm-up and a constant or cosine schedule."""
+    """Adam or Muon with a warm-up and a constant or cosine schedule."""
 
+    name: Literal["adam", "muon"] = "adam"
+    """muon: matrices of the layers by Muon, everything else by Adam, with one learning rate."""
     lr: float = Field(1e-6, gt=0)
     """Peak learning rate."""
     min_lr: float = Field(0.0, ge=0)
@@ -83,10 +85,17 @@ class OptimizerConfig(Settings):
     """Adam's epsilon."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay."""
+    muon_momentum: float = Field(0.95, ge=0, lt=1)
+    """Momentum of the matrices."""
     clip_grad: float = Field(1.0, ge=0)
     """Largest global gradient norm; 0 = no limit."""
     distributed: bool = True
-    """Shard optimizer state over data-parallel ranks (when there are several)."""
+    """Shard Adam's state over data-parallel ranks (when there are several); Muon's is whole."""
+
+    @property
+    def sharded(self) -> bool:
+        """Return whether data-parallel ranks each hold a part of the state."""
+        return self.distributed and self.name == "adam"
 
     @model_validator(mode="after")
     def _ranges(self) -> Self:

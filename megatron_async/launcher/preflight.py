@@ -129,9 +129,17 @@ def _check_checkpoint(path: Path) -> None:
         raise UserError(f"model.checkpoint {path}: {error}") from error
 
 
-def check_resume(directory: RunDirectory) -> None:
-    """Refuse checkpoints of another version's format. Raises UserError."""
-    list_checkpoints(directory.checkpoints)
+def check_resume(directory: RunDirectory, config: RunConfig) -> None:
+    """Refuse checkpoints of another version's format, or of another optimizer. Raises UserError."""
+    for checkpoint in list_checkpoints(directory.checkpoints)[:1]:
+        tensors, name = checkpoint.manifest.tensors, config.optimizer.name
+        saved = "muon" if any(t.startswith("momentum_buffer/") for t in tensors) else "adam"
+        if tensors and name != saved:
+            raise UserError(
+                f"optimizer.name is {name!r}, and {checkpoint.path} holds the state of {saved!r}: "
+                "leave it as it was, or start a new run from these weights with "
+                f"model.checkpoint={checkpoint.path}"
+            )
 
 
 def check_run(config: RunConfig, *, generates: bool = True) -> Checked:

@@ -59,6 +59,11 @@ class Rule:
     expert: bool = False
     exported: bool = True
 
+    @property
+    def is_matrix(self) -> bool:
+        """Return whether it is a weight of a layer with two dimensions, which Muon updates."""
+        return self.place is Place.LAYER and len(self.shapes[0]) == 2
+
     def tensor_names(self, layer: int, expert: int) -> tuple[str, ...]:
         """The Hugging Face names of layer `layer` (and expert `expert`), both global numbers."""
         return tuple(name.format(layer=layer, expert=expert) for name in self.tensors)

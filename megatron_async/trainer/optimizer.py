@@ -1,4 +1,4 @@
-"""Adam through Megatron's optimizers: data-parallel wrapping, schedule, clipping, guarded steps.
+"""Adam or Muon in Megatron's optimizers: data-parallel wrapping, schedule, clipping, guarded steps.
 
 Invariants
 - Gradients are summed over data-parallel ranks and microbatches, never averaged: the loss is
@@ -29,7 +29,9 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.transformer.module import MegatronModule
 
 from megatron_async.config.model import OptimizerConfig
+from megatron_async.models.parameters import unwrap
 from megatron_async.trainer.device import current_device, has_cuda
+from megatron_async.trainer.muon import Muon, matrices
 
 
 def learning_rate(config: OptimizerConfig, update: int, total_updates: int) -> float:
@@ -63,7 +65,7 @@ def wrap_data_parallel(
         DistributedDataParallelConfig(
             grad_reduce_in_fp32=bf16,
             overlap_grad_reduce=has_cuda(),
-            use_distributed_optimizer=config.distributed,
+            use_distributed_optimizer=config.sharded,
         ),
         model,
     )
@@ -85,7 +87,7 @@ def finalize(
 def build_optimizer(
     model: DistributedDataParallel, config: OptimizerConfig, *, bf16: bool
 ) -> ChainedOptimizer:
-    """Adam with decoupled weight decay (none on norms and biases), its state allocated."""
+    """Weight decay is decoupled, with none on norms and biases; state is allocated."""
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
@@ -98,13 +100,21 @@ def build_optimizer(
             clip_grad=config.clip_grad,
             bf16=bf16,
             params_dtype=torch.bfloat16 if bf16 else torch.float32,
-            use_distributed_optimizer=config.distributed,
+            use_distributed_optimizer=config.sharded,
         ),
         [model],
     )
     for part in optimizer.chained_optimizers:
-        if not part.is_stub_optimizer:
-            _allocate_state(part)
+        if part.is_stub_optimizer:
+            continue
+        if config.name == "muon":
+            part.optimizer = Muon(
+                part.optimizer.param_groups,
+                matrices(unwrap(model)),
+                config.muon_momentum,
+                torch.bfloat16 if bf16 else torch.float32,
+            )
+        _allocate_state(part)
     return optimizer
 
 
@@ -119,6 +129,8 @@ def _allocate_state(part: Any) -> None:
         return
     for group in inner.param_groups:
         for parameter in group["params"]:
+            if isinstance(inner, Muon) and inner.allocate(parameter):
+                continue
             inner.state[parameter] = {
                 "step": torch.tensor(0.0),
                 "exp_avg": torch.zeros_like(parameter),
@@ -127,7 +139,7 @@ def _allocate_state(part: Any) -> None:
 
 
 def set_applied_updates(optimizer: ChainedOptimizer, count: int) -> None:
-    """Adam's count of updates, by which it corrects the bias of its moments.
+    """Adam's count of updates, by which it corrects the bias of its moments (Muon has none).
 
     torch keeps one for each parameter, the fused ones one for each group (absent at 0).
     """
@@ -136,7 +148,8 @@ def set_applied_updates(optimizer: ChainedOptimizer, count: int) -> None:
             continue
         if isinstance(part.optimizer, torch.optim.AdamW):
             for state in part.optimizer.state.values():
-                state["step"].fill_(count)
+                if "step" in state:
+                    state["step"].fill_(count)
             continue
         for group in part.optimizer.param_groups:
             group.pop("step", None)
@@ -145,7 +158,7 @@ def set_applied_updates(optimizer: ChainedOptimizer, count: int) -> None:
 
 
 def fused_optimizer_name(optimizer: ChainedOptimizer) -> str:
-    """Module and class of the Adam in use, for `doctor` and the log."""
+    """Module and class of the optimizer in use, for `doctor` and the log."""
     inner = type(optimizer.chained_optimizers[0].optimizer)
     return f"{inner.__module__}.{inner.__name__}"
 

@@ -9,6 +9,7 @@ import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,13 +18,16 @@ from megatron_async.checkpoint.manifest import (
     MANIFEST_NAME,
     Manifest,
     SavedLayout,
+    TensorRecord,
     finalise,
     find_latest,
     hash_file,
+    read_checkpoint,
     step_directory,
 )
 from megatron_async.commands import rollback
 from megatron_async.commands.rollback import rollback_to
+from megatron_async.config import build_config
 from megatron_async.config.rollout import StoreConfig
 from megatron_async.errors import UserError
 from megatron_async.launcher.preflight import check_resume
@@ -204,8 +208,23 @@ def test_a_checkpoint_whose_trajectories_were_exported_is_refused(run: RunDirect
 def test_checkpoints_of_another_format_are_refused_before_anything_starts(
     run: RunDirectory,
 ) -> None:
-    check_resume(run)
+    check_resume(run, build_config({}))
     manifest = step_directory(run.checkpoints, 6) / MANIFEST_NAME
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 1}))
     with pytest.raises(UserError, match=r"step_000006: it has format 1, .* reads formats 2 and 3"):
-        check_resume(run)
+        check_resume(run, build_config({}))
+
+
+def test_a_checkpoint_with_the_state_of_another_optimizer_is_refused(run: RunDirectory) -> None:
+    with_muon = build_config({"optimizer": {"name": "muon"}})
+    checkpoint = read_checkpoint(step_directory(run.checkpoints, 6))
+    tensor = TensorRecord("float32", (2,), "0" * 16)
+    for state, fits, other in (
+        ("exp_avg", build_config({}), with_muon),
+        ("momentum_buffer", with_muon, build_config({})),
+    ):
+        manifest = replace(checkpoint.manifest, tensors={f"{state}/a.weight": tensor})
+        (checkpoint.path / MANIFEST_NAME).write_text(manifest.to_json())
+        check_resume(run, fits)
+        with pytest.raises(UserError, match=r"optimizer\.name is .* holds the state of"):
+            check_resume(run, other)

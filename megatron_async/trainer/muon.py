@@ -1,0 +1,107 @@
+"""Muon for the matrices of the layers and AdamW for every other parameter, as one torch optimizer.
+
+Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) moves a matrix along its momentum with
+all singular values made about equal. The update is scaled as by Liu et al. (2025, arXiv 2502.16982,
+section 2.2) to the root mean square of Adam's, so one learning rate and one weight decay serve both.
+
+Invariants
+- Tensor parallelism changes nothing: the shards of a matrix are gathered and orthogonalised whole.
+- A matrix is a weight as Megatron fuses it (query, key and value; gate and up), an expert's alone.
+- Data-parallel ranks hold the same and compute the same; nothing is sharded over them.
+- The momentum has the optimizer's precision; orthogonalised it is in the model's, which is enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch import Tensor
+
+from megatron_async.models.parameters import placed_parameters
+from megatron_async.models.shards import ShardLayout
+from megatron_async.trainer.policy_model import PolicyModel
+
+MOMENTUM = "momentum_buffer"  # as checkpoints call it
+# The quintic of Jordan et al.; five rounds bring singular values into about 0.7 to 1.2.
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+_ROUNDS = 5
+
+
+def matrices(model: PolicyModel) -> dict[Tensor, int | None]:
+    """The weights that Muon updates, as the optimizer holds them, and the dimension along which
+    each is cut over tensor ranks; None where every rank has it whole."""
+    found: dict[Tensor, int | None] = {}
+    for placed in placed_parameters([model], model.architecture):
+        if placed.rule.is_matrix:
+            main = getattr(placed.parameter, "main_param", placed.parameter)
+            cut = placed.size > 1 and placed.rule.layout is not ShardLayout.REPLICATED
+            found[main] = int(placed.rule.layout is ShardLayout.COLUMNS) if cut else None
+    return found
+
+
+class Muon(torch.optim.AdamW):
+    """AdamW that leaves the `matrices` among its parameters to Muon."""
+
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        matrices: Mapping[Tensor, int | None],
+        momentum: float,
+        precision: torch.dtype,
+    ) -> None:
+        super().__init__(groups)
+        self._matrices = dict(matrices)
+        self._momentum = momentum
+        self._precision = precision
+
+    def allocate(self, parameter: Tensor) -> bool:
+        """Give a matrix a momentum of zero; False for another parameter."""
+        if parameter in self._matrices:
+            self.state[parameter] = {MOMENTUM: torch.zeros_like(parameter)}
+        return parameter in self._matrices
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update all parameters that have a gradient; a matrix's is dropped."""
+        for group in self.param_groups:
+            for matrix in group["params"]:
+                if matrix.grad is not None and matrix in self._matrices:
+                    self._update(matrix, group["lr"], group["weight_decay"])
+                    matrix.grad = None
+        return super().step(closure)
+
+    def _update(self, matrix: Tensor, rate: float, weight_decay: float) -> None:
+        momentum = self.state[matrix][MOMENTUM].lerp_(matrix.grad, 1 - self._momentum)
+        ahead = matrix.grad.lerp(momentum, self._momentum)  # Nesterov's
+        direction, shape = orthogonalised(ahead.to(self._precision), self._matrices[matrix])
+        matrix.mul_(1 - rate * weight_decay)
+        matrix.add_(direction.to(matrix), alpha=-0.2 * rate * max(shape) ** 0.5)
+
+
+def orthogonalised(shard: Tensor, dim: int | None) -> tuple[Tensor, torch.Size]:
+    """This rank's shard of the matrix with singular values of about 1, and the matrix's shape.
+
+    Collective over the tensor ranks where it is cut along `dim`.
+    """
+    if dim is None:
+        return newton_schulz(shard), shard.shape
+    group = parallel_state.get_tensor_model_parallel_group()
+    shards = [torch.empty_like(shard) for _ in range(group.size())]
+    dist.all_gather(shards, shard.contiguous(), group=group)
+    whole = newton_schulz(torch.cat(shards, dim))
+    return whole.chunk(group.size(), dim)[group.rank()], whole.shape
+
+
+def newton_schulz(matrix: Tensor) -> Tensor:
+    """U Vᵀ of the matrix U S Vᵀ, roughly: S becomes about 0.7 to 1.2; zero stays zero."""
+    a, b, c = _COEFFICIENTS
+    wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+    x = wide / wide.norm().clamp(min=1e-7)
+    for _ in range(_ROUNDS):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x if wide is matrix else x.T
