@@ -1,8 +1,8 @@
 """The Megatron-core trainer; one code path on CPU and GPU.
 
 - step: `PolicyTrainer`: what one batch does to policy and optimizer. report: what it did.
-- optimizer: Adam, the learning rate, clipping; an update that is not finite is skipped on every
-  rank.
+- optimizer: Adam or muon, the learning rate, clipping; an update that is not finite is skipped on
+  every rank.
 - rl, sft: the losses of a batch. microbatch: sequences to microbatches, balanced by cost; pure.
 - forward, packed: microbatches through Megatron's schedule, as packed token streams.
 - policy_model: GPTModel that ends in token log-probs, not logits.
