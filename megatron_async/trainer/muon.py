@@ -2,7 +2,7 @@
 
 Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) moves a matrix along its momentum with
 all singular values made about equal. The update is scaled as by Liu et al. (2025, arXiv 2502.16982,
-section 2.2) to the root mean square of Adam's, so one learning rate and one weight decay serve both.
+section 2.2) to the root mean square of Adam's: one learning rate and weight decay serve both.
 
 Invariants
 - Tensor parallelism changes nothing: the shards of a matrix are gathered and orthogonalised whole.
