@@ -194,6 +194,9 @@ def example_batch(examples: Sequence[WorkedExample], step: int) -> TokenBatch:
 
 def train(config: RunConfig, directory: RunDirectory, destination: Path) -> None:
     """Run a rank: all steps, then the export."""
+    from megatron_async.trainer.device import import_megatron
+
+    import_megatron()
     from megatron_async.models.save import save_hf
     from megatron_async.tasks import build_task
     from megatron_async.telemetry.metrics import MetricsWriter

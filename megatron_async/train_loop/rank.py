@@ -26,6 +26,9 @@ RAY_ADDRESS_VARIABLE = "MEGATRON_ASYNC_RAY_ADDRESS"
 
 def train(directory: RunDirectory, config: RunConfig, ray_address: str, stop: StopRequest) -> None:
     """Build this rank's trainer, restore the newest checkpoint, run the loop, export."""
+    from megatron_async.trainer.device import import_megatron
+
+    import_megatron()
     from megatron_async.checkpoint.manager import CheckpointManager
     from megatron_async.models.save import save_hf
     from megatron_async.rollout.messages import ResumePoint

@@ -22,6 +22,7 @@ What is redirected
 
 from __future__ import annotations
 
+import importlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -45,6 +46,21 @@ def local_device(local_rank: int = 0) -> torch.device:
 def current_device() -> torch.device:
     """The device that this process was set to."""
     return torch.device("cuda", torch.cuda.current_device()) if has_cuda() else torch.device("cpu")
+
+
+def import_megatron() -> None:
+    """Import Megatron-core, on a CPU without torch's compiler, which takes over a second to import.
+
+    Megatron asks for it while it is imported, and nothing would be compiled (see above). For a
+    process that starts; where Megatron is imported already, this changes nothing.
+    """
+    eagerly = mock.patch.object(torch, "compile", _not_compiled)
+    with nullcontext() if has_cuda() else eagerly:
+        importlib.import_module("megatron.core")
+
+
+def _not_compiled(function: Any = None, **_options: Any) -> Any:
+    return (lambda decorated: decorated) if function is None else function
 
 
 @contextmanager
