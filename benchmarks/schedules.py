@@ -42,9 +42,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.command import command_line
+from benchmarks.quickstart_adam import quickstart_adam
 from benchmarks.rows import append, missing, read, spread
 from megatron_async.config import RunConfig, build_config
-from megatron_async.config.load import merge, read_yaml
+from megatron_async.config.load import merge
 from megatron_async.launcher.devices import split_of_this_machine
 from megatron_async.launcher.supervisor import Supervisor
 from megatron_async.run_directory import RunDirectory
@@ -261,7 +262,7 @@ def main() -> None:
         for preset in options.presets
     ]
     todo = [] if options.table else missing(wanted, read(options.rows))[: options.pieces]
-    base = read_yaml(ROOT / "configs" / "quickstart.yaml")
+    base = quickstart_adam()
     for key in todo:
         with tempfile.TemporaryDirectory(prefix="schedules-") as scratch:
             model = Path(scratch) / "model"

@@ -27,9 +27,10 @@ import numpy as np
 import yaml
 
 from benchmarks.command import command_line
-from benchmarks.papers.report import ROOT, table
+from benchmarks.papers.report import table
+from benchmarks.quickstart_adam import quickstart_adam
 from megatron_async.config import RunConfig, build_config
-from megatron_async.config.load import merge, read_yaml
+from megatron_async.config.load import merge
 from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.engines.sglang.process import SGLangProcess
 from megatron_async.run_directory import RunDirectory
@@ -50,7 +51,7 @@ NEW_TOKENS = 64
 def settings(model: Path, root: Path, options: argparse.Namespace) -> dict[str, Any]:
     """The quickstart's, in one process."""
     return merge(
-        read_yaml(ROOT / "configs" / "quickstart.yaml"),
+        quickstart_adam(),
         {
             "name": "measured",
             "root": str(root),

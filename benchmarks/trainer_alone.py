@@ -26,9 +26,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.command import command_line
+from benchmarks.quickstart_adam import quickstart_adam
 from benchmarks.rows import Row, append, read, spread
 from benchmarks.versus_trl import ROOT, trl_environment
-from megatron_async.config.load import load_config
+from megatron_async.config import build_config
+from megatron_async.config.load import merge
 from megatron_async.engines.nodes import free_port
 from megatron_async.tasks import build_task
 from megatron_async.tasks.tiny_model import build_tiny_model
@@ -67,8 +69,8 @@ def make_job(scratch: Path, steps: int) -> Row:
     """The model and the batches."""
     model = scratch / "model"
     build_tiny_model(model, seed=1)
-    overrides = [f"model.path={model}", "parallel.ranks=1", "parallel.tensor=1"]
-    config = load_config(ROOT / "configs" / "quickstart.yaml", overrides)
+    own = {"model": {"path": str(model)}, "parallel": {"ranks": 1, "tensor": 1}}
+    config = build_config(merge(quickstart_adam(), own))
     examples = build_task(config.task, str(model)).worked_examples(64 * (steps + _WARM_UP))
     listed = [[e.prompt_ids.tolist(), e.response_ids.tolist()] for e in examples]
     return {

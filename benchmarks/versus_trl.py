@@ -42,9 +42,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command import command_line
+from benchmarks.quickstart_adam import quickstart_adam
 from benchmarks.rows import Row, append, missing, read, spread
 from megatron_async.config import RunConfig, build_config
-from megatron_async.config.load import merge, read_yaml
+from megatron_async.config.load import merge
 from megatron_async.launcher.devices import split_of_this_machine
 from megatron_async.launcher.supervisor import Supervisor
 from megatron_async.run_directory import RunDirectory
@@ -74,7 +75,7 @@ _PIECE_LIMIT_SECONDS = 1500
 
 def settings_of(distribution: str, seed: int, root: Path, options: argparse.Namespace) -> RunConfig:
     """The quickstart's settings with what differs here; both systems take theirs from it."""
-    base = read_yaml(ROOT / "configs" / "quickstart.yaml")
+    base = quickstart_adam()
     own = {
         "name": f"{distribution}-{seed}",
         "root": str(root),

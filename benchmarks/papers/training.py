@@ -19,9 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.papers.report import ROOT, parser
+from benchmarks.papers.report import parser
+from benchmarks.quickstart_adam import quickstart_adam
 from megatron_async.config import RunConfig, build_config
-from megatron_async.config.load import merge, read_yaml
+from megatron_async.config.load import merge
 from megatron_async.engines.sglang.process import SGLangProcess
 from megatron_async.run_directory import RunDirectory
 from megatron_async.tasks.verifier import LocalVerifierPool
@@ -107,7 +108,7 @@ def configure(
     name: str, overrides: dict[str, Any], model: Path, root: Path, options: argparse.Namespace
 ) -> RunConfig:
     """The quickstart's settings, without its own schedule and recipe."""
-    base = {**read_yaml(ROOT / "configs" / "quickstart.yaml"), "schedule": {}, "algorithm": {}}
+    base = {**quickstart_adam(), "schedule": {}, "algorithm": {}}
     common = {
         "name": name,
         "root": str(root),
