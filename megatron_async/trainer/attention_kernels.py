@@ -167,9 +167,11 @@ def _block_mask(cu_seqlens_S1: Tensor, tokens: int, window: int | None) -> Any:
 def _per_sequence(stream: Stream) -> Tensor:
     lengths = torch.diff(stream.cu_seqlens_S1).tolist()
     window, grouped = stream.window, stream.group > 1
-    # In float32, since torch's backward pass on a CPU is five times slower in half precision.
+    wide = stream[:3]
+    if not stream.query_THD.is_cuda and stream.query_THD.dtype.itemsize == 2:
+        # torch's backward pass on a CPU is five times slower in half precision.
+        wide = tuple(x_THD.float() for x_THD in wide)
     # Transposed before the split: a call in the loop is paid for by every sequence of every layer.
-    wide = [x_THD if x_THD.is_cuda else x_THD.float() for x_THD in stream[:3]]
     split_1HLD = [x_THD.transpose(0, 1)[None].split(lengths, dim=2) for x_THD in wide]
     parts = []
     for length, query_1HLD, key_1GLD, value_1GLD in zip(lengths, *split_1HLD, strict=True):
