@@ -10,6 +10,7 @@
 - head_types: its head as plain data.
 - reference, chunked: its torch reference, and the chunked torch version of CPU runs.
 - triton_head, triton_forward, triton_backward, triton_tiles: its Triton version.
+- cpu_matmul: float32 matrix products on AMD processors, for processes that train or generate there.
 - packed: reductions over the sequences of a packed stream. backend: which version runs.
 """
 

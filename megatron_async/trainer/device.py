@@ -7,8 +7,10 @@ entered, and restores everything on the way out. With CUDA it does nothing at al
 Invariants
 - The redirection of torch calls holds in the thread that entered the context (and in the backward
   passes that it starts); another thread that calls Megatron enters it too, within the first.
-- This is the only module that patches anything, only inside the context, only without CUDA.
-- No number changes: what is redirected is where tensors live and which generator is used.
+- This is the only module that patches anything, only without CUDA, and only inside the context but
+  for what `import_megatron` does at the start of a process.
+- No number changes but by the order of sums: what is redirected is where tensors live, which
+  generator is used and which library multiplies matrices.
 
 What is redirected
 - `torch.cuda.current_device/set_device/synchronize/empty_cache`, streams: the CPU, and nothing.
@@ -30,6 +32,7 @@ from typing import Any, ClassVar
 from unittest import mock
 
 import torch
+from megatron_async_kernels.cpu_matmul import use_onednn
 from torch.overrides import TorchFunctionMode
 
 
@@ -49,14 +52,18 @@ def current_device() -> torch.device:
 
 
 def import_megatron() -> None:
-    """Import Megatron-core, on a CPU without torch's compiler, which takes over a second to import.
+    """Import Megatron-core in a process that starts, so that it is quick on a CPU.
 
-    Megatron asks for it while it is imported, and nothing would be compiled (see above). For a
-    process that starts; where Megatron is imported already, this changes nothing.
+    Megatron asks for torch's compiler while it is imported, which takes over a second, and nothing
+    would be compiled (see above); where Megatron is imported already, this changes nothing. On AMD
+    processors matrix products go to oneDNN.
     """
-    eagerly = mock.patch.object(torch, "compile", _not_compiled)
-    with nullcontext() if has_cuda() else eagerly:
+    if has_cuda():
         importlib.import_module("megatron.core")
+        return
+    with mock.patch.object(torch, "compile", _not_compiled):
+        importlib.import_module("megatron.core")
+    use_onednn()
 
 
 def _not_compiled(function: Any = None, **_options: Any) -> Any:

@@ -1,0 +1,98 @@
+"""Matrix products by oneDNN: those of float64, and torch's own wherever oneDNN does not pay."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from megatron_async_kernels import cpu_matmul
+from torch import Tensor
+
+pytestmark = pytest.mark.skipif(
+    not cpu_matmul.has_onednn(), reason="this build of torch has no oneDNN"
+)
+
+LARGE = (96, 128, 160)
+SMALL = (3, 5, 7)
+
+
+def factors(M: int, K: int, N: int, turned: tuple[bool, bool]) -> tuple[Tensor, Tensor]:
+    """Random matrices [M, K] and [K, N]; a turned one lies column by column in memory."""
+    torch.manual_seed(0)
+    left = torch.randn(K, M).t() if turned[0] else torch.randn(M, K)
+    right = torch.randn(N, K).t() if turned[1] else torch.randn(K, N)
+    return left, right
+
+
+@pytest.mark.parametrize("turned", [(a, b) for a in (False, True) for b in (False, True)])
+@pytest.mark.parametrize("sizes", [LARGE, SMALL, (1, 1024, 2048), (4097, 16, 31)])
+def test_a_product_is_that_of_float64(
+    sizes: tuple[int, int, int], turned: tuple[bool, bool]
+) -> None:
+    left, right = factors(*sizes, turned)
+    wanted = (left.double() @ right.double()).float()
+    torch.testing.assert_close(cpu_matmul.mm(left, right), wanted, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("sizes", [LARGE, SMALL])
+@pytest.mark.parametrize("shape", ["row", "matrix"])
+@pytest.mark.parametrize(("beta", "alpha"), [(1, 1), (0.5, -2.0), (0, 3.0)])
+def test_a_product_is_added_as_torch_adds_it(
+    sizes: tuple[int, int, int], shape: str, beta: float, alpha: float
+) -> None:
+    left, right = factors(*sizes, (False, True))
+    added = torch.randn(sizes[2]) if shape == "row" else torch.randn(sizes[0], sizes[2])
+    before = added.clone()
+    wanted = torch.addmm(
+        added.double(), left.double(), right.double(), beta=beta, alpha=alpha
+    ).float()
+    found = cpu_matmul.addmm(added, left, right, beta=beta, alpha=alpha)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-4)
+    assert torch.equal(added, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_precisions_are_left_to_torch(dtype: torch.dtype) -> None:
+    left, right = (factor.to(dtype) for factor in factors(*LARGE, (False, True)))
+    assert torch.equal(cpu_matmul.mm(left, right), left @ right)
+
+
+def test_a_layout_with_gaps_is_left_to_torch() -> None:
+    left, right = torch.randn(96, 256)[:, ::2], torch.randn(128, 160)
+    torch.testing.assert_close(cpu_matmul.mm(left, right), left @ right)
+
+
+def test_factors_that_do_not_fit_are_refused_as_torch_refuses_them() -> None:
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        cpu_matmul.mm(torch.randn(96, 128), torch.randn(160, 128))
+
+
+def test_only_amd_processors_are_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, slow in (("AMD EPYC", torch.backends.mkl.is_available()), ("Intel(R) Xeon", False)):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda name=name: {"cpu_name": name})
+        assert cpu_matmul.mkl_is_slow() is slow
+
+
+def test_a_process_multiplies_and_differentiates_with_it_and_says_nothing() -> None:
+    script = """
+import torch
+from megatron_async_kernels import cpu_matmul
+cpu_matmul.mkl_is_slow = lambda: True
+assert cpu_matmul.use_onednn() is cpu_matmul.use_onednn() is not None
+calls = []
+product = cpu_matmul._onednn
+cpu_matmul._onednn = lambda *factors: calls.append(1) or product(*factors)
+layer = torch.nn.Linear(128, 160)
+exact = torch.nn.Linear(128, 160, dtype=torch.float64)
+exact.load_state_dict(layer.state_dict())
+x = torch.randn(4, 24, 128)
+layer(x).square().sum().backward()
+exact(x.double()).square().sum().backward()
+torch.testing.assert_close(layer.weight.grad, exact.weight.grad.float(), rtol=1e-4, atol=1e-3)
+torch.testing.assert_close(layer.bias.grad, exact.bias.grad.float(), rtol=1e-4, atol=1e-3)
+assert len(calls) >= 2, calls
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
