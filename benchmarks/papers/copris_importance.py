@@ -8,7 +8,8 @@ A second model of the same family is made like this:
     python -c "from pathlib import Path; from megatron_async.tasks.tiny_model import *; \
         build_tiny_model(Path('runs/small/model'), 1, TinyModel(112, layers=3, ffn_size=320))"
     megatron-async sft --config configs/quickstart.yaml --out runs/small/sft name=small-sft \
-        model.path=runs/small/model parallel.ranks=1 parallel.tensor=1
+        model.path=runs/small/model parallel.ranks=1 parallel.tensor=1 \
+        sft.optimizer.name=adam sft.optimizer.lr=3e-3 sft.steps=900 sft.examples=57600
 
 The source: an ablation with and without the correction at two model sizes; stability is what it is
 for (the source's figures were not found). To make the correction matter at this scale, data are

@@ -39,6 +39,8 @@ MANIFEST_NAME = "manifest.json"
 FORMAT = 3
 _WITHOUT_ITS_OWN_CHECKSUM = 2
 # 1: torch.distributed.checkpoint's files, without checksums of tensors
+# What tensors begin with: values, Adam's moments, Muon's momentum.
+WEIGHTS, ADAM, MOMENTUM = "weights", ("exp_avg", "exp_avg_sq"), "momentum_buffer"
 
 
 class CorruptCheckpoint(Exception):
@@ -98,6 +100,11 @@ class Manifest:
     def version(self) -> PolicyVersion:
         """(lineage, step)."""
         return PolicyVersion(self.lineage, self.step)
+
+    @property
+    def optimizer(self) -> str:
+        """Name of the optimizer whose state it holds: adam or muon."""
+        return "muon" if any(name.startswith(f"{MOMENTUM}/") for name in self.tensors) else "adam"
 
     def to_json(self) -> str:
         """Inverse of `from_json`. Raises TypeError when `extra` is not JSON-serialisable."""

@@ -16,11 +16,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
+from megatron_async.checkpoint.manifest import WEIGHTS
 from megatron_async.models.architecture import Architecture
 from megatron_async.models.families import rules_of
 from megatron_async.models.shards import Place, Rule, ShardLayout
-
-WEIGHTS = "weights"
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,13 @@ from megatron_async.checkpoint.checksum import TensorTally, dtype_named
 from megatron_async.checkpoint.collective import first_error, shared_faults
 from megatron_async.checkpoint.files import PieceReader
 from megatron_async.checkpoint.manifest import (
+    WEIGHTS,
     Checkpoint,
     CorruptCheckpoint,
     TensorRecord,
     read_checkpoint,
 )
-from megatron_async.checkpoint.placement import WEIGHTS, boxes
+from megatron_async.checkpoint.placement import boxes
 from megatron_async.checkpoint.state import (
     ParameterShard,
     count,

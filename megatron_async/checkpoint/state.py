@@ -31,20 +31,20 @@ from megatron_async.checkpoint.checksum import TensorTally, checksum, compare, s
 from megatron_async.checkpoint.collective import first_error
 from megatron_async.checkpoint.files import PieceReader
 from megatron_async.checkpoint.manifest import (
+    ADAM,
+    MOMENTUM,
+    WEIGHTS,
     Checkpoint,
     CorruptCheckpoint,
     SavedLayout,
     TensorRecord,
 )
-from megatron_async.checkpoint.placement import WEIGHTS, Box, Slot, boxes, exported, stage_slots
+from megatron_async.checkpoint.placement import Box, Slot, boxes, exported, stage_slots
 from megatron_async.checkpoint.random_state import load_random_state
 from megatron_async.models.architecture import Architecture
 from megatron_async.models.parameters import PlacedParameter, placed_parameters, unwrap
 from megatron_async.models.shards import ShardLayout
 from megatron_async.trajectory.types import PolicyVersion
-
-ADAM = ("exp_avg", "exp_avg_sq")
-MUON = ("momentum_buffer",)
 
 
 class Checkpointable(Protocol):
@@ -168,11 +168,11 @@ def saved_shards(trainer: Checkpointable) -> Iterator[ParameterShard]:
 
 def tensor_names(trainer: Checkpointable) -> frozenset[str]:
     """Return the names of the tensors that all ranks together save."""
-    muon = any(MUON[0] in run.moments for run in _runs(trainer))
+    muon = any(MOMENTUM in run.moments for run in _runs(trainer))
     return frozenset(
         f"{state}/{slot.name}"
         for slot in stage_slots(unwrap(trainer.wrapped).architecture, 0, 1)
-        for state in (WEIGHTS, *(MUON if muon and slot.rule.is_matrix else ADAM))
+        for state in (WEIGHTS, *((MOMENTUM,) if muon and slot.rule.is_matrix else ADAM))
     )
 
 
@@ -187,7 +187,7 @@ def _shards(trainer: Checkpointable, *, whole: bool) -> Iterator[ParameterShard]
         where = boxes(slot, place.size, place.rank, begin, end)
         for state, flat in (
             (WEIGHTS, run.master),
-            *((m, run.moments[m]) for m in (*ADAM, *MUON) if m in run.moments),
+            *((m, run.moments[m]) for m in (*ADAM, MOMENTUM) if m in run.moments),
         ):
             flat_N = flat.detach().view(-1)[begin - run.begin : end - run.begin]
             yield ParameterShard(

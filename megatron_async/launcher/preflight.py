@@ -132,9 +132,8 @@ def _check_checkpoint(path: Path) -> None:
 def check_resume(directory: RunDirectory, config: RunConfig) -> None:
     """Refuse checkpoints of another version's format, or of another optimizer. Raises UserError."""
     for checkpoint in list_checkpoints(directory.checkpoints)[:1]:
-        tensors, name = checkpoint.manifest.tensors, config.optimizer.name
-        saved = "muon" if any(t.startswith("momentum_buffer/") for t in tensors) else "adam"
-        if tensors and name != saved:
+        name, saved = config.optimizer.name, checkpoint.manifest.optimizer
+        if checkpoint.manifest.tensors and name != saved:
             raise UserError(
                 f"optimizer.name is {name!r}, and {checkpoint.path} holds the state of {saved!r}: "
                 "leave it as it was, or start a new run from these weights with "

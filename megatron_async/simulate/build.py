@@ -33,8 +33,8 @@ from megatron_async.simulate.world import World
 
 def trainer_layout(config: RunConfig) -> TrainerLayout:
     """The trainer's parallel sizes."""
-    parallel = config.parallel
-    return TrainerLayout(parallel.tensor, parallel.pipeline, parallel.context, parallel.data)
+    p = config.parallel
+    return TrainerLayout(p.tensor, p.pipeline, p.context, p.data, config.optimizer.sharded)
 
 
 def engine_costs(config: RunConfig) -> EngineCosts:

@@ -22,12 +22,13 @@ LOGIT_BYTES = 8
 
 @dataclass(frozen=True)
 class TrainerLayout:
-    """Parallel sizes of the trainer."""
+    """Parallel sizes of the trainer; `sharded`: data-parallel ranks split the optimizer's state."""
 
     tensor: int
     pipeline: int
     context: int
     data: int
+    sharded: bool = True
 
     @property
     def gpus(self) -> int:
@@ -43,15 +44,16 @@ def trainer_state_bytes(shape: ModelShape, layout: TrainerLayout, expert: int = 
     """Weights, main gradients and this rank's part of the optimizer state.
 
     `expert`: ranks that share a layer's experts; whole experts, over tensor and data ranks. 1 =
-    every rank has its tensor share of them, which is what the planner looks for.
+    every rank has its tensor share of them, which is what the planner looks for. Muon's state is
+    counted as Adam's, which has one moment more.
     """
     held = WEIGHT_BYTES + GRADIENT_BYTES
-    shards = layout.data * layout.context
+    shards = layout.data * layout.context if layout.sharded else 1
     if expert == 1:
         return shape.parameters / layout.model_ranks * (held + OPTIMIZER_BYTES / shards)
     experts = shape.mlp_parameters * shape.experts
     dense = (shape.parameters - experts) / layout.model_ranks * (held + OPTIMIZER_BYTES / shards)
-    replicas = layout.gpus / layout.pipeline / expert
+    replicas = layout.gpus / layout.pipeline / expert if layout.sharded else 1
     return dense + experts / layout.pipeline / expert * (held + OPTIMIZER_BYTES / replicas)
 
 

@@ -217,7 +217,8 @@ def _trainers(config: RunConfig, workload: _Workload, gpus: int) -> list[Trainer
         for pipeline in _SIZES:
             if shape.layers % pipeline or gpus % (tensor * pipeline):
                 continue
-            layout = TrainerLayout(tensor, pipeline, 1, gpus // (tensor * pipeline))
+            data, sharded = gpus // (tensor * pipeline), config.optimizer.sharded
+            layout = TrainerLayout(tensor, pipeline, 1, data, sharded)
             state = trainer_state_bytes(shape, layout)
             memory = state + activation_bytes(
                 shape,

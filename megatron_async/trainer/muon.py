@@ -8,7 +8,8 @@ Invariants
 - Tensor parallelism changes nothing: the shards of a matrix are gathered and orthogonalised whole.
 - A matrix is a weight as Megatron fuses it (query, key and value; gate and up), an expert's alone.
 - Data-parallel ranks hold the same and compute the same; nothing is sharded over them.
-- The momentum has the optimizer's precision; orthogonalised it is in the model's, which is enough.
+- Every matrix has a momentum from the start, zero at first, in the optimizer's precision; it is
+  orthogonalised in the model's, which is enough.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from megatron_async.checkpoint.manifest import MOMENTUM
 from megatron_async.models.parameters import placed_parameters
 from megatron_async.models.shards import ShardLayout
 from megatron_async.trainer.policy_model import PolicyModel
 
-MOMENTUM = "momentum_buffer"  # as checkpoints call it
 # The quintic of Jordan et al.; five rounds bring singular values into about 0.7 to 1.2.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ROUNDS = 5
@@ -57,12 +58,10 @@ class Muon(torch.optim.AdamW):
         self._matrices = dict(matrices)
         self._momentum = momentum
         self._precision = precision
-
-    def allocate(self, parameter: Tensor) -> bool:
-        """Give a matrix a momentum of zero; False for another parameter."""
-        if parameter in self._matrices:
-            self.state[parameter] = {MOMENTUM: torch.zeros_like(parameter)}
-        return parameter in self._matrices
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter in self._matrices:
+                    self.state[parameter] = {MOMENTUM: torch.zeros_like(parameter)}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

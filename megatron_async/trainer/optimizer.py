@@ -28,6 +28,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.transformer.module import MegatronModule
 
+from megatron_async.checkpoint.manifest import ADAM
 from megatron_async.config.model import OptimizerConfig
 from megatron_async.models.parameters import unwrap
 from megatron_async.trainer.device import current_device, has_cuda
@@ -104,16 +105,16 @@ def build_optimizer(
         ),
         [model],
     )
+    by_muon = matrices(unwrap(model)) if config.name == "muon" else {}
     for part in optimizer.chained_optimizers:
         if part.is_stub_optimizer:
             continue
+        groups = part.optimizer.param_groups
+        for group in groups:  # Megatron's scheduler, which this takes the place of, does it later
+            group["weight_decay"] = config.weight_decay * group["wd_mult"]
         if config.name == "muon":
-            part.optimizer = Muon(
-                part.optimizer.param_groups,
-                matrices(unwrap(model)),
-                config.muon_momentum,
-                torch.bfloat16 if bf16 else torch.float32,
-            )
+            precision = torch.bfloat16 if bf16 else torch.float32
+            part.optimizer = Muon(groups, by_muon, config.muon_momentum, precision)
         _allocate_state(part)
     return optimizer
 
@@ -129,13 +130,9 @@ def _allocate_state(part: Any) -> None:
         return
     for group in inner.param_groups:
         for parameter in group["params"]:
-            if isinstance(inner, Muon) and inner.allocate(parameter):
-                continue
-            inner.state[parameter] = {
-                "step": torch.tensor(0.0),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
+            if parameter not in inner.state:  # Muon's are there
+                moments = {moment: torch.zeros_like(parameter) for moment in ADAM}
+                inner.state[parameter] = {"step": torch.tensor(0.0), **moments}
 
 
 def set_applied_updates(optimizer: ChainedOptimizer, count: int) -> None:

@@ -93,6 +93,8 @@ def test_trainer_state_is_sharded_as_megatron_does() -> None:
     parameters = SEVEN.parameters
     assert trainer_state_bytes(SEVEN, TrainerLayout(1, 1, 1, 1)) == 18 * parameters
     assert trainer_state_bytes(SEVEN, TrainerLayout(2, 2, 1, 4)) == parameters / 4 * (6 + 3)
+    whole = TrainerLayout(2, 2, 1, 4, sharded=False)
+    assert trainer_state_bytes(SEVEN, whole) == parameters / 4 * 18
 
 
 def test_recomputation_saves_activations() -> None:

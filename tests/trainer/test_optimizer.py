@@ -1,8 +1,10 @@
-"""The learning-rate schedule (the optimizer itself is tested through training steps)."""
+"""The learning-rate schedule and weight decay (the rest is tested through training steps)."""
 
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,6 +12,14 @@ from hypothesis import strategies as st
 
 from megatron_async.config.model import OptimizerConfig
 from megatron_async.trainer.optimizer import learning_rate
+from tests.trainer.cases import (
+    ragged_batch,
+    settings,
+    single_process,
+    trainer_session,
+    weights,
+    write_model,
+)
 
 
 def test_warm_up_is_linear_and_never_zero() -> None:
@@ -37,3 +47,25 @@ def test_the_rate_stays_within_its_bounds_and_only_falls_after_warm_up(
     assert all(0 < rate <= 1e-3 for rate in rates)
     after = rates[warmup:]
     assert all(later <= earlier for earlier, later in itertools.pairwise(after))
+
+
+@pytest.mark.parametrize(
+    "optimizer", [{"distributed": True}, {"distributed": False}, {"name": "muon"}]
+)
+def test_matrices_decay_and_norms_do_not(tmp_path: Path, optimizer: dict[str, Any]) -> None:
+    model_dir = write_model(tmp_path / "model")
+    after = []
+    for decay in (0.0, 0.5):
+        wanted = {"lr": 0.01, "weight_decay": decay, **optimizer}
+        with (
+            single_process(),
+            trainer_session(settings(model_dir, {"optimizer": wanted})) as trainer,
+        ):
+            before = weights(trainer)
+            trainer.train_batch(ragged_batch())
+            after.append(weights(trainer))
+    without, decayed = after
+    assert any("norm" in name for name in before)
+    for name, value in before.items():
+        lost = 0.0 if "norm" in name else 0.01 * 0.5
+        assert decayed[name] == pytest.approx(without[name] - lost * value, abs=1e-6), name

@@ -7,5 +7,5 @@
 - hooks: how they are put in; a sooner start, aborts that can be repeated. queue: urgent first.
 - prefix: keeps prompt prefixes of one policy version from requests of another.
 - weight_updater: receives one bucket ahead. receiver: makes published weights whole here.
-- cpu, attention: what SGLang needs on a CPU without `sgl-kernel`.
+- cpu, attention, sampling: what SGLang needs on a CPU without `sgl-kernel`.
 """
