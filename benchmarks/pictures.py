@@ -146,13 +146,14 @@ def draw_curve(run: str, dark: bool) -> None:
     steps = [r["step"] for r in held_out]
     ax.errorbar(steps, heights, [lows, highs], fmt="o", color="#d9822b", capsize=3)
     for row in held_out:
-        below = (row["step"], row["eval/accuracy_low"])
+        above = (row["step"], row["eval/accuracy_high"])
         style: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "color": ink}
-        ax.annotate(f"{row['eval/accuracy']:.1%}", below, (0, -13), **style)
+        ax.annotate(f"{row['eval/accuracy']:.1%}", above, (0, 4), **style)
     ax.set_title("blue: mean reward of a batch; orange: held-out accuracy", loc="left", color=ink)
     ax.set_xlabel("update", color=ink)
-    ax.set_ylim(0.4 if min(r["eval/accuracy_low"] for r in held_out) > 0.5 else 0.0, 1.0)
+    ax.set_ylim(0.4 if min(r["eval/accuracy_low"] for r in held_out) > 0.5 else 0.0, 1.03)
     ax.set_xlim(-2, max(steps) + 2)
+    ax.xaxis.get_major_locator().set_params(integer=True)
     ax.set_facecolor(paper)
     ax.tick_params(colors=ink, length=0)
     ax.grid(axis="y", color=ink, alpha=0.15)

@@ -1,6 +1,7 @@
 """One-place mistakes in what must not be wrong in silence.
 
-Of `algorithms/`, the torch loss, the packing of batches, and a checkpoint's checksums and places.
+Of `algorithms/`, the torch loss, the packing of batches, a checkpoint's checksums and places, Muon,
+and an engine's matrix products and sampling on a CPU.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ _FOLDERS: Final = (
     "kernels/megatron_async_kernels",
     "megatron_async/trajectory",
     "megatron_async/checkpoint",
+    "megatron_async/trainer",
+    "megatron_async/engines/sglang",
 )
-_TESTS: Final = ("algorithms", "kernels", "trajectory", "checkpoint")
+_TESTS: Final = ("algorithms", "kernels", "trajectory", "checkpoint", "trainer", "engines")
 
 
 def _of(module: str, tests: str, *changes: tuple[str, str]) -> list[Mutation]:
@@ -366,5 +369,38 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
         ("range(min(share, rows - first))", "range(share)"),
         ("if column or not whole:", "if not whole:"),
         ("min(width - column, end - begin)", "width - column"),
+    ),
+    *_of(
+        "muon",
+        "muon",
+        ("1 - self._momentum)", "self._momentum)"),
+        ("matrix.grad.lerp(momentum, self._momentum)", "momentum"),
+        ("matrix.mul_(1 - rate * weight_decay)", "pass"),
+        ("max(shape) ** 0.5", "min(shape) ** 0.5"),
+        ("matrix.grad = None", "pass"),
+        (".clamp(min=1e-7)", ""),
+        ("else x.T", "else x"),
+        ("if placed.rule.is_matrix:", "if True:"),
+    ),
+    *_of("optimizer", "optimizer", (' * group["wd_mult"]', "")),
+    *_of(
+        "cpu_matmul",
+        "cpu_matmul",
+        ("right_KN.t(), None", "right_KN, None"),
+        ("product.mul_(alpha)", "product"),
+        ("alpha=beta)", "alpha=1)"),
+        ("beta == 0 or not", "not"),
+        ("left_MK.dtype is right_KN.dtype is torch.float32\n        and ", ""),
+        ("        and left_MK.shape[1] == right_KN.shape[0]\n", ""),
+        ('"AMD" in str(names) and ', ""),
+        ('library.impl("addmm", addmm, "CPU")', "pass"),
+    ),
+    *_of(
+        "sampling",
+        "sglang_sampling",
+        ("right=True", "right=False"),
+        (".clamp_(max=probs_SV.shape[1] - 1)", ""),
+        (") * cumulative_SV[:, -1:]", ")"),
+        ("if sampling_seed is not None:", "if False:"),
     ),
 )

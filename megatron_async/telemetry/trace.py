@@ -184,7 +184,7 @@ class Trace:
         facts = {"tokens": request.tokens, "policy versions": list(request.versions), "end": how}
         place = (engine.pid, request.lane)
         self._span(f"{what} {trajectory_id}", *place, begin, at, facts)
-        if request.queued_seconds is None:  # no token came, or the engine does not say
+        if request.queued_seconds is None:  # no token came, or the engine does not report it
             self._span("queued and prefill", *place, begin, first or at)
         else:
             computed = min(begin + request.queued_seconds, first or at)

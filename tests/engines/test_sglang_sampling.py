@@ -11,7 +11,7 @@ def never(*_: Tensor | None) -> Tensor:
     raise AssertionError("SGLang's own sampling was asked")
 
 
-def test_each_token_comes_as_often_as_its_probability_says() -> None:
+def test_each_token_is_drawn_with_its_probability() -> None:
     torch.manual_seed(0)
     draws = 200_000
     probs_V = torch.softmax(torch.randn(50) * 2, -1)
@@ -28,6 +28,12 @@ def test_each_row_has_a_distribution_of_its_own() -> None:
     assert ids_S.tolist() == [3, 0, 6, 5]
 
 
+def test_a_row_need_not_sum_to_one() -> None:
+    torch.manual_seed(0)
+    ids_S = from_cumulative(never, torch.tensor([0.01, 0.03]).expand(40_000, -1))
+    assert ids_S.float().mean().item() == pytest.approx(0.75, abs=0.01)
+
+
 @pytest.mark.parametrize("drawn", [0.0, 0.5, 1 - 2**-24])
 def test_a_token_without_probability_is_never_drawn(
     monkeypatch: pytest.MonkeyPatch, drawn: float
@@ -36,7 +42,7 @@ def test_a_token_without_probability_is_never_drawn(
     torch.manual_seed(1)
     probs_SV = torch.rand(512, 96)
     probs_SV[:, :3] = probs_SV[:, -5:] = probs_SV[:, 40:60] = 0
-    probs_SV /= probs_SV.sum(-1, keepdim=True)
+    probs_SV /= probs_SV.sum(-1, keepdim=True) * torch.linspace(0.5, 2, 512)[:, None]
     ids_S = from_cumulative(never, probs_SV)
     assert (probs_SV[torch.arange(512), ids_S.long()] > 0).all()
 

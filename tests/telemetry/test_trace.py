@@ -61,7 +61,7 @@ def test_a_request_is_queued_decodes_and_is_resumed_after_an_update() -> None:
     assert found["response 7"] == (1.0, 3.0)
     assert (found["queued"], found["prefill"]) == ((1.0, 1.125), (1.125, 1.5))
     assert found["resumed 7"] == (4.0, 5.0)
-    assert found["queued and prefill"] == (4.0, 4.5), "of an engine that does not say"
+    assert found["queued and prefill"] == (4.0, 4.5), "of an engine that does not report it"
     assert found["weight update to version 1"] == (2.0, 4.0)
     assert found["score 7"] == (5.0, 5.25)
     assert found["idle"] == (3.0, 4.0), "between the abort and the resumed request"

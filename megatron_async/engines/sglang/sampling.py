@@ -28,10 +28,8 @@ def from_cumulative(
     if sampling_seed is not None:
         return original(probs_SV, sampling_seed, positions)
     cumulative_SV = probs_SV.cumsum(-1, dtype=torch.float32)
-    total_S1 = cumulative_SV[:, -1:]
-    # Below the total even after rounding, so that the token found has a probability.
-    below_S1 = torch.nextafter(total_S1, torch.zeros_like(total_S1))
-    point_S1 = torch.minimum(torch.rand_like(total_S1) * total_S1, below_S1)
+    # At most 1 - 2^-24 of the sum, which stays below the sum when it is rounded.
+    point_S1 = torch.rand_like(cumulative_SV[:, -1:]) * cumulative_SV[:, -1:]
     index_S1 = torch.searchsorted(cumulative_SV, point_S1, right=True)
     # NaN, which SGLang reports elsewhere, finds no place.
     return index_S1.clamp_(max=probs_SV.shape[1] - 1).view(-1).to(torch.int32)
