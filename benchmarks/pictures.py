@@ -19,6 +19,7 @@ import matplotlib as mpl
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from megatron_async.config.load import build_config
 from megatron_async.scheduler import Scheduler
@@ -153,7 +154,7 @@ def draw_curve(run: str, dark: bool) -> None:
     ax.set_xlabel("update", color=ink)
     ax.set_ylim(0.4 if min(r["eval/accuracy_low"] for r in held_out) > 0.5 else 0.0, 1.03)
     ax.set_xlim(-2, max(steps) + 2)
-    ax.xaxis.get_major_locator().set_params(integer=True)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.set_facecolor(paper)
     ax.tick_params(colors=ink, length=0)
     ax.grid(axis="y", color=ink, alpha=0.15)
