@@ -39,7 +39,8 @@ MANIFEST_NAME = "manifest.json"
 FORMAT = 3
 _WITHOUT_ITS_OWN_CHECKSUM = 2
 # 1: torch.distributed.checkpoint's files, without checksums of tensors
-# What tensors begin with: values, Adam's moments, Muon's momentum.
+
+# First parts of tensors' names: values, Adam's moments, Muon's momentum.
 WEIGHTS, ADAM, MOMENTUM = "weights", ("exp_avg", "exp_avg_sq"), "momentum_buffer"
 
 
@@ -102,8 +103,10 @@ class Manifest:
         return PolicyVersion(self.lineage, self.step)
 
     @property
-    def optimizer(self) -> str:
-        """Name of the optimizer whose state it holds: adam or muon."""
+    def optimizer(self) -> str | None:
+        """Name of the optimizer whose state it holds, adam or muon; None without tensors."""
+        if not self.tensors:
+            return None
         return "muon" if any(name.startswith(f"{MOMENTUM}/") for name in self.tensors) else "adam"
 
     def to_json(self) -> str:

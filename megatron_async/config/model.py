@@ -84,7 +84,7 @@ class OptimizerConfig(Settings):
     eps: float = Field(1e-8, gt=0)
     """Adam's epsilon."""
     weight_decay: float = Field(0.0, ge=0)
-    """Decoupled weight decay."""
+    """Decoupled weight decay of matrices and embeddings; norms and biases have none."""
     muon_momentum: float = Field(0.95, ge=0, lt=1)
     """Momentum of the matrices."""
     clip_grad: float = Field(1.0, ge=0)

@@ -133,7 +133,7 @@ def check_resume(directory: RunDirectory, config: RunConfig) -> None:
     """Refuse checkpoints of another version's format, or of another optimizer. Raises UserError."""
     for checkpoint in list_checkpoints(directory.checkpoints)[:1]:
         name, saved = config.optimizer.name, checkpoint.manifest.optimizer
-        if checkpoint.manifest.tensors and name != saved:
+        if saved not in (None, name):
             raise UserError(
                 f"optimizer.name is {name!r}, and {checkpoint.path} holds the state of {saved!r}: "
                 "leave it as it was, or start a new run from these weights with "

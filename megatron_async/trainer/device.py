@@ -7,10 +7,10 @@ entered, and restores everything on the way out. With CUDA it does nothing at al
 Invariants
 - The redirection of torch calls holds in the thread that entered the context (and in the backward
   passes that it starts); another thread that calls Megatron enters it too, within the first.
-- This is the only module that patches anything, only without CUDA, and only inside the context but
-  for what `import_megatron` does at the start of a process.
-- No number changes but by the order of sums: what is redirected is where tensors live, which
-  generator is used and which library multiplies matrices.
+- This is the only module that patches anything: inside the context, and in `import_megatron` at the
+  start of a process. With CUDA nothing is patched.
+- Numbers change by rounding at most: what is redirected is where tensors live, which generator is
+  used, and in `import_megatron` which library multiplies matrices.
 
 What is redirected
 - `torch.cuda.current_device/set_device/synchronize/empty_cache`, streams: the CPU, and nothing.

@@ -110,7 +110,7 @@ def build_optimizer(
         if part.is_stub_optimizer:
             continue
         groups = part.optimizer.param_groups
-        for group in groups:  # Megatron's scheduler, which this takes the place of, does it later
+        for group in groups:  # Megatron leaves it to its own scheduler, which is not used
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
         if config.name == "muon":
             precision = torch.bfloat16 if bf16 else torch.float32
@@ -130,7 +130,7 @@ def _allocate_state(part: Any) -> None:
         return
     for group in inner.param_groups:
         for parameter in group["params"]:
-            if parameter not in inner.state:  # Muon's are there
+            if parameter not in inner.state:  # Muon has allocated its own
                 moments = {moment: torch.zeros_like(parameter) for moment in ADAM}
                 inner.state[parameter] = {"step": torch.tensor(0.0), **moments}
 

@@ -109,7 +109,10 @@ def test_auto_concurrency_moves_and_the_metrics_show_it(
     limits = [int(line["rollout/concurrency"]) for line in lines]
     assert limits[0] == FIRST
     assert max(limits) == 2 * FIRST, f"the first trial doubles N': {limits}"
-    assert 0 < lines[-1]["rollout/kv_usage"] <= lines[-1]["rollout/kv_usage_max"] < 1
+    used = [(line["rollout/kv_usage"], line["rollout/kv_usage_max"]) for line in lines]
+    assert all(0 <= mean <= largest < 1 for mean, largest in used)
+    # Not of each step: a short one may hold one report, between two batches of an empty engine.
+    assert max(mean for mean, _ in used) > 0
     assert {line["rollout/preemptions"] for line in lines} == {0}
     (record,) = directory.events.iterdir()
     assert most_in_flight(record) == max(limits), "engines were given what the metrics show"

@@ -1,10 +1,10 @@
-"""Sampling by the cumulative sum: the chances are those of the distribution."""
+"""Sampling in two draws: the chances are those of the distribution."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_async.engines.sglang.sampling import from_cumulative
+from megatron_async.engines.sglang.sampling import in_two_draws
 
 
 def never(*_: Tensor | None) -> Tensor:
@@ -15,7 +15,7 @@ def test_each_token_is_drawn_with_its_probability() -> None:
     torch.manual_seed(0)
     draws = 200_000
     probs_V = torch.softmax(torch.randn(50) * 2, -1)
-    ids_S = from_cumulative(never, probs_V.expand(draws, -1))
+    ids_S = in_two_draws(never, probs_V.expand(draws, -1))
     assert ids_S.dtype == torch.int32
     assert ids_S.shape == (draws,)
     counts_V = torch.bincount(ids_S, minlength=50)
@@ -24,31 +24,46 @@ def test_each_token_is_drawn_with_its_probability() -> None:
 
 
 def test_each_row_has_a_distribution_of_its_own() -> None:
-    ids_S = from_cumulative(never, torch.eye(7)[[3, 0, 6, 5]])
+    ids_S = in_two_draws(never, torch.eye(7)[[3, 0, 6, 5]])
     assert ids_S.tolist() == [3, 0, 6, 5]
 
 
 def test_a_row_need_not_sum_to_one() -> None:
     torch.manual_seed(0)
-    ids_S = from_cumulative(never, torch.tensor([0.01, 0.03]).expand(40_000, -1))
+    ids_S = in_two_draws(never, torch.tensor([0.01, 0.03]).expand(40_000, -1))
     assert ids_S.float().mean().item() == pytest.approx(0.75, abs=0.01)
 
 
-@pytest.mark.parametrize("drawn", [0.0, 0.5, 1 - 2**-24])
+@pytest.mark.parametrize("drawn", [0.0, 0.5, 1 - 2**-53])
 def test_a_token_without_probability_is_never_drawn(
     monkeypatch: pytest.MonkeyPatch, drawn: float
 ) -> None:
     monkeypatch.setattr(torch, "rand_like", lambda like: torch.full_like(like, drawn))
     torch.manual_seed(1)
-    probs_SV = torch.rand(512, 96)
-    probs_SV[:, :3] = probs_SV[:, -5:] = probs_SV[:, 40:60] = 0
+    probs_SV = torch.rand(512, 900)
+    probs_SV[:, :3] = probs_SV[:, -140:] = probs_SV[:, 40:700] = 0
     probs_SV /= probs_SV.sum(-1, keepdim=True) * torch.linspace(0.5, 2, 512)[:, None]
-    ids_S = from_cumulative(never, probs_SV)
+    ids_S = in_two_draws(never, probs_SV)
     assert (probs_SV[torch.arange(512), ids_S.long()] > 0).all()
 
 
-def test_a_row_of_nan_gets_an_id_of_the_vocabulary() -> None:
-    assert 0 <= from_cumulative(never, torch.full((1, 9), torch.nan)).item() < 9
+def test_rare_tokens_of_a_large_vocabulary_are_drawn_as_often_as_they_should() -> None:
+    """Their probabilities are below what a sum in float32 resolves."""
+    torch.manual_seed(0)
+    probs_V = torch.full((150_000,), 1e-8)
+    probs_V[70_000] = 1 - 0.0015
+    few_V = probs_V.clone()
+    few_V[70_000] = 0.0  # nearly every draw would be this one
+    few_V[:1000] = 2e-8
+    ids_S = torch.cat([in_two_draws(never, few_V.expand(500, -1)) for _ in range(40)])
+    assert (ids_S < 1000).float().mean().item() == pytest.approx(2 / 151, abs=0.003)
+    assert len(ids_S.unique()) > 17_000  # of 20,000 draws from 150,000
+    assert (in_two_draws(never, probs_V.expand(500, -1)) == 70_000).float().mean() > 0.98
+
+
+def test_a_row_of_nan_or_zeros_gets_an_id_of_the_vocabulary() -> None:
+    for value in (torch.nan, 0.0):
+        assert 0 <= in_two_draws(never, torch.full((1, 9), value)).item() < 9
 
 
 def test_a_request_with_its_own_seed_is_sampled_by_sglang() -> None:
@@ -59,4 +74,4 @@ def test_a_request_with_its_own_seed_is_sampled_by_sglang() -> None:
         assert positions is positions_S
         return wanted_S
 
-    assert from_cumulative(original, torch.ones(1, 5), seed_S, positions_S) is wanted_S
+    assert in_two_draws(original, torch.ones(1, 5), seed_S, positions_S) is wanted_S

@@ -70,6 +70,30 @@ def test_a_layout_with_gaps_is_left_to_torch() -> None:
     torch.testing.assert_close(cpu_matmul.mm(left, right), left @ right)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("kind", ["unfold", "expand"])
+def test_elements_that_share_a_place_are_left_to_torch(side: str, kind: str) -> None:
+    plain = torch.randn(160, 160)
+    row = torch.randn(400)
+    shared = row.unfold(0, 160, 1)[:160] if kind == "unfold" else row[:160].expand(160, -1)
+    pair = (shared, plain) if side == "left" else (plain, shared)
+    assert torch.equal(cpu_matmul.mm(*pair), torch.mm(*pair))
+
+
+def test_a_factor_that_is_multiplied_by_zero_is_not_read() -> None:
+    left, right, added = torch.full((96, 128), torch.inf), torch.randn(128, 160), torch.randn(160)
+    assert torch.equal(cpu_matmul.addmm(added, left, right, alpha=0), added.expand(96, -1))
+
+
+def test_what_torch_refuses_is_refused_in_its_words() -> None:
+    left, right = factors(*LARGE, (False, False))
+    with pytest.raises(RuntimeError, match="must be a matrix"):
+        cpu_matmul.mm(left, right[:, 0])
+    for dtype in (torch.float64, torch.bfloat16):
+        with pytest.raises(RuntimeError, match="dtype"):
+            cpu_matmul.addmm(torch.randn(160).to(dtype), left, right)
+
+
 def test_factors_that_do_not_fit_are_refused_as_torch_refuses_them() -> None:
     with pytest.raises(RuntimeError, match="cannot be multiplied"):
         cpu_matmul.mm(torch.randn(96, 128), torch.randn(160, 128))

@@ -1,11 +1,11 @@
-"""Sampling from a whole distribution on CPU by its cumulative sum.
+"""Sampling from a whole distribution on CPU with two random numbers a row.
 
-`torch.multinomial` draws a random number for each token of the vocabulary, which at 49,152 tokens
-takes twenty times as long (32 rows: 24 ms and 1.2 ms); here a row needs one.
+SGLang draws one for each token of the vocabulary: 24 to 29 ms for 32 rows of 49,152 tokens. Here a
+block of tokens is drawn by the blocks' sums, then a token of the block: 0.5 ms.
 
 Invariants
-- Every token has the chance that it has with `torch.multinomial`, to within 2^-24.
-- A token of probability 0 is never drawn.
+- Every token has its probability, to the rounding of a block's sum in float32.
+- A token of probability 0 is never drawn from a row that has others.
 - Requests with a seed of their own, top_p, top_k or min_p are sampled by SGLang.
 """
 
@@ -14,11 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch.nn.functional import pad
 
 SAMPLE = "sglang.srt.layers.sampler.sampling_from_probs_torch"
+_WIDTH = 256  # tokens of a block
 
 
-def from_cumulative(
+def in_two_draws(
     original: Callable[..., torch.Tensor],
     probs_SV: torch.Tensor,
     sampling_seed: torch.Tensor | None = None,
@@ -27,9 +29,17 @@ def from_cumulative(
     """Around SGLang's function: one token id for each row, int32 [S]."""
     if sampling_seed is not None:
         return original(probs_SV, sampling_seed, positions)
-    cumulative_SV = probs_SV.cumsum(-1, dtype=torch.float32)
-    # At most 1 - 2^-24 of the sum, which stays below the sum when it is rounded.
-    point_S1 = torch.rand_like(cumulative_SV[:, -1:]) * cumulative_SV[:, -1:]
-    index_S1 = torch.searchsorted(cumulative_SV, point_S1, right=True)
-    # NaN, which SGLang reports elsewhere, finds no place.
-    return index_S1.clamp_(max=probs_SV.shape[1] - 1).view(-1).to(torch.int32)
+    blocks_SBW = pad(probs_SV, (0, -probs_SV.shape[1] % _WIDTH)).unflatten(1, (-1, _WIDTH))
+    block_S = _draw(blocks_SBW.sum(-1, dtype=torch.float32))
+    token_S = _draw(blocks_SBW[torch.arange(len(block_S)), block_S])
+    # A row of zeros or NaN, from which nothing can be drawn, gets the last token.
+    return (block_S * _WIDTH + token_S).clamp_(max=probs_SV.shape[1] - 1).to(torch.int32)
+
+
+def _draw(weights_SN: torch.Tensor) -> torch.Tensor:
+    """One index for each row, in proportion to its weights."""
+    cumulative_SN = weights_SN.cumsum(-1, dtype=torch.float64)
+    # At most 1 - 2^-53 of the sum, which stays below the sum when it is rounded.
+    point_S1 = torch.rand_like(cumulative_SN[:, -1:]) * cumulative_SN[:, -1:]
+    index_S1 = torch.searchsorted(cumulative_SN, point_S1, right=True)
+    return index_S1.clamp_(max=weights_SN.shape[1] - 1).view(-1)

@@ -78,11 +78,10 @@ def install() -> None:
     if HookRegistry._hooks.get(_ACCEPT):
         return
     ahead = weight_updater.AheadHooks()
-    on_cpu_only: list[hooks.Hook] = [
-        (sampling.SAMPLE, sampling.from_cumulative, "AROUND", "engines would be slower")
-    ]
+    drawn = (sampling.SAMPLE, sampling.in_two_draws, "AROUND", "engines would be slower")
     hooks.put_in(
         [
+            *([drawn] if on_cpu else []),
             (_ACCEPT, _report_versions_of_unfinished, "AFTER", "tokens have no policy version"),
             (weight_updater.RECEIVE, ahead.receive, "AROUND", "weights cannot be received"),
             (weight_updater.LEAVE, ahead.leave, "AROUND", "weight-update groups cannot be left"),
@@ -90,7 +89,6 @@ def install() -> None:
             (prefix.QUEUE, prefix.before_queue, "BEFORE", "old prefixes are reused"),
             (queue.QUEUE, queue.after_queue, "AFTER", "checks of engines wait for others"),
             (prefix.CHANGE, prefix.after_change, "AFTER", "old prefixes are reused"),
-            *(on_cpu_only if on_cpu else []),
         ]
     )
 
