@@ -387,7 +387,7 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
         "cpu_matmul",
         "cpu_matmul",
         ("right_KN.t(), None", "right_KN, None"),
-        (".mul_(float(alpha))", ""),
+        ("product.mul_(float(alpha))", "pass"),
         ("alpha=float(beta))", "alpha=1)"),
         ("beta != 0 and ", ""),
         ("alpha != 0 and ", ""),

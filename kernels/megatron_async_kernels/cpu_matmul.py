@@ -66,7 +66,10 @@ def addmm(
     if not read or not _pays(left_MK, right_KN):
         out = left_MK.new_empty(0)
         return torch.addmm(added, left_MK, right_KN, beta=beta, alpha=alpha, out=out)
-    return _onednn(left_MK, right_KN).mul_(float(alpha)).add_(added, alpha=float(beta))
+    product = _onednn(left_MK, right_KN)
+    if alpha != 1:
+        product.mul_(float(alpha))
+    return product.add_(added, alpha=float(beta))
 
 
 def _onednn(left_MK: Tensor, right_KN: Tensor) -> Tensor:
