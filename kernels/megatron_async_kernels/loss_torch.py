@@ -237,6 +237,17 @@ def generation_log_weight(
     return segment_sum(masked(log_ratio_T, mask_T), cu_seqlens_S1)
 
 
+def raw_weights(
+    log_ratio_T: torch.Tensor, mask_T: torch.Tensor, cu_seqlens_S1: torch.Tensor, level: str
+) -> torch.Tensor:
+    """exp(c(x)), [T]; x is the token's log-ratio, or with level `sequence` its sequence's sum."""
+    if level == "token":
+        return surrogates.bounded_exp(log_ratio_T)[0]
+    total_S = generation_log_weight(log_ratio_T, mask_T, cu_seqlens_S1)
+    weight_S = surrogates.bounded_exp(total_S)[0]
+    return spread(weight_S, cu_seqlens_S1, tokens=len(log_ratio_T))
+
+
 def _surrogate(
     stream: _Stream, kept_T: torch.Tensor, config: LossConfig, denominators: Denominators
 ) -> surrogates.Terms:
@@ -255,13 +266,8 @@ def _surrogate(
     if config.surrogate == "sft":
         return surrogates.sft(stream.logprobs_T)
     weight_T = torch.ones_like(ratio_T)
-    if config.weight_level == "token":
-        weight_T = surrogates.bounded_exp(ratio_T)[0]
-    elif config.weight_level == "sequence":
-        total_S = generation_log_weight(ratio_T, stream.mask_T, stream.cu_seqlens_S1)
-        weight_T = spread(
-            surrogates.bounded_exp(total_S)[0], stream.cu_seqlens_S1, tokens=len(kept_T)
-        )
+    if config.weight_level != "none":
+        weight_T = raw_weights(ratio_T, stream.mask_T, stream.cu_seqlens_S1, config.weight_level)
     return surrogates.reinforce(
         stream.logprobs_T, ratio_T, weight_T, A_T, v_T, config, denominators.weight_mean
     )

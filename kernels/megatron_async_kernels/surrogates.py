@@ -18,16 +18,19 @@ from megatron_async_kernels.loss_types import GSPO_LOG_BOUND, SAFETY_BOUND, Loss
 
 @dataclass(frozen=True, eq=False)
 class Terms:
-    """Per token: loss, d loss / d log-prob, weight in use, ratio, c(log-ratio), clip flags."""
+    """Per token: loss, d loss / d log-prob, weight in use, ratio, c(log-ratio), clip flags.
+
+    A flag that is False applies to no token.
+    """
 
     value_T: torch.Tensor
     dlogp_T: torch.Tensor
     coefficient_T: torch.Tensor
     ratio_T: torch.Tensor
     log_ratio_T: torch.Tensor
-    clip_high_T: torch.Tensor
-    clip_low_T: torch.Tensor
-    clip_dual_T: torch.Tensor
+    clip_high_T: torch.Tensor | bool = False
+    clip_low_T: torch.Tensor | bool = False
+    clip_dual_T: torch.Tensor | bool = False
 
 
 def bounded_exp(log_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -76,7 +79,6 @@ def reinforce(
         log_ratio_T=clamped_T,
         clip_high_T=high_T,
         clip_low_T=low_T,
-        clip_dual_T=torch.zeros_like(high_T),
     )
 
 
@@ -98,8 +100,6 @@ def aipo(
         ratio_T=ratio_T,
         log_ratio_T=clamped_T,
         clip_high_T=high_T,
-        clip_low_T=torch.zeros_like(high_T),
-        clip_dual_T=torch.zeros_like(high_T),
     )
 
 
@@ -185,23 +185,20 @@ def cispo(
         log_ratio_T=clamped_T,
         clip_high_T=ratio_T > high,
         clip_low_T=ratio_T < low,
-        clip_dual_T=torch.zeros_like(ratio_T, dtype=torch.bool),
     )
 
 
 def sft(logprobs_T: torch.Tensor) -> Terms:
     """Cross-entropy, -log pi."""
-    never_T = torch.zeros_like(logprobs_T, dtype=torch.bool)
     zero_T, one_T = torch.zeros_like(logprobs_T), torch.ones_like(logprobs_T)
-    return Terms(-logprobs_T, -one_T, one_T, zero_T, zero_T, never_T, never_T, never_T)
+    return Terms(-logprobs_T, -one_T, one_T, zero_T, zero_T)
 
 
 def own(log_ratio_T: torch.Tensor) -> Terms:
     """Return the reported terms of a user's loss; value and derivative are unknown here."""
-    never_T = torch.zeros_like(log_ratio_T, dtype=torch.bool)
     zero_T, one_T = torch.zeros_like(log_ratio_T), torch.ones_like(log_ratio_T)
     ratio_T, clamped_T, _ = bounded_exp(log_ratio_T)
-    return Terms(zero_T, zero_T, one_T, ratio_T, clamped_T, never_T, never_T, never_T)
+    return Terms(zero_T, zero_T, one_T, ratio_T, clamped_T)
 
 
 def kl_to_reference(

@@ -178,11 +178,16 @@ def token_logprob(
         ValueError: shapes, dtypes or arguments do not fit together.
     """
     name = resolve_backend(backend, hidden.device, hidden.dtype)
+    total = _check_arguments(
+        hidden, weight, targets, bias, token_mask, temperature, tp_group, sequence_parallel
+    )
+    _check_weight_grad_out(weight, weight_grad_out)
+    vocab_rows = int(weight.shape[0]) * group_size(tp_group)
+    if vocab_size is not None and not 0 < vocab_size <= vocab_rows:
+        raise ValueError(f"vocab_size must be within 1..{vocab_rows}, got {vocab_size}")
+    if token_mask is not None and token_rows is not None:
+        raise ValueError("token_mask and token_rows exclude each other")
     if name == "reference":
-        _check_arguments(
-            hidden, weight, targets, bias, token_mask, temperature, tp_group, sequence_parallel
-        )
-        _check_vocab_size(weight, vocab_size, tp_group)
         if group_size(tp_group) > 1 or weight_grad_out is not None:
             raise ValueError("backend='reference' takes neither tp_group nor weight_grad_out")
         if token_rows is not None:
@@ -198,64 +203,10 @@ def token_logprob(
         )
         return (logprobs_T, entropy_T) if return_entropy else logprobs_T
 
-    call = prepare_call(
-        hidden,
-        weight,
-        targets,
-        temperature=temperature,
-        bias=bias,
-        return_entropy=return_entropy,
-        token_mask=token_mask,
-        token_rows=token_rows,
-        tp_group=tp_group,
-        sequence_parallel=sequence_parallel,
-        weight_grad_out=weight_grad_out,
-        vocab_size=vocab_size,
-        backend=name,
-        chunk_tokens=chunk_tokens,
-        workspace_bytes=workspace_bytes,
-        deterministic=deterministic,
-    )
-    logprobs_T, entropy_T = _TokenLogprob.apply(hidden, weight, bias, call)
-    return (logprobs_T, entropy_T) if return_entropy else logprobs_T
-
-
-def prepare_call(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    temperature: float,
-    bias: Tensor | None,
-    return_entropy: bool,
-    token_mask: Tensor | None,
-    token_rows: Tensor | None = None,
-    tp_group: dist.ProcessGroup | None,
-    sequence_parallel: bool,
-    weight_grad_out: Tensor | None,
-    vocab_size: int | None,
-    backend: str,
-    chunk_tokens: int | None,
-    workspace_bytes: int,
-    deterministic: bool,
-) -> HeadCall:
-    """Check the arguments of `token_logprob` and find the rows that take part.
-
-    Raises
-        ValueError: shapes, dtypes or arguments do not fit together.
-    """
-    total = _check_arguments(
-        hidden, weight, targets, bias, token_mask, temperature, tp_group, sequence_parallel
-    )
-    _check_weight_grad_out(weight, weight_grad_out)
-    _check_vocab_size(weight, vocab_size, tp_group)
-    rows_R = token_rows
-    if token_mask is not None:
-        if token_rows is not None:
-            raise ValueError("token_mask and token_rows exclude each other")
-        rows_R = token_mask.reshape(total).nonzero()[:, 0]
+    rows_R = token_rows if token_mask is None else token_mask.reshape(total).nonzero()[:, 0]
     if rows_R is not None and rows_R.numel() == total:
         rows_R = None
+    _check_targets(targets if rows_R is None else targets[rows_R], vocab_size or vocab_rows)
     call = HeadCall(
         targets_T=targets,
         rows_R=rows_R,
@@ -265,13 +216,13 @@ def prepare_call(
         sequence_parallel=sequence_parallel and group_size(tp_group) > 1,
         weight_grad_out=weight_grad_out,
         vocab_size=vocab_size,
-        backend=backend,
+        backend=name,
         chunk_tokens=chunk_tokens,
         workspace_bytes=workspace_bytes,
         deterministic=deterministic,
     )
-    _check_targets(call, int(weight.shape[0]))
-    return call
+    logprobs_T, entropy_T = _TokenLogprob.apply(hidden, weight, bias, call)
+    return (logprobs_T, entropy_T) if return_entropy else logprobs_T
 
 
 class _TokenLogprob(torch.autograd.Function):
@@ -308,50 +259,27 @@ class _TokenLogprob(torch.autograd.Function):
             entropy_R=entropy_R,
         )
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        gradients = head_backward(
-            call,
-            hidden,
-            weight,
-            bias,
-            cotangents,
-            wants=(wants_hidden, wants_weight, wants_bias and bias is not None),
+        gathered = gather_sequence(hidden, call.tp_group) if call.sequence_parallel else hidden
+        problem = call.problem(gathered, weight, bias)
+        valid = int(problem.weight_VD.shape[0])
+        dhidden_TD = torch.zeros_like(gathered) if wants_hidden else None
+        dweight, added_to = None, call.weight_grad_out if wants_weight else None
+        if wants_weight and added_to is None:
+            dweight = added_to = torch.zeros_like(weight)
+        dbias = torch.zeros_like(bias) if wants_bias and bias is not None else None
+        grads = HeadGrads(
+            dhidden_TD=dhidden_TD,
+            dweight_VD=None if added_to is None else added_to[:valid],
+            dbias_V=None if dbias is None else dbias[:valid],
         )
-        dhidden, dweight, dbias = gradients
-        if wants_weight and call.weight_grad_out is not None:
+        head_kernels(call.backend).grads(problem, cotangents, grads)
+        if dhidden_TD is not None:
+            dhidden_TD = reduce_hidden_grad(
+                dhidden_TD, call.tp_group, scatter=call.sequence_parallel
+            )
+        if wants_weight and dweight is None:
             dweight = mark_weight_grad_added(ctx.weight_parameter)
-        return dhidden, dweight, dbias, None
-
-
-def head_backward(
-    call: HeadCall,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    cotangents: HeadCotangents,
-    *,
-    wants: tuple[bool, bool, bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dHidden (reduced over the group), dWeight and dBias from per-row cotangents.
-
-    `wants` selects among the three; dWeight is None where `call.weight_grad_out` took it.
-    """
-    gathered = gather_sequence(hidden, call.tp_group) if call.sequence_parallel else hidden
-    problem = call.problem(gathered, weight, bias)
-    valid = int(problem.weight_VD.shape[0])
-    dhidden_TD = torch.zeros_like(gathered) if wants[0] else None
-    dweight = None
-    if wants[1]:
-        dweight = torch.zeros_like(weight) if call.weight_grad_out is None else call.weight_grad_out
-    dbias = torch.zeros_like(bias) if wants[2] and bias is not None else None
-    grads = HeadGrads(
-        dhidden_TD=dhidden_TD,
-        dweight_VD=None if dweight is None else dweight[:valid],
-        dbias_V=None if dbias is None else dbias[:valid],
-    )
-    head_kernels(call.backend).grads(problem, cotangents, grads)
-    if dhidden_TD is not None:
-        dhidden_TD = reduce_hidden_grad(dhidden_TD, call.tp_group, scatter=call.sequence_parallel)
-    return dhidden_TD, None if call.weight_grad_out is not None else dweight, dbias
+        return dhidden_TD, dweight, dbias, None
 
 
 def mark_weight_grad_added(weight: Tensor) -> Tensor | None:
@@ -427,22 +355,10 @@ def _check_weight_grad_out(weight: Tensor, weight_grad_out: Tensor | None) -> No
         )
 
 
-def _check_vocab_size(
-    weight: Tensor, vocab_size: int | None, tp_group: dist.ProcessGroup | None
-) -> None:
-    rows = int(weight.shape[0]) * group_size(tp_group)
-    if vocab_size is not None and not 0 < vocab_size <= rows:
-        raise ValueError(f"vocab_size must be within 1..{rows}, got {vocab_size}")
-
-
-def _check_targets(call: HeadCall, shard_rows: int) -> None:
+def _check_targets(targets_R: Tensor, limit: int) -> None:
     """Every target that counts lies in the vocabulary (a device assert off the CPU)."""
-    targets_R = call.targets_T if call.rows_R is None else call.targets_T[call.rows_R]
     if targets_R.numel() == 0:
         return
-    limit = call.vocab_size
-    if limit is None:
-        limit = shard_rows * group_size(call.tp_group)
     if targets_R.device.type == "cpu":
         low, high = int(targets_R.min()), int(targets_R.max())
         if low < 0 or high >= limit:

@@ -31,13 +31,13 @@ import numpy.typing as npt
 import torch
 from megatron_async_kernels import is_loss, policy_loss
 from megatron_async_kernels.backend import Backend
-from megatron_async_kernels.loss_torch import generation_log_weight
+from megatron_async_kernels.loss_torch import generation_log_weight, raw_weights
 from megatron_async_kernels.loss_types import Denominators, LossInputs, LossOutput, check_finite
 from megatron_async_kernels.packed import segment_sum, spread
-from megatron_async_kernels.surrogates import bounded_exp, truncate
+from megatron_async_kernels.surrogates import truncate
 
 from megatron_async.algorithms import advantages
-from megatron_async.algorithms.correction import compute_rollout_correction, correct, weight_mean
+from megatron_async.algorithms.correction import correct, weight_mean
 from megatron_async.algorithms.loss_settings import loss_config
 from megatron_async.algorithms.metrics import batch_staleness
 from megatron_async.algorithms.own_loss import own_loss
@@ -231,18 +231,16 @@ class Algorithm:
         if not mask_T.any():
             return {}
         level, threshold = self._reported_weights()
-        correction = self.config.correction
-        return compute_rollout_correction(
-            self._tensor(logprobs_T),
-            self._tensor(batch.rollout_logprobs_T),
-            mask_T,
-            cu_seqlens=self._cu_seqlens(batch),
-            rollout_is=level,
-            rollout_is_threshold=threshold,
-            rollout_is_batch_normalize=self._normalizes_in_loss,
-            rollout_rs=correction.rollout_rs,
-            rollout_rs_threshold=correction.rollout_rs_threshold,
-        )[2]
+        reported = self.config.correction.model_copy(
+            update={
+                "rollout_is": level,
+                "rollout_is_threshold": threshold,
+                "rollout_is_batch_normalize": self._normalizes_in_loss,
+            }
+        )
+        rollout_T = self._tensor(batch.rollout_logprobs_T)
+        current_T = self._tensor(logprobs_T)
+        return correct(reported, current_T, rollout_T, mask_T, self._cu_seqlens(batch))[2]
 
     def log_weights(self, batch: TokenBatch, logprobs_T: FloatVector) -> FloatVector:
         """log w of every trained token of a minibatch, from the log-probs its loss saw.
@@ -332,11 +330,7 @@ class Algorithm:
         self, log_ratio_T: torch.Tensor, mask_T: torch.Tensor, cu_S1: torch.Tensor
     ) -> float:
         config = self.loss_config
-        if config.weight_level == "token":
-            raw_T = bounded_exp(log_ratio_T)[0]
-        else:
-            total_S = generation_log_weight(log_ratio_T, mask_T, cu_S1)
-            raw_T = spread(bounded_exp(total_S)[0], cu_S1)
+        raw_T = raw_weights(log_ratio_T, mask_T, cu_S1, config.weight_level)
         weights_T, _, _ = truncate(raw_T, config.weight_lower, config.weight_upper)
         return weight_mean(weights_T, mask_T, cu_S1, config.weight_level)
 

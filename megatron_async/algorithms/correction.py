@@ -25,10 +25,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from megatron_async_kernels.loss_torch import generation_log_weight, rejection_statistic
+from megatron_async_kernels.loss_torch import raw_weights, rejection_statistic
 from megatron_async_kernels.loss_types import SAFETY_BOUND, RejectionRule, check_finite
 from megatron_async_kernels.packed import segment_sum, spread
-from megatron_async_kernels.surrogates import bounded_exp, truncate
+from megatron_async_kernels.surrogates import truncate
 
 from megatron_async.algorithms.reduce import largest, mean, smallest, std, total
 from megatron_async.config.algorithm import RolloutCorrectionConfig
@@ -315,12 +315,10 @@ def rejection_rules(config: RolloutCorrectionConfig) -> tuple[RejectionRule, ...
     """The rules of a correction config as the loss reads them (empty without `rollout_rs`)."""
     if config.rollout_rs is None or config.rollout_rs_threshold is None:
         return ()
-    parsed = parse_rejection(config.rollout_rs, config.rollout_rs_threshold)
-    return tuple(_rule(option) for option in parsed)
-
-
-def _rule(option: ParsedRejection) -> RejectionRule:
-    return RejectionRule(option.level, option.divergence, option.lower, option.upper)  # type: ignore[arg-type]
+    return tuple(
+        RejectionRule(option.level, option.divergence, option.lower, option.upper)  # type: ignore[arg-type]
+        for option in parse_rejection(config.rollout_rs, config.rollout_rs_threshold)
+    )
 
 
 def _rows(
@@ -345,13 +343,9 @@ def _weights(
 ) -> tuple[torch.Tensor, dict[str, float]]:
     lower, upper = parse_weight_threshold(threshold, "rollout_is_threshold")
     log_T, mask_T, cu_S1 = rows.log_ratio_T, rows.mask_T, rows.cu_seqlens_S1
-    if level == "token":
-        raw_T = bounded_exp(log_T)[0] * mask_T
-    elif level == "sequence":
-        total_S = generation_log_weight(log_T, mask_T, cu_S1)
-        raw_T = spread(bounded_exp(total_S)[0], cu_S1) * mask_T
-    else:
+    if level not in ("token", "sequence"):
         raise ValueError(f"rollout_is must be 'token' or 'sequence', got {level!r}")
+    raw_T = raw_weights(log_T, mask_T, cu_S1, level) * mask_T
     weights_T, _, _ = truncate(raw_T, lower, upper)
     metrics = weight_metrics(rows, level, raw_T, weights_T, lower, upper)
     if normalize:
