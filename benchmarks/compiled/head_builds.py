@@ -155,7 +155,7 @@ def _combine_build(entropy: bool) -> KernelBuild:
         kernel=combine_kernel,
         types={
             **dict.fromkeys(arrays, "*fp32"),
-            **dict.fromkeys(("num_rows", "stride", "num_splits"), "i32"),
+            **dict.fromkeys(("num_rows", "num_splits"), "i32"),
         },
         constants={"BLOCK": 128, "ENTROPY": entropy},
         aligned=arrays,

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from megatron_async_kernels.triton_tiles import (
-    column_halves,
+    column_parts,
     grouped_tile,
     logits_tile,
     scaled_logits,
@@ -121,49 +121,13 @@ def dlogits_kernel(
     else:
         entropy_grad = grad
         offset = grad
-    if HALVES:
-        left, right = column_halves(acc, ROWS, COLUMNS)
-        half = column + tl.arange(0, COLUMNS // 2)
+    PARTS: tl.constexpr = 2 if HALVES else 1
+    parts = column_parts(acc, ROWS, COLUMNS, HALVES)
+    first = column + tl.arange(0, COLUMNS // PARTS)
+    for part in tl.static_range(PARTS):
         store_dlogits(
-            left,
-            half,
-            rows,
-            target,
-            lse,
-            grad,
-            offset,
-            entropy_grad,
-            bias,
-            dlogits,
-            num_rows,
-            num_columns,
-            dlogits_stride,
-            inv_temperature,
-            HAS_BIAS,
-            ENTROPY,
-        )
-        store_dlogits(
-            right,
-            half + COLUMNS // 2,
-            rows,
-            target,
-            lse,
-            grad,
-            offset,
-            entropy_grad,
-            bias,
-            dlogits,
-            num_rows,
-            num_columns,
-            dlogits_stride,
-            inv_temperature,
-            HAS_BIAS,
-            ENTROPY,
-        )
-    else:
-        store_dlogits(
-            acc,
-            column + tl.arange(0, COLUMNS),
+            parts[part],
+            first + part * (COLUMNS // PARTS),
             rows,
             target,
             lse,

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from megatron_async_kernels.triton_tiles import (
     add_pairs,
-    column_halves,
+    column_parts,
     grouped_tile,
     logits_tile,
     scaled_logits,
@@ -102,6 +102,7 @@ def head_stats_kernel(
     running_sum = tl.zeros((ROWS,), dtype=tl.float32)
     running_weighted = tl.zeros((ROWS,), dtype=tl.float32)
     picked = tl.zeros((ROWS,), dtype=tl.float32)
+    PARTS: tl.constexpr = 2 if HALVES else 1
     first = split * tiles_per_split
     last = tl.minimum(first + tiles_per_split, tl.cdiv(num_columns, COLUMNS))
     for tile in range(first, last):
@@ -121,41 +122,11 @@ def head_stats_kernel(
             DESCRIPTORS,
             UPCAST,
         )
-        if HALVES:
-            left, right = column_halves(acc, ROWS, COLUMNS)
-            half = tl.arange(0, COLUMNS // 2)
+        parts = column_parts(acc, ROWS, COLUMNS, HALVES)
+        for part in tl.static_range(PARTS):
             running_max, running_sum, running_weighted, picked = update_stats(
-                left,
-                column + half,
-                target,
-                bias,
-                num_columns,
-                inv_temperature,
-                running_max,
-                running_sum,
-                running_weighted,
-                picked,
-                HAS_BIAS,
-                ENTROPY,
-            )
-            running_max, running_sum, running_weighted, picked = update_stats(
-                right,
-                column + COLUMNS // 2 + half,
-                target,
-                bias,
-                num_columns,
-                inv_temperature,
-                running_max,
-                running_sum,
-                running_weighted,
-                picked,
-                HAS_BIAS,
-                ENTROPY,
-            )
-        else:
-            running_max, running_sum, running_weighted, picked = update_stats(
-                acc,
-                column + tl.arange(0, COLUMNS),
+                parts[part],
+                column + part * (COLUMNS // PARTS) + tl.arange(0, COLUMNS // PARTS),
                 target,
                 bias,
                 num_columns,
@@ -178,23 +149,26 @@ def head_stats_kernel(
 
 
 @triton.jit
-def merge_splits(
+def combine_kernel(
     max_in,
     sum_in,
     weighted_in,
-    rows,
-    inside,
-    stride,
+    max_out,
+    sum_out,
+    weighted_out,
+    num_rows,
     num_splits,
     BLOCK: tl.constexpr,
     ENTROPY: tl.constexpr,
 ):
-    """(max, sum, weighted) over all splits of a block of rows, in the order of the splits."""
+    """Statistics [R] of the shard from partial ones [num_splits, R], in the order of the splits."""
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = rows < num_rows
     best = tl.full((BLOCK,), -1e30, dtype=tl.float32)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     weighted = tl.zeros((BLOCK,), dtype=tl.float32)
     for split in range(num_splits):
-        at = split * stride + rows
+        at = split * num_rows + rows
         other_max = tl.load(max_in + at, mask=inside, other=0.0)
         other_sum = tl.load(sum_in + at, mask=inside, other=1.0)
         new_max = tl.maximum(best, other_max)
@@ -208,29 +182,6 @@ def merge_splits(
             weighted += (other_weighted + other_sum * other_shift) * other_scale
         total = total * scale + other_sum * other_scale
         best = new_max
-    return best, total, weighted
-
-
-@triton.jit
-def combine_kernel(
-    max_in,
-    sum_in,
-    weighted_in,
-    max_out,
-    sum_out,
-    weighted_out,
-    num_rows,
-    stride,
-    num_splits,
-    BLOCK: tl.constexpr,
-    ENTROPY: tl.constexpr,
-):
-    """Statistics [R] of the shard from partial ones [num_splits, stride]."""
-    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = rows < num_rows
-    best, total, weighted = merge_splits(
-        max_in, sum_in, weighted_in, rows, inside, stride, num_splits, BLOCK, ENTROPY
-    )
     tl.store(max_out + rows, best, mask=inside)
     tl.store(sum_out + rows, total, mask=inside)
     if ENTROPY:

@@ -118,7 +118,6 @@ class TritonKernels:
                 sum_R,
                 max_R if weighted_R is None else weighted_R,
                 problem.num_rows,
-                problem.num_rows,
                 partial.splits,
                 BLOCK=COMBINE_BLOCK,
                 ENTROPY=want_entropy,

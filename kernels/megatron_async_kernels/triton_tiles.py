@@ -96,13 +96,17 @@ def scaled_logits(acc, bias, columns, num_columns, inv_temperature, HAS_BIAS: tl
 
 
 @triton.jit
-def column_halves(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The left and right half of a [ROWS, COLUMNS] tile.
+def column_parts(tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HALVES: tl.constexpr):
+    """A [ROWS, COLUMNS] tile whole, or its left and right half.
 
     Epilogues work on one half after the other, so that their temporaries fit into the registers
     that a 128 x 256 accumulator leaves.
     """
-    return tl.split(tl.permute(tl.reshape(tile, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
+    if HALVES:
+        parts = tl.split(tl.permute(tl.reshape(tile, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
+    else:
+        parts = (tile,)
+    return parts
 
 
 @triton.jit
@@ -152,6 +156,12 @@ INTERPRETER = HeadConfigs(
     product=TileConfig(16, 16, 32, 4, 1, group=2),
 )
 
+_WITH_TMA = HeadConfigs(
+    stats=TileConfig(128, 256, 64, 8, 4, descriptors=True, halves=True),
+    stats_entropy=TileConfig(128, 256, 64, 8, 3, descriptors=True, halves=True),
+    dlogits=TileConfig(128, 256, 64, 8, 3, descriptors=True, halves=True),
+    product=TileConfig(128, 128, 64, 8, 3, group=8),
+)
 _HALF = {
     80: HeadConfigs(
         stats=TileConfig(128, 128, 32, 8, 4),
@@ -159,28 +169,15 @@ _HALF = {
         dlogits=TileConfig(128, 128, 32, 8, 4),
         product=TileConfig(128, 128, 32, 8, 4, group=8),
     ),
-    90: HeadConfigs(
-        stats=TileConfig(128, 256, 64, 8, 4, descriptors=True, halves=True),
-        stats_entropy=TileConfig(128, 256, 64, 8, 3, descriptors=True, halves=True),
-        dlogits=TileConfig(128, 256, 64, 8, 3, descriptors=True, halves=True),
-        product=TileConfig(128, 128, 64, 8, 3, group=8),
-    ),
-    100: HeadConfigs(
-        stats=TileConfig(128, 256, 64, 8, 4, descriptors=True, halves=True),
-        stats_entropy=TileConfig(128, 256, 64, 8, 3, descriptors=True, halves=True),
-        dlogits=TileConfig(128, 256, 64, 8, 3, descriptors=True, halves=True),
-        product=TileConfig(128, 128, 64, 8, 3, group=8),
-    ),
+    90: _WITH_TMA,
+    100: _WITH_TMA,
 }
-_SINGLE = {
-    arch: HeadConfigs(
-        stats=TileConfig(64, 64, 32, 4, 3),
-        stats_entropy=TileConfig(64, 64, 32, 4, 3),
-        dlogits=TileConfig(64, 64, 32, 4, 3),
-        product=TileConfig(64, 64, 32, 4, 3, group=8),
-    )
-    for arch in (80, 90, 100)
-}
+_SINGLE = HeadConfigs(
+    stats=TileConfig(64, 64, 32, 4, 3),
+    stats_entropy=TileConfig(64, 64, 32, 4, 3),
+    dlogits=TileConfig(64, 64, 32, 4, 3),
+    product=TileConfig(64, 64, 32, 4, 3, group=8),
+)
 ARCHITECTURES = tuple(_HALF)
 
 
@@ -190,9 +187,10 @@ def head_configs(capability: tuple[int, int], dtype: torch.dtype) -> HeadConfigs
     sm_86 and sm_89 have 99 KiB of shared memory; the sm_80 entries need 64 KiB.
     """
     arch = 10 * capability[0] + capability[1]
-    table = _SINGLE if dtype == torch.float32 else _HALF
+    if dtype == torch.float32:
+        return _SINGLE
     fitting = [known for known in ARCHITECTURES if known <= arch]
-    return table[max(fitting, default=80)]
+    return _HALF[max(fitting, default=80)]
 
 
 def without_descriptors(config: TileConfig) -> TileConfig:
