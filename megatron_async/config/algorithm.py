@@ -9,7 +9,7 @@ Invariants
 
 from __future__ import annotations
 
-from types import MappingProxyType
+from collections.abc import Mapping
 from typing import Any, Final, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -24,29 +24,6 @@ EstimatorName = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "pg", "rapid"
 AggregationName = Literal[
     "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"
 ]
-CorrectionPreset = Literal[
-    "decoupled_token_is",
-    "decoupled_seq_is",
-    "decoupled_token_icepop",
-    "decoupled_seq_is_rs",
-    "decoupled_geo_rs",
-    "decoupled_geo_rs_seq_tis",
-    "decoupled_geo_rs_token_tis",
-    "decoupled_k3_rs",
-    "decoupled_k3_rs_seq_tis",
-    "decoupled_k3_rs_token_tis",
-    "bypass",
-    "bypass_ppo_clip",
-    "bypass_ppo_clip_geo_rs",
-    "bypass_ppo_clip_k3_rs",
-    "bypass_pg_is",
-    "bypass_pg_token_icepop",
-    "bypass_pg_rs",
-    "bypass_pg_geo_rs",
-    "bypass_pg_geo_rs_seq_tis",
-    "bypass_pg_geo_rs_token_tis",
-    "disabled",
-]
 
 _SEQ_IS: Final = {"rollout_is": "sequence", "rollout_is_threshold": 2.0}
 _TOKEN_IS: Final = {"rollout_is": "token", "rollout_is_threshold": 2.0}
@@ -58,31 +35,30 @@ _CLIP: Final = {"bypass_mode": True, "loss_type": "ppo_clip"}
 _PG: Final = {"bypass_mode": True, "loss_type": "reinforce"}
 
 # What a preset sets; all other correction settings keep their defaults (nothing corrected).
-CORRECTION_PRESETS: Final[MappingProxyType[str, dict[str, Any]]] = MappingProxyType(
-    {
-        "decoupled_token_is": {**_TOKEN_IS},
-        "decoupled_seq_is": {**_SEQ_IS},
-        "decoupled_token_icepop": {**_TOKEN_ICEPOP},
-        "decoupled_seq_is_rs": {**_SEQ_IS, **_SEQ_RS},
-        "decoupled_geo_rs": {**_GEO_RS},
-        "decoupled_geo_rs_seq_tis": {**_SEQ_IS, **_GEO_RS},
-        "decoupled_geo_rs_token_tis": {**_TOKEN_IS, **_GEO_RS},
-        "decoupled_k3_rs": {**_K3_RS},
-        "decoupled_k3_rs_seq_tis": {**_SEQ_IS, **_K3_RS},
-        "decoupled_k3_rs_token_tis": {**_TOKEN_IS, **_K3_RS},
-        "bypass": {"bypass_mode": True},
-        "bypass_ppo_clip": {**_CLIP},
-        "bypass_ppo_clip_geo_rs": {**_CLIP, **_GEO_RS},
-        "bypass_ppo_clip_k3_rs": {**_CLIP, **_K3_RS},
-        "bypass_pg_is": {**_PG, **_SEQ_IS},
-        "bypass_pg_token_icepop": {**_PG, **_TOKEN_ICEPOP},
-        "bypass_pg_rs": {**_PG, **_GEO_RS},
-        "bypass_pg_geo_rs": {**_PG, **_GEO_RS},
-        "bypass_pg_geo_rs_seq_tis": {**_PG, **_SEQ_IS, **_GEO_RS},
-        "bypass_pg_geo_rs_token_tis": {**_PG, **_TOKEN_IS, **_GEO_RS},
-        "disabled": {},
-    }
-)
+CORRECTION_PRESETS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "decoupled_token_is": _TOKEN_IS,
+    "decoupled_seq_is": _SEQ_IS,
+    "decoupled_token_icepop": _TOKEN_ICEPOP,
+    "decoupled_seq_is_rs": {**_SEQ_IS, **_SEQ_RS},
+    "decoupled_geo_rs": _GEO_RS,
+    "decoupled_geo_rs_seq_tis": {**_SEQ_IS, **_GEO_RS},
+    "decoupled_geo_rs_token_tis": {**_TOKEN_IS, **_GEO_RS},
+    "decoupled_k3_rs": _K3_RS,
+    "decoupled_k3_rs_seq_tis": {**_SEQ_IS, **_K3_RS},
+    "decoupled_k3_rs_token_tis": {**_TOKEN_IS, **_K3_RS},
+    "bypass": {"bypass_mode": True},
+    "bypass_ppo_clip": _CLIP,
+    "bypass_ppo_clip_geo_rs": {**_CLIP, **_GEO_RS},
+    "bypass_ppo_clip_k3_rs": {**_CLIP, **_K3_RS},
+    "bypass_pg_is": {**_PG, **_SEQ_IS},
+    "bypass_pg_token_icepop": {**_PG, **_TOKEN_ICEPOP},
+    "bypass_pg_rs": {**_PG, **_GEO_RS},
+    "bypass_pg_geo_rs": {**_PG, **_GEO_RS},
+    "bypass_pg_geo_rs_seq_tis": {**_PG, **_SEQ_IS, **_GEO_RS},
+    "bypass_pg_geo_rs_token_tis": {**_PG, **_TOKEN_IS, **_GEO_RS},
+    "disabled": {},
+}
+CorrectionPreset = Literal[*CORRECTION_PRESETS]  # type: ignore[valid-type]
 
 
 class RolloutCorrectionConfig(Settings):

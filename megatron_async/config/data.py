@@ -135,23 +135,18 @@ class DataConfig(FileConfig):
         """Accept `files` by its former name, and as the default of a path."""
         if not isinstance(values, dict):
             return values
-        if values.get("kind") == "jsonl":
-            return {**values, "kind": "files"}
-        if "kind" not in values and (values.get("path") or values.get("sources")):
+        has_files = values.get("path") or values.get("sources")
+        if values.get("kind") == "jsonl" or ("kind" not in values and has_files):
             return {**values, "kind": "files"}
         return values
 
     @model_validator(mode="after")
-    def _shares(self) -> Self:
+    def _consistent(self) -> Self:
         if self.direct_share + self.terse_share > 1:
             raise ValueError(
                 f"task.direct_share {self.direct_share} and task.terse_share {self.terse_share} "
                 "add up to more than 1"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _where_from(self) -> Self:
         if self.path and self.sources:
             raise ValueError("task.path and task.sources are both set: put the path among them")
         if self.kind != "files" and (self.path or self.sources):

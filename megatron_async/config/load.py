@@ -18,12 +18,7 @@ import yaml
 from pydantic import ValidationError
 
 from megatron_async.config.files import parse_yaml, read_text
-from megatron_async.config.recipes import (
-    RECIPES,
-    SCHEDULE_PRESETS,
-    recipe_defaults,
-    schedule_defaults,
-)
+from megatron_async.config.recipes import RECIPES, SCHEDULE_PRESETS, recipe_defaults
 from megatron_async.config.reference import did_you_mean
 from megatron_async.config.run import RunConfig
 from megatron_async.errors import UserError, shown
@@ -94,7 +89,7 @@ def build_config(settings: Mapping[str, Any]) -> RunConfig:
     recipe = _named(settings, "algorithm", "recipe", "copris", RECIPES)
     below = recipe_defaults(recipe)
     preset = _named(merge(below, settings), "schedule", "preset", "copris", SCHEDULE_PRESETS)
-    below = merge(below, schedule_defaults(preset))
+    below = merge(below, {"schedule": {"preset": preset, **SCHEDULE_PRESETS[preset]}})
     try:
         return RunConfig.model_validate(merge(below, settings))
     except ValidationError as error:

@@ -120,8 +120,7 @@ def _limit(limit: Any) -> str:
 def _default(field: Any) -> str:
     if field.is_required():
         return "required"
-    default = field.default_factory() if field.default_factory is not None else field.default
-    return shown_value(default)
+    return shown_value(field.get_default(call_default_factory=True))
 
 
 def shown_value(value: Any) -> str:

@@ -141,11 +141,6 @@ class EngineConfig(Settings):
     max_manager_restarts: int = Field(3, ge=0)
     """Restarts of the rollout manager (by Ray) before the run stops."""
 
-    @model_validator(mode="after")
-    def _arguments(self) -> Self:
-        check_extra_args(self.extra_args)
-        return self
-
     def longest_tokens(self, model_context: int | None) -> int | None:
         """Tokens of prompt and response that an engine takes, None when that is not known.
 
@@ -157,7 +152,8 @@ class EngineConfig(Settings):
         return min(known) - _KEPT_FREE if known else None
 
     @model_validator(mode="after")
-    def _limits_fit(self) -> Self:
+    def _consistent(self) -> Self:
+        check_extra_args(self.extra_args)
         interval, hung = self.health_interval_seconds, self.no_progress_seconds
         if interval >= hung:
             raise ValueError(

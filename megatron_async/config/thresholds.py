@@ -10,13 +10,12 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-# option -> (level, divergence)
-REJECTION_OPTIONS: Final[dict[str, tuple[str, str]]] = {
-    f"{level}_{divergence}": (level, divergence)
+REJECTION_OPTIONS: Final = tuple(
+    f"{level}_{divergence}"
     for level in ("token", "seq_sum", "seq_mean", "seq_max")
     for divergence in ("k1", "k2", "k3")
     if (level, divergence) != ("seq_max", "k1")
-}
+)
 REJECTION_ALIASES: Final[dict[str, str]] = {"sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 
 
@@ -54,14 +53,12 @@ def parse_rejection(options: str, thresholds: float | str) -> tuple[ParsedReject
     Duplicate options count once, before thresholds are matched to them. One number u for a k1
     option means 1/u_u.
     """
-    names: list[str] = []
-    for part in options.split(","):
-        name = REJECTION_ALIASES.get(part.strip(), part.strip())
-        if name and name not in REJECTION_OPTIONS:
+    given = [part.strip() for part in options.split(",") if part.strip()]
+    names = list(dict.fromkeys(REJECTION_ALIASES.get(name, name) for name in given))
+    for name in names:
+        if name not in REJECTION_OPTIONS:
             known = ", ".join([*REJECTION_OPTIONS, *REJECTION_ALIASES])
             raise ValueError(f"rollout_rs option {name!r} is not one of {known}")
-        if name and name not in names:
-            names.append(name)
     if not names:
         raise ValueError(f"rollout_rs must name at least one option, got {options!r}")
     specs = [part.strip() for part in str(thresholds).split(",") if part.strip()]
@@ -76,14 +73,13 @@ def parse_rejection(options: str, thresholds: float | str) -> tuple[ParsedReject
 
 
 def _rule(option: str, spec: str) -> ParsedRejection:
-    level, divergence = REJECTION_OPTIONS[option]
+    level, _, divergence = option.rpartition("_")
     setting = f"rollout_rs_threshold for {option}"
+    low, high = parse_weight_threshold(spec, setting)
     if divergence != "k1":
-        low, high = parse_weight_threshold(spec, setting)
         if low is not None:
             raise ValueError(f"{setting} is one upper bound, got {spec!r}")
         return ParsedRejection(option, level, divergence, -math.inf, high)
-    low, high = parse_weight_threshold(spec, setting)
     low = 1.0 / high if low is None else low
     if low > high:
         raise ValueError(f"{setting}: one number u means 1/u_u and must be >= 1, got {spec!r}")
