@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import typer
@@ -12,6 +13,7 @@ import typer
 from megatron_async.config import RunConfig, load_config
 from megatron_async.disk import append_json_lines
 from megatron_async.engines.interface import EngineError
+from megatron_async.engines.nodes import LOOPBACK
 from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.engines.sglang.process import SGLangProcess
 from megatron_async.errors import ComponentFailure, UserError
@@ -21,8 +23,6 @@ from megatron_async.rollout.evaluate import Evaluation, EvaluationEngines, Evalu
 from megatron_async.tasks import build_task
 from megatron_async.tasks.verifier import LocalVerifierPool
 from megatron_async.trajectory.types import PolicyVersion
-
-_LOOPBACK = "127.0.0.1"
 
 
 def eval_command(
@@ -60,40 +60,44 @@ def evaluate_checkpoints(
 ) -> list[Evaluation]:
     """Accuracy of each checkpoint (same architecture) on the held-out problems of the task.
 
-    The engine is used from this machine only, whatever hosts the run's own engines bind to. Raises
-    ComponentFailure when it does not start, or fails on the way.
+    Raises ComponentFailure when the engine does not start, or fails on the way.
     """
-    engines = config.engines.model_copy(update={"host": _LOOPBACK})
-    process = SGLangProcess(checkpoints[0], engines, log_directory / "eval_engine.log")
+
+    async def evaluate(url: str) -> list[Evaluation]:
+        task = build_task(config.task, str(checkpoints[0]), config.eval)
+        client = await SGLangClient.connect("eval", url, config.engines)
+        verifier = LocalVerifierPool(config.scorers, str(checkpoints[0]))
+        evaluator, engines = Evaluator(config, task, verifier), EvaluationEngines(lambda: [client])
+        results = []
+        try:
+            for number, path in enumerate(checkpoints):
+                try:
+                    version = PolicyVersion(0, number)
+                    await client.load_from_disk(path, version)
+                    result = await evaluator.evaluate(engines, version)
+                except EngineError as error:
+                    raise ComponentFailure(f"the evaluation of {path} failed: {error}") from error
+                on_result(path, result)
+                results.append(result)
+        finally:
+            await client.close()
+            verifier.close()
+        return results
+
+    with engine_here(checkpoints[0], config, log_directory / "eval_engine.log") as process:
+        return asyncio.run(evaluate(process.url))
+
+
+@contextmanager
+def engine_here(model: Path, config: RunConfig, log_file: Path) -> Iterator[SGLangProcess]:
+    """One engine, used from this machine only, whatever hosts the run's own engines bind to.
+
+    Raises ComponentFailure when it does not start.
+    """
+    engines = config.engines.model_copy(update={"host": LOOPBACK[0]})
+    process = SGLangProcess(model, engines, log_file)
     process.start()
     try:
-        return asyncio.run(_evaluate(config, checkpoints, process, on_result))
+        yield process
     finally:
         process.stop()
-
-
-async def _evaluate(
-    config: RunConfig,
-    checkpoints: Sequence[Path],
-    process: SGLangProcess,
-    on_result: Callable[[Path, Evaluation], None],
-) -> list[Evaluation]:
-    task = build_task(config.task, str(checkpoints[0]), config.eval)
-    client = await SGLangClient.connect("eval", process.url, config.engines)
-    verifier = LocalVerifierPool(config.scorers, str(checkpoints[0]))
-    evaluator, engines = Evaluator(config, task, verifier), EvaluationEngines(lambda: [client])
-    results = []
-    try:
-        for number, path in enumerate(checkpoints):
-            try:
-                version = PolicyVersion(0, number)
-                await client.load_from_disk(path, version)
-                result = await evaluator.evaluate(engines, version)
-            except EngineError as error:
-                raise ComponentFailure(f"the evaluation of {path} failed: {error}") from error
-            on_result(path, result)
-            results.append(result)
-    finally:
-        await client.close()
-        verifier.close()
-    return results

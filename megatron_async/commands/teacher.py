@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import typer
 
+from megatron_async.commands.evaluation import engine_here
 from megatron_async.config import RunConfig
 from megatron_async.config.rollout import SamplingConfig
 from megatron_async.disk import append_json_lines
@@ -24,7 +26,7 @@ from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.engines.sglang.process import SGLangProcess
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.run_directory import RunDirectory
-from megatron_async.tasks.base import Problem
+from megatron_async.tasks.base import Problem, ProblemSource
 from megatron_async.tasks.build import build_task
 from megatron_async.tasks.rewards.sample import Unavailable
 from megatron_async.tasks.rewards.services import JsonPoster
@@ -32,14 +34,9 @@ from megatron_async.tasks.text_task import TextTask
 from megatron_async.tasks.verifier import LocalVerifierPool
 
 _REPORTS = 10
-_LOOPBACK = "127.0.0.1"
 
-
-class Teacher(Protocol):
-    """Answers problems."""
-
-    async def answer(self, problem: Problem, number: int) -> str:
-        """Return a sample; `number` differs for each. Raises ComponentFailure."""
+Ask: TypeAlias = Callable[[Problem, int], Awaitable[str]]
+"""Returns an answer to a problem; the number differs for each. Raises ComponentFailure."""
 
 
 def check_teacher(config: RunConfig, teacher: str) -> None:
@@ -69,11 +66,23 @@ def taught(config: RunConfig, directory: RunDirectory, teacher: str) -> RunConfi
     Raises UserError when it accepts nothing, ComponentFailure when the teacher fails.
     """
     kept = directory.path / "teacher.jsonl"
-    if _is_address(teacher):
-        start = _endpoint(config, teacher)
-    else:
-        start = _engine(config, Path(teacher), directory)
-    count, template = asyncio.run(_teach(config, start, kept))
+    asked = build_task(config.task, config.model.path, config.eval)  # no problem of a set
+    assert isinstance(asked, TextTask)
+    known, _ = asked.counts(0)
+    wanted = config.sft.teacher.prompts
+    if known is None and not wanted:
+        raise UserError(
+            "sft.teacher.prompts is 0, all there are, and the task has no end: set their number"
+        )
+    total = wanted if known is None else min(known, wanted or known)
+    with ExitStack() as stack:
+        if _is_address(teacher):
+            start = _endpoint(config, teacher, asked)
+        else:
+            log_file = directory.logs / "teacher_engine.log"
+            process = stack.enter_context(engine_here(Path(teacher), config, log_file))
+            start = _engine(config, teacher, process)
+        count, template = asyncio.run(_teach(config, asked.source, total, start, kept))
     if not count:
         raise UserError(
             f"--from-teacher {teacher}: the reward accepted none of its answers "
@@ -87,28 +96,25 @@ def taught(config: RunConfig, directory: RunDirectory, teacher: str) -> RunConfi
     return config.model_copy(update={"sft": sft, "task": task})
 
 
-async def _teach(config: RunConfig, start: Any, kept: Path) -> tuple[int, str]:
+async def _teach(
+    config: RunConfig,
+    source: ProblemSource,
+    total: int,
+    start: AbstractAsyncContextManager[Ask],
+    kept: Path,
+) -> tuple[int, str]:
     """Write what the reward accepts; how many, and how their prompts are put."""
     settings = config.sft.teacher
-    asked = build_task(config.task, config.model.path, config.eval)  # no problem of a set
-    assert isinstance(asked, TextTask)
-    source = asked.source
-    known, _ = source.counts(0)
-    if known is None and not settings.prompts:
-        raise UserError(
-            "sft.teacher.prompts is 0, all there are, and the task has no end: set their number"
-        )
-    total = settings.prompts if known is None else min(known, settings.prompts or known)
     pool = LocalVerifierPool(config.scorers, config.model.path)
     gate = asyncio.Semaphore(settings.concurrency)
     count, templates = 0, set()
 
-    async def rows(teacher: Teacher, place: int) -> tuple[Problem, list[dict[str, Any]]]:
+    async def rows(ask: Ask, place: int) -> tuple[Problem, list[dict[str, Any]]]:
         problem = source.train(place)
 
         async def sample(number: int) -> str:
             async with gate:
-                return await teacher.answer(problem, place * settings.samples + number)
+                return await ask(problem, place * settings.samples + number)
 
         texts = await asyncio.gather(*(sample(number) for number in range(settings.samples)))
         scores = await pool.score_texts(problem.payload, texts)
@@ -117,8 +123,8 @@ async def _teach(config: RunConfig, start: Any, kept: Path) -> tuple[int, str]:
         return problem, [_row(problem, text) for text in dict.fromkeys(right)]
 
     try:
-        async with start() as teacher:
-            work = [asyncio.create_task(rows(teacher, place)) for place in range(total)]
+        async with start as ask:
+            work = [asyncio.create_task(rows(ask, place)) for place in range(total)]
             for place, task in enumerate(work, start=1):
                 problem, found = await task
                 append_json_lines(kept, found)
@@ -143,90 +149,63 @@ def _row(problem: Problem, response: str) -> dict[str, Any]:
     return {**problem.fields, "prompt": problem.question, "response": response}
 
 
-def _endpoint(config: RunConfig, url: str) -> Callable[[], Any]:
-    settings = config.sft.teacher
+@asynccontextmanager
+async def _endpoint(config: RunConfig, url: str, task: TextTask) -> AsyncIterator[Ask]:
+    settings, address = config.sft.teacher, f"{url.rstrip('/')}/chat/completions"
+    poster = JsonPoster(settings.api_key_env, settings.retries)
+    body = {
+        "model": settings.model,
+        "temperature": settings.temperature,
+        "top_p": settings.top_p,
+        "max_tokens": config.sampling.max_new_tokens,
+    }
 
-    @asynccontextmanager
-    async def start() -> AsyncIterator[Teacher]:
-        task = build_task(config.task, config.model.path)
-        assert isinstance(task, TextTask)
-        poster = JsonPoster(settings.api_key_env, settings.retries)
+    async def ask(problem: Problem, _number: int) -> str:
+        messages = task.messages(problem)
         try:
-            yield _Endpoint(config, url.rstrip("/"), task, poster)
-        finally:
-            await poster.close()
-
-    return start
-
-
-class _Endpoint:
-    def __init__(self, config: RunConfig, url: str, task: TextTask, poster: JsonPoster) -> None:
-        self._url = f"{url}/chat/completions"
-        self._task = task
-        self._poster = poster
-        settings = config.sft.teacher
-        self._body = {
-            "model": settings.model,
-            "temperature": settings.temperature,
-            "top_p": settings.top_p,
-            "max_tokens": config.sampling.max_new_tokens,
-        }
-
-    async def answer(self, problem: Problem, number: int) -> str:
-        messages = self._task.messages(problem)
-        try:
-            reply = await self._poster.post(self._url, {**self._body, "messages": messages})
+            reply = await poster.post(address, {**body, "messages": messages})
             return str(reply["choices"][0]["message"]["content"] or "")
         except (Unavailable, LookupError, TypeError) as error:
-            raise ComponentFailure(f"the teacher at {self._url} failed: {error}") from error
+            raise ComponentFailure(f"the teacher at {address} failed: {error}") from error
+
+    try:
+        yield ask
+    finally:
+        await poster.close()
 
 
-def _engine(config: RunConfig, path: Path, directory: RunDirectory) -> Callable[[], Any]:
-    settings = config.sft.teacher
-    engines = config.engines.model_copy(update={"host": _LOOPBACK})
-    sampling = SamplingConfig(
-        temperature=settings.temperature,
-        top_p=settings.top_p,
-        max_new_tokens=config.sampling.max_new_tokens,
-        allow_biased_behaviour=True,
-    )
-
-    @asynccontextmanager
-    async def start() -> AsyncIterator[Teacher]:
-        process = SGLangProcess(path, engines, directory.logs / "teacher_engine.log")
-        await asyncio.to_thread(process.start)
-        try:
-            client = await SGLangClient.connect("teacher", process.url, engines)
-            try:
-                task = build_task(config.task, str(path))
-                assert isinstance(task, TextTask)
-                yield _Engine(client, task, sampling)
-            finally:
-                await client.close()
-        finally:
-            await asyncio.to_thread(process.stop)
-
-    return start
-
-
-class _Engine:
-    def __init__(self, client: EngineClient, task: TextTask, sampling: SamplingConfig) -> None:
-        self._client = client
-        self._task = task
-        self._sampling = sampling
-
-    async def answer(self, problem: Problem, number: int) -> str:
-        request = GenerationRequest(
-            f"teacher-{number};",
-            self._task.prompt_ids(problem),
-            self._sampling.max_new_tokens,
-            self._sampling,
-            self._task.stop_token_ids,
+@asynccontextmanager
+async def _engine(config: RunConfig, path: str, process: SGLangProcess) -> AsyncIterator[Ask]:
+    client = await SGLangClient.connect("teacher", process.url, config.engines)
+    try:
+        task = build_task(config.task, path)
+        assert isinstance(task, TextTask)
+        sampling = SamplingConfig(
+            temperature=config.sft.teacher.temperature,
+            top_p=config.sft.teacher.top_p,
+            max_new_tokens=config.sampling.max_new_tokens,
+            allow_biased_behaviour=True,
         )
-        ids: list[int] = []
-        try:
-            async for chunk in self._client.generate(request):
-                ids += chunk.token_ids.tolist()
-        except EngineError as error:
-            raise ComponentFailure(f"the teacher's engine failed: {error}") from error
-        return self._task.text(ids)
+        yield partial(ask_engine, client, task, sampling)
+    finally:
+        await client.close()
+
+
+async def ask_engine(
+    client: EngineClient, task: TextTask, sampling: SamplingConfig, problem: Problem, number: int
+) -> str:
+    """Return an engine's answer to a problem. Raises ComponentFailure."""
+    request = GenerationRequest(
+        f"teacher-{number};",
+        task.prompt_ids(problem),
+        sampling.max_new_tokens,
+        sampling,
+        task.stop_token_ids,
+    )
+    ids: list[int] = []
+    try:
+        async for chunk in client.generate(request):
+            ids += chunk.token_ids.tolist()
+    except EngineError as error:
+        raise ComponentFailure(f"the teacher's engine failed: {error}") from error
+    return task.text(ids)

@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 
 from megatron_async.commands.sft import batches_of
-from megatron_async.commands.teacher import _Engine, check_teacher, taught
+from megatron_async.commands.teacher import ask_engine, check_teacher, taught
 from megatron_async.config import RunConfig, build_config
 from megatron_async.config.rollout import SamplingConfig
 from megatron_async.config.run import SFTConfig
@@ -164,7 +164,7 @@ def test_a_teacher_on_an_engine_gets_tokens_and_gives_text(tmp_path: Path) -> No
 
     async def ask() -> list[str]:
         engine = SimulatedEngine("teacher", SimulatedEngineModel(mean_length=8, step_seconds=0.0))
-        teacher = _Engine(engine, task, sampling)
-        return await asyncio.gather(*(teacher.answer(problem, number) for number in range(3)))
+        answers = (ask_engine(engine, task, sampling, problem, number) for number in range(3))
+        return await asyncio.gather(*answers)
 
     assert all(isinstance(text, str) for text in asyncio.run(ask()))
