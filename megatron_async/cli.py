@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from megatron_async.disk import naming_disk_errors
 from megatron_async.errors import ComponentFailure, Terminated, UserError
@@ -30,19 +31,22 @@ app = typer.Typer(
 )
 
 ConfigOption = Annotated[
-    Path | None, typer.Option("--config", help="YAML file of the run (see configs/).")
+    Path | None, Option("--config", help="YAML file of the run (see configs/).")
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(
+    Argument(
         metavar="[SETTING=VALUE]...",
         help="Settings that override the file, e.g. schedule.concurrency=128 optimizer.lr=1e-6",
     ),
 ]
-Wide = Annotated[bool, typer.Option("--wide", help="Every column, beyond 80 characters.")]
+SetOption = Annotated[
+    list[str] | None, Option("--set", help="SETTING=VALUE; may be given several times.")
+]
+Wide = Annotated[bool, Option("--wide", help="Every column, beyond 80 characters.")]
 FromStep = Annotated[
     int | None,
-    typer.Option(help="With --resume: go on from the kept checkpoint of this step instead."),
+    Option(help="With --resume: go on from the kept checkpoint of this step instead."),
 ]
 
 
@@ -97,8 +101,7 @@ def train(
     overrides: Overrides = None,
     config: ConfigOption = None,
     resume: Annotated[
-        Path | None,
-        typer.Option(help="Go on with this run directory from its newest intact checkpoint."),
+        Path | None, Option(help="Go on with this run directory from its newest intact checkpoint.")
     ] = None,
     from_step: FromStep = None,
 ) -> None:
@@ -108,11 +111,12 @@ def train(
     Ctrl-C ends it cleanly; `--resume runs/NAME` goes on, with unfinished trajectories still there.
     With `--from-step N` it goes back first; newer checkpoints become checkpoints/abandoned_*.
     """
-    from megatron_async.commands.train import resume_command, train_command
+    from megatron_async.commands.train import resume_command, start_run
+    from megatron_async.config import load_config
 
     _check_start(config, resume, from_step)
     if resume is None:
-        train_command(_need(config, "train"), overrides or [])
+        start_run(load_config(_need(config, "train"), overrides or []), "megatron-async train")
     else:
         resume_command(resume, overrides or [], from_step)
 
@@ -123,16 +127,16 @@ def sft(
     config: ConfigOption = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Where the Hugging Face checkpoint goes; default: runs/NAME-sft/hf."),
+        Option(help="Where the Hugging Face checkpoint goes; default: runs/NAME-sft/hf."),
     ] = None,
     session: Annotated[
         str | None,
-        typer.Option(help="On several nodes: a new name, alike on all of them (launch/slurm)."),
+        Option(help="On several nodes: a new name, alike on all of them (launch/slurm)."),
     ] = None,
-    index: Annotated[int, typer.Option(help="This node's number from 0, with --session.")] = 0,
+    index: Annotated[int, Option(help="This node's number from 0, with --session.")] = 0,
     from_teacher: Annotated[
         str | None,
-        typer.Option(help="Learn what the reward accepts of this model's answers: URL or folder."),
+        Option(help="Learn what the reward accepts of this model's answers: URL or folder."),
     ] = None,
 ) -> None:
     """Fine-tune on worked answers with the same Megatron trainer; leaves a HF checkpoint."""
@@ -144,10 +148,10 @@ def sft(
 @app.command("eval")
 def evaluate(
     model: Annotated[
-        list[Path] | None, typer.Option(help="Hugging Face checkpoint; may be given several times.")
+        list[Path] | None, Option(help="Hugging Face checkpoint; may be given several times.")
     ] = None,
     samples: Annotated[
-        Path | None, typer.Option(help="New JSONL file for the responses (eval.save_samples).")
+        Path | None, Option(help="New JSONL file for the responses (eval.save_samples).")
     ] = None,
     overrides: Overrides = None,
     config: ConfigOption = None,
@@ -161,7 +165,7 @@ def evaluate(
 @app.command()
 def quickstart(
     overrides: Overrides = None,
-    config: Annotated[Path, typer.Option(help="YAML file.")] = Path("configs/quickstart.yaml"),
+    config: Annotated[Path, Option(help="YAML file.")] = Path("configs/quickstart.yaml"),
 ) -> None:
     """Build a tiny model, fine-tune it, train it by RL, and show what was learned.
 
@@ -175,8 +179,8 @@ def quickstart(
 
 @app.command()
 def rollout(
-    run_directory: Annotated[Path, typer.Argument(help="runs/NAME")],
-    ray_address: Annotated[str, typer.Option(help="host:port of a running Ray cluster.")],
+    run_directory: Annotated[Path, Argument(help="runs/NAME")],
+    ray_address: Annotated[str, Option(help="host:port of a running Ray cluster.")],
 ) -> None:
     """Hold the rollout side of a run in a Ray cluster, for trainers that torchrun starts.
 
@@ -199,21 +203,19 @@ def rollout(
 def launch(
     overrides: Overrides = None,
     config: ConfigOption = None,
-    resume: Annotated[Path | None, typer.Option(help="Go on with this run directory.")] = None,
+    resume: Annotated[Path | None, Option(help="Go on with this run directory.")] = None,
     from_step: FromStep = None,
-    slurm: Annotated[bool, typer.Option("--slurm", help="Write a job script and submit it.")] = (
-        False
-    ),
+    slurm: Annotated[bool, Option("--slurm", help="Write a job script and submit it.")] = (False),
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what would be done, make nothing.")
+        bool, Option("--dry-run", help="Show what would be done, make nothing.")
     ] = False,
-    gpus_per_node: Annotated[int, typer.Option(help="0: nodes without GPUs.")] = 8,
+    gpus_per_node: Annotated[int, Option(help="0: nodes without GPUs.")] = 8,
     engine_nodes: Annotated[
-        int | None, typer.Option(help="Rollout nodes; default: as many as the engines' GPUs need.")
+        int | None, Option(help="Rollout nodes; default: as many as the engines' GPUs need.")
     ] = None,
-    time_limit: Annotated[str, typer.Option("--time", help="Slurm time limit.")] = "24:00:00",
+    time_limit: Annotated[str, Option("--time", help="Slurm time limit.")] = "24:00:00",
     sbatch: Annotated[
-        list[str] | None, typer.Option(help="More sbatch options, e.g. --sbatch=--partition=gpu")
+        list[str] | None, Option(help="More sbatch options, e.g. --sbatch=--partition=gpu")
     ] = None,
 ) -> None:
     """Run over several nodes: a Slurm job, or the commands to start by hand on every node."""
@@ -231,21 +233,21 @@ def launch(
 
 @app.command()
 def convert(
-    direction: Annotated[str, typer.Argument(metavar="hf-to-megatron|megatron-to-hf")],
-    src: Annotated[Path, typer.Option(help="Hugging Face directory; checkpoint or runs/NAME.")],
-    dst: Annotated[Path, typer.Option(help="New directory.")],
-    tp: Annotated[int, typer.Option(help="hf-to-megatron: tensor-parallel size of the files.")] = 1,
-    pp: Annotated[int, typer.Option(help="hf-to-megatron: pipeline-parallel size.")] = 1,
+    direction: Annotated[str, Argument(metavar="hf-to-megatron|megatron-to-hf")],
+    src: Annotated[Path, Option(help="Hugging Face directory; checkpoint or runs/NAME.")],
+    dst: Annotated[Path, Option(help="New directory.")],
+    tp: Annotated[int, Option(help="hf-to-megatron: tensor-parallel size of the files.")] = 1,
+    pp: Annotated[int, Option(help="hf-to-megatron: pipeline-parallel size.")] = 1,
     dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 or float16; default: as in the source.")
+        str | None, Option(help="float32, bfloat16 or float16; default: as in the source.")
     ] = None,
     model: Annotated[
         Path | None,
-        typer.Option(help="megatron-to-hf: directory of config and tokenizer; default: the run's."),
+        Option(help="megatron-to-hf: directory of config and tokenizer; default: the run's."),
     ] = None,
-    family: Annotated[str, typer.Option(help="model.family of a model of your own family.")] = "",
+    family: Annotated[str, Option(help="model.family of a model of your own family.")] = "",
     shard_gb: Annotated[
-        float, typer.Option(help="megatron-to-hf: largest output file, in gigabytes.")
+        float, Option(help="megatron-to-hf: largest output file, in gigabytes.")
     ] = 5.0,
 ) -> None:
     """Convert weights between Hugging Face and this trainer's checkpoints, in a stream."""
@@ -272,9 +274,9 @@ def convert(
 
 @app.command()
 def report(
-    run_directory: Annotated[list[Path], typer.Argument(help="runs/NAME; several: side by side.")],
+    run_directory: Annotated[list[Path], Argument(help="runs/NAME; several: side by side.")],
     out: Annotated[
-        Path | None, typer.Option(help="The page; default: report.html in the first run.")
+        Path | None, Option(help="The page; default: report.html in the first run.")
     ] = None,
 ) -> None:
     """The closing table of a run, and a page about it that any browser shows (one HTML file)."""
@@ -285,8 +287,8 @@ def report(
 
 @app.command()
 def trace(
-    run_directory: Annotated[Path, typer.Argument(help="runs/NAME")],
-    out: Annotated[Path | None, typer.Option(help="Default: trace.json in the run.")] = None,
+    run_directory: Annotated[Path, Argument(help="runs/NAME")],
+    out: Annotated[Path | None, Option(help="Default: trace.json in the run.")] = None,
 ) -> None:
     """Requests, weight updates, trainer phases and scores of the newest steps, for Perfetto."""
     from megatron_async.commands.trace import trace_command
@@ -296,20 +298,18 @@ def trace(
 
 @app.command()
 def trajectories(
-    run_directory: Annotated[Path, typer.Argument(help="runs/NAME")],
+    run_directory: Annotated[Path, Argument(help="runs/NAME")],
     state: Annotated[
-        str | None, typer.Option(help="Only this state: partial, finished, scored, batched, ...")
+        str | None, Option(help="Only this state: partial, finished, scored, batched, ...")
     ] = None,
-    show: Annotated[int | None, typer.Option(help="Print this trajectory whole.")] = None,
-    limit: Annotated[
-        int, typer.Option(min=0, help="List the newest so many; 0: all of them.")
-    ] = 50,
+    show: Annotated[int | None, Option(help="Print this trajectory whole.")] = None,
+    limit: Annotated[int, Option(min=0, help="List the newest so many; 0: all of them.")] = 50,
     exported: Annotated[
-        bool, typer.Option("--exported", help="List those too that compaction has exported.")
+        bool, Option("--exported", help="List those too that compaction has exported.")
     ] = False,
     drop: Annotated[
         int | None,
-        typer.Option(help="Take this one out of a run that has stopped, with its group, for good."),
+        Option(help="Take this one out of a run that has stopped, with its group, for good."),
     ] = None,
 ) -> None:
     """List the trajectories of a run, or print one: prompt, segments with versions, reward.
@@ -332,17 +332,14 @@ def trajectories(
 def simulate(
     overrides: Overrides = None,
     config: ConfigOption = None,
-    setting: Annotated[
-        list[str] | None, typer.Option("--set", help="SETTING=VALUE; may be given several times.")
-    ] = None,
+    setting: SetOption = None,
     sweep: Annotated[
-        list[str] | None,
-        typer.Option(help="SETTING=V1,V2,...; several sweeps make a cartesian product."),
+        list[str] | None, Option(help="SETTING=V1,V2,...; several sweeps make a cartesian product.")
     ] = None,
     presets: Annotated[
-        str, typer.Option(help="Schedules to compare: sync,copris,... or all; empty = the file's.")
+        str, Option(help="Schedules to compare: sync,copris,... or all; empty = the file's.")
     ] = "",
-    plot: Annotated[Path | None, typer.Option(help="Write a PNG with the figures.")] = None,
+    plot: Annotated[Path | None, Option(help="Write a PNG with the figures.")] = None,
     wide: Wide = False,
 ) -> None:
     """Run the real scheduler on a virtual clock: throughput, idle shares, lag, recomputation."""
@@ -356,10 +353,8 @@ def simulate(
 def plan(
     overrides: Overrides = None,
     config: ConfigOption = None,
-    setting: Annotated[
-        list[str] | None, typer.Option("--set", help="SETTING=VALUE; may be given several times.")
-    ] = None,
-    top: Annotated[int, typer.Option(min=1, help="Layouts that are simulated and shown.")] = 5,
+    setting: SetOption = None,
+    top: Annotated[int, Option(min=1, help="Layouts that are simulated and shown.")] = 5,
     wide: Wide = False,
 ) -> None:
     """The best split of the GPUs, parallel sizes that fit, and N'; with runner-ups."""
@@ -370,10 +365,9 @@ def plan(
 
 @app.command("fit-lengths")
 def fit_lengths(
-    file: Annotated[Path, typer.Argument(help="A run, runs/NAME; or a file of recorded lengths.")],
+    file: Annotated[Path, Argument(help="A run, runs/NAME; or a file of recorded lengths.")],
     cut: Annotated[
-        int | None,
-        typer.Option(min=1, help="Limit at which responses were cut; default: as in FILE."),
+        int | None, Option(min=1, help="Limit at which responses were cut; default: as in FILE.")
     ] = None,
 ) -> None:
     """Fit a log-normal and a Weibull to recorded response lengths, for simulate and plan."""
@@ -384,12 +378,12 @@ def fit_lengths(
 
 @app.command("profile-engine")
 def profile_engine(
-    url: Annotated[str, typer.Option(help="Of a running SGLang server.")],
-    out: Annotated[Path, typer.Option(help="YAML file for simulate.cost_model.")],
-    batches: Annotated[str, typer.Option(help="Requests at once.")] = "1,4,16,64",
-    contexts: Annotated[str, typer.Option(help="Prompt tokens of each request.")] = "16,128",
-    new_tokens: Annotated[int, typer.Option(min=8, help="Decode steps of a measurement.")] = 64,
-    api_key: Annotated[str, typer.Option(help="The server's key, if it asks for one.")] = "",
+    url: Annotated[str, Option(help="Of a running SGLang server.")],
+    out: Annotated[Path, Option(help="YAML file for simulate.cost_model.")],
+    batches: Annotated[str, Option(help="Requests at once.")] = "1,4,16,64",
+    contexts: Annotated[str, Option(help="Prompt tokens of each request.")] = "16,128",
+    new_tokens: Annotated[int, Option(min=8, help="Decode steps of a measurement.")] = 64,
+    api_key: Annotated[str, Option(help="The server's key, if it asks for one.")] = "",
 ) -> None:
     """Measure decode steps and prefill of a running engine; write its cost model."""
     from megatron_async.simulate.profile_engine import profile_command
@@ -399,11 +393,11 @@ def profile_engine(
 
 @app.command()
 def replay(
-    run_directory: Annotated[Path, typer.Argument(help="runs/NAME")],
+    run_directory: Annotated[Path, Argument(help="runs/NAME")],
     lineage: Annotated[
-        int | None, typer.Option(help="Only this lineage of the run; default: all of them.")
+        int | None, Option(help="Only this lineage of the run; default: all of them.")
     ] = None,
-    timeline: Annotated[bool, typer.Option(help="Print what happened, batch by batch.")] = True,
+    timeline: Annotated[bool, Option(help="Print what happened, batch by batch.")] = True,
 ) -> None:
     """Feed recorded events to the scheduler again: the same actions, or the first that differs."""
     from megatron_async.commands.replay import replay_command
@@ -414,11 +408,11 @@ def replay(
 @app.command()
 def settings(
     section: Annotated[
-        str, typer.Argument(help="Section or setting, e.g. schedule or engines.count.")
+        str, Argument(help="Section or setting, e.g. schedule or engines.count.")
     ] = "",
     overrides: Overrides = None,
     of: Annotated[
-        Path | None, typer.Option("--of", help="Show the values of this configuration file too.")
+        Path | None, Option("--of", help="Show the values of this configuration file too.")
     ] = None,
 ) -> None:
     """Every setting: name, type, range, default, meaning; with --of also its value in a file."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 import sys
 
-from megatron_async.commands.machine_checks import checks, look
+from megatron_async.commands.machine_checks import checks, installed, look
 from megatron_async.config import RunConfig
 from megatron_async.config.model import ModelConfig
 from megatron_async.config.rollout import EngineConfig
@@ -36,10 +35,8 @@ def report_lines() -> list[str]:
         f"{platform.system()} {platform.machine()}",
     ]
     for package in _PACKAGES:
-        try:
-            lines.append(f"{package} {importlib.metadata.version(package)}")
-        except importlib.metadata.PackageNotFoundError:
-            lines.append(f"{package}: not installed")
+        version = installed(package)
+        lines.append(f"{package} {version}" if version else f"{package}: not installed")
     found = detect()
     lines.append(f"CUDA: {found.cuda or 'none'}")
     device = resolve_device(EngineConfig())

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from megatron_async.commands.rollback import rollback_to
 from megatron_async.config import RunConfig, load_config
-from megatron_async.engines.nodes import NODE_HOST
+from megatron_async.engines.nodes import LOOPBACK, NODE_HOST
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.launcher.claim import claimed, new_run
 from megatron_async.launcher.derived import Machine, derive, layout_lines
@@ -27,7 +27,6 @@ from megatron_async.launcher.preflight import check_probe_tolerance, check_resum
 from megatron_async.run_directory import RunDirectory, write_atomically
 from megatron_async.shipped import ROOT, script_environment
 
-_LOOPBACK = "127.0.0.1"
 _SUBMIT_SECONDS = 60.0
 _ONE_NODE = "srun --nodes=1 --ntasks=1 --exclusive --cpu-bind=none --gpus-per-node"
 # Before the time limit, for the step under way, a checkpoint and the requeue.
@@ -47,26 +46,24 @@ class Cluster:
         """Nodes that hold the engines. Raises UserError."""
         engines, per_node = config.engines, self.gpus_per_node
         if self.engine_nodes is not None:
-            needed = self.engine_nodes
-        elif per_node == 0:
-            needed = 1
-        elif engines.tensor > per_node:
+            if self.engine_nodes < 1:
+                raise UserError(f"--engine-nodes is {self.engine_nodes}; it must be 1 or more")
+            return self.engine_nodes
+        if per_node == 0:
+            return 1
+        if engines.tensor > per_node:
             raise UserError(
                 f"engines.tensor is {engines.tensor}, more than the {per_node} GPUs of a node; set "
                 "--engine-nodes and SGLang's multi-node options yourself"
             )
-        else:
-            engines_per_node = per_node // engines.tensor
-            needed = -(-engines.count // engines_per_node)
-        if needed < 1:
-            raise UserError(f"--engine-nodes is {needed}; it must be 1 or more")
-        return needed
+        engines_per_node = per_node // engines.tensor
+        return -(-engines.count // engines_per_node)
 
 
 def for_hosts(config: RunConfig) -> RunConfig:
     """The same run with engines that other nodes reach, behind a key."""
     changes: dict[str, str] = {}
-    if config.engines.host == _LOOPBACK:
+    if config.engines.host == LOOPBACK[0]:
         changes["host"] = NODE_HOST
     if not config.engines.api_key:
         changes["api_key"] = secrets.token_urlsafe(24)
@@ -75,15 +72,15 @@ def for_hosts(config: RunConfig) -> RunConfig:
 
 def check_nodes(config: RunConfig, gpus_per_node: int) -> None:
     """Trainers and engines on different nodes. Raises UserError for what cannot work there."""
-    real, transport = config.engines.kind == "sglang", config.weights.transport
-    shared = config.engines.placement == "colocated"
-    if gpus_per_node and real and transport == "tensor" and not shared:
+    if not gpus_per_node:
+        return
+    real, shared = config.engines.kind == "sglang", config.engines.placement == "colocated"
+    if config.weights.transport == "tensor" and real and not shared:
         raise UserError(
             "weights.transport is tensor, which hands weights over on one GPU, and launch gives "
             "engines nodes of their own: set weights.transport distributed, disk or delta"
         )
-    if gpus_per_node:
-        check_ranks(gpus_per_node, config, "--gpus-per-node is")
+    check_ranks(gpus_per_node, config, "--gpus-per-node is")
 
 
 def launch_run(
@@ -134,12 +131,8 @@ def launch_run(
             rollback_to(directory, from_step)
         if resume is None and not directory.never_began():
             directory.check_free()
-        shown = [
-            *layout_lines(config, machine),
-            *derived.lines(),
-            *checked.summary.splitlines(),
-        ]
-        overview = "".join(f"# {line}\n" for line in shown)
+        layout, summary = layout_lines(config, machine), checked.summary.splitlines()
+        overview = "".join(f"# {line}\n" for line in (*layout, *derived.lines(), *summary))
         usual = script if slurm else by_hand(config, directory, rollout_nodes)
         commands = on_one_node if shared else usual
         return f"{commands.rstrip()}\n\n{notices}{overview}"

@@ -134,7 +134,7 @@ def look() -> MachineFacts:
     """Return what this machine has."""
     import torch
 
-    driver = _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    driver = _line(0, "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     # A driver that is too old for this torch makes CUDA unavailable.
     cuda = torch.version.cuda if driver or torch.cuda.is_available() else None
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
@@ -142,14 +142,14 @@ def look() -> MachineFacts:
         driver=driver,
         cuda=cuda,
         glibc=platform.libc_ver()[1],
-        nvcc=_last_line("nvcc", "--version"),
+        nvcc=_line(-1, "nvcc", "--version"),
         compiler=shutil.which("g++") or shutil.which("clang++"),
         python_header=header.is_file(),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         shared_memory=_free("/dev/shm"),
         disk=_free(os.getcwd()),  # noqa: PTH109 - a name, which may be gone
         nccl_torch=".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
-        nccl_wheel=_wheel(f"nvidia-nccl-cu{cuda.split('.')[0]}") if cuda else None,
+        nccl_wheel=installed(f"nvidia-nccl-cu{cuda.split('.')[0]}") if cuda else None,
     )
 
 
@@ -160,24 +160,19 @@ def _free(path: str) -> float:
         return 0.0
 
 
-def _wheel(distribution: str) -> str | None:
+def installed(distribution: str) -> str | None:
+    """Return the version of a distribution; None where it is missing."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def _lines(*command: str) -> list[str]:
+def _line(number: int, *command: str) -> str | None:
+    """Return a line of what a command prints; None where it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
-        return []
-    return done.stdout.strip().splitlines() if done.returncode == 0 else []
-
-
-def _first_line(*command: str) -> str | None:
-    return next(iter(_lines(*command)), None)
-
-
-def _last_line(*command: str) -> str | None:
-    return next(iter(reversed(_lines(*command))), None)
+        return None
+    lines = done.stdout.strip().splitlines()
+    return lines[number] if lines and done.returncode == 0 else None

@@ -31,17 +31,6 @@ from megatron_async.telemetry.summary import summarise
 _PROMPTS_BEFORE_SFT = 64
 
 
-class _Phases:
-    def __init__(self) -> None:
-        self.seconds: list[tuple[str, float]] = []
-
-    @contextmanager
-    def time(self, name: str) -> Iterator[None]:
-        began = time.monotonic()
-        yield
-        self.seconds.append((name, time.monotonic() - began))
-
-
 def with_model(config: RunConfig, path: Path, **changes: str) -> RunConfig:
     """The same settings with another model directory, and other `model` settings."""
     model = config.model.model_copy(update={"path": str(path), **changes})
@@ -69,30 +58,37 @@ def quickstart(config: RunConfig) -> None:
 def _run_in(directory: RunDirectory, config: RunConfig, devices: DeviceSplit) -> None:
     console = Console(soft_wrap=True)
     initial, tuned = directory.path / "model", directory.path / "sft"
-    phases = _Phases()
+    phases: list[tuple[str, float]] = []
+
+    @contextmanager
+    def timed(name: str) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        phases.append((name, time.monotonic() - began))
+
     console.print(f"1/4 building the model in {initial}")
     build_tiny_model(initial, seed=config.seed)
     check_run(with_model(config, initial))
     console.print("2/4 held-out accuracy before fine-tuning")
-    with phases.time("evaluation before SFT, engine start included"):
+    with timed("evaluation before SFT, engine start included"):
         prompts = {"prompts": min(_PROMPTS_BEFORE_SFT, config.eval.prompts)}
         few = config.model_copy(update={"eval": config.eval.model_copy(update=prompts)})
         (before,) = evaluate_checkpoints(few, [initial], directory.logs, lambda *_: None)
     share = f"{100 * before.accuracy:.1f} % of {before.results[0].answers}"
     console.print(f"  {share} answers", highlight=False)
     console.print("3/4 supervised fine-tuning on worked answers")
-    with phases.time("SFT"):
+    with timed("SFT"):
         sft = with_model(config, initial, dtype=quick_dtype(config))
         directory.save_config(sft)
         run_sft(sft, directory, tuned)
     console.print("4/4 reinforcement learning")
     rl = with_model(config, tuned)
     directory.save_config(rl)
-    with phases.time("RL in all, start of engine and trainers included"):
+    with timed("RL in all, start of engine and trainers included"):
         Supervisor(rl, directory, devices).run()
     summary = summarise(directory)
     console.print(
-        closing_table(summary, directory, before_sft=before.accuracy, extra_phases=phases.seconds)
+        closing_table(summary, directory, before_sft=before.accuracy, extra_phases=phases)
     )
     console.print(where_things_are(directory), highlight=False)
     page = write_report([directory.path], None)

@@ -40,58 +40,52 @@ class Timeline:
     raised: list[str] = field(default_factory=list)
     _counts: Counter[str] = field(default_factory=Counter)
     _tokens: int = 0
-    _version: int | None = None
 
     def watch(self, exchange: Exchange) -> None:
         """Take one exchange."""
         self.events += 1
-        event = exchange.event
-        self._counts[type(event).__name__] += 1
-        match event:
-            case ev.TokensArrived():
-                self._tokens += event.count
-            case ev.ManyAborted():
-                self._counts["Aborted"] += len(event.requests)
-                self._tokens += sum(sum(request[1::2]) for request in event.requests)
-            case ev.EngineUp():
-                self._note(exchange, f"engine {event.engine_id} up with {event.version}")
-            case ev.EngineDown():
-                self._note(exchange, f"engine {event.engine_id} down")
-            case ev.UpdateRequested():
-                self._note(exchange, f"update {event.number} requested")
-            case ev.WeightsPublished():
-                self._version = event.version.number
-                self._note(exchange, f"version {event.version} published")
-            case ev.BatchTaken():
-                self._note(exchange, f"batch {event.step} taken by the trainer")
-        for action in exchange.actions:
-            self._act(exchange, action)
+        for thing in (exchange.event, *exchange.actions):
+            self._counts[type(thing).__name__] += 1
+            if note := self._note(thing, exchange.event):
+                self.lines.append(f"{exchange.index:>9}  {note}")
 
     def saw_raise(self, exchange: Exchange, error: Exception) -> None:
         """Take what today's scheduler raised at an exchange."""
         text = "".join(traceback.format_exception(error)).rstrip()
         self.raised.append(f"event {exchange.index} ({exchange.event}) makes it raise\n{text}")
 
-    def _act(self, exchange: Exchange, action: RecordedAction) -> None:
-        self._counts[type(action).__name__] += 1
-        match action:
+    def _note(self, thing: ev.Event | RecordedAction, event: ev.Event) -> str | None:
+        """Count tokens; return the line about an event, or about an action that follows `event`."""
+        match thing:
+            case ev.TokensArrived():
+                self._tokens += thing.count
+            case ev.ManyAborted():
+                self._counts["Aborted"] += len(thing.requests)
+                self._tokens += sum(sum(request[1::2]) for request in thing.requests)
+            case ev.EngineUp():
+                return f"engine {thing.engine_id} up with {thing.version}"
+            case ev.EngineDown():
+                return f"engine {thing.engine_id} down"
+            case ev.UpdateRequested():
+                return f"update {thing.number} requested"
+            case ev.WeightsPublished():
+                return f"version {thing.version} published"
+            case ev.BatchTaken():
+                return f"batch {thing.step} taken by the trainer"
             case ev.EmitBatch():
                 counts, self._counts = self._counts, Counter()
                 tokens, self._tokens = self._tokens, 0
-                self._note(
-                    exchange,
-                    f"batch {action.step} emitted: {len(action.group_ids)} groups; since the last "
+                return (
+                    f"batch {thing.step} emitted: {len(thing.group_ids)} groups; since the last "
                     f"one {tokens} tokens, {counts['Submit']} submitted, {counts['Finished']} "
                     f"finished, {counts['Aborted']} aborted, {counts['Drop']} dropped, "
-                    f"{counts['Restart']} restarted",
+                    f"{counts['Restart']} restarted"
                 )
             case Raised():
-                self._note(exchange, f"{exchange.event}: the scheduler raised {action.error}")
+                return f"{event}: the scheduler raised {thing.error}"
             case ev.Warn():
-                self._note(exchange, f"{action.name}: {action.message}")
-
-    def _note(self, exchange: Exchange, what: str) -> None:
-        self.lines.append(f"{exchange.index:>9}  {what}")
+                return f"{thing.name}: {thing.message}"
+        return None
 
 
 def records_of(run_directory: Path, lineage: int | None) -> list[Path]:

@@ -58,16 +58,16 @@ def _phases(summary: RunSummary) -> list[tuple[str, float]]:
     return [(names[key], seconds) for key, seconds in summary.seconds_by_phase.items()]
 
 
-def where_things_are(directory: RunDirectory, base: Path | None = None) -> str:
+def where_things_are(directory: RunDirectory) -> str:
     """List the paths of TensorBoard logs, metrics and exported checkpoint, as far as they exist."""
-    base = base or Path.cwd()
+    here = Path.cwd()
     places = (
         ("TensorBoard  tensorboard --logdir {}", directory.tensorboard),
         ("metrics      {}", directory.metrics_file),
         ("checkpoint   {} (Hugging Face format)", directory.hf_export),
     )
     return "\n".join(
-        line.format(path.relative_to(base) if path.is_relative_to(base) else path)
+        line.format(path.relative_to(here) if path.is_relative_to(here) else path)
         for line, path in places
         if path.exists()
     )

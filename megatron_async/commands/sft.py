@@ -164,15 +164,9 @@ def example_batch(examples: Sequence[WorkedExample], step: int) -> TokenBatch:
     """Pack worked examples; the response (end of text included) is what is trained."""
     lengths = [len(e.prompt_ids) + len(e.response_ids) for e in examples]
     cu_S1 = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    mask = [
-        np.concatenate(
-            [
-                np.zeros(len(e.prompt_ids)),
-                np.ones(len(e.response_ids)) if e.trained is None else e.trained,
-            ]
-        )
-        for e in examples
-    ]
+    trained = [np.ones(len(e.response_ids)) if e.trained is None else e.trained for e in examples]
+    untrained = [np.zeros(len(e.prompt_ids)) for e in examples]
+    mask = [part for pair in zip(untrained, trained, strict=True) for part in pair]
     count, total = len(examples), int(cu_S1[-1])
     tokens = [np.concatenate([e.prompt_ids, e.response_ids]) for e in examples]
     return TokenBatch(

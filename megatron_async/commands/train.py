@@ -13,7 +13,7 @@ from megatron_async.checkpoint.manifest import list_checkpoints
 from megatron_async.commands.report import show_closing
 from megatron_async.commands.rollback import Rollback, rollback_to
 from megatron_async.config import RunConfig
-from megatron_async.config.load import differences, load_config
+from megatron_async.config.load import differences
 from megatron_async.errors import Terminated
 from megatron_async.launcher.claim import claimed, new_run
 from megatron_async.launcher.derived import Machine, derive
@@ -31,11 +31,6 @@ from megatron_async.run_directory import RunDirectory
 from megatron_async.telemetry.metrics import read_metrics
 
 
-def train_command(config_file: Path, overrides: Sequence[str]) -> None:
-    """A new run. Raises UserError or ComponentFailure."""
-    start_run(load_config(config_file, overrides), "megatron-async train")
-
-
 def start_run(config: RunConfig, what: str) -> RunDirectory:
     """A new run of `config` to its end; `what` started it. Raises UserError or ComponentFailure."""
     checked, devices = _checked(config, RunDirectory.of(config))
@@ -47,7 +42,7 @@ def start_run(config: RunConfig, what: str) -> RunDirectory:
 
 
 def resume_command(run: Path, overrides: Sequence[str], from_step: int | None) -> None:
-    """Go on with a run; `from_step`: from that kept checkpoint. Raises as `train_command`."""
+    """Go on with a run; `from_step`: from that kept checkpoint. Raises as `start_run`."""
     directory, before = RunDirectory.find(run, [], "--resume")
     _, settings = RunDirectory.find(run, list(overrides), "--resume")
     with ExitStack() as stack:

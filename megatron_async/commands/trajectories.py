@@ -1,7 +1,7 @@
 """`megatron-async trajectories`: list the trajectories of a run, print one, drop a group.
 
 What a `StoreReader` finds becomes rich renderables in pure functions. Tokens become text through
-the `decode` that the caller gives (a tokenizer's); without one their numbers are shown.
+the `decode` that the caller gives (a tokenizer's).
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from megatron_async.store.reader import StoreReader, TrajectorySummary
 from megatron_async.tasks.text_task import load_tokenizer
 from megatron_async.trajectory.types import PolicyVersion, Segment, Trajectory, TrajectoryState
 
-Decode = Callable[[Sequence[int]], str]
-_SHOWN_IDS = 24
+Decode = Callable[[list[int]], str]
 
 
 def list_command(run: Path, state: str | None, limit: int, with_exported: bool) -> None:
@@ -57,7 +56,7 @@ def show_command(run: Path, trajectory_id: int) -> None:
     with closing(StoreReader(directory.store_file)) as reader, reader.at_one_moment():
         found = export.find(reader, trajectory_id)
         tokenizer = load_tokenizer(settings.model.path)
-        Console(soft_wrap=True).print(details(found, lambda ids: tokenizer.decode(list(ids))))
+        Console(soft_wrap=True).print(details(found, tokenizer.decode))
 
 
 def drop_command(run: Path, trajectory_id: int) -> None:
@@ -109,7 +108,7 @@ def listing(
     return Together(*parts)
 
 
-def details(trajectory: Trajectory, decode: Decode | None = None) -> RenderableType:
+def details(trajectory: Trajectory, decode: Decode) -> RenderableType:
     """Render a trajectory: identity, prompt, each segment with its author, and score."""
     t = trajectory
     head = Table.grid(padding=(0, 2))
@@ -128,10 +127,10 @@ def details(trajectory: Trajectory, decode: Decode | None = None) -> RenderableT
     for name, value in facts:
         head.add_row(name, escape(value))
     parts: list[RenderableType] = [head, Text()]
-    parts += [Text("prompt", style="bold"), Text(_tokens(t.prompt.token_ids.tolist(), decode))]
+    parts += [Text("prompt", style="bold"), Text(decode(t.prompt.token_ids.tolist()))]
     for i, segment in enumerate(t.segments):
         parts += [Text(), Text(segment_title(i, segment), style="bold")]
-        parts.append(Text(_tokens(segment.token_ids.tolist(), decode)))
+        parts.append(Text(decode(segment.token_ids.tolist())))
     return Together(*parts)
 
 
@@ -166,11 +165,3 @@ def version_range(versions: Sequence[PolicyVersion]) -> str:
         return ""
     oldest, newest = min(versions), max(versions)
     return str(oldest) if oldest == newest else f"{oldest} to {newest}"
-
-
-def _tokens(token_ids: Sequence[int], decode: Decode | None) -> str:
-    if decode is not None:
-        return decode(token_ids)
-    shown = " ".join(str(token) for token in token_ids[:_SHOWN_IDS])
-    more = len(token_ids) - _SHOWN_IDS
-    return f"token ids {shown}" + (f" and {more} more" if more > 0 else "")

@@ -21,6 +21,8 @@ from megatron_async.errors import UserError, shown
 
 _MOST_LEVELS = 32
 _MOST_VALUES = 1_000_000
+# What PyYAML raises at a value that does not fit its tag, as in `!!int ""`.
+_MISFITS = (ValueError, TypeError, LookupError, AttributeError)
 _MISFIT = "a value does not fit its tag"
 
 
@@ -63,15 +65,7 @@ def parse_yaml(text: str, what: str) -> Any:
         mark = error.problem_mark or error.context_mark
         where = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
         raise UserError(f"{what} is not valid YAML: {error.problem}{where}") from error
-    # The last four: a value that does not fit its tag, as in `!!int ""`.
-    except (
-        yaml.YAMLError,
-        RecursionError,
-        ValueError,
-        TypeError,
-        LookupError,
-        AttributeError,
-    ) as error:
+    except (yaml.YAMLError, RecursionError, *_MISFITS) as error:
         raise UserError(f"{what} is not valid YAML: {_reason(error)}") from error
     _check_plain(content, what, "", itertools.count(1))
     return content

@@ -68,7 +68,7 @@ def test_a_driver_that_is_too_old_for_torch_is_named(monkeypatch: pytest.MonkeyP
     """With it torch sees no GPU at all."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(machine_checks, "_first_line", lambda *_: "570.86.15")
+    monkeypatch.setattr(machine_checks, "_line", lambda *_: "570.86.15")
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 7))
     found = {check.name: check.problem for check in checks(look())}
     assert found["driver"] == "CUDA 13.0 needs 580 or newer"

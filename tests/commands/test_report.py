@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from megatron_async.commands.report import closing_table, where_things_are
@@ -11,7 +12,7 @@ from megatron_async.telemetry.metrics import MetricsWriter
 from megatron_async.telemetry.summary import summarise
 
 
-def test_totals_and_token_weighted_means(tmp_path: Path) -> None:
+def test_totals_and_token_weighted_means(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = RunDirectory.create(build_config({"name": "r", "root": str(tmp_path)}))
     with MetricsWriter(directory.metrics_file, lineage=0) as writer:
         writer.write(0, {"eval/accuracy": 0.25}, kind="eval")
@@ -46,9 +47,10 @@ def test_totals_and_token_weighted_means(tmp_path: Path) -> None:
     text = console.export_text()
     for expected in ("0.0 %", "25.0 %", "75.0 %", "1.75 / 6", "0.900", "9.0 s"):
         assert expected in text
-    assert where_things_are(directory, directory.path) == "metrics      metrics.jsonl"
+    monkeypatch.chdir(directory.path)
+    assert where_things_are(directory) == "metrics      metrics.jsonl"
     directory.hf_export.mkdir()
-    assert "checkpoint   hf (Hugging Face format)" in where_things_are(directory, directory.path)
+    assert "checkpoint   hf (Hugging Face format)" in where_things_are(directory)
 
 
 def test_a_run_without_a_step_has_a_table_too(tmp_path: Path) -> None:
