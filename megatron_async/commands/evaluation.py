@@ -90,7 +90,7 @@ def evaluate_checkpoints(
 
 @contextmanager
 def engine_here(model: Path, config: RunConfig, log_file: Path) -> Iterator[SGLangProcess]:
-    """One engine, used from this machine only, whatever hosts the run's own engines bind to.
+    """Run one engine for this machine only, whatever hosts the run's own engines bind to.
 
     Raises ComponentFailure when it does not start.
     """

@@ -11,20 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from aiohttp import web
 
 from megatron_async.commands.sft import batches_of
 from megatron_async.commands.teacher import ask_engine, check_teacher, taught
 from megatron_async.config import RunConfig, build_config
-from megatron_async.config.rollout import SamplingConfig
+from megatron_async.config.rollout import EngineConfig, SamplingConfig
 from megatron_async.config.run import SFTConfig
 from megatron_async.engines.simulated.engine import SimulatedEngine, SimulatedEngineModel
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.run_directory import RunDirectory
 from megatron_async.tasks import build_source, build_task
 from megatron_async.tasks.text_task import TextTask
-from megatron_async.tasks.tiny_model import write_character_tokenizer
+from megatron_async.tasks.tiny_model import build_tiny_model, write_character_tokenizer
 
 
 class Endpoint:
@@ -168,3 +169,21 @@ def test_a_teacher_on_an_engine_gets_tokens_and_gives_text(tmp_path: Path) -> No
         return await asyncio.gather(*answers)
 
     assert all(isinstance(text, str) for text in asyncio.run(ask()))
+
+
+def test_a_model_answers_on_an_engine_that_is_gone_afterwards(tmp_path: Path) -> None:
+    build_tiny_model(tmp_path / "model", seed=1)
+    config = settings(tmp_path, least_reward=0.0, samples=2)
+    engines = {"kind": "simulated", "simulated": {"mean_length": 8, "step_seconds": 0.0}}
+    config = config.model_copy(update={"engines": EngineConfig.model_validate(engines)})
+    directory = RunDirectory(tmp_path)
+    directory.logs.mkdir()
+    found = taught(config, directory, str(tmp_path / "model"))
+    rows = [json.loads(line) for line in Path(found.sft.data).read_text().splitlines()]
+    assert {row["prompt"] for row in rows} == {f"{n}+2" for n in range(8)}
+    assert 8 <= len(rows) <= 16 and all(isinstance(row["response"], str) for row in rows)
+    assert not [child for child in psutil.Process().children(recursive=True) if listens(child)]
+
+
+def listens(process: psutil.Process) -> bool:
+    return any(one.status == psutil.CONN_LISTEN for one in process.net_connections(kind="inet"))
