@@ -10,7 +10,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -97,14 +97,12 @@ class RolloutCorrectionConfig(Settings):
             return {**CORRECTION_PRESETS[preset], **data}
         return data
 
-    @model_validator(mode="after")
-    def _thresholds(self) -> Self:
+    def check(self) -> None:
         parse_weight_threshold(self.rollout_is_threshold, "rollout_is_threshold")
         if self.rollout_rs is not None:
             if self.rollout_rs_threshold is None:
                 raise ValueError(f"rollout_rs {self.rollout_rs!r} needs rollout_rs_threshold")
             parse_rejection(self.rollout_rs, self.rollout_rs_threshold)
-        return self
 
 
 class AdvantageConfig(Settings):
@@ -158,8 +156,7 @@ class LossSettings(Settings):
             )
         return value
 
-    @model_validator(mode="after")
-    def _threshold(self) -> Self:
+    def check(self) -> None:
         if self.weight_threshold is not None:
             parse_weight_threshold(self.weight_threshold, "weight_threshold")
         if self.arguments and not is_import_path(self.name):
@@ -167,7 +164,6 @@ class LossSettings(Settings):
                 "loss.arguments are those of a function of your own, but loss.name is "
                 f"{self.name!r}"
             )
-        return self
 
 
 class RapidConfig(Settings):
@@ -237,8 +233,7 @@ class AlgorithmConfig(Settings):
     overlong: OverlongConfig = OverlongConfig()
     """Length shaping."""
 
-    @model_validator(mode="after")
-    def _combinations(self) -> Self:
+    def check(self) -> None:
         name, correction = self.loss.name, self.correction
         if correction.bypass_mode and correction.loss_type not in (None, name):
             raise ValueError(
@@ -261,4 +256,3 @@ class AlgorithmConfig(Settings):
                 "algorithm.correction.rollout_is_batch_normalize true in bypass mode is a setting "
                 f"of loss 'reinforce', but algorithm.loss.name is {name!r}"
             )
-        return self

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
@@ -76,14 +76,12 @@ class DifficultyConfig(Settings):
     solved_at: float = 1.0
     """Reward from which on a response counts as right."""
 
-    @model_validator(mode="after")
-    def _ascending(self) -> Self:
+    def check(self) -> None:
         ends = [pool.up_to for pool in self.pools]
         if ends and (ends != sorted(set(ends)) or ends[-1] != 1):
             raise ValueError(f"task.difficulty.pools must ascend and end up_to 1, got {ends}")
         if ends and not any(pool.share for pool in self.pools):
             raise ValueError("task.difficulty.pools drop every prompt: give one a share above 0")
-        return self
 
 
 class DataConfig(FileConfig):
@@ -140,8 +138,7 @@ class DataConfig(FileConfig):
             return {**values, "kind": "files"}
         return values
 
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
+    def check(self) -> None:
         if self.direct_share + self.terse_share > 1:
             raise ValueError(
                 f"task.direct_share {self.direct_share} and task.terse_share {self.terse_share} "
@@ -153,7 +150,6 @@ class DataConfig(FileConfig):
             raise ValueError(f"task.kind {self.kind} reads no files: leave task.path/sources out")
         if self.kind != "files" and self.heldout_share == 0:
             raise ValueError("task.heldout_share 0 needs task.kind files")
-        return self
 
     def files(self) -> list[SourceConfig]:
         """The files to train on; a source without columns of its own has the task's."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Self
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from megatron_async.config.data import FileConfig
 from megatron_async.config.rollout import SamplingConfig
@@ -48,11 +47,9 @@ class EvalSetConfig(FileConfig):
     max_new_tokens: int | None = Field(None, ge=1)
     """Longest response."""
 
-    @model_validator(mode="after")
-    def _file(self) -> Self:
+    def check(self) -> None:
         if not self.path:
             raise ValueError("an evaluation set needs a path")
-        return self
 
 
 class EvalConfig(FileConfig):
@@ -88,8 +85,7 @@ class EvalConfig(FileConfig):
     """Limit of one evaluation: past it, one beside training is given up with a warning, one that
     training waits for ends the run."""
 
-    @model_validator(mode="after")
-    def _sampling(self) -> Self:
+    def check(self) -> None:
         named: dict[str, EvalConfig | EvalSetConfig] = {"eval": self}
         named |= {f"eval.sets.{name}": one for name, one in self.sets.items()}
         for where, one in named.items():
@@ -109,7 +105,6 @@ class EvalConfig(FileConfig):
                     f"eval.sets has the name {name!r}; a name is of letters, digits, '_', '-' and "
                     f"'.', and not {HELDOUT!r}"
                 )
-        return self
 
     def files(self) -> dict[str, tuple[str, FileConfig]]:
         """(setting, file) of each set that has a file of its own."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from megatron_async.config.base import Settings
 
@@ -44,8 +44,7 @@ class ParallelConfig(Settings):
     sequence: bool = False
     """Sequence parallelism (needs tensor > 1)."""
 
-    @model_validator(mode="after")
-    def _layout(self) -> Self:
+    def check(self) -> None:
         model_size = self.tensor * self.pipeline * self.context
         if self.ranks % model_size:
             raise ValueError(
@@ -58,7 +57,6 @@ class ParallelConfig(Settings):
             )
         if self.sequence and self.tensor == 1:
             raise ValueError("parallel.sequence true needs parallel.tensor > 1, got 1")
-        return self
 
     @property
     def data(self) -> int:
@@ -97,13 +95,11 @@ class OptimizerConfig(Settings):
         """Return whether data-parallel ranks each hold a part of the state."""
         return self.distributed and self.name == "adam"
 
-    @model_validator(mode="after")
-    def _ranges(self) -> Self:
+    def check(self) -> None:
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be at least 0 and less than 1, got {list(self.betas)}")
         if self.schedule == "cosine" and self.min_lr > self.lr:
             raise ValueError(f"min_lr {self.min_lr:g} is above lr {self.lr:g}: the rate would rise")
-        return self
 
 
 class TrainerConfig(Settings):

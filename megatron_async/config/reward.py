@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, Self
+from typing import Any, Final
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from megatron_async.config.base import Settings
 from megatron_async.config.rollout import TaskConfig
@@ -48,14 +48,12 @@ class RewardConfig(Settings):
         """Name in metrics and in the store."""
         return self.label or self.name.rpartition(":")[2]
 
-    @model_validator(mode="after")
-    def _known(self) -> Self:
+    def check(self) -> None:
         if not self.own and self.name not in BUILT_IN:
             raise ValueError(
                 f"reward is {self.name!r}; it must be package.module:name, path/to/file.py:name "
                 f"or one of {', '.join(BUILT_IN)}"
             )
-        return self
 
 
 class SandboxConfig(Settings):

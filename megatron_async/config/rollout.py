@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from megatron_async.config.base import Settings
 from megatron_async.config.data import DataConfig
@@ -49,8 +49,7 @@ class SamplingConfig(Settings):
     allow_biased_behaviour: bool = False
     """Accept top_p < 1 or top_k: reported log-probs are those before the cut."""
 
-    @model_validator(mode="after")
-    def _ratios(self) -> Self:
+    def check(self) -> None:
         """Refuse settings under which log-probs do not describe what engines sample from."""
         if not temperature_fits(self.temperature):
             raise ValueError(
@@ -71,7 +70,6 @@ class SamplingConfig(Settings):
                 "sampling.top_k 1 decodes greedily, with log-probs of temperature 1: set "
                 f"sampling.temperature 1, got {self.temperature:g}, or a larger top_k"
             )
-        return self
 
 
 class SimulatedEngineConfig(Settings):
@@ -151,8 +149,7 @@ class EngineConfig(Settings):
         known = [limit for limit in limits if limit is not None]
         return min(known) - _KEPT_FREE if known else None
 
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
+    def check(self) -> None:
         check_extra_args(self.extra_args)
         interval, hung = self.health_interval_seconds, self.no_progress_seconds
         if interval >= hung:
@@ -167,7 +164,6 @@ class EngineConfig(Settings):
                 f"engines.no_progress_seconds {hung:g}, so that a hung engine would look like many "
                 "lost responses: raise the first or lower the second"
             )
-        return self
 
 
 class WeightsConfig(Settings):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator
 
 from megatron_async.config.algorithm import AlgorithmConfig
 from megatron_async.config.base import Settings
@@ -224,8 +224,7 @@ class RunConfig(Settings):
         expected = max(1, self.sampling.max_new_tokens // 2)
         return self.schedule.model_copy(update={"expected_tokens": expected})
 
-    @model_validator(mode="after")
-    def _cross_checks(self) -> Self:
+    def check(self) -> None:
         check_labels(self.reward)
         limit = self.engines.max_total_tokens
         if limit is not None and self.sampling.max_new_tokens >= limit:
@@ -241,7 +240,6 @@ class RunConfig(Settings):
                 f"experiment.forced_lengths must lie in 1..{self.sampling.max_new_tokens} "
                 f"(sampling.max_new_tokens), got up to {longest}"
             )
-        return self
 
     def _check_colocated(self) -> None:
         if self.engines.placement != "colocated":

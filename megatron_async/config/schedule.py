@@ -6,9 +6,9 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from megatron_async.config.base import Settings
 
@@ -74,8 +74,7 @@ class ScheduleConfig(Settings):
         """Return whether weights change under running requests that keep their KV cache."""
         return self.weight_update == "in_flight" and self.kv == "keep"
 
-    @model_validator(mode="after")
-    def _combinations(self) -> Self:
+    def check(self) -> None:
         if isinstance(self.concurrency, int) and self.concurrency < 1:
             raise ValueError(f"concurrency must be at least 1, got {self.concurrency}")
         if self.updates_per_batch > self.groups_per_batch:
@@ -92,4 +91,3 @@ class ScheduleConfig(Settings):
             raise ValueError(
                 "boundary: continue with overlap: true needs weight_update: in_flight, got boundary"
             )
-        return self

@@ -7,9 +7,9 @@ prints all of them. Public figures (peak rates, memory, links, model shapes) are
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from megatron_async.config.base import Settings
 
@@ -81,11 +81,9 @@ class LengthConfig(Settings):
     prompt_tokens: int = Field(200, ge=1)
     """Prompt length."""
 
-    @model_validator(mode="after")
-    def _file_is_named(self) -> Self:
+    def check(self) -> None:
         if self.distribution == "file" and not self.path:
             raise ValueError("distribution: file needs simulate.lengths.path, got nothing")
-        return self
 
 
 class SimulatedRewardConfig(Settings):
@@ -159,11 +157,9 @@ class SimulateConfig(Settings):
     load_report_seconds: float = Field(5.0, gt=0)
     """Virtual time between load reports."""
 
-    @model_validator(mode="after")
-    def _steps(self) -> Self:
+    def check(self) -> None:
         if self.warmup_steps >= self.steps:
             raise ValueError(
                 f"simulate.warmup_steps {self.warmup_steps} must be below simulate.steps "
                 f"{self.steps}"
             )
-        return self
