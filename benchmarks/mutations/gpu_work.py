@@ -97,8 +97,8 @@ _DRIFT: Final = (
         "megatron_async/telemetry/health.py",
         (
             "engines that drift from the trainer are not named",
-            "            self._probe_errors.append(metrics[_PROBE])\n",
-            "            pass\n",
+            "                self._seen[metric].append(metrics[metric])\n",
+            "                pass\n",
         ),
         (
             "a resume forgets the first steps",

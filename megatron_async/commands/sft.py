@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -38,7 +37,6 @@ from megatron_async.trainer.report import StepReport
 from megatron_async.trajectory.batch import TokenBatch
 
 SFT: Final = "megatron-async sft"
-_POLL_SECONDS = 0.5
 
 
 def sft_command(
@@ -112,16 +110,12 @@ def run_sft(
         rendezvous=("--standalone",) if node is None else node.rendezvous(),
     )
     try:
-        with Progress(
-            directory.metrics_file, config.sft.steps, config.telemetry.progress if first else "off"
-        ) as progress:
-            while child.exit_code() is None:
-                progress.update(None)
-                time.sleep(_POLL_SECONDS)
-            progress.update(None)
+        shown = config.telemetry.progress if first else "off"
+        progress = Progress(directory.metrics_file, config.sft.steps, shown)
+        code = progress.follow(child.exit_code, lambda: None)
     finally:
         child.stop()
-    if child.exit_code() != 0:
+    if code != 0:
         if first:
             directory.raise_failure(child.log_file)
         raise child.failure("sft")

@@ -162,37 +162,27 @@ def drive_rollout(
 
     Raises UserError or ComponentFailure when the rollout side fails, or the session is over.
     """
-    import ray
-
-    from megatron_async.launcher.rollout_side import RolloutSide, connect_ray
+    from megatron_async.launcher.rollout_side import rollout_side
     from megatron_async.telemetry.progress import Progress
 
-    connect_ray(ray_address, private=False)
-    try:
-        rollout = RolloutSide(config, directory)
+    def ended() -> RunOutcome | None:
+        outcome = directory.outcome()
+        if outcome is None and session is not None:
+            session.check()
+            _check_trainer_nodes(directory)
+        return outcome
+
+    with rollout_side(config, directory, ray_address, private=False) as (rollout, _):
         try:
             rollout.start()
             if session is not None:
                 session.publish("rollout", {})
-            with Progress(
-                directory.metrics_file, config.steps, config.telemetry.progress
-            ) as progress:
-                while (outcome := directory.outcome()) is None:
-                    if session is not None:
-                        session.check()
-                        _check_trainer_nodes(directory)
-                    progress.update(rollout.status())
-                    time.sleep(_POLL_SECONDS)
-                progress.update(None)
-            return outcome
+            progress = Progress(directory.metrics_file, config.steps, config.telemetry.progress)
+            return progress.follow(ended, rollout.status)
         except BaseException:
             if session is not None:
                 session.close()  # first: trainers that wait for Ray must not find it gone
             raise
-        finally:
-            rollout.stop()
-    finally:
-        ray.shutdown()
 
 
 def _check_trainer_nodes(directory: RunDirectory) -> None:

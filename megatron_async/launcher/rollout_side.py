@@ -87,6 +87,27 @@ def _visible(gpus: str | None) -> Iterator[None]:
                 os.environ[VISIBLE_VARIABLE] = before
 
 
+@contextmanager
+def rollout_side(
+    config: RunConfig,
+    directory: RunDirectory,
+    ray_address: str | None,
+    *,
+    private: bool = True,
+    gpus: str | None = None,
+) -> Iterator[tuple[RolloutSide, str]]:
+    """A rollout side to be started, in a Ray cluster as in `connect_ray`; ended with the block."""
+    address = connect_ray(ray_address, private=private, gpus=gpus)
+    side = RolloutSide(config, directory)
+    try:
+        yield side, address
+    finally:
+        try:
+            side.stop()
+        finally:
+            ray.shutdown()
+
+
 class RolloutSide:
     """Manager, engines and verifiers of one run."""
 

@@ -11,8 +11,7 @@ Invariants
 from __future__ import annotations
 
 import os
-import time
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from megatron_async.config import RunConfig
 from megatron_async.launcher.devices import RUNNING_RAY_VARIABLE, DeviceSplit
@@ -21,75 +20,49 @@ from megatron_async.launcher.processes import Child, start_torchrun
 from megatron_async.run_directory import RunDirectory
 from megatron_async.telemetry.progress import Progress
 
-if TYPE_CHECKING:  # It imports Ray, which `--help` and a refused config must not wait for.
-    from megatron_async.launcher.rollout_side import RolloutSide
 
-_POLL_SECONDS = 0.5
-
-
+@dataclass(frozen=True)
 class Supervisor:
     """A run on one machine; `devices` are what its trainers and its engines may use."""
 
-    def __init__(self, config: RunConfig, directory: RunDirectory, devices: DeviceSplit) -> None:
-        self._config = config
-        self._directory = directory
-        self._devices = devices
-        self._trainers: Child | None = None
-        self._rollout: RolloutSide | None = None
+    config: RunConfig
+    directory: RunDirectory
+    devices: DeviceSplit
 
     def run(self) -> None:
         """Run until complete. Raises UserError or ComponentFailure; KeyboardInterrupt."""
-        import ray
+        # It imports Ray, which `--help` and a refused config must not wait for.
+        from megatron_async.launcher.rollout_side import rollout_side
 
-        from megatron_async.launcher.rollout_side import RolloutSide, connect_ray
-
-        self._directory.take_failure()
+        config, directory = self.config, self.directory
+        directory.take_failure()
         running = os.environ.get(RUNNING_RAY_VARIABLE)
-        address = connect_ray(running, gpus=self._devices.engines)
-        try:
-            self._rollout = RolloutSide(self._config, self._directory)
-            self._rollout.start()
-            self._trainers = self._start_trainers(address, self._devices.trainers)
-            self._watch(self._rollout)
-        finally:
-            self._stop()
-            ray.shutdown()
+        gpus = self.devices.engines
+        with rollout_side(config, directory, running, gpus=gpus) as (rollout, address):
+            rollout.start()
+            trainers = self._start_trainers(address)
+            try:
+                progress = Progress(directory.metrics_file, config.steps, config.telemetry.progress)
+                code = progress.follow(trainers.exit_code, rollout.status)
+                if code != 0:
+                    directory.raise_failure(trainers.log_file)
+                    raise trainers.failure("the trainer")
+                directory.take_failure()  # torchrun's next attempt has mended what it reports
+            finally:
+                trainers.stop()  # before engines and store: they would only complain
 
-    def _start_trainers(self, ray_address: str, gpus: str | None) -> Child:
+    def _start_trainers(self, ray_address: str) -> Child:
         return start_torchrun(
-            self._config.parallel.ranks,
+            self.config.parallel.ranks,
             "megatron_async.train_loop.rank",
-            str(self._directory.path),
-            log_file=self._directory.logs / "trainer.log",
+            str(self.directory.path),
+            log_file=self.directory.logs / "trainer.log",
             environment=trainer_environment(
                 os.environ,
                 one_machine=not os.environ.get(RUNNING_RAY_VARIABLE),
                 ray_address=ray_address,
-                gpus=gpus,
-                hands_memory_to_engines=self._config.weights.transport == "tensor",
+                gpus=self.devices.trainers,
+                hands_memory_to_engines=self.config.weights.transport == "tensor",
             ),
-            max_restarts=self._config.trainer.max_restarts,
+            max_restarts=self.config.trainer.max_restarts,
         )
-
-    def _watch(self, rollout: RolloutSide) -> None:
-        assert self._trainers is not None
-        progress = Progress(
-            self._directory.metrics_file, self._config.steps, self._config.telemetry.progress
-        )
-        with progress:
-            while (code := self._trainers.exit_code()) is None:
-                progress.update(rollout.status())
-                time.sleep(_POLL_SECONDS)
-            progress.update(None)
-        if code == 0:
-            self._directory.take_failure()  # torchrun's next attempt has mended what it reports
-            return
-        self._directory.raise_failure(self._trainers.log_file)
-        raise self._trainers.failure("the trainer")
-
-    def _stop(self) -> None:
-        """Trainers first (they would only complain), then engines and the store."""
-        if self._trainers is not None:
-            self._trainers.stop()
-        if self._rollout is not None:
-            self._rollout.stop()

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
+from typing import Final
 
 from megatron_async.algorithms.metrics import health_warnings, unmeasured_rules
 from megatron_async.telemetry.learning import LearningWatch
@@ -46,9 +46,8 @@ class HealthWatch:
     ) -> None:
         steps = list(before)
         self._learning = LearningWatch(bound, steps[-1] if steps else None)
-        self._probe_errors = [metrics[_PROBE] for metrics in steps if _PROBE in metrics]
-        self._ess: deque[float] = deque(maxlen=STREAK)
-        self._entropy: deque[float] = deque(maxlen=ENTROPY_WINDOW)
+        self._seen: dict[str, list[float]] = {metric: [] for _, metric, _ in _RULES}
+        self._seen[_PROBE] = [metrics[_PROBE] for metrics in steps if _PROBE in metrics]
         self.holding: frozenset[str] = frozenset()
 
     def step(self, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
@@ -62,18 +61,11 @@ class HealthWatch:
     def _broken(self, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
         found = [(warning.rule, warning.message) for warning in health_warnings(metrics)]
         found += self._learning.step(metrics)
-        if "off_policy/ess" in metrics:
-            self._ess.append(metrics["off_policy/ess"])
-        if "actor/entropy" in metrics:
-            self._entropy.append(metrics["actor/entropy"])
-        if (collapse := ess_collapse(list(self._ess))) is not None:
-            found.append(("ess_collapse", collapse))
-        if (growth := entropy_growth(list(self._entropy))) is not None:
-            found.append(("entropy_growth", growth))
-        if _PROBE in metrics:
-            self._probe_errors.append(metrics[_PROBE])
-        if (drift := engine_drift(self._probe_errors)) is not None:
-            found.append(("engine_drift", drift))
+        for name, metric, broken in _RULES:
+            if metric in metrics:
+                self._seen[metric].append(metrics[metric])
+            if (message := broken(self._seen[metric])) is not None:
+                found.append((name, message))
         return found
 
 
@@ -116,3 +108,11 @@ def engine_drift(errors: Sequence[float]) -> str | None:
         f"{newest:.2g} nats now, with the same weights: stale weights or KV cache, or rounding "
         "that grows; see weights/probe_mean_error for the step and docs/weights.md for the causes"
     )
+
+
+# name, metric, and the sentence for all its values so far if they break the rule
+_RULES: Final[tuple[tuple[str, str, Callable[[Sequence[float]], str | None]], ...]] = (
+    ("ess_collapse", "off_policy/ess", ess_collapse),
+    ("entropy_growth", "actor/entropy", entropy_growth),
+    ("engine_drift", _PROBE, engine_drift),
+)

@@ -58,30 +58,25 @@ class MetricsWriter:
             "telemetry/tracker_calls_failed": sum(t.failed for t in self._trackers),
         }
         metrics = {**metrics, **{name: count for name, count in lost.items() if count}}
+        values = {name: float(value) for name, value in metrics.items()}
+        self._append(kind, step, values)
+        self._track("metrics", step, values)
+
+    def warn(self, step: int, name: str, message: str) -> None:
+        """A named warning, for the progress display and for whoever looks later."""
+        self._append("warning", step, {"name": name, "message": message})
+        self._track("text", step, f"warning/{name}", message)
+
+    def _append(self, kind: str, step: int, content: Mapping[str, Any]) -> None:
         line = {
             "kind": kind,
             "step": step,
             "lineage": self._lineage,
             "time": round(time.time(), 3),
-            **{name: float(value) for name, value in metrics.items()},
+            **content,
         }
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
-        self._track("metrics", step, {name: float(value) for name, value in metrics.items()})
-
-    def warn(self, step: int, name: str, message: str) -> None:
-        """A named warning, for the progress display and for whoever looks later."""
-        line = {
-            "kind": "warning",
-            "step": step,
-            "lineage": self._lineage,
-            "time": round(time.time(), 3),
-            "name": name,
-            "message": message,
-        }
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
-        self._track("text", step, f"warning/{name}", message)
 
     def histogram(self, step: int, name: str, values: npt.ArrayLike) -> None:
         """Numbers of which the distribution matters; only trackers have a place for them."""

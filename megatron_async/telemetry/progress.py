@@ -13,9 +13,9 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from rich.console import Console
 from rich.live import Live
@@ -27,6 +27,9 @@ from rich.text import Text
 from megatron_async.disk import json_lines, whole_lines_end
 from megatron_async.telemetry.metrics import first_accuracy
 
+T = TypeVar("T")
+Status: TypeAlias = dict[str, Any]
+_POLL_SECONDS = 0.5
 _REMEMBERED = 8
 """Steps that the time left is estimated from."""
 _COLUMNS = 80
@@ -55,7 +58,7 @@ class Progress:
         self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
 
     def __enter__(self) -> Progress:
-        if self._live_wanted and not self._silent:
+        if self._live_wanted:
             self._live = Live(Text("starting"), console=self._console, refresh_per_second=2)
             self._live.__enter__()
         return self
@@ -64,7 +67,16 @@ class Progress:
         if self._live is not None:
             self._live.stop()
 
-    def update(self, status: dict[str, Any] | None) -> None:
+    def follow(self, ended: Callable[[], T | None], status: Callable[[], Status | None]) -> T:
+        """Show what happens until `ended` returns something, which is returned."""
+        with self:
+            while (found := ended()) is None:
+                self.update(status())
+                time.sleep(_POLL_SECONDS)
+            self.update(None)
+        return found
+
+    def update(self, status: Status | None) -> None:
         """Show new steps and the present state of the queues; None: nothing generates."""
         if self._silent:
             return
@@ -97,7 +109,7 @@ class Progress:
             self._console.print(f"warning {name}: {message}", highlight=False)
         self._warnings[name] = message
 
-    def _panel(self, status: dict[str, Any] | None) -> Panel:
+    def _panel(self, status: Status | None) -> Panel:
         line, elapsed = self._last, time.monotonic() - self._began
         done = int(line["step"]) + 1 if line else 0
         rows: list[tuple[str, str]] = [("time", _times(elapsed, self._seconds, self._steps - done))]
@@ -198,7 +210,7 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def _phase(status: dict[str, Any] | None) -> str:
+def _phase(status: Status | None) -> str:
     """What a run waits for before its first step."""
     if status is None:
         return ""
@@ -207,7 +219,7 @@ def _phase(status: dict[str, Any] | None) -> str:
     return f"engines {status['engines']}/{status['engines']} generate"
 
 
-def format_status(status: dict[str, Any]) -> str:
+def format_status(status: Status) -> str:
     """Queues and buffers, one line."""
     if not status:
         return _ENGINES_START

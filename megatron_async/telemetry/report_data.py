@@ -7,7 +7,6 @@ Invariants
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -90,13 +89,11 @@ def _warnings(metrics_file: Path, train: Lines) -> list[dict[str, Any]]:
     if not metrics_file.exists():
         return []
     times = {line["step"]: line["time"] for line in train}
-    found = []
-    for text in metrics_file.read_text().splitlines():
-        if '"kind": "warning"' in text:
-            line = json.loads(text)
-            line.setdefault("time", times.get(line["step"], 0.0))
-            found.append(line)
-    return found
+    return [
+        {"time": times.get(line["step"], 0.0), **line}
+        for line in json_lines(metrics_file.read_bytes())
+        if line.get("kind") == "warning"
+    ]
 
 
 def _decoder(model_path: str) -> Callable[[Sequence[int]], str]:

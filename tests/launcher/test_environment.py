@@ -68,7 +68,7 @@ class Started(Exception):
 
 
 def on_one_machine(config: RunConfig, directory: RunDirectory) -> None:
-    supervisor.Supervisor(config, directory, DeviceSplit())._start_trainers("a:1", None)
+    supervisor.Supervisor(config, directory, DeviceSplit())._start_trainers("a:1")
 
 
 def on_several_nodes(config: RunConfig, directory: RunDirectory) -> None:
