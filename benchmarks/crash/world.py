@@ -287,7 +287,7 @@ class World:
         newest = next(iter(list_checkpoints(self.directory.checkpoints)), None)
         if newest is not None:
             position = int(newest.extra["store_position"])
-            resume = ResumePoint(self._lineage, newest.step, newest.lineage, position)
+            resume = ResumePoint(self._lineage, newest.step, newest.manifest.lineage, position)
         self._trainer = Trainer(self.config, self.directory, self._manager, MODEL)
         self._training = asyncio.create_task(self._trainer.live(resume, self._enough))
 

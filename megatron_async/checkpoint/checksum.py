@@ -119,6 +119,17 @@ def tally(
     return tallies.setdefault(name, TensorTally(dtype_name(dtype), tuple(shape)))
 
 
+def check_tensor(tensors: Mapping[str, TensorRecord], name: str, shape: tuple[int, ...]) -> None:
+    """A tensor of the model is there with its shape. Raises CorruptCheckpoint."""
+    record = tensors.get(name)
+    if record is None:
+        raise CorruptCheckpoint(f"it has no tensor {name}, and the model has one")
+    if record.shape != shape:
+        raise CorruptCheckpoint(
+            f"tensor {name} has shape {record.shape}, the model's config.json asks for {shape}"
+        )
+
+
 def compare(expected: Mapping[str, TensorRecord], found: Mapping[str, TensorTally]) -> None:
     """Compare with what was saved. Raises CorruptCheckpoint for the first tensor that differs."""
     for name, record in sorted(expected.items()):

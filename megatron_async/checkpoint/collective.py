@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch.distributed as dist
 
-from megatron_async.checkpoint.manifest import Checkpoint, faults
+from megatron_async.checkpoint.manifest import Checkpoint, CorruptCheckpoint, faults
 
 
 def first_error(mine: str | None, group: dist.ProcessGroup | None = None) -> str | None:
@@ -12,6 +15,18 @@ def first_error(mine: str | None, group: dist.ProcessGroup | None = None) -> str
     errors: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, mine, group=group)
     return next((error for error in errors if error is not None), None)
+
+
+@contextmanager
+def corrupt_on_all(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Collective. A CorruptCheckpoint inside the block on one rank is raised by every rank."""
+    problem = None
+    try:
+        yield
+    except CorruptCheckpoint as error:
+        problem = str(error)
+    if (found := first_error(problem, group)) is not None:
+        raise CorruptCheckpoint(found)
 
 
 def shared_faults(checkpoint: Checkpoint, group: dist.ProcessGroup | None = None) -> list[str]:

@@ -23,12 +23,13 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Self
+from typing import TypeAlias
 
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -36,6 +37,7 @@ from torch import Tensor
 
 from megatron_async.checkpoint.checksum import (
     TensorTally,
+    check_tensor,
     checksum,
     compare,
     dtype_name,
@@ -72,36 +74,6 @@ from megatron_async.models.save import (
 )
 from megatron_async.models.shards import merge, split
 from megatron_async.run_directory import RunDirectory
-
-
-class ByteProgress:
-    """`with ByteProgress("convert", total, show=True) as bar: ... bar.advance(n)`."""
-
-    def __init__(self, title: str, total: int, show: bool) -> None:
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.percentage:>3.0f} %"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-            disable=not show,
-        )
-        self._total = total
-        self._task = self._bar.add_task(title, total=total)
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
-            self._bar.update(self._task, completed=self._total)
-        self._bar.stop()
-
-    def advance(self, amount: int) -> None:
-        """`amount` more is done."""
-        self._bar.advance(self._task, amount)
-
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HF_FOLDER = "hf"
@@ -142,20 +114,20 @@ def hf_to_megatron(
     _refuse_existing(destination)
     with SafetensorsDirectory(source, max_open=_OPEN_FILES) as directory:
         check_tensors(directory, architecture)
-        with _partial(destination) as partial:
+        with _partial(destination) as folder:
             total = sum(path.stat().st_size for path in source.glob("*.safetensors"))
-            with ByteProgress("hf-to-megatron", total, show_progress) as progress:
+            with _progress("hf-to-megatron", total, show_progress) as advance:
                 tensors = _write_pieces(
-                    architecture, directory, partial, tensor, pipeline, cast, progress
+                    architecture, directory, folder, tensor, pipeline, cast, advance
                 )
-            _copy_hf_files(source, partial / HF_FOLDER)
+            _copy_hf_files(source, folder / HF_FOLDER)
             manifest = Manifest(
                 lineage=0,
                 step=0,
                 layout=SavedLayout(tensor, pipeline, 1),
                 files={
-                    str(path.relative_to(partial)): hash_file(path)
-                    for path in sorted(partial.rglob("*"))
+                    str(path.relative_to(folder)): hash_file(path)
+                    for path in sorted(folder.rglob("*"))
                     if path.is_file()
                 },
                 tensors=tensors,
@@ -163,7 +135,7 @@ def hf_to_megatron(
                 extra={"converted_from": str(source)},
                 written_at=datetime.now(UTC).isoformat(timespec="seconds"),
             )
-            return finalise(partial, destination, manifest)
+            return finalise(folder, destination, manifest)
 
 
 def _check_sizes(architecture: Architecture, tensor: int, pipeline: int) -> None:
@@ -183,7 +155,7 @@ def _write_pieces(
     tensor: int,
     pipeline: int,
     cast: torch.dtype | None,
-    progress: ByteProgress,
+    advance: Advance,
 ) -> dict[str, TensorRecord]:
     """The files of every rank, parameter by parameter; returns what the manifest lists."""
     tallies: dict[str, TensorTally] = {}
@@ -207,7 +179,7 @@ def _write_pieces(
                         piece = flat_N[box.begin : box.end].view(box.shape)
                         ranks[rank].add(piece_key(slot.weights, box.offsets), piece)
                         known.add(int(checksum(piece, box.offsets, slot.shape)), piece.numel())
-                    progress.advance(shard.nbytes)
+                    advance(shard.nbytes)
             for files in ranks:
                 files.finish()
     return {name: known.record(name) for name, known in tallies.items()}
@@ -249,15 +221,17 @@ def megatron_to_hf(
     _refuse_existing(destination)
     if cast is None and not checkpoint.manifest.trainer.get(CONVERTED):
         cast = checkpoint_dtype(architecture)
-    _check_tensors(checkpoint, architecture)
-    elements = sum(prod(slot.shape) for slot in stage_slots(architecture, 0, 1))
+    slots = list(stage_slots(architecture, 0, 1))
+    elements = sum(prod(slot.shape) for slot in slots)
     try:
+        for slot in slots:
+            check_tensor(checkpoint.manifest.tensors, slot.weights, slot.shape)
         with (
             PieceReader(checkpoint.path, checkpoint.manifest.files) as reader,
             _with_dtype(hf_files, dtype) as copied_from,
-            ByteProgress("megatron-to-hf", elements, show_progress) as progress,
+            _progress("megatron-to-hf", elements, show_progress) as advance,
         ):
-            stream = _hf_tensors(checkpoint, reader, architecture, cast, progress)
+            stream = _hf_tensors(checkpoint, reader, architecture, cast, advance)
             write_model_directory(buckets(stream, max_shard_bytes), destination, copied_from)
     except CorruptCheckpoint as error:
         raise UserError(f"checkpoint {checkpoint.path}: {error}") from error
@@ -269,12 +243,12 @@ def _hf_tensors(
     reader: PieceReader,
     a: Architecture,
     cast: torch.dtype | None,
-    progress: ByteProgress,
+    advance: Advance,
 ) -> Iterator[tuple[str, Tensor]]:
     precision = checkpoint.manifest.trainer.get(PARAMETER_DTYPE)
     for slot in stage_slots(a, 0, 1):
         whole = _read(checkpoint, reader, slot)
-        progress.advance(whole.numel())
+        advance(whole.numel())
         if precision is not None:  # the model's values are roundings of the optimizer's
             whole = whole.to(dtype_named(precision))
         for name, tensor in zip(slot.tensor_names, merge(slot.rule, [whole]), strict=True):
@@ -292,22 +266,6 @@ def _read(checkpoint: Checkpoint, reader: PieceReader, slot: Slot) -> Tensor:
     found.add(int(checksum(whole, origin, slot.shape)), whole.numel())
     compare({slot.weights: record}, {slot.weights: found})
     return whole
-
-
-def _check_tensors(checkpoint: Checkpoint, a: Architecture) -> None:
-    """Every parameter is there with the model's shape."""
-    for slot in stage_slots(a, 0, 1):
-        record = checkpoint.manifest.tensors.get(slot.weights)
-        if record is None:
-            raise UserError(
-                f"checkpoint {checkpoint.path} has no tensor {slot.weights}; the model's "
-                "config.json has"
-            )
-        if record.shape != slot.shape:
-            raise UserError(
-                f"checkpoint {checkpoint.path}: tensor {slot.weights} has shape {record.shape}, "
-                f"config.json asks for {slot.shape}"
-            )
 
 
 def _find_checkpoint(source: Path) -> Checkpoint:
@@ -352,6 +310,19 @@ def _with_dtype(hf_files: Path, dtype: str | None) -> Iterator[Path]:
 
 
 # ---------------------------------------------------------------- both
+
+Advance: TypeAlias = Callable[[int], None]
+
+
+@contextmanager
+def _progress(title: str, total: int, show: bool) -> Iterator[Advance]:
+    """A bar for the length of the block; gives what is called when so much more is done."""
+    columns = (BarColumn(), TextColumn("{task.percentage:>3.0f} %"), TimeElapsedColumn())
+    title_column = TextColumn("{task.description}")
+    with Progress(title_column, *columns, TimeRemainingColumn(), disable=not show) as bar:
+        task = bar.add_task(title, total=total)
+        yield partial(bar.advance, task)
+        bar.update(task, completed=total)
 
 
 def _copy_hf_files(source: Path, folder: Path) -> None:

@@ -150,20 +150,20 @@ class PieceReader:
         for stored in self._pieces.get(name, ()):
             overlap = _overlap(stored, offsets, into.shape)
             if overlap is not None:
-                covered += self._copy(stored, overlap, into)
+                covered += self._copy(stored, *overlap, into)
         if covered != into.numel():
             raise CorruptCheckpoint(
                 f"tensor {name} has {covered} of the {into.numel()} elements of {list(into.shape)} "
                 f"at {list(offsets)}"
             )
 
-    def _copy(self, stored: _Stored, overlap: _Overlap, into: Tensor) -> int:
+    def _copy(self, stored: _Stored, theirs: _Slices, ours: _Slices, into: Tensor) -> int:
         """Band by band of whole rows of the piece; returns the number of elements."""
-        rows = overlap.theirs[0]
+        rows = theirs[0]
         width = prod(stored.shape[1:])
         row_bytes = width * stored.dtype.itemsize
         band = max(1, _BAND_BYTES // row_bytes)
-        target = into[overlap.ours]
+        target = into[ours]
         for first in range(rows.start, rows.stop, band):
             count = min(band, rows.stop - first)
             content = bytearray(count * row_bytes)
@@ -177,7 +177,7 @@ class PieceReader:
                 raise CorruptCheckpoint(f"{stored.path.name} ends early")
             part = torch.frombuffer(content, dtype=stored.dtype).view(count, *stored.shape[1:])
             begin = first - rows.start
-            target[begin : begin + count].copy_(part[:, *overlap.theirs[1:]])
+            target[begin : begin + count].copy_(part[:, *theirs[1:]])
         return target.numel()
 
     def _file(self, path: Path) -> BinaryIO:
@@ -228,15 +228,10 @@ def _piece(path: Path, data: int, size: int, key: str, entry: Any) -> tuple[str,
 _Slices = tuple[slice, ...]
 
 
-@dataclass(frozen=True)
-class _Overlap:
+def _overlap(
+    stored: _Stored, offsets: Sequence[int], shape: Sequence[int]
+) -> tuple[_Slices, _Slices] | None:
     """Intersection of a piece and a box, as slices of either."""
-
-    theirs: _Slices
-    ours: _Slices
-
-
-def _overlap(stored: _Stored, offsets: Sequence[int], shape: Sequence[int]) -> _Overlap | None:
     if len(stored.offsets) != len(offsets):
         return None
     theirs, ours = [], []
@@ -248,4 +243,4 @@ def _overlap(stored: _Stored, offsets: Sequence[int], shape: Sequence[int]) -> _
             return None
         theirs.append(slice(first - begin, last - begin))
         ours.append(slice(first - offset, last - offset))
-    return _Overlap(tuple(theirs), tuple(ours))
+    return tuple(theirs), tuple(ours)

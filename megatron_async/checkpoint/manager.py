@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,9 +30,9 @@ from megatron_async.checkpoint.manifest import (
     Checkpoint,
     CorruptCheckpoint,
     Manifest,
+    first_intact,
     list_checkpoints,
     prune,
-    report_corrupt,
     step_directory,
 )
 from megatron_async.config.run import CheckpointConfig
@@ -67,7 +68,7 @@ class CheckpointManager:
         self._group = group
         self._job: SaveJob | None = None
         self._pinned = HostBuffers()  # the save before has ended when the next one begins
-        self._saves = 0
+        self._first_save = True
         self._finalised: list[Finalised] = []
 
     # ------------------------------------------------------------ saving
@@ -94,8 +95,7 @@ class CheckpointManager:
         )
         manifest.to_json()  # Raises here rather than in the background.
         temporary = self._root / f"{_TEMPORARY_PREFIX}{version}"
-        self._on_rank_zero(lambda: self._make_room(temporary), version.number)
-        self._saves += 1
+        self._make_room(temporary, version.number)
         self._job = SaveJob(
             prepare(trainer, self._pinned),
             manifest,
@@ -153,25 +153,24 @@ class CheckpointManager:
             f"checkpoint of step {step} in {self._root} could not be written ({error}); {last}"
         )
 
-    def _on_rank_zero(self, work: Callable[[], None], step: int) -> None:
-        """Do it on rank 0; an OSError there fails the save on every rank."""
-        box: list[str | None] = [None]
+    def _make_room(self, temporary: Path, step: int) -> None:
+        """An empty directory to write to; before the first save, what dead processes left goes.
+
+        Rank 0 makes it; an OSError there fails the save on every rank.
+        """
+        problem = None
         if dist.get_rank() == 0:
             try:
-                work()
+                if self._first_save:
+                    for path in self._root.glob(f"{_TEMPORARY_PREFIX}*"):
+                        logger.warning("removing %s, a checkpoint that was never finished", path)
+                        shutil.rmtree(path)
+                temporary.mkdir(parents=True)
             except OSError as error:
-                box[0] = reason_and_file(error)
-        dist.broadcast_object_list(box, src=0)
-        if box[0] is not None:
-            raise self._failure(step, box[0])
-
-    def _make_room(self, temporary: Path) -> None:
-        """An empty directory to write to; before the first save, what dead processes left goes."""
-        if self._saves == 0:
-            for path in self._root.glob(f"{_TEMPORARY_PREFIX}*"):
-                logger.warning("removing %s, a checkpoint that was never finished", path)
-                shutil.rmtree(path)
-        temporary.mkdir(parents=True)
+                problem = reason_and_file(error)
+        if (failed := first_error(problem, self._group)) is not None:
+            raise self._failure(step, failed)
+        self._first_save = False
 
     # ------------------------------------------------------------ loading
 
@@ -182,14 +181,10 @@ class CheckpointManager:
         checkpoints and every one of them is corrupt.
         """
         candidates = list_checkpoints(self._root)
-        for checkpoint in candidates:
-            problems = shared_faults(checkpoint, self._group)
-            if not problems:
-                return checkpoint
-            report_corrupt(checkpoint, problems)
-        if candidates:
+        found = first_intact(candidates, partial(shared_faults, group=self._group))
+        if found is None and candidates:
             raise UserError(f"every checkpoint in {self._root} is corrupt")
-        return None
+        return found
 
     def load(self, trainer: Checkpointable, checkpoint: Checkpoint) -> None:
         """Weights, optimizer, progress; random states where the layout is the one that saved.

@@ -24,10 +24,10 @@ import logging
 import os
 import shutil
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeAlias
 
 from megatron_async.disk import force_to_disk, replace_durably
 from megatron_async.errors import UserError
@@ -162,11 +162,6 @@ class Checkpoint:
         return self.manifest.step
 
     @property
-    def lineage(self) -> int:
-        """The lineage that wrote it."""
-        return self.manifest.lineage
-
-    @property
     def extra(self) -> Mapping[str, Any]:
         """Return the entries that the caller of the save gave."""
         return self.manifest.extra
@@ -277,21 +272,26 @@ def list_checkpoints(root: Path | str) -> list[Checkpoint]:
     return sorted(found, key=lambda checkpoint: checkpoint.manifest.version, reverse=True)
 
 
-def first_intact(checkpoints: Iterable[Checkpoint]) -> Checkpoint | None:
+def all_faults(checkpoint: Checkpoint) -> list[str]:
+    """Return a sentence for each fault of a checkpoint's files."""
+    return faults(checkpoint.path, checkpoint.manifest.files)
+
+
+FindFaults: TypeAlias = Callable[[Checkpoint], list[str]]
+
+
+def first_intact(
+    checkpoints: Iterable[Checkpoint], find_faults: FindFaults = all_faults
+) -> Checkpoint | None:
     """Return the first checkpoint whose files match its manifest; others are reported."""
     for checkpoint in checkpoints:
-        problems = faults(checkpoint.path, checkpoint.manifest.files)
+        problems = find_faults(checkpoint)
         if not problems:
             return checkpoint
-        report_corrupt(checkpoint, problems)
+        logger.warning(
+            "checkpoint %s is corrupt (%s); the previous one is used", checkpoint.path, problems[0]
+        )
     return None
-
-
-def report_corrupt(checkpoint: Checkpoint, problems: Sequence[str]) -> None:
-    """Log which checkpoint is passed over and why."""
-    logger.warning(
-        "checkpoint %s is corrupt (%s); the previous one is used", checkpoint.path, problems[0]
-    )
 
 
 def find_latest(root: Path | str) -> Checkpoint | None:
@@ -299,18 +299,19 @@ def find_latest(root: Path | str) -> Checkpoint | None:
     return first_intact(list_checkpoints(root))
 
 
-def open_checkpoint(path: Path | str) -> Checkpoint:
+def open_checkpoint(
+    path: Path | str, named_by: str = "checkpoint", find_faults: FindFaults = all_faults
+) -> Checkpoint:
     """A checkpoint that a person named. Raises UserError when it is missing or corrupt."""
     path = Path(path)
     if not path.is_dir():
-        raise UserError(f"checkpoint {path} does not exist")
+        raise UserError(f"{named_by} {path} does not exist")
     try:
         checkpoint = read_checkpoint(path)
     except CorruptCheckpoint as error:
-        raise UserError(f"checkpoint {path} is not complete: {error}") from error
-    problems = faults(path, checkpoint.manifest.files)
-    if problems:
-        raise UserError(f"checkpoint {path} is corrupt: {problems[0]}")
+        raise UserError(f"{named_by} {path} is not complete: {error}") from error
+    if problems := find_faults(checkpoint):
+        raise UserError(f"{named_by} {path} is corrupt: {problems[0]}")
     return checkpoint
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -27,8 +28,16 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch import Tensor
 
-from megatron_async.checkpoint.checksum import TensorTally, checksum, compare, signed, tally
-from megatron_async.checkpoint.collective import first_error
+from megatron_async.checkpoint.checksum import (
+    TensorTally,
+    check_tensor,
+    checksum,
+    compare,
+    dtype_named,
+    signed,
+    tally,
+)
+from megatron_async.checkpoint.collective import corrupt_on_all, shared_faults
 from megatron_async.checkpoint.files import PieceReader
 from megatron_async.checkpoint.manifest import (
     ADAM,
@@ -38,9 +47,11 @@ from megatron_async.checkpoint.manifest import (
     CorruptCheckpoint,
     SavedLayout,
     TensorRecord,
+    open_checkpoint,
 )
 from megatron_async.checkpoint.placement import Box, Slot, boxes, exported, stage_slots
 from megatron_async.checkpoint.random_state import load_random_state
+from megatron_async.errors import UserError
 from megatron_async.models.architecture import Architecture
 from megatron_async.models.parameters import PlacedParameter, placed_parameters, unwrap
 from megatron_async.models.shards import ShardLayout
@@ -251,17 +262,13 @@ def load_state(
 
     Raises CorruptCheckpoint, on every rank alike.
     """
-    tensors, problem = checkpoint.manifest.tensors, None
-    try:
+    tensors = checkpoint.manifest.tensors
+    with corrupt_on_all(group):
         with PieceReader(checkpoint.path, checkpoint.manifest.files) as reader:
             for shard in held_shards(trainer):
                 load_shard(shard, reader, tensors)
         if with_random:
             load_random_state(checkpoint.path, dist.get_rank())
-    except CorruptCheckpoint as error:
-        problem = str(error)
-    if (found := first_error(problem, group)) is not None:
-        raise CorruptCheckpoint(found)
     spread_weights(trainer)
     tallies: dict[str, TensorTally] = {}
     for shard in saved_shards(trainer):
@@ -269,17 +276,57 @@ def load_state(
     verify(tensors, tallies, group)
 
 
+def load_checkpoint_weights(model: Any, path: Path) -> None:
+    """Fill `model` (a rank's chunk, unwrapped) with the weights alone: a new run's starting point.
+
+    Collective. The checkpoint may be of any layout and precision; the parameters keep theirs.
+    Beside the model, a rank holds one of its parameters in the checkpoint's precision. Raises
+    UserError for a damaged or unfitting one.
+    """
+    checkpoint = open_checkpoint(path, "model.checkpoint", shared_faults)
+    tensors = {
+        name: record
+        for name, record in checkpoint.manifest.tensors.items()
+        if name.startswith(f"{WEIGHTS}/")
+    }
+    tallies: dict[str, TensorTally] = {}
+    try:
+        with (
+            torch.no_grad(),
+            corrupt_on_all(),
+            PieceReader(checkpoint.path, checkpoint.manifest.files) as reader,
+        ):
+            for place in placed_parameters([model], model.architecture):
+                shard = _weights_shard(place, model.architecture, tensors)
+                load_shard(shard, reader, tensors)
+                if shard.counts:
+                    count(tallies, shard)
+                place.parameter.copy_(shard.flat_N.view(place.parameter.shape))
+        verify(tensors, tallies)
+    except CorruptCheckpoint as error:
+        raise UserError(
+            f"model.checkpoint {path} does not fit the model of model.path: {error}"
+        ) from error
+
+
+def _weights_shard(
+    place: PlacedParameter, architecture: Architecture, tensors: Mapping[str, TensorRecord]
+) -> ParameterShard:
+    """Room for this rank's part of a parameter, in the precision in which it is stored."""
+    slot = slot_of(place, architecture)
+    name, like = slot.weights, place.parameter
+    dtype = dtype_named(tensors[name].dtype) if name in tensors else like.dtype
+    flat_N = torch.empty(like.numel(), dtype=dtype)
+    where = boxes(slot, place.size, place.rank)
+    counts = original(place) and replicas(place)[0] == 0
+    return ParameterShard(name, slot.shape, flat_N, 0, where, counts)
+
+
 def load_shard(
     shard: ParameterShard, reader: PieceReader, tensors: Mapping[str, TensorRecord]
 ) -> None:
     """Fill the tensor of `shard`. Raises CorruptCheckpoint."""
-    record = tensors.get(shard.name)
-    if record is None:
-        raise CorruptCheckpoint(f"it has no tensor {shard.name}")
-    if record.shape != shard.shape:
-        raise CorruptCheckpoint(
-            f"tensor {shard.name} has shape {list(record.shape)}, the model has {list(shard.shape)}"
-        )
+    check_tensor(tensors, shard.name, shard.shape)
     if sum(box.end - box.begin for box in shard.boxes) < shard.flat_N.numel():
         shard.flat_N.zero_()
     for piece in shard.pieces():

@@ -15,15 +15,16 @@ Invariants
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Final
 
 import torch.distributed as dist
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from megatron_async.algorithms.transfer import HostBuffers
@@ -60,19 +61,8 @@ class RankStatus:
     tensors: Mapping[str, TensorTally] = field(default_factory=dict)
     error: str | None = None
 
-    def to_json(self) -> str:
-        """Inverse of `from_json`."""
-        return json.dumps(asdict(self))
 
-    @classmethod
-    def from_json(cls, text: str) -> RankStatus:
-        """Read the report that another rank wrote."""
-        content = json.loads(text)
-        return cls(
-            {name: FileRecord(**record) for name, record in content["files"].items()},
-            {name: TensorTally(**known) for name, known in content["tensors"].items()},
-            content["error"],
-        )
+_STATUS: Final = TypeAdapter(RankStatus)
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,7 +197,7 @@ class SaveJob:
         return sorted(self.temporary.glob(f"*_{self._rank:05d}.*safetensors"))
 
     def _report(self, status: RankStatus) -> None:
-        write_atomically(self._status_path(self._rank), status.to_json().encode())
+        write_atomically(self._status_path(self._rank), _STATUS.dump_json(status))
 
     def _commit(self) -> None:
         """Rank 0, once all ranks have reported success."""
@@ -219,7 +209,7 @@ class SaveJob:
                 raise OSError(f"rank {rank}: {status.error}")
             files.update(status.files)
             for name, known in status.tensors.items():
-                total = tensors.setdefault(name, TensorTally(known.dtype, tuple(known.shape)))
+                total = tensors.setdefault(name, TensorTally(known.dtype, known.shape))
                 total.add(known.checksum, known.elements)
         for name in sorted(self._prepared.names - tensors.keys()):
             raise CorruptCheckpoint(f"tensor {name} is held by no rank")
@@ -240,7 +230,7 @@ class SaveJob:
             if time.monotonic() > self._deadline:
                 raise TimeoutError(f"rank {rank} did not report its files within the time limit")
             time.sleep(_POLL_SECONDS)
-        return RankStatus.from_json(path.read_text())
+        return _STATUS.validate_json(path.read_bytes())
 
     def _status_path(self, rank: int) -> Path:
         return self.temporary / f"status_{rank:05d}.json"

@@ -14,12 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_async.checkpoint.manifest import (
-    MANIFEST_NAME,
-    CorruptCheckpoint,
-    list_checkpoints,
-    read_checkpoint,
-)
+from megatron_async.checkpoint.manifest import MANIFEST_NAME, list_checkpoints, open_checkpoint
 from megatron_async.config import RunConfig
 from megatron_async.config.rollout import EngineConfig
 from megatron_async.errors import ComponentFailure, UserError
@@ -123,10 +118,7 @@ def _check_checkpoint(path: Path) -> None:
     """Check its manifest; the files are verified when they are read."""
     if not (path / MANIFEST_NAME).is_file():
         raise UserError(f"model.checkpoint {str(path)!r} has no {MANIFEST_NAME}: not a checkpoint")
-    try:
-        read_checkpoint(path)
-    except CorruptCheckpoint as error:
-        raise UserError(f"model.checkpoint {path}: {error}") from error
+    open_checkpoint(path, "model.checkpoint", lambda _: [])
 
 
 def check_resume(directory: RunDirectory, config: RunConfig) -> None:

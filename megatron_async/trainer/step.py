@@ -27,7 +27,7 @@ from megatron_async_kernels.loss_types import LossMetrics, NonFiniteError
 from megatron_async.algorithms.algorithm import build_algorithm
 from megatron_async.algorithms.metrics import finalize
 from megatron_async.checkpoint.checksum import dtype_name
-from megatron_async.checkpoint.start import load_checkpoint_weights
+from megatron_async.checkpoint.state import load_checkpoint_weights
 from megatron_async.config import RunConfig
 from megatron_async.errors import ComponentFailure
 from megatron_async.models.load import load_hf_weights
