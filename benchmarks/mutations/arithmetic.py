@@ -327,7 +327,7 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
         ("offsets[0] * stride if len(shape) == 2 else 0", "0"),
         ("if bits_RC.shape[1] == stride and bits_RC.is_contiguous()", "if True"),
         ("bits_RC.shape[1] == stride and bits_RC", "bits_RC"),
-        ("_arange(rows, piece)[:, None] * stride", "_arange(rows, piece)[:, None] * cols"),
+        ("rows_R[:, None] * stride", "rows_R[:, None] * cols"),
         ("places_RC *= signed(_PLACE)\n", "pass\n"),
         ("first + row * rows * stride + column * cols", "first + row * rows * stride"),
         ("first + row * rows * stride + column * cols", "first + column * cols"),

@@ -64,7 +64,8 @@ def _checksum(piece: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> Te
     limit = _CHUNK.get(piece.device.type, _CHUNK["cpu"])
     cols = min(limit, max(1, bits_RC.shape[1]))
     rows = min(max(1, limit // cols), max(1, bits_RC.shape[0]))
-    places_RC = _arange(rows, piece)[:, None] * stride + _arange(cols, piece)
+    rows_R, cols_C = (torch.arange(count, device=piece.device) for count in (rows, cols))
+    places_RC = rows_R[:, None] * stride + cols_C
     places_RC *= signed(_PLACE)
     total = torch.zeros((), dtype=torch.int64, device=piece.device)
     for row, band_RC in enumerate(bits_RC.split(rows)):
@@ -78,10 +79,6 @@ def _checksum(piece: Tensor, offsets: Sequence[int], shape: Sequence[int]) -> Te
             hashes_RC ^= hashes_RC >> 32
             total += hashes_RC.sum()
     return total
-
-
-def _arange(count: int, like: Tensor) -> Tensor:
-    return torch.arange(count, dtype=torch.int64, device=like.device)
 
 
 def signed(number: int) -> int:

@@ -62,10 +62,7 @@ class Node:
         self.index: int = arguments.index
         self.count: int = arguments.count
         self.address = node_address()
-
-    @property
-    def name(self) -> str:
-        return socket.gethostname().split(".")[0]
+        self.name = socket.gethostname().split(".")[0]
 
     def use_token(self) -> None:
         """Ray's processes from here on show the session's token."""

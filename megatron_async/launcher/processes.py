@@ -21,14 +21,10 @@ from megatron_async.errors import ComponentFailure, cause_in_log
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent() -> None:
-    """Ask the kernel for SIGTERM when the parent process ends. For a child's first moment."""
+def _prepare_child() -> None:
+    """Ask the kernel for SIGTERM when the parent process ends, and ignore SIGUSR2."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def _prepare_child() -> None:
-    die_with_parent()
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 
@@ -72,13 +68,13 @@ class Child:
         except subprocess.TimeoutExpired:
             return None
 
-    def ask_to_end(self, seconds: float) -> int | None:
+    def ask_to_end(self, seconds: float) -> None:
         """SIGTERM to the process alone, for one that ends its own children in order.
 
-        Exit code, or None when it still runs after the limit; `stop` then clears what is left.
+        Waits for its end within the limit; `stop` then clears what is left.
         """
         self._process.terminate()
-        return self.wait(seconds)
+        self.wait(seconds)
 
     def stop(self, grace_seconds: float = 10.0) -> None:
         """End the whole session of the child."""
@@ -87,8 +83,7 @@ class Child:
                 os.killpg(self._process.pid, sign)
             except ProcessLookupError:
                 return
-            if self.wait(seconds) is not None and sign is signal.SIGTERM:
-                continue  # its grandchildren may still be there: the kill clears the session
+            self.wait(seconds)  # grandchildren may outlive it: the kill clears the session
 
     def log_tail(self, lines: int = 15) -> str:
         """Return the last lines that the process wrote."""

@@ -121,8 +121,6 @@ class Trace:
                 self._published(event.version.number, at)
             case ev.BatchTaken():
                 self._instant(f"batch {event.step} taken", _TRAINER, at)
-            case _:
-                pass
         for action in exchange.actions:
             self._act(action, at)
 
@@ -140,8 +138,6 @@ class Trace:
                 self._resume(at)
             case ev.Warn():
                 self._instant(f"warning {action.name}", _SCHEDULER, at, message=action.message)
-            case _:
-                pass
 
     def _engine(self, engine_id: str) -> _Engine:
         if engine_id not in self._engines:
