@@ -120,7 +120,7 @@ class CheckpointManager:
         if dist.get_rank() == 0:
             shutil.rmtree(job.temporary, ignore_errors=True)
         dist.barrier()
-        raise self._failure(job.step, failed)
+        raise self._failure(job.manifest.step, failed)
 
     def close(self) -> None:
         """Close it before the process group ends."""

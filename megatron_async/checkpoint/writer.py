@@ -124,7 +124,7 @@ class SaveJob:
         timeout_seconds: float,
     ) -> None:
         self._prepared = prepared
-        self._manifest = manifest
+        self.manifest = manifest
         self.temporary = temporary
         self._target = target
         self._deadline = time.monotonic() + timeout_seconds
@@ -133,11 +133,6 @@ class SaveJob:
         self._thread = threading.Thread(target=self.run, name="checkpoint", daemon=True)
         self.error: str | None = "it did not end"
         self.checkpoint: Checkpoint | None = None
-
-    @property
-    def step(self) -> int:
-        """The step that is being saved."""
-        return self._manifest.step
 
     @property
     def done(self) -> bool:
@@ -217,7 +212,7 @@ class SaveJob:
         for rank in range(self._world_size):
             self._status_path(rank).unlink()
         manifest = replace(
-            self._manifest,
+            self.manifest,
             files=files,
             tensors=records,
             written_at=datetime.now(UTC).isoformat(timespec="seconds"),

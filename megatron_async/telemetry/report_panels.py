@@ -32,7 +32,7 @@ COLOURS: Final = (
 _HEIGHT: Final = 260
 _MARGINS: Final = {"l": 58, "r": 12, "t": 34, "b": 62}
 _CERTAINTY: Final = 1.96  # of a normal distribution, 95 %
-_MOST_LAG: Final = 9
+_MOST_LAG: Final = 8
 _FEW_DIGITS, _FEW_POWERS = 3.0, 100.0  # largest over smallest value of a logarithmic axis
 _MOST_LOG_WEIGHT: Final = 20.0  # where log ratios are clamped
 
@@ -274,14 +274,10 @@ def happenings(run: RunData) -> Figure | None:
     return figure
 
 
-def _lag_shares() -> tuple[Series, ...]:
-    last = _MOST_LAG - 1
-    return tuple(
-        (f"lag {k}" + (" or more" if k == last else ""), f"staleness/lag_share_{k}")
-        for k in range(_MOST_LAG)
-    )
-
-
+_LAG_SHARES: Final = (
+    *((f"lag {k}", f"staleness/lag_share_{k}") for k in range(_MOST_LAG)),
+    (f"lag {_MOST_LAG} or more", f"staleness/lag_share_{_MOST_LAG}"),
+)
 _TRAINER_PHASES: Final = (
     ("waiting for a batch", "time/wait_for_batch"),
     ("training", "time/train"),
@@ -336,7 +332,7 @@ PANELS: Final[tuple[Callable[[RunData], Figure | None], ...]] = (
         "policy versions",
         (("mean over trained tokens", "rollout/lag_mean"), ("largest", "rollout/lag_max")),
     ).figure,
-    Panel("Trained tokens by lag", "%", _lag_shares(), "areas", scale=100).figure,
+    Panel("Trained tokens by lag", "%", _LAG_SHARES, "areas", scale=100).figure,
     Panel(
         "Effective sample size (raw)",
         "% of the samples",
