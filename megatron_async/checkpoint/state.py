@@ -11,6 +11,8 @@ Invariants
 - Nothing depends on how Megatron pads or orders its buffers: a run of elements has its place from
   the parameter's name and shape alone.
 - Hyperparameters are the configuration's, not the checkpoint's.
+- Where the weights alone are loaded, every file is verified before the first value is read (ranks
+  share the reading), so that nothing is half loaded.
 """
 
 from __future__ import annotations
