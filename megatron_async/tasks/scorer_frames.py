@@ -1,7 +1,7 @@
 """The frames between a worker and its scorer process.
 
 Invariants
-- A request is JSON behind its length, on a pipe that only the worker writes to.
+- A request is a line of JSON, on a pipe that only the worker writes to.
 - A reply is one JSON packet on a `SOCK_SEQPACKET` socket. The kernel keeps packets apart, so that
   what else is written to the socket is a packet of its own and never shifts or breaks a reply.
 - Every frame has an `id`. That of a reply names its request and which of its scores it is, so that
@@ -10,10 +10,8 @@ Invariants
 
 from __future__ import annotations
 
-import asyncio
 import json
-import struct
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 LARGEST_REPLY_BYTES: Final = 1 << 16
 START_ID: Final = "start"
@@ -23,35 +21,16 @@ END_ID: Final = "end"
 BLOCKING: Final = "blocking"
 WAITING: Final = "waiting"
 """The two kinds of scorer processes: one response at a time, or many that wait for others."""
-_LENGTH = struct.Struct(">Q")
 
 
 def request_frame(content: dict[str, Any]) -> bytes:
     """A request as it travels."""
-    body = json.dumps(content).encode()
-    return _LENGTH.pack(len(body)) + body
+    return json.dumps(content).encode() + b"\n"
 
 
-def read_request(stream: BinaryIO) -> dict[str, Any] | None:
-    """The next request; `None` when there will be no more."""
-    head = stream.read(_LENGTH.size)
-    if len(head) < _LENGTH.size:
-        return None
-    (length,) = _LENGTH.unpack(head)
-    body = stream.read(length)
-    if len(body) < length:
-        return None
-    content: dict[str, Any] = json.loads(body)
-    return content
-
-
-async def read_request_async(stream: asyncio.StreamReader) -> dict[str, Any] | None:
-    """The same for an event loop."""
-    try:
-        (length,) = _LENGTH.unpack(await stream.readexactly(_LENGTH.size))
-        content: dict[str, Any] = json.loads(await stream.readexactly(length))
-    except asyncio.IncompleteReadError:
-        return None
+def parse_request(line: bytes) -> dict[str, Any] | None:
+    """The request in a line; `None` for what is no whole line: there will be no more."""
+    content: dict[str, Any] | None = json.loads(line) if line.endswith(b"\n") else None
     return content
 
 

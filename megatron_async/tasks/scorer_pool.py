@@ -15,7 +15,8 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Generic, Protocol, TypeVar
+from functools import cached_property
+from typing import Any, Final, Protocol
 
 from megatron_async.config.reward import ASYNCHRONOUS, ScorerSettings
 from megatron_async.tasks import scorer_count
@@ -41,34 +42,34 @@ class Worker(Protocol):
     def retire(self) -> None:
         """End it without waiting; it is idle."""
 
+    def close(self) -> None:
+        """End it, after the score that runs where one can be waited for."""
 
-W = TypeVar("W", bound=Worker)
 
-
-class ScorerPool(Generic[W]):
+class ScorerPool:
     """Workers made by `start`, at most `task.verifier_workers`. For one event loop."""
 
     def __init__(
         self,
         settings: ScorerSettings,
         model_path: str,
-        start: Callable[[], W],
+        start: Callable[[], Worker],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
         self._start = start
         self._clock = clock
-        self._decoder = _ResponseDecoder(model_path)
+        self._model_path = model_path
         self._queue: deque[tuple[Work, asyncio.Future[list[ResponseScore]]]] = deque()
-        self._idle: list[W] = []
+        self._idle: list[Worker] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiting = 0
         self._waits: list[bool] | None = None
         if not any(part.own for part in settings.parts):
             self._waits = [part.name in ASYNCHRONOUS for part in settings.parts]
-        self._for_waiting: WaitingScorer | None = None
+        self._for_waiting = WaitingScorer(settings)
         self.scorers = ScorerCount(settings.task.verifier_workers)
-        self.workers: list[W] = []
+        self.workers: list[Worker] = []
         if self._waits is None or not all(self._waits):
             self._add()
 
@@ -82,7 +83,8 @@ class ScorerPool(Generic[W]):
 
     async def score_group(self, prompt: Prompt, responses: Sequence[Sequence[int]]) -> list[Score]:
         """The same for several responses to one prompt, as rewards with `group: true` need it."""
-        texts = [self._decoder.text(ids) for ids in responses]
+        decode = self._tokenizer.decode
+        texts = [str(decode(list(ids), skip_special_tokens=True)) for ids in responses]
         return await self.score_texts(prompt.payload, texts)
 
     async def score_texts(self, payload: Mapping[str, Any], texts: Sequence[str]) -> list[Score]:
@@ -91,7 +93,7 @@ class ScorerPool(Generic[W]):
         waits = await self._asynchronous()
         found = await asyncio.gather(
             *(
-                self._score_waiting(piece) if waits[piece.part] else self._score_blocking(piece)
+                self._for_waiting.score(piece) if waits[piece.part] else self._score(piece)
                 for piece in work
             )
         )
@@ -99,9 +101,17 @@ class ScorerPool(Generic[W]):
         return [(score.reward, score.detail) for score in sums]
 
     def close(self) -> None:
-        """End the process of asynchronous rewards."""
-        if self._for_waiting is not None:
-            self._for_waiting.close()
+        """End all processes; scores that wait are given up."""
+        self._for_waiting.close()
+        for worker in self.workers:
+            worker.close()
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        """Loaded when it is first needed."""
+        from megatron_async.tasks.text_task import load_tokenizer
+
+        return load_tokenizer(self._model_path)
 
     async def _asynchronous(self) -> list[bool]:
         """List which rewards are; for the user's a scorer process looks."""
@@ -109,12 +119,7 @@ class ScorerPool(Generic[W]):
             self._waits = await self.workers[0].start()
         return self._waits
 
-    async def _score_waiting(self, work: Work) -> list[ResponseScore]:
-        if self._for_waiting is None:
-            self._for_waiting = WaitingScorer(self._settings)
-        return await self._for_waiting.score(work)
-
-    async def _score_blocking(self, work: Work) -> list[ResponseScore]:
+    async def _score(self, work: Work) -> list[ResponseScore]:
         done: asyncio.Future[list[ResponseScore]] = asyncio.get_running_loop().create_future()
         self._queue.append((work, done))
         self._waiting += 1
@@ -145,7 +150,7 @@ class ScorerPool(Generic[W]):
         return max(1, min(most, len(self._queue) // len(self.workers)))
 
     async def _run(
-        self, worker: W, pieces: Sequence[tuple[Work, asyncio.Future[list[ResponseScore]]]]
+        self, worker: Worker, pieces: Sequence[tuple[Work, asyncio.Future[list[ResponseScore]]]]
     ) -> None:
         try:
             found = await worker.score([work for work, _ in pieces])
@@ -166,18 +171,3 @@ class ScorerPool(Generic[W]):
         worker = self._start()
         self.workers.append(worker)
         self._idle.append(worker)
-
-
-class _ResponseDecoder:
-    """Response tokens to the text that is scored; the tokenizer is loaded when first needed."""
-
-    def __init__(self, model_path: str) -> None:
-        self._model_path = model_path
-        self._tokenizer: Any = None
-
-    def text(self, response_ids: Sequence[int]) -> str:
-        if self._tokenizer is None:
-            from megatron_async.tasks.text_task import load_tokenizer
-
-            self._tokenizer = load_tokenizer(self._model_path)
-        return str(self._tokenizer.decode(list(response_ids), skip_special_tokens=True))

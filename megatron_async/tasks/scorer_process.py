@@ -34,6 +34,7 @@ from megatron_async.tasks.scorer_frames import (
     reply_id,
     request_frame,
 )
+from megatron_async.tasks.scorer_work import Work
 
 START_TIMEOUT_SECONDS: Final = 120.0
 
@@ -45,9 +46,13 @@ _MODULE = "megatron_async.tasks.verifier_process"
 class ScorerTimeout(TimeoutError):
     """No reply within the limit."""
 
+    fault = "verifier_timeout"
+
 
 class ScorerCrash(RuntimeError):
     """The process ended before it replied."""
+
+    fault = "verifier_crash"
 
 
 class ScorerProcess:
@@ -57,7 +62,7 @@ class ScorerProcess:
         """Starts it; `ready` waits for it."""
         self.stray = 0
         self.pid = 0
-        self._name = ", ".join(part.name for part in settings.parts)
+        self._settings = settings
         self._exit_code: int | None = None
         self._output = ""
         self._replies, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -72,8 +77,8 @@ class ScorerProcess:
                 bufsize=0,
             )
         assert self._keeper.stdin is not None
-        self._requests = self._keeper.stdin
-        os.set_blocking(self._requests.fileno(), False)
+        self.requests = self._keeper.stdin
+        os.set_blocking(self.requests.fileno(), False)
         self._ended = os.pidfd_open(self._keeper.pid)
 
     def ready(self) -> list[bool]:
@@ -84,33 +89,34 @@ class ScorerProcess:
         """
         try:
             first = self._reply(START_ID, time.monotonic() + START_TIMEOUT_SECONDS)
+            if "user_error" in first:
+                raise UserError(first["user_error"])
         except (ScorerTimeout, ScorerCrash) as error:
             self.end()
             killed = self._keeper.returncode < 0 or (self._exit_code or 0) < 0
+            names = ", ".join(part.name for part in self._settings.parts)
             raise (ProcessKilled if killed else ComponentFailure)(
-                f"a scorer process of reward {self._name} did not start ({error}): {self._output}"
+                f"a scorer process of reward {names} did not start ({error}): {self._output}"
             ) from error
         except BaseException:
             self.end()
             raise
-        if "user_error" in first:
-            self.end()
-            raise UserError(first["user_error"])
         return [bool(waits) for waits in first["asynchronous"]]
 
     def alive(self) -> bool:
         """True until it has ended."""
         return not _ready(self._ended, 0.0)
 
-    def ask(
-        self, wanted: Sequence[dict[str, Any]], limits: Sequence[float]
-    ) -> Iterator[dict[str, Any]]:
+    def ask(self, work: Sequence[Work]) -> Iterator[dict[str, Any]]:
         """Send a request for several scores; a reply for each in turn, each within its limit.
 
         Raises ScorerTimeout or ScorerCrash.
         """
+        parts = self._settings.parts
+        limits = [self._settings.limit_seconds(parts[piece.part]) for piece in work]
         number = secrets.token_hex(8)
         deadline = time.monotonic() + limits[0]
+        wanted = [vars(piece) for piece in work]
         self._send(request_frame({"id": number, "wanted": wanted}), deadline)
         for place, limit in enumerate(limits):
             deadline = deadline if not place else time.monotonic() + limit
@@ -120,22 +126,6 @@ class ScorerProcess:
         """Descriptor of the reply channel."""
         return self._replies.fileno()
 
-    def write(self, data: memoryview) -> int:
-        """Send as much of a frame as goes without waiting. Raises BlockingIOError, OSError."""
-        return os.write(self._requests.fileno(), data)
-
-    def requests_fileno(self) -> int:
-        """Descriptor of the pipe of requests."""
-        return self._requests.fileno()
-
-    def take(self) -> dict[str, Any] | None:
-        """A reply that has come, None when there is none. Raises ScorerCrash."""
-        while _ready(self._replies.fileno(), 0.0):
-            reply = self._packet()
-            if reply is not None:
-                return reply
-        return None
-
     def take_stray(self) -> int:
         """Packets discarded since the last call."""
         count, self.stray = self.stray, 0
@@ -143,7 +133,7 @@ class ScorerProcess:
 
     def end(self) -> None:
         """End it and all that it started."""
-        self._requests.close()
+        self.requests.close()
         deadline = time.monotonic() + _END_TIMEOUT_SECONDS
         with suppress(ScorerTimeout, ScorerCrash):
             self._reply(END_ID, deadline)
@@ -159,9 +149,9 @@ class ScorerProcess:
     def _send(self, data: bytes, deadline: float) -> None:
         view = memoryview(data)
         while view:
-            self._wait(self._requests.fileno(), select.POLLOUT, deadline)
+            self._wait(self.requests.fileno(), select.POLLOUT, deadline)
             try:
-                view = view[os.write(self._requests.fileno(), view) :]
+                view = view[os.write(self.requests.fileno(), view) :]
             except BlockingIOError:
                 continue
             except BrokenPipeError as error:
@@ -171,13 +161,13 @@ class ScorerProcess:
         """The reply with this id. Raises ScorerTimeout or ScorerCrash."""
         while True:
             self._wait(self._replies.fileno(), select.POLLIN, deadline)
-            reply = self._packet()
+            reply = self.take()
             if reply is not None:
                 if reply["id"] == number:
                     return reply
                 self.stray += 1
 
-    def _packet(self) -> dict[str, Any] | None:
+    def take(self) -> dict[str, Any] | None:
         """The next packet if it is a reply of the scorer's. Raises ScorerCrash."""
         packet, credentials, _, _ = self._replies.recvmsg(
             LARGEST_REPLY_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size)

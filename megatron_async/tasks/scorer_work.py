@@ -19,15 +19,14 @@ from megatron_async.tasks.base import SCORER_FAULTS, ResponseScore
 
 @dataclass(frozen=True)
 class Work:
-    """Score these responses to one prompt by one reward (its place in the settings)."""
+    """Score these responses to one prompt by one reward (its place in the settings).
+
+    A scorer process gets it as JSON.
+    """
 
     part: int
     payload: Mapping[str, Any]
     texts: tuple[str, ...]
-
-    def content(self) -> dict[str, Any]:
-        """Return the message to the scorer process."""
-        return {"part": self.part, "payload": self.payload, "texts": self.texts}
 
 
 def split(settings: ScorerSettings, payload: Mapping[str, Any], texts: Sequence[str]) -> list[Work]:
@@ -40,24 +39,19 @@ def split(settings: ScorerSettings, payload: Mapping[str, Any], texts: Sequence[
 
 
 def scores_of(
-    reply: Mapping[str, Any], of_failure: float | None, work: Work, seconds: float
+    settings: ScorerSettings, reply: Mapping[str, Any], work: Work, seconds: float
 ) -> list[ResponseScore]:
     """A scorer's reply as one score for each response."""
-    if "unavailable" in reply:
-        return failed("verifier_unavailable", of_failure, work, seconds)
     if "error" in reply:
-        return failed("verifier_error", 0.0, work, seconds)
+        fault = "verifier_unavailable" if "unavailable" in reply else "verifier_error"
+        return failed(settings, fault, work, seconds)
     return [ResponseScore(value, parts, seconds) for value, parts in reply["scores"]]
 
 
-def failed(fault: str, reward: float | None, work: Work, seconds: float) -> list[ResponseScore]:
+def failed(settings: ScorerSettings, fault: str, work: Work, seconds: float) -> list[ResponseScore]:
     """No score, for the reason that `fault` counts."""
-    return [ResponseScore(reward, {fault: 1.0}, seconds) for _ in work.texts]
-
-
-def reward_of_failure(settings: ScorerSettings) -> float | None:
-    """The reward that stands for a score that did not come."""
-    return 0.0 if settings.task.on_verifier_timeout == "zero" else None
+    zero = fault == "verifier_error" or settings.task.on_verifier_timeout == "zero"
+    return [ResponseScore(0.0 if zero else None, {fault: 1.0}, seconds) for _ in work.texts]
 
 
 def added_up(

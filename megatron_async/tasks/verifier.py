@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
@@ -32,7 +32,7 @@ from megatron_async.tasks.scorer_process import (
     ScorerProcess,
     ScorerTimeout,
 )
-from megatron_async.tasks.scorer_work import Work, failed, reward_of_failure, scores_of
+from megatron_async.tasks.scorer_work import Work, failed, scores_of
 
 _RAY_SLACK_SECONDS: Final = 30.0
 _TRIES: Final = 2  # of a score: a second crash is its own doing
@@ -47,7 +47,6 @@ class VerifierWorker:
 
     def __init__(self, settings: ScorerSettings) -> None:
         self._settings = settings
-        self._of_failure = reward_of_failure(settings)
         self._process: ScorerProcess | None = None
         self._asynchronous: list[bool] = []
         self._stray = 0
@@ -60,64 +59,46 @@ class VerifierWorker:
         """
         if self._process is not None and not self._process.alive():
             self._discard()
-        if self._process is None:
-            self._process = self._started()
-        return self._asynchronous
-
-    def _started(self) -> ScorerProcess:
-        """A new process; one that is killed before it is ready is followed by another."""
-        for left in reversed(range(_STARTS)):
+        left = _STARTS
+        while self._process is None:
             process = ScorerProcess(self._settings)
             try:
                 self._asynchronous = process.ready()
-                break
-            except ProcessKilled:
+                self._process = process
+            except ProcessKilled:  # before it was ready
+                left -= 1
                 if not left:
                     raise
                 self.restarts += 1
-        return process
+        return self._asynchronous
 
     def score(self, work: Sequence[Work]) -> list[list[ResponseScore]]:
         """Score each piece of work within its limit. Raises what `start` does."""
         done: list[list[ResponseScore]] = []
         crashes = 0
         while len(done) < len(work):
-            left = work[len(done) :]
             began = time.monotonic()
             try:
-                for reply in self._ask(left):
+                self.start()
+                assert self._process is not None
+                for reply in self._process.ask(work[len(done) :]):
                     now = time.monotonic()
-                    done.append(scores_of(reply, self._of_failure, work[len(done)], now - began))
+                    done.append(scores_of(self._settings, reply, work[len(done)], now - began))
                     began, crashes = now, 0
-            except ScorerTimeout:
-                fault = "verifier_timeout"
-            except ScorerCrash:
+            except (ScorerTimeout, ScorerCrash) as error:
+                self._discard()
                 crashes += 1
-                if crashes < _TRIES:
+                if isinstance(error, ScorerCrash) and crashes < _TRIES:
                     continue
-                fault = "verifier_crash"
-            else:
-                break
-            lost, crashes = work[len(done)], 0
-            done.append(failed(fault, self._of_failure, lost, time.monotonic() - began))
+                seconds = time.monotonic() - began
+                done.append(failed(self._settings, error.fault, work[len(done)], seconds))
+                crashes = 0
         if self._process is not None:
             self._stray += self._process.take_stray()
         if self._stray:
             done[-1][-1].detail["stray_output"] = float(self._stray)
             self._stray = 0
         return done
-
-    def _ask(self, work: Sequence[Work]) -> Iterator[dict[str, Any]]:
-        """A reply to each. After ScorerTimeout or ScorerCrash there is no process."""
-        self.start()
-        assert self._process is not None
-        parts = self._settings.parts
-        limits = [self._settings.limit_seconds(parts[piece.part]) for piece in work]
-        try:
-            yield from self._process.ask([piece.content() for piece in work], limits)
-        except (ScorerTimeout, ScorerCrash):
-            self._discard()
-            raise
 
     def pid(self) -> int | None:
         """Process id of the scorer, while there is one."""
@@ -158,17 +139,11 @@ class _LocalWorker:
         self.worker.close()
 
 
-class LocalVerifierPool(ScorerPool[_LocalWorker]):
+class LocalVerifierPool(ScorerPool):
     """Up to `task.verifier_workers` processes, driven by as many threads of this process."""
 
     def __init__(self, settings: ScorerSettings, model_path: str) -> None:
         super().__init__(settings, model_path, lambda: _LocalWorker(settings))
-
-    def close(self) -> None:
-        """End all processes; scores that wait are given up, running ones end first."""
-        super().close()
-        for worker in self.workers:
-            worker.close()
 
 
 class _RayWorker:
@@ -209,8 +184,10 @@ class _RayWorker:
 
         ray.kill(self.actor)
 
+    close = retire  # the process ends with the actor
 
-class RayVerifierPool(ScorerPool[_RayWorker]):
+
+class RayVerifierPool(ScorerPool):
     """Up to `task.verifier_workers` Ray actors, each with one scorer process. Needs a running Ray.
 
     `label_selector`: Ray nodes on which they may be.
@@ -230,10 +207,3 @@ class RayVerifierPool(ScorerPool[_RayWorker]):
         actor = actor.options(label_selector=label_selector)
         start = actor.remote
         super().__init__(settings, model_path, lambda: _RayWorker(start(settings), limit))
-
-    def close(self) -> None:
-        """End all actors and, with them, their processes."""
-        super().close()
-        for worker in self.workers:
-            worker.retire()
-        self.workers = []

@@ -45,8 +45,7 @@ from megatron_async.tasks.scorer_frames import (
     END_ID,
     START_ID,
     WAITING,
-    read_request,
-    read_request_async,
+    parse_request,
     reply_id,
     reply_packet,
 )
@@ -75,21 +74,33 @@ class _Replies:
         self._channel.send(packet)
 
 
-def serve(settings: ScorerSettings, requests: BinaryIO, channel: socket.socket) -> int:
-    """Score until `requests` ends. Exit code 2 when the settings are refused."""
+def serve(settings: ScorerSettings, waits: bool, requests: BinaryIO, channel: socket.socket) -> int:
+    """Score until `requests` ends, by the asynchronous rewards (`waits`) or by the others.
+
+    Exit code 2 when the settings are refused.
+    """
     replies = _Replies(channel)
     try:
         waiting = [asynchronous(part) for part in settings.parts]
         rewards = {
             number: build_reward(settings, part)
             for number, part in enumerate(settings.parts)
-            if not waiting[number]
+            if waiting[number] == waits
         }
     except UserError as error:
         replies.send(reply_packet(START_ID, {"user_error": str(error)}))
         return 2
     replies.send(reply_packet(START_ID, {"asynchronous": waiting}))
-    while (request := read_request(requests)) is not None:
+    if waits:
+        asyncio.run(_serve_waiting(rewards, requests, replies))
+    else:
+        _serve_blocking(rewards, requests, replies)
+    return 0
+
+
+def _serve_blocking(rewards: dict[int, Reward], requests: BinaryIO, replies: _Replies) -> None:
+    """Score one request after the other."""
+    while (request := parse_request(requests.readline())) is not None:
         for number, wanted in enumerate(request["wanted"]):
             name, reward = reply_id(request["id"], number), rewards[wanted["part"]]
             try:
@@ -97,21 +108,11 @@ def serve(settings: ScorerSettings, requests: BinaryIO, channel: socket.socket) 
             except (Exception, SystemExit) as error:  # noqa: BLE001 - scorers raise anything
                 packet = reply_packet(name, _error(reward, error))
             replies.send(packet)
-    return 0
 
 
-def serve_waiting(settings: ScorerSettings, requests: BinaryIO, channel: socket.socket) -> int:
-    """The same for the asynchronous rewards: all requests at once, in one event loop."""
-    replies = _Replies(channel)
-    try:
-        rewards = {
-            number: build_reward(settings, part)
-            for number, part in enumerate(settings.parts)
-            if asynchronous(part)
-        }
-    except UserError as error:
-        replies.send(reply_packet(START_ID, {"user_error": str(error)}))
-        return 2
+async def _serve_waiting(rewards: dict[int, Reward], requests: BinaryIO, replies: _Replies) -> None:
+    """Score all requests at once, in one event loop."""
+    running: dict[str, asyncio.Task[None]] = {}
 
     async def score(number: str, wanted: dict[str, Any]) -> None:
         name, reward = reply_id(number, 0), rewards[wanted["part"]]
@@ -122,30 +123,19 @@ def serve_waiting(settings: ScorerSettings, requests: BinaryIO, channel: socket.
         except (Exception, SystemExit) as error:  # noqa: BLE001 - scorers raise anything
             packet = reply_packet(name, _error(reward, error))
         replies.send(packet)
+        del running[number]
 
-    async def loop() -> None:
-        reader = asyncio.StreamReader()
-        await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(reader), requests
-        )
-        running: dict[str, asyncio.Task[None]] = {}
-        replies.send(reply_packet(START_ID, {"asynchronous": []}))
-        while (request := await read_request_async(reader)) is not None:
-            number = request["id"]
-            if "wanted" not in request:  # it took too long
-                if number in running:
-                    running[number].cancel()
-                continue
+    reader = asyncio.StreamReader(limit=sys.maxsize // 2)  # a request is of any size
+    await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), requests
+    )
+    while (request := parse_request(await reader.readline())) is not None:
+        number = request["id"]
+        if "wanted" in request:
             (wanted,) = request["wanted"]
             running[number] = asyncio.create_task(score(number, wanted))
-            running[number].add_done_callback(partial(_forget, running, number))
-
-    asyncio.run(loop())
-    return 0
-
-
-def _forget(running: dict[str, asyncio.Task[None]], number: str, _: object) -> None:
-    del running[number]
+        elif number in running:  # it took too long
+            running[number].cancel()
 
 
 def _samples(wanted: dict[str, Any]) -> list[Sample]:
@@ -182,7 +172,7 @@ def _run_scorer(
     nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     os.register_at_fork(after_in_child=partial(os.dup2, nothing, requests, False))
     with os.fdopen(requests, "rb") as stream:
-        return (serve_waiting if waits else serve)(settings, stream, channel)
+        return serve(settings, waits, stream, channel)
 
 
 class _Output:

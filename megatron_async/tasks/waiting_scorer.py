@@ -13,19 +13,17 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections import deque
 from contextlib import nullcontext
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from megatron_async.config.reward import ScorerSettings
 from megatron_async.tasks.base import ResponseScore
 from megatron_async.tasks.scorer_frames import WAITING, reply_id, request_frame
 from megatron_async.tasks.scorer_process import ScorerCrash, ScorerProcess, ScorerTimeout
-from megatron_async.tasks.scorer_work import Work, failed, reward_of_failure, scores_of
+from megatron_async.tasks.scorer_work import Work, failed, scores_of
 
 _CANCEL_SECONDS: Final = 5.0
 _TRIES: Final = 3
-_PACKETS_AT_ONCE: Final = 64
 
 
 class WaitingScorer:
@@ -33,7 +31,6 @@ class WaitingScorer:
 
     def __init__(self, settings: ScorerSettings) -> None:
         self._settings = settings
-        self._of_failure = reward_of_failure(settings)
         self._gates = [asyncio.Semaphore(part.concurrency) for part in settings.parts]
         self._alone = asyncio.Lock()
         self._link: asyncio.Task[_Link] | None = None
@@ -48,12 +45,12 @@ class WaitingScorer:
                 try:
                     async with self._alone if number == _TRIES - 1 else nullcontext():
                         reply = await (await self._connected()).ask(work, limit)
-                except ScorerTimeout:
-                    return failed("verifier_timeout", self._of_failure, work, _since(began))
+                except ScorerTimeout as error:
+                    return failed(self._settings, error.fault, work, _since(began))
                 except ScorerCrash:
                     continue
-                return scores_of(reply, self._of_failure, work, _since(began))
-            return failed("verifier_crash", self._of_failure, work, _since(began))
+                return scores_of(self._settings, reply, work, _since(began))
+            return failed(self._settings, ScorerCrash.fault, work, _since(began))
 
     def close(self) -> None:
         """End the process; scores that wait for it have crashed."""
@@ -72,14 +69,15 @@ class WaitingScorer:
         return await asyncio.shield(self._link)  # bounded: a process start is
 
 
-class _Link:
+class _Link(asyncio.BaseProtocol):
     """The connection to one process, from when it is ready until it is closed."""
+
+    _requests: asyncio.WriteTransport
 
     def __init__(self, process: ScorerProcess) -> None:
         self._process = process
         self._loop = asyncio.get_running_loop()
         self._replies: dict[str, asyncio.Future[dict[str, Any]]] = {}
-        self._unsent: deque[memoryview] = deque()
         self.closed = False
         self._loop.add_reader(process.fileno(), self._readable)
 
@@ -87,7 +85,17 @@ class _Link:
     async def start(cls, settings: ScorerSettings) -> _Link:
         process = await asyncio.to_thread(ScorerProcess, settings, WAITING)
         await asyncio.to_thread(process.ready)
-        return cls(process)
+        loop = asyncio.get_running_loop()
+        _, link = await loop.connect_write_pipe(lambda: cls(process), process.requests)
+        return link
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep what requests are written to."""
+        self._requests = cast(asyncio.WriteTransport, transport)
+
+    def connection_lost(self, _: Exception | None) -> None:
+        """Close it: no process reads requests any more."""
+        self.close()
 
     async def ask(self, work: Work, limit_seconds: float) -> dict[str, Any]:
         """Ask the process for scores. Raises ScorerTimeout or ScorerCrash."""
@@ -97,7 +105,7 @@ class _Link:
         name = reply_id(number, 0)
         reply = self._replies[name] = self._loop.create_future()
         try:
-            self._send({"id": number, "wanted": [work.content()]})
+            self._send({"id": number, "wanted": [vars(work)]})
             done, _ = await asyncio.wait([reply], timeout=limit_seconds)
             if done:
                 return reply.result()
@@ -118,45 +126,26 @@ class _Link:
         self.closed = True
         if not self._loop.is_closed():
             self._loop.remove_reader(self._process.fileno())
-            self._loop.remove_writer(self._process.requests_fileno())
+            if not self._requests.is_closing():
+                self._requests.abort()
         for reply in self._replies.values():
             if not reply.done():
                 reply.set_exception(ScorerCrash("it ended"))
         self._process.end()
 
     def _send(self, content: dict[str, Any]) -> None:
-        if self.closed:
-            return
-        self._unsent.append(memoryview(request_frame(content)))
-        if len(self._unsent) == 1:
-            self._loop.add_writer(self._process.requests_fileno(), self._writable)
-
-    def _writable(self) -> None:
-        try:
-            while self._unsent:
-                written = self._process.write(self._unsent[0])
-                self._unsent[0] = self._unsent[0][written:]
-                if not self._unsent[0]:
-                    self._unsent.popleft()
-        except BlockingIOError:
-            return
-        except BrokenPipeError:
-            self.close()
-            return
-        self._loop.remove_writer(self._process.requests_fileno())
+        if not self.closed:
+            self._requests.write(request_frame(content))
 
     def _readable(self) -> None:
-        for _ in range(_PACKETS_AT_ONCE):
-            try:
-                reply = self._process.take()
-            except ScorerCrash:
-                self.close()
-                return
-            if reply is None:
-                return
-            future = self._replies.get(reply["id"])
-            if future is not None and not future.done():
-                future.set_result(reply)
+        try:
+            reply = self._process.take() or {}
+        except ScorerCrash:
+            self.close()
+            return
+        future = self._replies.get(reply.get("id", ""))
+        if future is not None and not future.done():
+            future.set_result(reply)
 
 
 def _since(began: float) -> float:

@@ -25,40 +25,35 @@ def check_rewards(settings: ScorerSettings, payload: Mapping[str, Any]) -> None:
             build_reward(settings, part)
     if not any(tried):
         return
-    work = [w for w in split(settings, payload, (_answer(payload), "")) if tried[w.part]]
-    waits = _try(settings, BLOCKING, work, [False] * len(tried))
-    if any(waits):
-        _try(settings, WAITING, work, waits)
+    texts = (str(payload.get("answer", "")), "")
+    work = [w for w in split(settings, payload, texts) if tried[w.part]]
+    if any(_try(settings, BLOCKING, work)):
+        _try(settings, WAITING, work)
 
 
-def _answer(payload: Mapping[str, Any]) -> str:
-    return str(payload.get("answer", ""))
-
-
-def _try(
-    settings: ScorerSettings, kind: str, work: Sequence[Work], waits: Sequence[bool]
-) -> list[bool]:
+def _try(settings: ScorerSettings, kind: str, work: Sequence[Work]) -> list[bool]:
+    """Try what a process of this kind scores; which rewards are asynchronous."""
     process = ScorerProcess(settings, kind)
-    found = process.ready()
+    waits = process.ready()
     try:
         for piece in work:
-            if (found or waits)[piece.part] == (kind == WAITING):
+            if waits[piece.part] == (kind == WAITING):
                 _try_one(settings, process, piece)
     finally:
         process.end()
-    return found
+    return waits
 
 
 def _try_one(settings: ScorerSettings, process: ScorerProcess, work: Work) -> None:
     part = settings.parts[work.part]
-    limit = settings.limit_seconds(part)
     where = f"reward is {part.name!r}"
     try:
-        (reply,) = process.ask([work.content()], [limit])
+        (reply,) = process.ask([work])
     except ScorerTimeout as error:
         raise UserError(
-            f"{where}, which had no score within {limit:g} s for {_shown(work)}: raise its "
-            "timeout_seconds (or task.verifier_timeout_seconds), or make it faster"
+            f"{where}, which had no score within {settings.limit_seconds(part):g} s for "
+            f"{_shown(work)}: raise its timeout_seconds (or task.verifier_timeout_seconds), or "
+            "make it faster"
         ) from error
     except ScorerCrash as error:
         raise UserError(f"{where}, whose process ended on {_shown(work)}: {error}") from error
