@@ -16,12 +16,12 @@ import random
 from array import array
 from collections.abc import Collection, Iterator, Sequence
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from megatron_async.config.data import DataConfig, FileConfig
 from megatron_async.errors import UserError
 from megatron_async.tasks.base import Listed, Problem, is_heldout_key, stable_hash
-from megatron_async.tasks.kept_index import LEAST_ROWS, Index, KeptIndex
+from megatron_async.tasks.kept_index import LEAST_ROWS, Index, kept
 from megatron_async.tasks.layouts import Columns, value_at
 from megatron_async.tasks.rows import open_rows
 
@@ -35,11 +35,9 @@ class ProblemFile:
         self._rows = open_rows(file.path, file.split, setting)
         self._columns = Columns.of(file.layout, file.columns, template)
         self.what = f"{setting} {file.path}"
-        kept = KeptIndex(file, template) if len(self._rows) >= LEAST_ROWS else None
-        known = None if kept is None else kept.read()
-        self.places, self.keys, self.sizes = known or self._index(file)
-        if kept is not None and known is None:
-            kept.write((self.places, self.keys, self.sizes))
+        large = len(self._rows) >= LEAST_ROWS
+        make = partial(self._index, file)
+        self.places, self.keys, self.sizes = kept(file, template, make) if large else make()
 
     def _index(self, file: FileConfig) -> Index:
         """Read every row: the places, keys and sizes of those that are problems."""
@@ -133,10 +131,20 @@ class FileProblems:
         setting = "task.sources" if config.sources else "task.path"
         self._files = [ProblemFile(s, setting, config.prompt_template) for s in sources]
         self._weights = [Fraction(str(source.weight)) for source in sources]
-        share = config.heldout_share
+        training: list[list[int]] = [[] for _ in sources]
+        heldout: dict[int, tuple[int, int]] = {}
         excluded = frozenset(elsewhere)
-        self._epochs = [self._training(number, share, excluded) for number in range(len(sources))]
-        self._heldout = self._held_out(share, excluded)
+        for number, file in enumerate(self._files):
+            for index, key in enumerate(file.keys):
+                if key in excluded:
+                    continue
+                if is_heldout_key(key, config.heldout_share):
+                    heldout[key] = (number, index)
+                else:
+                    training[number].append(index)
+        self._epochs = [self._epochs_of(number, rows) for number, rows in enumerate(training)]
+        self._heldout = list(heldout.values())
+        random.Random(stable_hash("held-out order", config.eval_seed)).shuffle(self._heldout)
 
     def summary(self) -> str:
         """The rows to train on and those held out."""
@@ -145,15 +153,6 @@ class FileProblems:
             for epochs in self._epochs
         ]
         return f"{', '.join(parts)} to train on, {len(self._heldout):,} different ones held out"
-
-    def _training(self, number: int, share: float, excluded: Collection[int]) -> _Epochs:
-        file = self._files[number]
-        kept = [
-            index
-            for index, key in enumerate(file.keys)
-            if not is_heldout_key(key, share) and key not in excluded
-        ]
-        return self._epochs_of(number, kept)
 
     def _epochs_of(self, number: int, kept: Sequence[int]) -> _Epochs:
         file = self._files[number]
@@ -164,17 +163,6 @@ class FileProblems:
             )
         seed = self._config.train_seed
         return _Epochs(file, kept, (seed, number) if number else (seed,))
-
-    def _held_out(self, share: float, excluded: Collection[int]) -> list[tuple[int, int]]:
-        found = {
-            key: (number, index)
-            for number, file in enumerate(self._files)
-            for index, key in enumerate(file.keys)
-            if is_heldout_key(key, share) and key not in excluded
-        }
-        order = list(found.values())
-        random.Random(stable_hash("held-out order", self._config.eval_seed)).shuffle(order)
-        return order
 
     def train(self, index: int) -> Problem:
         """Problem `index` of an endless run of shuffled epochs."""
@@ -187,15 +175,13 @@ class FileProblems:
 
     def heldout(self, count: int) -> list[Problem]:
         """The first `count` held-out problems; 0: all. Raises UserError if there are fewer."""
-        if not count:
-            return [self._files[number][index] for number, index in self._heldout]
         if len(self._heldout) < count:
             raise UserError(
                 f"{self._files[0].what} has only {len(self._heldout)} held-out problems at "
                 f"task.heldout_share {self._config.heldout_share}, eval.prompts asks for {count}: "
                 "lower eval.prompts, raise the share, or set eval.path"
             )
-        return [self._files[number][index] for number, index in self._heldout[:count]]
+        return [self._files[number][index] for number, index in self._heldout[: count or None]]
 
     def longer(self, size: int) -> Iterator[Listed]:
         """Problems of both sides whose texts have more bytes than `size`."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import lru_cache
 from hashlib import blake2b
@@ -28,33 +28,30 @@ _COLUMNS = 3
 Index: TypeAlias = "tuple[array[int], array[int], array[int]]"
 
 
-class KeptIndex:
-    """Place of the index of one file under one template; it has room for one state of the file."""
+def kept(file: FileConfig, template: str, make: Callable[[], Index]) -> Index:
+    """The index of `file` as it is now: the kept one, else what `make` returns, which is kept.
 
-    def __init__(self, file: FileConfig, template: str) -> None:
-        home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111
-        settings = f"{Path(file.path).absolute()}\n{file.model_dump_json()}\n{template}"
-        self._place = Path(home) / "megatron_async" / f"index-{_digest(settings).hex()}"
-        states = [f"{p}:{s.st_size}:{s.st_mtime_ns}" for p, s in _stats(Path(file.path))]
-        self._state = _digest("\n".join([_code(), *states]))
-
-    def read(self) -> Index | None:
-        """The index, if it is that of the file as it is now."""
-        with suppress(OSError):
-            data = self._place.read_bytes()
-            values = array("Q", data[len(self._state) : len(data) // 8 * 8])
-            if data.startswith(self._state) and len(data) % (8 * _COLUMNS) == 16:
-                rows = len(values) // _COLUMNS
-                return values[:rows], values[rows : 2 * rows], values[2 * rows :]
-        return None
-
-    def write(self, index: Index) -> None:
-        """Keep it; where there is no place for it, the next process reads the file."""
-        with suppress(OSError):
-            self._place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            temporary = self._place.with_suffix(f".{os.getpid()}")
-            temporary.write_bytes(self._state + b"".join(column.tobytes() for column in index))
-            temporary.replace(self._place)
+    There is room for one state of a file under one template. Where it cannot be kept, the next
+    process makes it again.
+    """
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # noqa: PTH111
+    settings = f"{Path(file.path).absolute()}\n{file.model_dump_json()}\n{template}"
+    place = Path(home) / "megatron_async" / f"index-{_digest(settings).hex()}"
+    states = [f"{p}:{s.st_size}:{s.st_mtime_ns}" for p, s in _stats(Path(file.path))]
+    state = _digest("\n".join([_code(), *states]))
+    with suppress(OSError):
+        data = place.read_bytes()
+        values = array("Q", data[len(state) : len(data) // 8 * 8])
+        if data.startswith(state) and len(data) % (8 * _COLUMNS) == 16:
+            rows = len(values) // _COLUMNS
+            return values[:rows], values[rows : 2 * rows], values[2 * rows :]
+    index = make()
+    with suppress(OSError):
+        place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        temporary = place.with_suffix(f".{os.getpid()}")
+        temporary.write_bytes(state + b"".join(column.tobytes() for column in index))
+        temporary.replace(place)
+    return index
 
 
 def _stats(path: Path) -> Iterator[tuple[Path, os.stat_result]]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import string
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -35,11 +36,11 @@ def _boxed(text: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Columns, the first that a row has; `find_answer` reads the answer out of its column.
+class Columns:
+    """Names of columns; where there are several, the first that a row has counts.
 
-    `answer` empty: rows have none. `template`: how a prompt is put, unless task.prompt_template
-    does.
+    `answer` empty: rows have none, or have it in `solution`, where `find_answer` reads it.
+    `template`: how prompts are put.
     """
 
     prompt: tuple[str, ...]
@@ -47,62 +48,29 @@ class Layout:
     solution: tuple[str, ...] = ()
     find_answer: Callable[[str], str | None] = _boxed
     response: str = "response"
+    priority: str = "priority"
     template: str = "{question}"
-
-
-# The answers of Hendrycks' MATH stand in its solutions, those of MATH-500 in a column.
-LAYOUTS: Final[Mapping[str, Layout]] = MappingProxyType(
-    {
-        "rows": Layout(("prompt",), ("answer",)),
-        "gsm8k": Layout(("question",), (), ("answer",), _after_hashes, response="answer"),
-        "math": Layout(("problem",), ("answer",), ("solution",), response="solution"),
-        "aime": Layout(("problem", "Problem", "question", "Question"), ("answer", "Answer")),
-        "deepscaler": Layout(("problem",), ("answer",), ("solution",), response="solution"),
-        "dapo_math": Layout(("prompt",), ("reward_model.ground_truth",), response="solution"),
-        "mbpp_plus": Layout(
-            ("prompt",),
-            response="code",
-            template="{question}\n\nYour code must pass these tests:\n\n{test_list}",
-        ),
-        "minif2f": Layout(
-            ("formal_statement",),
-            template="Complete the following Lean 4 code:\n\n```lean4\n{header}{question}\n```",
-        ),
-    }
-)
-
-
-@dataclass(frozen=True)
-class Columns:
-    """The columns of one file: those of its layout, and what the settings call otherwise.
-
-    `template`: how its prompts are put; `named`: the columns in it.
-    """
-
-    layout: Layout
-    prompt: tuple[str, ...]
-    answer: tuple[str, ...]
-    solution: tuple[str, ...]
-    response: str
-    priority: str
-    template: str
-    named: frozenset[str]
 
     @classmethod
     def of(cls, layout: str, settings: ColumnsConfig, template: str = "") -> Columns:
-        """`template`: the settings' own."""
-        known = LAYOUTS[layout]
-        own_answer = settings.answer is not None
-        return cls(
-            known,
-            known.prompt if settings.prompt is None else (settings.prompt,),
-            ((settings.answer,) if settings.answer else ()) if own_answer else known.answer,
-            () if own_answer else known.solution,
-            known.response if settings.response is None else settings.response,
-            "priority" if settings.priority is None else settings.priority,
-            template or known.template,
-            _named(template or known.template),
-        )
+        """The layout's, and what the settings call otherwise; `template`: the settings' own."""
+        changes: dict[str, Any] = settings.model_dump(exclude_none=True)
+        if settings.prompt is not None:
+            changes["prompt"] = (settings.prompt,)
+        if settings.answer is not None:
+            changes |= {"answer": (settings.answer,) if settings.answer else (), "solution": ()}
+        if template:
+            changes["template"] = template
+        return replace(LAYOUTS[layout], **changes)
+
+    @cached_property
+    def named(self) -> frozenset[str]:
+        """The columns in the template. Raises UserError."""
+        try:
+            names = {name for _, name, _, _ in string.Formatter().parse(self.template) if name}
+        except ValueError as error:
+            raise UserError(f"task.prompt_template {self.template!r}: {error}") from error
+        return frozenset(names - {"question"})
 
     def problem(self, row: Mapping[str, Any], where: str, *, answered: bool = True) -> Problem:
         """The problem of a row; without `answered` it needs no answer. Raises UserError."""
@@ -127,13 +95,11 @@ class Columns:
         return self.problem(row, where, answered=False), _text(response, name, where)
 
     def _answer(self, row: Mapping[str, Any], where: str) -> tuple[str, str]:
-        for name in self.answer:
-            if value_at(row, name) is not _MISSING:
-                return name, _text(value_at(row, name), name, where)
-        if not self.solution:
-            self._first(row, self.answer, where)
+        if not self.solution or any(value_at(row, name) is not _MISSING for name in self.answer):
+            name, answer = self._first(row, self.answer, where)
+            return name, _text(answer, name, where)
         name, solution = self._first(row, self.solution, where)
-        answer = self.layout.find_answer(_text(solution, name, where))
+        answer = self.find_answer(_text(solution, name, where))
         if answer is None:
             raise UserError(f"{where}: no answer in column {name!r}, got {shown(solution)}")
         return name, answer
@@ -164,12 +130,26 @@ class Columns:
         )
 
 
-def _named(template: str) -> frozenset[str]:
-    try:
-        names = {name for _, name, _, _ in string.Formatter().parse(template) if name}
-    except ValueError as error:
-        raise UserError(f"task.prompt_template {template!r}: {error}") from error
-    return frozenset(names - {"question"})
+# The answers of Hendrycks' MATH stand in its solutions, those of MATH-500 in a column.
+LAYOUTS: Final[Mapping[str, Columns]] = MappingProxyType(
+    {
+        "rows": Columns(("prompt",), ("answer",)),
+        "gsm8k": Columns(("question",), (), ("answer",), _after_hashes, response="answer"),
+        "math": Columns(("problem",), ("answer",), ("solution",), response="solution"),
+        "aime": Columns(("problem", "Problem", "question", "Question"), ("answer", "Answer")),
+        "deepscaler": Columns(("problem",), ("answer",), ("solution",), response="solution"),
+        "dapo_math": Columns(("prompt",), ("reward_model.ground_truth",), response="solution"),
+        "mbpp_plus": Columns(
+            ("prompt",),
+            response="code",
+            template="{question}\n\nYour code must pass these tests:\n\n{test_list}",
+        ),
+        "minif2f": Columns(
+            ("formal_statement",),
+            template="Complete the following Lean 4 code:\n\n```lean4\n{header}{question}\n```",
+        ),
+    }
+)
 
 
 def _fields(metadata: Mapping[str, Any]) -> dict[str, str]:

@@ -17,12 +17,13 @@ import itertools
 import os
 import re
 import tempfile
+from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-import numpy as np
 import orjson
 
 from megatron_async.config.files import parse_json, read_json_object
@@ -30,10 +31,8 @@ from megatron_async.errors import UserError, shown
 
 Row = dict[str, Any]
 
-_BLOCK_BYTES: Final = 1 << 24
 _BATCH_ROWS: Final = 1000
 _IN_MEMORY_BYTES: Final = 64 << 20
-_SHORT_LINE: Final = 64
 _SUFFIXES: Final = (".parquet", ".jsonl", ".json", ".ndjson", ".arrow")
 _LARGE_NUMBER = re.compile(rb"\d{19}")
 
@@ -47,7 +46,7 @@ class Rows(Protocol):
         """Row `index`. Raises UserError when it is no row."""
 
     def __iter__(self) -> Iterator[Row]:
-        """Iterate over all rows, faster than one by one."""
+        """Iterate over all rows."""
 
     def where(self, index: int) -> str:
         """The place of row `index`, for a refusal."""
@@ -76,9 +75,9 @@ def _file(file: Path, setting: str) -> Rows:
     with file.open("rb") as stream:
         magic = stream.read(6)
     if magic.startswith(b"PAR1"):
-        return _parquet(file, what)
+        return _arrow_rows(file, what, parquet=True)
     if magic == b"ARROW1" or file.suffix == ".arrow":
-        return _ArrowRows(file, what)
+        return _arrow_rows(file, what, parquet=False)
     if file.suffix == ".parquet":
         raise UserError(f"{what} is not a Parquet file")
     return _JsonlRows(file, what)
@@ -94,7 +93,7 @@ def _directory(folder: Path, split: str, setting: str) -> list[Rows]:
         if read_json_object(state, f"{what}/state.json").get("_indices_data_files"):
             raise UserError(f"{what} holds a selection of rows: save it after flatten_indices()")
         files = [folder / name for name in _names(state, "_data_files", what)]
-        return [_ArrowRows(file, f"{setting} {file}") for file in files]
+        return [_arrow_rows(file, f"{setting} {file}", parquet=False) for file in files]
     found = sorted(f for f in folder.rglob("*") if f.suffix in _SUFFIXES and f.is_file())
     by_split: dict[str, list[Path]] = {}
     for file in found:  # train-00000-of-00002.parquet, test.jsonl, main/train/0.parquet
@@ -166,66 +165,43 @@ class _JsonlRows:
     def __init__(self, file: Path, what: str) -> None:
         self._what = what
         self._descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-        self._begins, self._ends, self._numbers = self._index()
+        self._begins, self._ends, self._numbers = array("Q"), array("Q"), array("Q")
+        end = 0
+        with os.fdopen(os.dup(self._descriptor), "rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                end += len(line)
+                text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+                if text.strip():
+                    self._begins.append(end - len(text))
+                    self._ends.append(end - int(text.endswith(b"\n")))
+                    self._numbers.append(number)
 
     def __del__(self) -> None:
         if (descriptor := getattr(self, "_descriptor", None)) is not None:
             os.close(descriptor)
 
-    def _index(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Begin, end and number (from 1) of each line that is not blank."""
-        size = os.fstat(self._descriptor).st_size
-        newlines = []
-        for begin in range(0, size, _BLOCK_BYTES):
-            block = np.frombuffer(os.pread(self._descriptor, _BLOCK_BYTES, begin), np.uint8)
-            newlines.append(np.flatnonzero(block == ord("\n")) + begin)
-        ends = np.concatenate([*newlines, [size]]).astype(np.int64)
-        begins = np.concatenate([[0], ends[:-1] + 1]).astype(np.int64)
-        if os.pread(self._descriptor, 3, 0) == codecs.BOM_UTF8:
-            begins[0] = 3
-        kept = ends > begins
-        for line in np.flatnonzero(kept & (ends - begins < _SHORT_LINE)):
-            kept[line] = bool(self._read(int(begins[line]), int(ends[line])).strip())
-        return begins[kept], ends[kept], (np.flatnonzero(kept) + 1).astype(np.int64)
-
-    def _read(self, begin: int, end: int) -> bytes:
-        return os.pread(self._descriptor, end - begin, begin)
-
     def __len__(self) -> int:
         return len(self._begins)
 
     def __iter__(self) -> Iterator[Row]:
-        block, held, index = b"", 0, 0
-        for first in range(0, len(self), _BATCH_ROWS):  # numpy's own numbers are slow one by one
-            some = slice(first, first + _BATCH_ROWS)
-            pairs = zip(self._begins[some].tolist(), self._ends[some].tolist(), strict=True)
-            for begin, end in pairs:
-                if end > held + len(block):
-                    held, block = begin, self._read(begin, max(end, begin + _BLOCK_BYTES))
-                yield self._row(block[begin - held : end - held], index)
-                index += 1
+        return map(self.__getitem__, range(len(self)))
 
     def __getitem__(self, index: int) -> Row:
-        return self._row(self._read(int(self._begins[index]), int(self._ends[index])), index)
-
-    def _row(self, line: bytes, index: int) -> Row:
+        begin = self._begins[index]
+        line = os.pread(self._descriptor, self._ends[index] - begin, begin)
+        row = None
+        if not _LARGE_NUMBER.search(line):  # orjson rounds whole numbers of more than 64 bits
+            with suppress(orjson.JSONDecodeError):  # `parse_json` names what is wrong
+                row = orjson.loads(line)
         try:
-            # orjson rounds whole numbers of more than 64 bits; `_parsed` names what it refuses
-            row = None if _LARGE_NUMBER.search(line) else orjson.loads(line)
-        except orjson.JSONDecodeError:
-            row = None
-        if row is None:
-            row = self._parsed(line, index)
+            row = parse_json(line.decode(), self.where(index)) if row is None else row
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{self.where(index)} is not UTF-8 text (byte {error.start})"
+            ) from error
         if not isinstance(row, dict):
             raise UserError(f"{self.where(index)} must be an object, got {type(row).__name__}")
         return row
-
-    def _parsed(self, line: bytes, index: int) -> Any:
-        where = self.where(index)
-        try:
-            return parse_json(line.decode(), where)
-        except UnicodeDecodeError as error:
-            raise UserError(f"{where} is not UTF-8 text (byte {error.start})") from error
 
     def where(self, index: int) -> str:
         return f"{self._what}, line {self._numbers[index]}"
@@ -244,66 +220,65 @@ def _arrow() -> Any:
     return pyarrow
 
 
-def _parquet(file: Path, what: str) -> Rows:
+def _arrow_rows(file: Path, what: str, *, parquet: bool) -> Rows:
     arrow = _arrow()
+    read = _read_parquet if parquet else _map
     try:
-        source = arrow.parquet.ParquetFile(file)
-        _check_schema(source.schema_arrow, what)
-        groups = (source.metadata.row_group(i) for i in range(source.metadata.num_row_groups))
-        if sum(group.total_byte_size for group in groups) <= _IN_MEMORY_BYTES:
-            return _Batches(source.read().to_batches(_BATCH_ROWS), what)
-        with tempfile.NamedTemporaryFile(prefix="megatron-async-rows-", suffix=".arrow") as spilled:
-            with arrow.ipc.new_file(spilled.name, source.schema_arrow) as writer:
-                for batch in source.iter_batches(_BATCH_ROWS):
-                    writer.write_batch(batch)
-            return _ArrowRows(Path(spilled.name), what)
+        return _Table(read(arrow, file, what), what)
     except (arrow.ArrowException, OSError) as error:
         raise UserError(f"{what} cannot be read: {error}") from error
 
 
-class _Batches:
-    """Rows of Arrow batches."""
+def _read_parquet(arrow: Any, file: Path, what: str) -> Any:
+    source = arrow.parquet.ParquetFile(file)
+    _check_schema(source.schema_arrow, what)
+    groups = (source.metadata.row_group(i) for i in range(source.metadata.num_row_groups))
+    if sum(group.total_byte_size for group in groups) <= _IN_MEMORY_BYTES:
+        return source.read()
+    with tempfile.NamedTemporaryFile(prefix="megatron-async-rows-", suffix=".arrow") as spilled:
+        with arrow.ipc.new_file(spilled.name, source.schema_arrow) as writer:
+            for batch in source.iter_batches(_BATCH_ROWS):
+                writer.write_batch(batch)
+        return _map(arrow, Path(spilled.name), what)
 
-    def __init__(self, batches: Sequence[Any], what: str) -> None:
+
+def _map(arrow: Any, file: Path, what: str) -> Any:
+    """An Arrow file or stream, memory-mapped."""
+    mapped = arrow.memory_map(str(file))
+    is_file = mapped.read(6) == b"ARROW1"
+    mapped.seek(0)
+    opened = arrow.ipc.open_file(mapped) if is_file else arrow.ipc.open_stream(mapped)
+    _check_schema(opened.schema, what)
+    return opened.read_all()
+
+
+class _Table:
+    """Rows of an Arrow table."""
+
+    def __init__(self, table: Any, what: str) -> None:
+        self._table = table
         self._what = what
-        self._batches = [batch for batch in batches if batch.num_rows]
-        self._ends = list(itertools.accumulate(batch.num_rows for batch in self._batches))
 
     def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
+        return int(self._table.num_rows)
 
     def __iter__(self) -> Iterator[Row]:
-        index = 0
-        for batch in self._batches:
-            for begin in range(0, batch.num_rows, _BATCH_ROWS):
-                for row in batch.slice(begin, _BATCH_ROWS).to_pylist():
-                    yield _plain(row, self, index)
-                    index += 1
+        for begin in range(0, len(self), _BATCH_ROWS):
+            yield from self._rows(begin, _BATCH_ROWS)
 
     def __getitem__(self, index: int) -> Row:
-        number = bisect_right(self._ends, index)
-        place = index - (self._ends[number - 1] if number else 0)
-        return _plain(self._batches[number].slice(place, 1).to_pylist()[0], self, index)
+        (row,) = self._rows(index, 1)
+        return row
 
     def where(self, index: int) -> str:
         return f"{self._what}, row {index + 1}"
 
-
-class _ArrowRows(_Batches):
-    """An Arrow file or stream, memory-mapped."""
-
-    def __init__(self, file: Path, what: str) -> None:
-        arrow = _arrow()
-        try:
-            mapped = arrow.memory_map(str(file))
-            is_file = mapped.read(6) == b"ARROW1"
-            mapped.seek(0)
-            opened = arrow.ipc.open_file(mapped) if is_file else arrow.ipc.open_stream(mapped)
-            _check_schema(opened.schema, what)
-            batches = opened.read_all().to_batches()
-        except (arrow.ArrowException, OSError) as error:
-            raise UserError(f"{what} cannot be read: {error}") from error
-        super().__init__(batches, what)
+    def _rows(self, begin: int, count: int) -> Iterator[Row]:
+        for index, row in enumerate(self._table.slice(begin, count).to_pylist(), begin):
+            try:
+                yield {name: _json(value) for name, value in row.items()}
+            except ValueError as error:
+                raise UserError(f"{self.where(index)}: {error}") from error
 
 
 def _check_schema(schema: Any, what: str) -> None:
@@ -314,13 +289,6 @@ def _check_schema(schema: Any, what: str) -> None:
                 f"{what}: column {field.name!r} holds {field.type}, such as images: only text can "
                 "be trained on; remove the column"
             )
-
-
-def _plain(row: Row, rows: Rows, index: int) -> Row:
-    try:
-        return {name: _json(value) for name, value in row.items()}
-    except ValueError as error:
-        raise UserError(f"{rows.where(index)}: {error}") from error
 
 
 def _json(value: Any) -> Any:

@@ -40,10 +40,6 @@ class ChatTemplate:
         self._config = config
         self._tokenizer = tokenizer
 
-    def prompt(self, messages: Sequence[Message]) -> str:
-        """Messages up to where the assistant begins."""
-        return self._render(messages, begin=True)
-
     def conversation(
         self, messages: Sequence[Message], stop_token_ids: Collection[int], where: str
     ) -> WorkedExample:
@@ -52,13 +48,13 @@ class ChatTemplate:
         Raises UserError where there is nothing of it, or where the template shows earlier turns
         otherwise once later ones follow (some drop an earlier turn's thoughts).
         """
-        text = self._render(messages, begin=False)
+        text = self.text(messages, begin=False)
         spans = []
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self._render(messages[:number], begin=True)
-            upto = self._render(messages[: number + 1], begin=False).rstrip()
+            before = self.text(messages[:number], begin=True)
+            upto = self.text(messages[: number + 1], begin=False).rstrip()
             if not (text.startswith(upto) and upto.startswith(before)):
                 raise UserError(
                     f"{where}: the chat template does not show message {number + 1} as it does "
@@ -82,7 +78,8 @@ class ChatTemplate:
         tokens = np.asarray(ids, np.int32)
         return WorkedExample(tokens[:first], tokens[first:], trained[first:])
 
-    def _render(self, messages: Sequence[Message], *, begin: bool) -> str:
+    def text(self, messages: Sequence[Message], *, begin: bool) -> str:
+        """Messages as text; with `begin` up to where the assistant begins to answer."""
         system = self._config.system_prompt
         if system and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": system}, *messages]
@@ -228,11 +225,12 @@ class TextTask:
                 keys = {problem.key}
             if keys & elsewhere or any(is_heldout_key(key, share) for key in keys):
                 continue
-            yield (
-                self._conversation(messages, where)
-                if messages
-                else self._example(problem, response)
-            )
+            if not messages:
+                yield self._example(problem, response)
+            elif self._chat is None:
+                raise UserError(f"{where}: chat messages need a model with a chat template")
+            else:
+                yield self._chat.conversation(messages, self.stop_token_ids, where)
 
     def prompt_ids(self, problem: Problem) -> IntArray:
         """The prompt's tokens: template, then the chat template when there is one."""
@@ -249,7 +247,9 @@ class TextTask:
                 "model.path has no chat template (or task.chat_template is never), and the "
                 "prompts are chat messages: use a model with one, or prompts of text"
             )
-        return messages[0]["content"] if self._chat is None else self._chat.prompt(messages)
+        return (
+            messages[0]["content"] if self._chat is None else self._chat.text(messages, begin=True)
+        )
 
     def _question(self, problem: Problem) -> str:
         template = problem.template or self._config.prompt_template or "{question}"
@@ -271,11 +271,6 @@ class TextTask:
         response_ids = self._encode(response, add_special_tokens=False)
         end = np.array([self._tokenizer.eos_token_id], dtype=np.int32)
         return WorkedExample(self.prompt_ids(problem), np.concatenate([response_ids, end]))
-
-    def _conversation(self, messages: Sequence[Message], where: str) -> WorkedExample:
-        if self._chat is None:
-            raise UserError(f"{where}: chat messages need a model with a chat template")
-        return self._chat.conversation(messages, self.stop_token_ids, where)
 
     def _encode(self, text: str, add_special_tokens: bool) -> IntArray:
         ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
