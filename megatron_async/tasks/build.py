@@ -1,6 +1,6 @@
-"""From settings to a task and to its scorer.
+"""From settings to a task and to its problems.
 
-Imports are local: a verifier process needs a scorer, but neither a tokenizer nor torch.
+Imports are local: problems need neither a tokenizer nor torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from megatron_async.config.rollout import TaskConfig
 
 if TYPE_CHECKING:
     from megatron_async.config.evaluation import EvalConfig
-    from megatron_async.tasks.base import ProblemSource, Scorer, Task
+    from megatron_async.tasks.base import ProblemSource, Task
 
 
 def build_task(config: TaskConfig, model_path: str, evaluation: EvalConfig | None = None) -> Task:
@@ -44,10 +44,3 @@ def build_source(config: TaskConfig, elsewhere: Collection[int] = ()) -> Problem
     from megatron_async.tasks.reasoning_gym import ReasoningGymProblems
 
     return ReasoningGymProblems(config)
-
-
-def build_scorer(config: TaskConfig) -> Scorer:
-    """The scorer of a procedural task. Raises UserError."""
-    from megatron_async.tasks.reasoning_gym import ReasoningGymScorer
-
-    return ReasoningGymScorer(config)

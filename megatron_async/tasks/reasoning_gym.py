@@ -19,10 +19,10 @@ pays to work is for RL to find out.
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
 from functools import lru_cache
 from typing import Any, Final
 
@@ -44,75 +44,52 @@ from megatron_async.tasks.base import (
 ANSWER_MARKER: Final = "#"
 STEP_SEPARATOR: Final = ";"
 
-_TERM: Final = re.compile(r"([+-])(\d+)")
+_CHAIN: Final = re.compile(r"\d+([+-]\d+)*")
 
 
-@dataclass(frozen=True)
-class Styles:
-    """Shares of direct and of terse answers; the others are full."""
-
-    direct: float = 0.0
-    terse: float = 0.0
-
-
-def chain_sum_terms(expression: str) -> tuple[int, list[tuple[str, int]]]:
-    """`4 - 1 + 2` as its first number and its (operator, number) steps. ValueError otherwise."""
+def chain_sum_steps(expression: str) -> tuple[list[int], list[str]]:
+    """`4 - 1 + 2` as its running totals 4, 3, 5 and its steps -1, +2. ValueError otherwise."""
     compact = expression.replace(" ", "")
-    head = re.match(r"\d+", compact)
-    if head is None:
+    if _CHAIN.fullmatch(compact) is None:
         raise ValueError(f"{expression!r} is not a chain of sums")
-    steps = _TERM.findall(compact[head.end() :])
-    if head.group() + "".join(op + number for op, number in steps) != compact:
-        raise ValueError(f"{expression!r} is not a chain of sums")
-    return int(head.group()), [(op, int(number)) for op, number in steps]
-
-
-def chain_sum_totals(expression: str) -> list[int]:
-    """The first number and the running total after each step: `4 - 1 + 2` gives 4, 3, 5."""
-    total, steps = chain_sum_terms(expression)
-    totals = [total]
-    for operator, number in steps:
-        total += number if operator == "+" else -number
-        totals.append(total)
-    return totals
+    numbers = re.findall(r"[+-]?\d+", compact)
+    steps = [f"{number[0]}{int(number[1:])}" for number in numbers[1:]]
+    return list(itertools.accumulate(map(int, numbers))), steps
 
 
 def chain_sum_full(expression: str) -> str:
     """Every step: `4-1=3;3+2=5#5`."""
-    _, steps = chain_sum_terms(expression)
-    totals = chain_sum_totals(expression)
+    totals, steps = chain_sum_steps(expression)
     written = [
-        f"{before}{operator}{number}={after}"
-        for before, (operator, number), after in zip(totals, steps, totals[1:], strict=False)
+        f"{before}{step}={after}"
+        for before, step, after in zip(totals, steps, totals[1:], strict=False)
     ]
     return f"{STEP_SEPARATOR.join(written)}{ANSWER_MARKER}{totals[-1]}"
 
 
 def chain_sum_terse(expression: str) -> str:
     """Running results: `3;5#5`."""
-    totals = chain_sum_totals(expression)
+    totals, _ = chain_sum_steps(expression)
     return f"{STEP_SEPARATOR.join(map(str, totals[1:]))}{ANSWER_MARKER}{totals[-1]}"
 
 
 def chain_sum_direct(expression: str) -> str:
     """The result: `#5`."""
-    return f"{ANSWER_MARKER}{chain_sum_totals(expression)[-1]}"
+    return f"{ANSWER_MARKER}{chain_sum_steps(expression)[0][-1]}"
 
 
-def chain_sum_answer(metadata: dict[str, Any], styles: Styles, seed: int) -> str:
-    """Return a worked answer in one of three styles, drawn by `styles`."""
+def chain_sum_answer(metadata: dict[str, Any], direct: float, terse: float, seed: int) -> str:
+    """Return a worked answer: direct, terse or full; `direct`, `terse`: their shares."""
     chance = random.Random(seed).random()
     expression = str(metadata["expression"])
-    if chance < styles.direct:
+    if chance < direct:
         return chain_sum_direct(expression)
-    if chance < styles.direct + styles.terse:
+    if chance < direct + terse:
         return chain_sum_terse(expression)
     return chain_sum_full(expression)
 
 
-WORKED_ANSWERS: Final[dict[str, Callable[[dict[str, Any], Styles, int], str]]] = {
-    "chain_sum": chain_sum_answer
-}
+WORKED_ANSWERS: Final = {"chain_sum": chain_sum_answer}
 
 
 _CHUNK: Final = 1000
@@ -131,10 +108,8 @@ class ReasoningGymProblems:
     def __init__(self, config: TaskConfig) -> None:
         self.name = config.name
         self._config = config
-        self._components = mixture(config)
-        self._weights = [weight for weight, _ in self._components]
-        self._dataset = lru_cache(maxsize=64)(self._make_dataset)
-        self._entry(*self._draw("check", config.train_seed, 0, 0))
+        self._datasets = _Datasets(config)
+        self._problem("check", config.train_seed, 0, 0)
 
     def train(self, index: int) -> Problem:
         """Training problem `index`; one whose text is held out is drawn again."""
@@ -191,15 +166,13 @@ class ReasoningGymProblems:
                 f"task {self.name} has no worked answers of its own; set sft.data to a JSONL file "
                 f"with `prompt` and `response` (tasks that have: {', '.join(WORKED_ANSWERS)})"
             )
-        return [self._worked(write, index) for index in range(count)]
-
-    def _worked(
-        self, write: Callable[[dict[str, Any], Styles, int], str], index: int
-    ) -> tuple[Problem, str]:
-        problem = self._training_problem(_SFT_SEED_OFFSET, index)
-        style_seed = stable_hash("style", self._config.train_seed, index)
-        styles = Styles(self._config.direct_share, self._config.terse_share)
-        return problem, write(dict(problem.fields), styles, style_seed)
+        shares = self._config.direct_share, self._config.terse_share
+        found = []
+        for index in range(count):
+            problem = self._training_problem(_SFT_SEED_OFFSET, index)
+            style_seed = stable_hash("style", self._config.train_seed, index)
+            found.append((problem, write(problem.fields, *shares, style_seed)))
+        return found
 
     def _training_problem(self, purpose: str, index: int) -> Problem:
         for attempt in range(_MAX_REDRAWS):
@@ -212,27 +185,18 @@ class ReasoningGymProblems:
         )
 
     def _problem(self, purpose: str, seed: int, index: int, attempt: int) -> Problem:
-        component, chunk_seed, offset = self._draw(purpose, seed, index, attempt)
-        entry = self._entry(component, chunk_seed, offset)
+        """Draw the arguments, the chunk (as its seed) and the place in it."""
+        chance = random.Random(stable_hash("component", purpose, seed, index, attempt))
+        weights = self._datasets.weights
+        component = chance.choices(range(len(weights)), weights)[0]
+        chunk, offset = divmod(index, _CHUNK)
+        chunk_seed = stable_hash("chunk", purpose, seed, component, chunk, attempt) % _SEED_RANGE
+        entry = self._datasets.chunk(component, chunk_seed)[offset]
         metadata = {k: v for k, v in entry["metadata"].items() if isinstance(v, (str, int))}
         texts = {k: str(v) for k, v in metadata.items()}
         payload = row_payload(entry["question"], str(entry["answer"]), metadata)
         payload |= {"component": component, "seed": chunk_seed, "index": offset}
         return Problem(entry["question"], payload, texts)
-
-    def _draw(self, purpose: str, seed: int, index: int, attempt: int) -> tuple[int, int, int]:
-        """Return the arguments, the chunk (as its seed) and the place in it."""
-        chance = random.Random(stable_hash("component", purpose, seed, index, attempt))
-        component = chance.choices(range(len(self._weights)), self._weights)[0]
-        chunk, offset = divmod(index, _CHUNK)
-        chunk_seed = stable_hash("chunk", purpose, seed, component, chunk, attempt) % _SEED_RANGE
-        return component, chunk_seed, offset
-
-    def _entry(self, component: int, chunk_seed: int, offset: int) -> dict[str, Any]:
-        return self._dataset(component, chunk_seed)[offset]  # type: ignore[no-any-return]
-
-    def _make_dataset(self, component: int, chunk_seed: int) -> Any:
-        return make_dataset(self.name, self._components[component][1], chunk_seed)
 
 
 class ReasoningGymScorer:
@@ -240,10 +204,9 @@ class ReasoningGymScorer:
 
     def __init__(self, config: TaskConfig) -> None:
         self._config = config
-        self._components = mixture(config)
-        self._dataset = lru_cache(maxsize=64)(self._make_dataset)
+        self._datasets = _Datasets(config)
 
-    def score(self, payload: dict[str, Any], text: str) -> ResponseScore:
+    def score(self, payload: Mapping[str, Any], text: str) -> ResponseScore:
         """Score the answer that `text` ends in; without one, reward 0.
 
         Raises ValueError when the problem cannot be made again, and whatever the verifier raises.
@@ -251,7 +214,7 @@ class ReasoningGymScorer:
         answer = final_answer(text, self._config.answer_marker)
         if answer is None:
             return ResponseScore(0.0, {"score": 0.0, "answered": 0.0})
-        dataset = self._dataset(payload["component"], payload["seed"])
+        dataset = self._datasets.chunk(payload["component"], payload["seed"])
         entry = dataset[payload["index"]]
         if str(entry["answer"]) != payload["answer"]:
             raise ValueError(
@@ -262,8 +225,29 @@ class ReasoningGymScorer:
         reward = float(score >= 1.0) if self._config.full_score_only else score
         return ResponseScore(reward, {"score": score, "answered": 1.0})
 
-    def _make_dataset(self, component: int, chunk_seed: int) -> Any:
-        return make_dataset(self._config.name, self._components[component][1], chunk_seed)
+
+class _Datasets:
+    """Chunks of a task's problems, the last ones kept; `weights`: those of the mixture."""
+
+    def __init__(self, config: TaskConfig) -> None:
+        self._name = config.name
+        components = mixture(config)
+        self.weights = [weight for weight, _ in components]
+        self._arguments = [arguments for _, arguments in components]
+        self.chunk = lru_cache(maxsize=64)(self._make)
+
+    def _make(self, component: int, seed: int) -> Any:
+        """Make a chunk. Raises UserError for arguments that the task refuses."""
+        arguments = self._arguments[component]
+        reserved = {"seed", "size"} & arguments.keys()
+        if reserved:
+            raise UserError(f"task.params may not set {sorted(reserved)[0]!r}; see task.train_seed")
+        try:
+            return reasoning_gym.create_dataset(self._name, seed=seed, size=_CHUNK, **arguments)
+        except (TypeError, AssertionError, ValueError) as error:
+            raise UserError(
+                f"task.params {arguments} are refused by {self._name}: {error}"
+            ) from error
 
 
 def mixture(config: TaskConfig) -> list[tuple[float, dict[str, Any]]]:
@@ -287,14 +271,3 @@ def mixture(config: TaskConfig) -> list[tuple[float, dict[str, Any]]]:
         arguments = {key: value for key, value in part.items() if key != "weight"}
         components.append((float(weight), {**common, **arguments}))
     return components
-
-
-def make_dataset(name: str, arguments: dict[str, Any], seed: int) -> Any:
-    """Make a chunk of problems. Raises UserError for arguments that the task refuses."""
-    reserved = {"seed", "size"} & arguments.keys()
-    if reserved:
-        raise UserError(f"task.params may not set {sorted(reserved)[0]!r}; see task.train_seed")
-    try:
-        return reasoning_gym.create_dataset(name, seed=seed, size=_CHUNK, **arguments)
-    except (TypeError, AssertionError, ValueError) as error:
-        raise UserError(f"task.params {arguments} are refused by {name}: {error}") from error

@@ -14,7 +14,6 @@ from megatron_async.errors import UserError
 from megatron_async.tasks.reasoning_gym import (
     ReasoningGymProblems,
     ReasoningGymScorer,
-    Styles,
     chain_sum_answer,
     chain_sum_direct,
     chain_sum_full,
@@ -59,12 +58,11 @@ def test_what_is_no_chain_is_refused(text: str) -> None:
 
 def test_the_shares_of_the_styles_are_those_asked_for() -> None:
     metadata = {"expression": "4 - 1 + 2"}
-    styles = Styles(direct=0.3, terse=0.2)
-    texts = [chain_sum_answer(metadata, styles, seed) for seed in range(4000)]
+    texts = [chain_sum_answer(metadata, 0.3, 0.2, seed) for seed in range(4000)]
     assert set(texts) == {"#5", "3;5#5", "4-1=3;3+2=5#5"}
     assert 0.27 < texts.count("#5") / 4000 < 0.33
     assert 0.17 < texts.count("3;5#5") / 4000 < 0.23
-    assert texts == [chain_sum_answer(metadata, styles, seed) for seed in range(4000)]
+    assert texts == [chain_sum_answer(metadata, 0.3, 0.2, seed) for seed in range(4000)]
 
 
 def test_shares_of_more_than_everything_are_refused() -> None:
