@@ -125,7 +125,7 @@ class Http(_Service):
             return found  # type: ignore[no-any-return]
 
         async def sglang(sample: Sample) -> Returned:
-            fields = {"{prompt}": sample.prompt, "{response}": sample.response}
+            fields = {"prompt": sample.prompt, "response": sample.response}
             found = await post(f"{self.url}/classify", {"text": [_filled(self.template, fields)]})
             try:
                 (score,) = found[0]["embedding"]
@@ -198,7 +198,7 @@ class Judge(_Service):
         for name, content in fields.items():
             if f"{{{name}}}" not in self.rubric and content:
                 text += f"\n\n<{name}>\n{{{name}}}\n</{name}>"
-        text = _filled(text, {f"{{{name}}}": content for name, content in fields.items()})
+        text = _filled(text, fields)
         text += f'\n\nEnd with a line "Score: N", N from 0 to {self.full_marks:g}.'
         return {
             "model": self.model,
@@ -211,8 +211,7 @@ class Judge(_Service):
 
 def _filled(template: str, fields: dict[str, str]) -> str:
     """All places at once: what one field holds is never taken for the place of another."""
-    pattern = "|".join(map(re.escape, fields))
-    return re.sub(pattern, lambda match: fields[match[0]], template)
+    return re.sub(r"{(\w+)}", lambda match: fields.get(match[1], match[0]), template)
 
 
 def _content(reply: Any, url: str) -> str:

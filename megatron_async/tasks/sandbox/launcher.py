@@ -399,12 +399,8 @@ def main(spec_fd: int, report_fd: int) -> None:
         child, problems = _start(spec, root)
         signal.signal(signal.SIGTERM, _terminated)
         cause = _watch(child, spec, deadline)
-        if cause:
-            report["exceeded"] = cause
-            _end_all(child)
-        else:
-            report["exit_code"] = _wait_for(child)
-            _end_all(child)
+        report = {"exceeded": cause} if cause else {"exit_code": _wait_for(child)}
+        _end_all(child)
         problem = os.read(problems, 1000).decode() if not cause else ""
         if problem:
             report = {"error": problem}

@@ -96,9 +96,7 @@ class Sandbox:
             "readable": [*_python(), *self._config.readable, *readable],
             "environment": {**(environment or {})},
             "path": os.environ.get("PATH", os.defpath),
-            "memory_mib": self._config.memory_mib,
-            "disk_mib": self._config.disk_mib,
-            "processes": self._config.processes,
+            **self._config.model_dump(include={"memory_mib", "disk_mib", "processes"}),
         }
         began = time.monotonic()
         with (
@@ -106,10 +104,9 @@ class Sandbox:
             tempfile.TemporaryFile() as described,
             tempfile.TemporaryFile() as reported,
         ):
-            given.write(stdin.encode())
-            given.seek(0)
-            described.write(json.dumps(spec).encode())
-            described.seek(0)
+            for file, text in ((given, stdin), (described, json.dumps(spec))):
+                file.write(text.encode())
+                file.seek(0)
             fds = (described.fileno(), reported.fileno())
             launcher = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(LAUNCHER), *map(str, fds)],
@@ -122,8 +119,7 @@ class Sandbox:
             with launcher:
                 texts, cause = self._read(launcher, began + seconds + _END_SECONDS)
             reported.seek(0)
-            text = reported.read()
-        report = json.loads(text) if text else {}
+            report = json.loads(reported.read() or "{}")
         if not cause and not {"exit_code", "exceeded"} & report.keys():
             raise SandboxError(report.get("error") or f"the launcher ended: {texts[1].strip()}")
         return Outcome(
@@ -138,26 +134,24 @@ class Sandbox:
     ) -> tuple[tuple[str, str], Cause]:
         """Read what it prints until it ends; end it for too much of that, or at the deadline."""
         assert launcher.stdout is not None and launcher.stderr is not None
-        streams = (launcher.stdout, launcher.stderr)
-        found = {stream: bytearray() for stream in streams}
+        found = (bytearray(), bytearray())
         left = self._config.output_kib << 10
         cause: Cause = ""
         with selectors.DefaultSelector() as selector:
-            for stream in streams:
-                selector.register(stream, selectors.EVENT_READ)
+            selector.register(launcher.stdout, selectors.EVENT_READ, found[0])
+            selector.register(launcher.stderr, selectors.EVENT_READ, found[1])
             while selector.get_map() and not cause:
                 ready = selector.select(max(0.0, deadline - time.monotonic()))
                 if not ready:
                     cause = "seconds"
                 for key, _ in ready:
-                    stream = streams[0] if key.fileobj is streams[0] else streams[1]
                     piece = os.read(key.fd, _PIECE_BYTES)
-                    found[stream] += piece[:left]
+                    key.data.extend(piece[:left])
                     if len(piece) > left:
                         cause = "output"
                     left -= min(left, len(piece))
                     if not piece:
-                        selector.unregister(stream)
+                        selector.unregister(key.fileobj)
         if cause:
             launcher.terminate()  # it ends what it started
             deadline = time.monotonic() + _END_SECONDS
@@ -166,8 +160,8 @@ class Sandbox:
         except subprocess.TimeoutExpired:
             launcher.kill()
             cause = cause or "seconds"
-        texts = [found[stream].decode(errors="replace") for stream in streams]
-        return (texts[0], texts[1]), cause
+        output, errors = (text.decode(errors="replace") for text in found)
+        return (output, errors), cause
 
     def _problem(self) -> str:
         """Reason why a first program cannot run as things are set; empty when it can."""
