@@ -75,7 +75,12 @@ class Columns:
     def problem(self, row: Mapping[str, Any], where: str, *, answered: bool = True) -> Problem:
         """The problem of a row; without `answered` it needs no answer. Raises UserError."""
         name, prompt = self._first(row, self.prompt, where)
-        messages = _messages(prompt, f"{where}, column {name!r}") if _is_list(prompt) else ()
+        messages = chat_messages(prompt, f"{where}, column {name!r}") if _is_list(prompt) else ()
+        if messages and messages[-1]["role"] != "user":
+            raise UserError(
+                f"{where}, column {name!r} ends with a message of {messages[-1]['role']!r}; a "
+                "prompt ends with the user's"
+            )
         question = messages[-1]["content"] if messages else _text(prompt, name, where)
         # A mapping of which a part is used stays whole, and so does a conversation.
         used = {self.priority} if len(messages) > 1 else {name, self.priority}
@@ -193,17 +198,6 @@ def _text(value: Any, name: str, where: str) -> str:
             f"{where}: `{name}` holds half of a surrogate pair, got {shown(value)}"
         ) from error
     return text
-
-
-def _messages(value: Any, where: str) -> tuple[Message, ...]:
-    """Chat messages of a prompt: they end with the user's."""
-    messages = chat_messages(value, where)
-    if messages[-1]["role"] != "user":
-        raise UserError(
-            f"{where} ends with a message of {messages[-1]['role']!r}; a prompt ends with the "
-            "user's"
-        )
-    return messages
 
 
 def chat_messages(value: Any, where: str) -> tuple[Message, ...]:

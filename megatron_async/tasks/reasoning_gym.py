@@ -227,13 +227,31 @@ class ReasoningGymScorer:
 
 
 class _Datasets:
-    """Chunks of a task's problems, the last ones kept; `weights`: those of the mixture."""
+    """Chunks of a task's problems, the last ones kept; `weights`: those of the mixture.
+
+    `params` beside `mixture` are common to all of its parts.
+    """
 
     def __init__(self, config: TaskConfig) -> None:
+        """Refuse settings that name no task or no mixture. Raises UserError."""
+        if config.name in UNUSABLE:
+            raise UserError(f"task.name {config.name!r} cannot be used: {UNUSABLE[config.name]}")
+        if config.name not in DATASETS:
+            raise UserError(f"task.name {config.name!r} is not a task of reasoning-gym")
+        common = {key: value for key, value in config.params.items() if key != "mixture"}
+        parts = config.params.get("mixture", [{"weight": 1.0}])
+        if not isinstance(parts, list) or not parts:
+            raise UserError(f"task.params.mixture must be a list of arguments, got {parts!r}")
+        self.weights: list[float] = []
+        self._arguments: list[dict[str, Any]] = []
+        for part in parts:
+            weight = part.get("weight") if isinstance(part, dict) else None
+            if isinstance(weight, bool) or not isinstance(weight, (int, float)) or weight <= 0:
+                raise UserError(f"task.params.mixture: {part!r} needs a positive `weight`")
+            self.weights.append(float(weight))
+            own = {key: value for key, value in part.items() if key != "weight"}
+            self._arguments.append({**common, **own})
         self._name = config.name
-        components = mixture(config)
-        self.weights = [weight for weight, _ in components]
-        self._arguments = [arguments for _, arguments in components]
         self.chunk = lru_cache(maxsize=64)(self._make)
 
     def _make(self, component: int, seed: int) -> Any:
@@ -248,26 +266,3 @@ class _Datasets:
             raise UserError(
                 f"task.params {arguments} are refused by {self._name}: {error}"
             ) from error
-
-
-def mixture(config: TaskConfig) -> list[tuple[float, dict[str, Any]]]:
-    """(weight, arguments) of each component; `params` beside `mixture` are common to all.
-
-    Raises UserError naming what is wrong.
-    """
-    if config.name in UNUSABLE:
-        raise UserError(f"task.name {config.name!r} cannot be used: {UNUSABLE[config.name]}")
-    if config.name not in DATASETS:
-        raise UserError(f"task.name {config.name!r} is not a task of reasoning-gym")
-    common = {key: value for key, value in config.params.items() if key != "mixture"}
-    parts = config.params.get("mixture", [{"weight": 1.0}])
-    if not isinstance(parts, list) or not parts:
-        raise UserError(f"task.params.mixture must be a list of arguments, got {parts!r}")
-    components = []
-    for part in parts:
-        weight = part.get("weight") if isinstance(part, dict) else None
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or weight <= 0:
-            raise UserError(f"task.params.mixture: {part!r} needs a positive `weight`")
-        arguments = {key: value for key, value in part.items() if key != "weight"}
-        components.append((float(weight), {**common, **arguments}))
-    return components

@@ -19,7 +19,7 @@ import re
 import tempfile
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -75,9 +75,9 @@ def _file(file: Path, setting: str) -> Rows:
     with file.open("rb") as stream:
         magic = stream.read(6)
     if magic.startswith(b"PAR1"):
-        return _arrow_rows(file, what, parquet=True)
+        return _arrow_rows(file, what, _read_parquet)
     if magic == b"ARROW1" or file.suffix == ".arrow":
-        return _arrow_rows(file, what, parquet=False)
+        return _arrow_rows(file, what, _map)
     if file.suffix == ".parquet":
         raise UserError(f"{what} is not a Parquet file")
     return _JsonlRows(file, what)
@@ -93,7 +93,7 @@ def _directory(folder: Path, split: str, setting: str) -> list[Rows]:
         if read_json_object(state, f"{what}/state.json").get("_indices_data_files"):
             raise UserError(f"{what} holds a selection of rows: save it after flatten_indices()")
         files = [folder / name for name in _names(state, "_data_files", what)]
-        return [_arrow_rows(file, f"{setting} {file}", parquet=False) for file in files]
+        return [_arrow_rows(file, f"{setting} {file}", _map) for file in files]
     found = sorted(f for f in folder.rglob("*") if f.suffix in _SUFFIXES and f.is_file())
     by_split: dict[str, list[Path]] = {}
     for file in found:  # train-00000-of-00002.parquet, test.jsonl, main/train/0.parquet
@@ -220,9 +220,8 @@ def _arrow() -> Any:
     return pyarrow
 
 
-def _arrow_rows(file: Path, what: str, *, parquet: bool) -> Rows:
+def _arrow_rows(file: Path, what: str, read: Callable[[Any, Path, str], Any]) -> Rows:
     arrow = _arrow()
-    read = _read_parquet if parquet else _map
     try:
         return _Table(read(arrow, file, what), what)
     except (arrow.ArrowException, OSError) as error:
