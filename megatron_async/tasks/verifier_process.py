@@ -22,7 +22,6 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import fcntl
 import os
 import resource
@@ -41,6 +40,7 @@ from megatron_async.config.reward import ScorerSettings
 from megatron_async.errors import UserError
 from megatron_async.tasks.rewards.reward import Reward, asynchronous, build_reward
 from megatron_async.tasks.rewards.sample import RewardScore, Sample, Unavailable, sample_of
+from megatron_async.tasks.sandbox.launcher import PDEATHSIG, SUBREAPER, prctl
 from megatron_async.tasks.scorer_frames import (
     END_ID,
     START_ID,
@@ -50,8 +50,6 @@ from megatron_async.tasks.scorer_frames import (
     reply_packet,
 )
 
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
 _HIGH_DESCRIPTOR = 1000
 _LOG_BYTES = 16 << 10
 _TAIL_BYTES = 2000
@@ -157,7 +155,7 @@ def _run_scorer(
 ) -> int:
     """Run the scorer in the forked process."""
     keeper = os.getppid()
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl(PDEATHSIG, signal.SIGKILL)
     if os.getppid() != keeper:
         return 1
     os.dup2(output, 1)
@@ -256,7 +254,7 @@ def main(settings_json: str, kind: str) -> int:
     os.dup2(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC), 0)
     os.dup2(2, 1)
     settings = ScorerSettings.model_validate_json(settings_json)
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    prctl(SUBREAPER, 1)
     source, output = os.pipe()
     scorer = os.fork()
     if scorer == 0:
@@ -274,12 +272,6 @@ def main(settings_json: str, kind: str) -> int:
         tail = printed.tail.decode(errors="replace").strip()
         _Replies(channel).send(reply_packet(END_ID, {"exit_code": code, "output": tail}))
     return 0
-
-
-def _prctl(option: int, value: int) -> None:
-    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
-        error = ctypes.get_errno()
-        raise OSError(error, os.strerror(error))
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 1, 2, 4, 8
 _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 32, 4096, 16384, 1 << 18
 _MS_KEPT = {1024: 1024, 2048: 2048, 4096: 1 << 21}  # statvfs's flag: mount's (noatime and so on)
 _MNT_DETACH = 2
-_PDEATHSIG, _NO_NEW_PRIVS, _SUBREAPER = 1, 38, 36
+PDEATHSIG, SUBREAPER, _NO_NEW_PRIVS = 1, 36, 38
 _USER, _NOBODY = 1000, 65534
 _LINKED = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _READ = ("/usr", "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
@@ -66,7 +66,8 @@ def _call(name: str, *arguments: Any) -> None:
         raise OSError(error, f"{name}: {os.strerror(error)}")
 
 
-def _prctl(option: int, value: int) -> None:
+def prctl(option: int, value: int) -> None:
+    """Set an attribute of this process. Raises OSError."""
     _call("prctl", option, value, 0, 0, 0)
 
 
@@ -201,7 +202,7 @@ def _exec(spec: dict[str, Any], home: str) -> None:
     """Become the program; never returns."""
     os.setsid()
     os.chdir(home)
-    _prctl(_NO_NEW_PRIVS, 1)
+    prctl(_NO_NEW_PRIVS, 1)
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and exec keeps that
         signal.signal(number, signal.SIG_DFL)
     _limit(spec)
@@ -233,7 +234,7 @@ def _fork() -> int:
     parent = os.getpid()
     child = os.fork()
     if child == 0:
-        _prctl(_PDEATHSIG, signal.SIGKILL)
+        prctl(PDEATHSIG, signal.SIGKILL)
         if os.getppid() not in (parent, 0):  # 0: the parent is in another process namespace
             os._exit(1)
     return child
@@ -265,7 +266,7 @@ def _in_namespaces(spec: dict[str, Any], root: str, ready: int, mapped: int, err
         _write_files(Path("/", _HOME), spec["files"], _USER if other else None)
         if other:
             _become(_USER)
-            _prctl(_PDEATHSIG, signal.SIGKILL)  # a change of user clears it
+            prctl(PDEATHSIG, signal.SIGKILL)  # a change of user clears it
         program = os.fork()
         if program == 0:
             _exec(spec, f"/{_HOME}")
@@ -389,8 +390,8 @@ def main(spec_fd: int, report_fd: int) -> None:
         os.set_inheritable(descriptor, False)
     with os.fdopen(spec_fd) as stream:
         spec = json.load(stream)
-    _prctl(_PDEATHSIG, signal.SIGKILL)
-    _prctl(_SUBREAPER, 1)
+    prctl(PDEATHSIG, signal.SIGKILL)
+    prctl(SUBREAPER, 1)
     deadline = time.monotonic() + spec["seconds"]
     root = tempfile.mkdtemp(prefix="megatron-async-sandbox-")
     report: dict[str, Any] = {}
