@@ -87,8 +87,8 @@ _DRIFT: Final = (
         "megatron_async/train_loop/loop.py",
         (
             "the difference between engines and trainer is not written step by step",
-            '            "weights/probe_mean_error": update.probe_mean_error,\n',
-            "",
+            "metrics |= {**update.metrics, **self._update_seconds}",
+            "metrics |= self._update_seconds",
         ),
     ),
     *taken_back(
@@ -221,17 +221,17 @@ _COLOCATED: Final = (
         "megatron_async/train_loop/loop.py",
         (
             "the trainer keeps its memory while engines generate",
-            "        self._parts.memory.hold(Residence.NOTHING)\n",
+            "        self.memory.hold(Residence.NOTHING)\n",
             "",
         ),
         (
             "engines take memory that another rank still holds",
-            "            self._parts.rank_zero.all_here()\n",
+            "            self.rank_zero.all_here()\n",
             "            pass\n",
         ),
         (
             "the trainer trains with its weights alone on the device",
-            "        self._parts.memory.hold(Residence.ALL)\n        report =",
+            "        self.memory.hold(Residence.ALL)\n        report =",
             "        report =",
         ),
     ),

@@ -105,8 +105,9 @@ class RolloutDriver:
             self._watch,
         )
         self._generation = Generation(config, store, self.statistics, stop_token_ids, reports)
+        of_groups = config.scorers.of_groups
         self._scoring = Scoring(
-            store, verifier, self.statistics, config.scorers.of_groups, self._reward_ready
+            store, prompts, verifier, self.statistics, of_groups, self._reward_ready
         )
 
     # ------------------------------------------------------------ life
@@ -474,7 +475,7 @@ class RolloutDriver:
             "engines_up": sum(slot.up for slot in self._slots.values()),
             "engines": len(self._slots),
             "running": len(self._generation),
-            "tokens": self.statistics.tokens,
+            "tokens": self.statistics.counts.tokens,
             "version": str(self._version),
             "warnings": dict(self.statistics.warnings),
             "states": self._store.counts(),

@@ -259,9 +259,9 @@ class Generation:
 
         Engines that fail with no token between them are no evidence about a prompt.
         """
-        if slot.watch.held or self._statistics.tokens == self._tokens_at_death:
+        if slot.watch.held or self._statistics.counts.tokens == self._tokens_at_death:
             return set()
-        self._tokens_at_death = self._statistics.tokens
+        self._tokens_at_death = self._statistics.counts.tokens
         begun = {r.group_id for r in self._on(slot) if r.prefills and r.group_id >= 0}
         self._deaths.update(begun)
         return {group_id for group_id in begun if self._deaths[group_id] >= _FAILURES_OF_ONE}

@@ -36,7 +36,7 @@ from megatron_async.rollout.evaluations import Evaluations
 from megatron_async.rollout.fleet import EngineLauncher, Fleet
 from megatron_async.rollout.messages import NotAttached, ResumePoint, UpdateReport
 from megatron_async.rollout.probe import PROMPTS, ProbeSample, packed
-from megatron_async.rollout.prompts import CountingVerifier, TaskPrompts
+from megatron_async.rollout.prompts import TaskPrompts
 from megatron_async.rollout.shared_devices import SharedDevices
 from megatron_async.rollout.weight_checks import CheckedEngines, WeightChecks
 from megatron_async.scheduler.record import Recorder, new_record
@@ -164,7 +164,7 @@ class RolloutManager:
             ),
             store=store,
             prompts=prompts,
-            verifier=CountingVerifier(self._verifier, prompts),
+            verifier=self._verifier,
             version=version,
             stop_token_ids=self._task.stop_token_ids,
             recorder=recorder,
@@ -340,10 +340,10 @@ class RolloutManager:
             raise ComponentFailure(f"{version} was to be verified before its update had ended")
         last = number >= self._config.steps
         await self._devices.give_back(self._driver.engines())
-        ratios = self._checks.ratios(
+        outcome, metrics = self._checks.ratios(
             update.holders, update.samples, logprobs_T, version, float32=float32
         )
-        holders = self._passed(session, ratios.outcome)
+        holders = self._passed(session, outcome)
         if update.samples:
             self._suspects.difference_update(engine.engine_id for engine in holders)
         if update.rests:
@@ -359,9 +359,7 @@ class RolloutManager:
         if last and not due:
             await self._devices.rest(self._driver.engines())
         return UpdateReport(
-            probe_mean_error=ratios.mean_error,
-            probe_max_error=ratios.max_error,
-            probe_drift=ratios.drift,
+            metrics=metrics,
             passed=len(holders) == len(self._addressed),
             evaluation_due=due,
             evaluations=session.evaluations.take(),

@@ -5,6 +5,7 @@ Plain values: a trainer rank reads them without the rollout side's packages.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,18 +21,15 @@ class NotAttached(ComponentFailure):
 
 @dataclass(frozen=True, eq=False)
 class UpdateReport:
-    """A verified update: how far log-probs were from the trainer's, and whether the trainer must
-    ask for its evaluation now.
+    """A verified update, and whether the trainer must ask for its evaluation now.
 
-    `probe_drift`: the mean error over the usual one, in half precision once that is learned.
+    `metrics`: how far log-probs were from the trainer's, of an update that was compared.
     `passed`: every engine that was sent the weights, none was left out or is sent them again.
     `evaluations`: those beside training that have ended since the update before.
     `warnings`: (name, message) of what the rollout side has reported since the update before.
     """
 
-    probe_mean_error: float | None
-    probe_max_error: float | None
-    probe_drift: float | None
+    metrics: Mapping[str, float]
     passed: bool
     evaluation_due: bool
     evaluations: tuple[Evaluation, ...] = ()

@@ -10,14 +10,11 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_async.config.data import DifficultyConfig
 from megatron_async.disk import LineFile, json_lines
-from megatron_async.engines.interface import Verifier
-from megatron_async.tasks.base import Score, Task, stable_hash
-from megatron_async.tasks.scorer_count import ScorerCount
+from megatron_async.tasks.base import Task, stable_hash
 from megatron_async.trajectory.types import Prompt
 
 _MOST_PASSED_OVER = 1000
@@ -147,29 +144,3 @@ class TaskPrompts:
         """Write what is left."""
         if self._file is not None:
             self._file.close()
-
-
-class CountingVerifier:
-    """Scores as `verifier` does, and has `prompts` count what it finds."""
-
-    def __init__(self, verifier: Verifier, prompts: TaskPrompts) -> None:
-        self._verifier = verifier
-        self._prompts = prompts
-
-    @property
-    def scorers(self) -> ScorerCount:
-        """Return the number of scorers of the verifier."""
-        return self._verifier.scorers
-
-    async def score(self, prompt: Prompt, response_ids: Sequence[int]) -> Score:
-        """Reward and details."""
-        reward, detail = await self._verifier.score(prompt, response_ids)
-        self._prompts.scored(prompt, reward)
-        return reward, detail
-
-    async def score_group(self, prompt: Prompt, responses: Sequence[Sequence[int]]) -> list[Score]:
-        """The same for several responses to one prompt at once."""
-        scores = await self._verifier.score_group(prompt, responses)
-        for reward, _ in scores:
-            self._prompts.scored(prompt, reward)
-        return scores

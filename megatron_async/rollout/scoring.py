@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from megatron_async.engines.interface import Verifier
+from megatron_async.rollout.prompts import TaskPrompts
 from megatron_async.rollout.statistics import RolloutStatistics
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.tasks.base import SCORER_FAULTS
@@ -26,24 +26,24 @@ from megatron_async.trajectory.types import Group, Trajectory, TrajectoryState
 _WHOLE = (TrajectoryState.FINISHED, TrajectoryState.SCORED)
 
 
-class Ready(Protocol):
-    """Called with each reward; `None` when the scorer failed and that is not a 0."""
-
-    def __call__(self, trajectory_id: int, reward: float | None) -> None: ...
-
-
 class Scoring:
-    """Scores what the scheduler asks for. `of_groups`: some reward takes whole groups."""
+    """Scores what the scheduler asks for."""
 
     def __init__(
         self,
         store: TrajectoryStore,
+        prompts: TaskPrompts,
         verifier: Verifier,
         statistics: RolloutStatistics,
         of_groups: bool,
-        ready: Ready,
+        ready: Callable[[int, float | None], None],
     ) -> None:
+        """`prompts` counts every score. `of_groups`: some reward takes whole groups.
+
+        `ready` gets each trajectory's reward; None when the scorer failed and that is not a 0.
+        """
         self._store = store
+        self._prompts = prompts
         self._verifier = verifier
         self._statistics = statistics
         self._of_groups = of_groups
@@ -97,6 +97,8 @@ class Scoring:
         else:
             scores = [await self._verifier.score(prompt, responses[0])]
         seconds = time.monotonic() - asked
+        for reward, _ in scores:
+            self._prompts.scored(prompt, reward)
         numbers = {trajectory.trajectory_id for trajectory in wanted}
         for trajectory, (reward, detail) in zip(shown, scores, strict=True):
             number = trajectory.trajectory_id

@@ -39,16 +39,6 @@ class CheckedEngines:
     failed: dict[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, eq=False)
-class Ratios:
-    """Result of the comparison with the trainer; errors over all engines, None without any."""
-
-    outcome: CheckedEngines
-    mean_error: float | None = None
-    max_error: float | None = None
-    drift: float | None = None
-
-
 class WeightChecks:
     """The checks of one manager's engines."""
 
@@ -133,15 +123,17 @@ class WeightChecks:
         version: PolicyVersion,
         *,
         float32: bool,
-    ) -> Ratios:
-        """`logprobs_T` are the trainer's of `probe.packed(samples)`, computed in `float32` or less.
+    ) -> tuple[CheckedEngines, dict[str, float]]:
+        """Compare with the trainer; the metrics of that are over all engines.
+
+        `logprobs_T` are the trainer's of `probe.packed(samples)`, computed in `float32` or less.
 
         Every one of `engines` has samples, or none has, and then they pass.
         """
         if logprobs_T is None:
             if samples:
                 raise ValueError(f"engines sampled with {version}, and no log-probs came of it")
-            return Ratios(self._decide(CheckedEngines(list(engines)), version))
+            return self._decide(CheckedEngines(list(engines)), version), {}
         exact = float32 and self._sent_exactly and all(e.dtype == "float32" for e in engines)
         errors = probe.errors(samples, logprobs_T)
         outcome = CheckedEngines()
@@ -157,16 +149,18 @@ class WeightChecks:
             )
         if not outcome.good:  # what they agreed on was not these weights, and binds nobody
             self._agreed = None
-        drift = None
+        means = [error.mean for error in errors.values()]
+        largest = [error.largest for error in errors.values()]
+        metrics = {
+            "weights/probe_mean_error": float(np.max(means, initial=0.0)),
+            "weights/probe_max_error": float(np.max(largest, initial=0.0)),
+        }
         if not exact:
             drift = self._rule.drift(errors.values())
+            if drift is not None:
+                metrics["weights/probe_drift"] = drift
             self._rule.learn(errors[engine.engine_id] for engine in outcome.good)
-        return Ratios(
-            self._decide(outcome, version),
-            float(np.max([error.mean for error in errors.values()], initial=0.0)),
-            float(np.max([error.largest for error in errors.values()], initial=0.0)),
-            drift,
-        )
+        return self._decide(outcome, version), metrics
 
     def _limit_is(self, exact: bool) -> str:
         if self._config.weights.probe_tolerance is not None:

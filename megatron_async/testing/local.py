@@ -29,7 +29,7 @@ from megatron_async.rollout.messages import ResumePoint, UpdateReport
 from megatron_async.run_directory import RunDirectory
 from megatron_async.tasks import build_task
 from megatron_async.telemetry.metrics import MetricsWriter
-from megatron_async.train_loop.loop import LoopParts, TrainLoop
+from megatron_async.train_loop.loop import TrainLoop
 from megatron_async.trainer.offload import trainer_memory
 from megatron_async.trainer.parallel import parallel_session
 from megatron_async.trainer.step import PolicyTrainer
@@ -154,14 +154,12 @@ def train_locally(
         checkpoints = CheckpointManager(directory.checkpoints, config.checkpoint)
         memory = trainer_memory(config, trainer)
         TrainLoop(
-            LoopParts(
-                config=config,
-                trainer=trainer,
-                publisher=publisher,
-                checkpoints=checkpoints,
-                link=link,
-                metrics=metrics,
-                resume=resume,
-                memory=memory,
-            )
+            config=config,
+            trainer=trainer,
+            publisher=publisher,
+            checkpoints=checkpoints,
+            link=link,
+            metrics=metrics,
+            resume=resume,
+            memory=memory,
         ).run()

@@ -42,12 +42,13 @@ from megatron_async.weight_sync.publisher import WeightPublisher
 T = TypeVar("T")
 
 
-@dataclass(kw_only=True)
-class LoopParts:
-    """Parts of the loop; `link` and `metrics` only on rank 0.
+@dataclass(kw_only=True, eq=False)
+class TrainLoop:
+    """A run as one rank sees it, from its resume point to its last step.
 
-    `resume` is where this lineage began; `memory` gives the trainer's device memory away where
-    engines share it; `rank_zero` is how ranks wait for the first one.
+    `link` and `metrics` are there on rank 0 only. `resume` is where this lineage began; `memory`
+    gives the trainer's device memory away where engines share it; `rank_zero` is how ranks wait
+    for the first one.
     """
 
     config: RunConfig
@@ -62,18 +63,11 @@ class LoopParts:
     rank_zero: RankZero = field(default_factory=RankZero)
     health: HealthWatch = field(default_factory=HealthWatch)
 
-
-class TrainLoop:
-    """A run as one rank sees it, from its resume point to its last step."""
-
-    def __init__(self, parts: LoopParts) -> None:
-        self._parts = parts
-        self._config = parts.config
-        self._trainer = parts.trainer
+    def __post_init__(self) -> None:
         self._verified_once = False
-        self._saved_step = parts.trainer.step
-        self._store_position = parts.resume.store_position
-        self._colocated = not isinstance(parts.memory, AlwaysThere)
+        self._saved_step = self.trainer.step
+        self._store_position = self.resume.store_position
+        self._colocated = not isinstance(self.memory, AlwaysThere)
         self._unreported: list[Finalised] = []
         self._unevaluated = False
         self._update_seconds: dict[str, float] = {}
@@ -85,12 +79,12 @@ class TrainLoop:
         Raises ComponentFailure.
         """
         self._publish()
-        while self._trainer.step < self._config.steps:
-            if self._parts.stop.asked_anywhere():
+        while self.trainer.step < self.config.steps:
+            if self.stop.asked_anywhere():
                 return self._stop()
             began = time.monotonic()
             try:
-                batch = self._parts.rank_zero.does(lambda: self._link.next_batch())
+                batch = self.rank_zero.does(lambda: self._link.next_batch())
             except StopAsked:
                 return self._stop()
             except ManagerLost:
@@ -103,16 +97,16 @@ class TrainLoop:
             self._step(batch, waited)
         if self._unevaluated:  # a resume does it
             return self._stop()
-        self._parts.checkpoints.wait()
+        self.checkpoints.wait()
         self._ask(self._report_finalised)
-        self._parts.memory.hold(Residence.ALL)  # the engines' work is done
+        self.memory.hold(Residence.ALL)  # the engines' work is done
         return True
 
     def _stop(self) -> bool:
         """Keep what was trained since the last checkpoint."""
-        if self._trainer.step != self._saved_step:
+        if self.trainer.step != self._saved_step:
             self._checkpoint()
-        self._parts.checkpoints.wait()
+        self.checkpoints.wait()
         self._ask(self._report_finalised)
         return False
 
@@ -120,27 +114,25 @@ class TrainLoop:
         """`question` to the rollout side, on rank 0; repeated if its manager is lost over it."""
         while True:  # ends: Ray restarts a manager engines.max_manager_restarts times
             try:
-                return self._parts.rank_zero.does(question)
+                return self.rank_zero.does(question)
             except ManagerLost:
                 self._attach_again()
 
     def _attach_again(self) -> None:
         """Attach to a manager that was started again; its engines are new and want weights."""
-        here = replace(
-            self._parts.resume, step=self._trainer.step, store_position=self._store_position
-        )
-        self._parts.rank_zero.does(lambda: self._link.attach(here))
+        here = replace(self.resume, step=self.trainer.step, store_position=self._store_position)
+        self.rank_zero.does(lambda: self._link.attach(here))
 
     @property
     def _link(self) -> RolloutLink:
-        assert self._parts.link is not None
-        return self._parts.link
+        assert self.link is not None
+        return self.link
 
     def _step(self, batch: TokenBatch, waited: float) -> None:
         self._store_position = batch.store_position
         began = time.monotonic()
-        self._parts.memory.hold(Residence.ALL)
-        report = self._trainer.train_batch(batch)
+        self.memory.hold(Residence.ALL)
+        report = self.trainer.train_batch(batch)
         trained = time.monotonic() - began
         if report.skipped:
             self._ask(lambda: self._link.drop_batch(batch.step, DropReason.NONFINITE.value))
@@ -173,39 +165,37 @@ class TrainLoop:
                 self._attach_again()
 
     def _publish_once(self) -> UpdateReport:
-        number, began = self._trainer.step, time.monotonic()
+        number, began = self.trainer.step, time.monotonic()
         self._evaluation_seconds = 0.0
-        self._parts.memory.hold(Residence.WEIGHTS)
-        engines = self._parts.rank_zero.does(lambda: self._link.begin_update(number))
+        self.memory.hold(Residence.WEIGHTS)
+        engines = self.rank_zero.does(lambda: self._link.begin_update(number))
         ready = time.monotonic()
-        reached = self._parts.publisher.publish(engines, self._trainer.version)
+        reached = self.publisher.publish(engines, self.trainer.version)
         sent = time.monotonic()
-        wanted = self._config.weights.verify
+        wanted = self.config.weights.verify
         verify = wanted == "every" or (wanted == "first" and not self._verified_once)
         self._give_memory_back()
-        samples = self._parts.rank_zero.does(lambda: self._link.end_update(number, reached, verify))
+        samples = self.rank_zero.does(lambda: self._link.end_update(number, reached, verify))
         logprobs_T, float32 = None, False
         if samples is not None:
-            self._parts.memory.hold(Residence.WEIGHTS)
-            logprobs_T = self._trainer.compute_logprobs(samples)
-            float32 = parameter_dtype(self._config.model).itemsize == 4
+            self.memory.hold(Residence.WEIGHTS)
+            logprobs_T = self.trainer.compute_logprobs(samples)
+            float32 = parameter_dtype(self.config.model).itemsize == 4
             self._give_memory_back()
-        update = self._parts.rank_zero.does(
-            lambda: self._link.verify_update(number, logprobs_T, float32)
-        )
+        update = self.rank_zero.does(lambda: self._link.verify_update(number, logprobs_T, float32))
         self._update_seconds = {
             "weights/ready_seconds": ready - began,
             "weights/transfer_seconds": sent - ready,
             "weights/verify_seconds": time.monotonic() - sent,
         }
-        cost = self._parts.publisher.report if reached else None
+        cost = self.publisher.report if reached else None
         for phase, seconds in cost.phases.items() if cost else ():
             self._update_seconds[f"weights/transfer_{phase.replace(' ', '_')}_seconds"] = seconds
         self._verified_once = self._verified_once or (verify and update.passed)
-        if self._parts.metrics is not None:
+        if self.metrics is not None:
             for name, message in update.warnings:  # of the step that made this version
-                self._parts.metrics.warn(max(0, number - 1), name, message)
-            self._write_evaluations(self._parts.metrics, update.evaluations)
+                self.metrics.warn(max(0, number - 1), name, message)
+            self._write_evaluations(update.evaluations)
         if update.evaluation_due:
             began = time.monotonic()
             self._evaluate(number)
@@ -214,26 +204,27 @@ class TrainLoop:
 
     def _give_memory_back(self) -> None:
         """Engines may take it on every rank's device afterwards."""
-        self._parts.memory.hold(Residence.NOTHING)
+        self.memory.hold(Residence.NOTHING)
         if self._colocated:
-            self._parts.rank_zero.all_here()
+            self.rank_zero.all_here()
 
     def _evaluate(self, number: int) -> None:
         """An evaluation may take longer than whoever asks the run to stop will wait."""
         try:
-            found = self._parts.rank_zero.does(lambda: self._link.evaluate(number))
+            found = self.rank_zero.does(lambda: self._link.evaluate(number))
         except StopAsked:
             self._unevaluated = True
             return
-        if self._parts.metrics is not None:
-            self._write_evaluations(self._parts.metrics, found)
+        self._write_evaluations(found)
 
-    def _write_evaluations(self, metrics: MetricsWriter, found: Iterable[Evaluation]) -> None:
+    def _write_evaluations(self, found: Iterable[Evaluation]) -> None:
         """Each under the number of the version that it began with."""
+        if self.metrics is None:
+            return
         for evaluation in found:
-            metrics.write(evaluation.number, evaluation.metrics(), kind="eval")
+            self.metrics.write(evaluation.number, evaluation.metrics(), kind="eval")
             for one in evaluation.results:
-                metrics.samples(evaluation.number, one.name, one.samples)
+                self.metrics.samples(evaluation.number, one.name, one.samples)
 
     # ------------------------------------------------------------ checkpoints and records
 
@@ -245,34 +236,34 @@ class TrainLoop:
         return time.monotonic() - began
 
     def _checkpoint_if_due(self) -> None:
-        step = self._trainer.step
-        settings = self._config.checkpoint
-        if step % settings.every_steps and step != self._config.steps:
+        step = self.trainer.step
+        settings = self.config.checkpoint
+        if step % settings.every_steps and step != self.config.steps:
             return
         self._checkpoint()
 
     def _checkpoint(self) -> None:
         extra = self._ask(lambda: self._link.position())
-        self._parts.memory.hold(Residence.ALL)  # engines that share the memory rest by now
-        self._parts.checkpoints.save(self._trainer, extra)
-        self._saved_step = self._trainer.step
+        self.memory.hold(Residence.ALL)  # engines that share the memory rest by now
+        self.checkpoints.save(self.trainer, extra)
+        self._saved_step = self.trainer.step
 
     def _report_finalised(self) -> None:
         """Report manifests that exist by now from rank 0 to the rollout side."""
-        if self._parts.link is not None:
-            self._unreported += self._parts.checkpoints.take_finalised()
+        if self.link is not None:
+            self._unreported += self.checkpoints.take_finalised()
             while self._unreported:
                 done = self._unreported[0]
-                self._parts.link.checkpoint_finalised(done.step, done.kept_steps)
-                if self._parts.metrics is not None:
-                    path = self._parts.checkpoints.path(done.step)
-                    self._parts.metrics.checkpoint(done.step, path)
+                self.link.checkpoint_finalised(done.step, done.kept_steps)
+                if self.metrics is not None:
+                    path = self.checkpoints.path(done.step)
+                    self.metrics.checkpoint(done.step, path)
                 del self._unreported[0]
 
     def _write(
         self, batch: TokenBatch, report: StepReport, update: UpdateReport, times: dict[str, float]
     ) -> None:
-        writer = self._parts.metrics
+        writer = self.metrics
         if writer is None:
             return
         own = {name: v for name, v in report.metrics.items() if name not in SAME_NUMBERS}
@@ -287,19 +278,13 @@ class TrainLoop:
             "train/microbatches": report.num_microbatches,
             "train/tokens_per_second": report.tokens_per_second,
         }
-        probe = {
-            "weights/probe_mean_error": update.probe_mean_error,
-            "weights/probe_max_error": update.probe_max_error,
-            "weights/probe_drift": update.probe_drift,
-        }
-        metrics |= {name: value for name, value in probe.items() if value is not None}
-        metrics |= self._update_seconds
-        warnings = self._parts.health.step(metrics)
-        metrics |= {f"warning/{name}": 1.0 for name in self._parts.health.holding}
+        metrics |= {**update.metrics, **self._update_seconds}
+        warnings = self.health.step(metrics)
+        metrics |= {f"warning/{name}": 1.0 for name in self.health.holding}
         writer.write(report.step, metrics)
         for name, message in warnings:
             writer.warn(report.step, name, message)
-        if report.step % self._config.telemetry.histograms_every == 0:
+        if report.step % self.config.telemetry.histograms_every == 0:
             trained = batch.loss_mask_T > 0
             writer.histogram(report.step, "rollout/lag", batch.lag_T[trained])
             lengths_S = batch.lengths_S() - batch.prompt_lengths_S

@@ -37,7 +37,7 @@ def train(directory: RunDirectory, config: RunConfig, ray_address: str, stop: St
     from megatron_async.telemetry.summary import summarise
     from megatron_async.telemetry.trackers.base import TrackedRun
     from megatron_async.telemetry.trackers.build import start_trackers
-    from megatron_async.train_loop.loop import LoopParts, TrainLoop
+    from megatron_async.train_loop.loop import TrainLoop
     from megatron_async.train_loop.manager_client import RayLink, RolloutLink
     from megatron_async.train_loop.rank_zero import RankZero, patience_seconds
     from megatron_async.trainer.offload import trainer_memory
@@ -95,7 +95,7 @@ def train(directory: RunDirectory, config: RunConfig, ray_address: str, stop: St
         trainer = trainer or build()
         publisher = WeightPublisher(config, trainer.model, directory.path / "weights")
         stack.callback(publisher.close)
-        parts = LoopParts(
+        loop = TrainLoop(
             config=config,
             trainer=trainer,
             publisher=publisher,
@@ -108,7 +108,7 @@ def train(directory: RunDirectory, config: RunConfig, ray_address: str, stop: St
             rank_zero=rank_zero,
             health=HealthWatch(config.schedule.max_async_level, before),
         )
-        complete = TrainLoop(parts).run()
+        complete = loop.run()
         if complete and config.checkpoint.export_hf:
             # A run that was extended by --resume exports anew.
             rank_zero.does(lambda: shutil.rmtree(directory.hf_export, ignore_errors=True))

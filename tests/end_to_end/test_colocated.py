@@ -21,7 +21,7 @@ def calls_of_a_loop() -> list[str]:
     import torch.distributed as dist
 
     from megatron_async.config.model import ModelConfig
-    from megatron_async.train_loop.loop import LoopParts, TrainLoop
+    from megatron_async.train_loop.loop import TrainLoop
     from megatron_async.trajectory.types import PolicyVersion
 
     dist.init_process_group("gloo")
@@ -59,7 +59,7 @@ def calls_of_a_loop() -> list[str]:
         weights=SimpleNamespace(verify="every"),
     )
     publisher: Any = SimpleNamespace(publish=lambda engines, version: calls.append("send") or [])
-    parts: Any = LoopParts(
+    loop: Any = TrainLoop(
         config=config,
         trainer=trainer,  # type: ignore[arg-type]
         publisher=publisher,
@@ -68,7 +68,7 @@ def calls_of_a_loop() -> list[str]:
         metrics=None,
         memory=memory,
     )
-    assert TrainLoop(parts).run()
+    assert loop.run()
     dist.destroy_process_group()
     return calls
 
@@ -77,7 +77,7 @@ def given_back_before_engines_take_it(folder: Path) -> int:
     """How often rank 1 had given its memory back when rank 0 let the engines have it."""
     import torch.distributed as dist
 
-    from megatron_async.train_loop.loop import LoopParts, TrainLoop
+    from megatron_async.train_loop.loop import TrainLoop
     from megatron_async.trainer.offload import Residence
     from megatron_async.trajectory.types import PolicyVersion
 
@@ -97,7 +97,7 @@ def given_back_before_engines_take_it(folder: Path) -> int:
         checkpoint_finalised=lambda *_: None,
     )
     config: Any = SimpleNamespace(steps=0, weights=SimpleNamespace(verify="every"))
-    parts: Any = LoopParts(
+    loop: Any = TrainLoop(
         config=config,
         trainer=SimpleNamespace(step=0, version=PolicyVersion(0, 0)),  # type: ignore[arg-type]
         publisher=SimpleNamespace(publish=lambda engines, version: []),  # type: ignore[arg-type]
@@ -106,7 +106,7 @@ def given_back_before_engines_take_it(folder: Path) -> int:
         metrics=None,
         memory=SimpleNamespace(hold=hold),
     )
-    assert TrainLoop(parts).run()
+    assert loop.run()
     dist.destroy_process_group()
     return sum(found)
 

@@ -73,7 +73,7 @@ def train(lost_at: set[int]) -> tuple[list[Any], list[int]]:
     """A loop of two steps over stand-ins, one checkpoint a step; what was asked, what trained."""
     from megatron_async.checkpoint.manager import Finalised
     from megatron_async.rollout.manager import ResumePoint
-    from megatron_async.train_loop.loop import LoopParts, TrainLoop
+    from megatron_async.train_loop.loop import TrainLoop
     from megatron_async.trajectory.types import PolicyVersion
 
     trained: list[int] = []
@@ -105,16 +105,14 @@ def train(lost_at: set[int]) -> tuple[list[Any], list[int]]:
     publisher: Any = SimpleNamespace(publish=lambda engines, version: [])
     resume = ResumePoint(4, 0, 3, 99)
     loop = TrainLoop(
-        LoopParts(
-            config=config,
-            trainer=trainer,
-            publisher=publisher,
-            checkpoints=checkpoints,
-            link=link,
-            metrics=None,
-            resume=resume,
-        )  # type: ignore[arg-type]
-    )
+        config=config,
+        trainer=trainer,
+        publisher=publisher,
+        checkpoints=checkpoints,
+        link=link,
+        metrics=None,
+        resume=resume,
+    )  # type: ignore[arg-type]
     assert loop.run()
     return link.calls, trained
 

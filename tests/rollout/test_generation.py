@@ -265,7 +265,7 @@ def test_what_an_engine_sends_after_the_end_is_a_warning_and_nothing_else(tmp_pa
         kept = await bench.one_request()
         assert bench.outcomes == [ev.Finished(bench.trajectory_id)]
         assert [s.token_ids.tolist() for s in kept.segments] == [[7, STOP]]
-        assert bench.statistics.tokens == 2
+        assert bench.statistics.counts.tokens == 2
         assert "engine scripted sent more" in bench.statistics.warnings["tokens_after_eos"]
         await bench.store.close()
 
@@ -441,7 +441,7 @@ async def quiet(bench: Bench) -> EngineSlot:
     slot = verified_slot(Quiet([chunk(7)]), lambda: bench.now)
     slot.watch.queue(0, 0.0)
     bench.generation.submit(bench.trajectory_id, slot)
-    while bench.statistics.tokens < 1:
+    while bench.statistics.counts.tokens < 1:
         await asyncio.sleep(0)
     while slot.watch.request_clock(2.0) == slot.watch.request_clock(1.0):
         await asyncio.sleep(0)  # its clock stands still until the token is stored

@@ -104,14 +104,14 @@ def test_a_stream_that_nobody_stopped_is_refused_by_the_store(tmp_path: Path) ->
         await trainer.manager.start()
         await trainer.begin(ResumePoint(0))
         driver = trainer.manager._driver
-        while driver.statistics.tokens < 100:
+        while driver.statistics.counts.tokens < 100:
             await asyncio.sleep(0.005)
         slot = driver._slots[trainer.engines.all[0].engine_id]
         for request in driver._generation._on(slot):
             request.cancel = lambda: None  # type: ignore[method-assign]
         driver.engine_stale(slot.engine_id, "its weights are suspect (a test asks for it)")
-        before = driver.statistics.tokens
-        while driver.statistics.tokens < before + 300:
+        before = driver.statistics.counts.tokens
+        while driver.statistics.counts.tokens < before + 300:
             await asyncio.sleep(0.005)
         assert driver.failure is None
         assert "is superseded" in driver.statistics.warnings["superseded_append"]

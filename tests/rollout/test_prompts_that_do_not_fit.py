@@ -69,7 +69,7 @@ def test_a_prompt_that_engines_refuse_costs_its_group_and_no_engine(tmp_path: Pa
             await trainer.publish(lineage, step + 1)
         up, warnings = in_service(trainer)
         assert up == 2 and len(trainer.engines.all) == 2
-        counted = trainer.manager._driver.statistics.dropped_by_reason["refused"]
+        counted = trainer.manager._driver.statistics.counts.dropped["refused"]
         assert counted == (4 if lineage == 0 else 0)
         await trainer.manager.stop()
         return warnings
@@ -118,7 +118,7 @@ def test_a_refused_prompt_that_a_resumed_run_finds_unfinished_costs_its_group_al
         assert up == 2 and len(trainer.engines.all) == 2
         assert list(warnings) == ["prompt_refused"]
         assert "group 3 of fixed is dropped" in warnings["prompt_refused"]
-        assert trainer.manager._driver.statistics.dropped_by_reason["refused"] == 4
+        assert trainer.manager._driver.statistics.counts.dropped["refused"] == 4
         await trainer.manager.stop()
 
     run(life_before())
@@ -330,7 +330,7 @@ def test_prompts_that_are_too_long_are_passed_over_until_one_fits(tmp_path: Path
             await trainer.publish(0, step + 1)
         up, warnings = in_service(trainer)
         assert up == 1 and "longer than the 34 tokens" in warnings["prompt_refused"]
-        counted = trainer.manager._driver.statistics.dropped_by_reason["refused"]
+        counted = trainer.manager._driver.statistics.counts.dropped["refused"]
         await trainer.manager.stop()
         assert counted == sum(map(len, dropped(tmp_path).values())) >= 2 * 2 * 140
 

@@ -298,7 +298,7 @@ def test_no_token_of_an_engine_that_fails_its_check_reaches_the_store(
             while len(engine.lied) <= 12:  # chunks of the samples
                 await asyncio.sleep(0.001)
             report = await it.manager.verify_update(0, 1, trainer_logprobs(samples), True)
-            assert report.probe_mean_error == pytest.approx(1.0, abs=1e-6)
+            assert report.metrics["weights/probe_mean_error"] == pytest.approx(1.0, abs=1e-6)
             assert not report.passed
         while it.engines.now[0] is engine:
             await asyncio.sleep(0.01)
@@ -407,8 +407,8 @@ def test_what_engines_of_wrong_weights_agree_on_does_not_bind_those_that_come_af
             for e in held
         ]
         trainer_T = np.tile(np.array([0.0, error - 1.0], np.float32), len(samples))
-        found = checks.ratios(held, samples, trainer_T, version, float32=True)
-        return [engine.engine_id for engine in found.outcome.good]
+        outcome, _ = checks.ratios(held, samples, trainer_T, version, float32=True)
+        return [engine.engine_id for engine in outcome.good]
 
     async def body() -> None:
         assert await passed(Holding("a", "old"), Holding("b", "old"), error=1.0) == []

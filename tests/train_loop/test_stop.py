@@ -35,7 +35,7 @@ class Loop:
     """A `TrainLoop` over stand-ins that count; steps are instantaneous."""
 
     def __init__(self, stop: StopRequest, *, every_steps: int, stop_after: int | None) -> None:
-        from megatron_async.train_loop.loop import LoopParts, TrainLoop
+        from megatron_async.train_loop.loop import TrainLoop
 
         self.saved: list[int] = []
         trainer = SimpleNamespace(step=0, vocab_size=32)
@@ -60,7 +60,7 @@ class Loop:
             steps=10,
             checkpoint=SimpleNamespace(every_steps=every_steps),
         )
-        parts: Any = LoopParts(
+        self.loop: Any = TrainLoop(
             config=config,
             trainer=trainer,
             publisher=None,
@@ -69,13 +69,12 @@ class Loop:
             metrics=None,
             stop=stop,
         )  # type: ignore[arg-type]
-        self.loop = TrainLoop(parts)
         self._trainer = trainer
 
     def run(self) -> bool:
         def step(loop: Any, batch: object, waited: float) -> None:
             self._trainer.step += 1
-            if self._trainer.step == loop._config.steps:
+            if self._trainer.step == loop.config.steps:
                 loop._evaluate(self._trainer.step)
             loop._checkpoint_if_due()
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from megatron_async.rollout.messages import UpdateReport
-from megatron_async.train_loop.loop import LoopParts, TrainLoop
+from megatron_async.train_loop.loop import TrainLoop
 from megatron_async.trainer.report import StepReport
 from tests.trainer.cases import ragged_batch
+
+ERRORS = {"mean_error": 0.011, "max_error": 0.2, "drift": 1.5}
 
 
 def written(update: UpdateReport) -> dict[str, float]:
     lines: list[dict[str, float]] = []
     metrics = SimpleNamespace(write=lambda _step, values: lines.append(values))
-    parts: Any = LoopParts(
+    loop: Any = TrainLoop(
         config=SimpleNamespace(telemetry=SimpleNamespace(histograms_every=7)),  # type: ignore[arg-type]
         trainer=SimpleNamespace(step=0),  # type: ignore[arg-type]
         publisher=None,  # type: ignore[arg-type]
@@ -25,15 +25,15 @@ def written(update: UpdateReport) -> dict[str, float]:
         metrics=metrics,  # type: ignore[arg-type]
     )
     report = StepReport(1, 0.5, 1.0, 1e-3, 1, 0, False, None, 4, 40, 30, 2, 1.0)
-    TrainLoop(parts)._write(ragged_batch(), report, update, {})
+    loop._write(ragged_batch(), report, update, {})
     [line] = lines
     return line
 
 
 def test_how_far_engines_are_from_the_trainer_is_a_curve() -> None:
     """Of every update that was verified; a step without one has a gap."""
-    line = written(UpdateReport(0.011, 0.2, 1.5, passed=True, evaluation_due=False))
-    names = ("mean_error", "max_error", "drift")
-    assert [line[f"weights/probe_{name}"] for name in names] == pytest.approx([0.011, 0.2, 1.5])
-    without = written(UpdateReport(None, None, None, passed=True, evaluation_due=False))
+    errors = {f"weights/probe_{name}": value for name, value in ERRORS.items()}
+    line = written(UpdateReport(errors, passed=True, evaluation_due=False))
+    assert {name: line[name] for name in errors} == errors
+    without = written(UpdateReport({}, passed=True, evaluation_due=False))
     assert not [name for name in without if name.startswith("weights/probe")]
