@@ -82,11 +82,10 @@ class ManagerActor:
         search_rarely()
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """Any method of the manager, once it has started."""
+        """Any call of the trainer, once the manager has started."""
         with naming_disk_errors():
             await self.start()
-            result = getattr(self._manager, method)(*arguments)
-            return await result if hasattr(result, "__await__") else result
+            return await getattr(self._manager, method)(*arguments)
 
     async def status(self) -> dict[str, Any]:
         """The manager's status; empty until it has started. Raises what its start raised."""

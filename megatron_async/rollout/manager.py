@@ -248,7 +248,7 @@ class RolloutManager:
             return batch
         return replace(batch, extra_metrics={**batch.extra_metrics, **more})
 
-    def drop_batch(self, lineage: int, step: int, reason: str) -> None:
+    async def drop_batch(self, lineage: int, step: int, reason: str) -> None:
         """The trainer could not use the batch of `step` (all its trajectories are dropped)."""
         self._session_of(lineage).driver.drop_batch(step, DropReason(reason))
 

@@ -23,19 +23,16 @@ from megatron_async.engines.interface import EngineClient
 from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.driver import Verifier
-from megatron_async.rollout.evaluate import Evaluation
 from megatron_async.rollout.manager import RolloutManager
-from megatron_async.rollout.messages import ResumePoint, UpdateReport
+from megatron_async.rollout.messages import ResumePoint
 from megatron_async.run_directory import RunDirectory
 from megatron_async.tasks import build_task
 from megatron_async.telemetry.metrics import MetricsWriter
 from megatron_async.train_loop.loop import TrainLoop
+from megatron_async.train_loop.manager_client import RolloutLink
 from megatron_async.trainer.offload import trainer_memory
 from megatron_async.trainer.parallel import parallel_session
 from megatron_async.trainer.step import PolicyTrainer
-from megatron_async.trajectory.batch import TokenBatch
-from megatron_async.trajectory.types import FloatArray
-from megatron_async.weight_sync.http import EngineAddress
 from megatron_async.weight_sync.publisher import WeightPublisher
 
 _CALL_SECONDS = 120.0
@@ -58,24 +55,23 @@ class BorrowedEngines:
         return None
 
 
-class LocalLink:
-    """`RolloutLink` to a manager on another thread of this process."""
+class LocalLink(RolloutLink):
+    """A link to a manager on another thread of this process."""
 
     def __init__(self, config: RunConfig, manager: RolloutManager) -> None:
-        self._config = config
+        super().__init__(config)
         self._manager = manager
-        self._lineage = 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout", daemon=True)
 
     def __enter__(self) -> LocalLink:
         self._thread.start()
-        self._call(self._manager.start())
+        self._wait(self._manager.start())
         return self
 
     def __exit__(self, *_: object) -> None:
         try:
-            self._call(self._manager.stop())
+            self._wait(self._manager.stop())
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(_CALL_SECONDS)
@@ -83,43 +79,14 @@ class LocalLink:
 
     def attach(self, resume: ResumePoint) -> None:
         self._lineage = resume.lineage
-        self._call(self._manager.attach(resume))
+        self._wait(self._manager.attach(resume))
 
-    def next_batch(self) -> TokenBatch | None:
-        return self._call(self._manager.next_batch(self._lineage))  # type: ignore[no-any-return]
+    def _call(
+        self, method: str, limit: float, *arguments: Any, unless_stopped: bool = False
+    ) -> Any:
+        return self._wait(getattr(self._manager, method)(self._lineage, *arguments), limit)
 
-    def drop_batch(self, step: int, reason: str) -> None:
-        async def drop() -> None:
-            self._manager.drop_batch(self._lineage, step, reason)
-
-        self._call(drop())
-
-    def begin_update(self, number: int) -> list[EngineAddress]:
-        work = self._manager.begin_update(self._lineage, number)
-        return self._call(work)  # type: ignore[no-any-return]
-
-    def end_update(self, number: int, engine_ids: Sequence[str], verify: bool) -> TokenBatch | None:
-        work = self._manager.end_update(self._lineage, number, engine_ids, verify)
-        return self._call(work)  # type: ignore[no-any-return]
-
-    def verify_update(
-        self, number: int, logprobs_T: FloatArray | None, float32: bool
-    ) -> UpdateReport:
-        work = self._manager.verify_update(self._lineage, number, logprobs_T, float32)
-        return self._call(work)  # type: ignore[no-any-return]
-
-    def evaluate(self, number: int) -> tuple[Evaluation, ...]:
-        limit = 2 * self._config.eval.timeout_seconds + _CALL_SECONDS
-        work = self._manager.evaluate(self._lineage, number)
-        return self._call(work, limit)  # type: ignore[no-any-return]
-
-    def position(self) -> dict[str, Any]:
-        return self._call(self._manager.position(self._lineage))  # type: ignore[no-any-return]
-
-    def checkpoint_finalised(self, step: int, kept_steps: Sequence[int]) -> None:
-        self._call(self._manager.checkpoint_finalised(self._lineage, step, kept_steps))
-
-    def _call(self, work: Coroutine[Any, Any, Any], limit: float = _CALL_SECONDS) -> Any:
+    def _wait(self, work: Coroutine[Any, Any, Any], limit: float = _CALL_SECONDS) -> Any:
         try:
             return asyncio.run_coroutine_threadsafe(work, self._loop).result(limit)
         except TimeoutError as error:

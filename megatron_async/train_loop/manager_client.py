@@ -1,16 +1,18 @@
-"""The trainer's connection to the rollout manager: Ray calls, every one with a time limit.
+"""The trainer's connection to the rollout manager: its calls, every one with a time limit.
 
-Only trainer rank 0 holds one. A failure of the rollout side arrives as `ComponentFailure` with the
-manager's own sentence, the loss of a manager that Ray starts again as `ManagerLost`, after which
-the trainer attaches anew and goes on. Every call carries the trainer's lineage: the manager
-refuses one that is superseded.
+`RolloutLink` has the calls and their limits, `RayLink` makes them across Ray. Only trainer rank 0
+holds one. A failure of the rollout side arrives as `ComponentFailure` with the manager's own
+sentence, the loss of a manager that Ray starts again as `ManagerLost`, after which the trainer
+attaches anew and goes on. Every call carries the trainer's lineage: the manager refuses one that is
+superseded.
 """
 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError, RayTaskError
@@ -40,59 +42,93 @@ class ManagerLost(ComponentFailure):
     """The rollout manager died, and with it all that it knew of its trainer; `attach` again."""
 
 
-class RolloutLink(Protocol):
+class RolloutLink(ABC):
     """Calls of the trainer's loop to the rollout side; each has a time limit."""
 
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._lineage = 0
+
+    @abstractmethod
     def attach(self, resume: ResumePoint) -> None:
         """This trainer begins at `resume`; waits for the engines to have started."""
+
+    @abstractmethod
+    def _call(
+        self, method: str, limit: float, *arguments: Any, unless_stopped: bool = False
+    ) -> Any:
+        """Call the manager for the trainer of this lineage, and wait `limit` seconds at most.
+
+        `unless_stopped`: given up with StopAsked as soon as the run is asked to stop.
+        """
 
     def next_batch(self) -> TokenBatch | None:
         """The next batch, or None when stale engines want weights first.
 
         Raises StopAsked when the run was asked to stop before there was one.
         """
+        limit = self._config.trainer.wait_for_batch_seconds + _SLACK_SECONDS
+        return cast("TokenBatch | None", self._call("next_batch", limit, unless_stopped=True))
 
     def drop_batch(self, step: int, reason: str) -> None:
         """The batch of `step` could not be trained on."""
+        self._call("drop_batch", _CALL_SECONDS, step, reason)
 
     def begin_update(self, number: int) -> list[EngineAddress]:
         """Engines that must receive version `number`, ready for it."""
+        settings = self._config
+        limit = max(settings.trainer.wait_for_batch_seconds, settings.weights.timeout_seconds)
+        limit += _SLACK_SECONDS
+        return cast("list[EngineAddress]", self._call("begin_update", limit, number))
 
     def end_update(self, number: int, engine_ids: Sequence[str], verify: bool) -> TokenBatch | None:
         """Report engines that were sent version `number`; `verify`: return what they sampled."""
+        # What engines sample has as long as the transfer had.
+        limit = 2 * self._config.weights.timeout_seconds + _SLACK_SECONDS
+        answer = self._call("end_update", limit, number, list(engine_ids), verify)
+        return cast("TokenBatch | None", answer)
 
     def verify_update(
         self, number: int, logprobs_T: FloatArray | None, float32: bool
     ) -> UpdateReport:
         """The trainer's log-probs of what `end_update` returned, computed in `float32` or less."""
+        limit = self._config.weights.timeout_seconds + _SLACK_SECONDS
+        answer = self._call("verify_update", limit, number, logprobs_T, float32)
+        return cast("UpdateReport", answer)
 
     def evaluate(self, number: int) -> tuple[Evaluation, ...]:
         """The evaluation of the version that has just been published, after those under way.
 
         Raises StopAsked when the run was asked to stop meanwhile.
         """
+        limit = 2 * self._config.eval.timeout_seconds + _SLACK_SECONDS  # one may be under way
+        # Colocated engines must have come to rest before the trainer has their memory.
+        colocated = self._config.engines.placement == "colocated"
+        answer = self._call("evaluate", limit, number, unless_stopped=not colocated)
+        return cast("tuple[Evaluation, ...]", answer)
 
     def position(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of the rollout side."""
+        return cast("dict[str, Any]", self._call("position", _CALL_SECONDS))
 
     def checkpoint_finalised(self, step: int, kept_steps: Sequence[int]) -> None:
         """The manifest of `step` exists now."""
+        self._call("checkpoint_finalised", _CALL_SECONDS, step, list(kept_steps))
 
 
-class RayLink:
+class RayLink(RolloutLink):
     """Synchronous calls to the named manager actor of this run's Ray cluster."""
 
     def __init__(
         self, config: RunConfig, ray_address: str, stop_asked: Callable[[], bool] = lambda: False
     ) -> None:
         """`stop_asked` is looked at during waits for batches and evaluations."""
+        super().__init__(config)
         init_ray(
             address=ray_address, namespace=NAMESPACE, log_to_driver=False, logging_level="error"
         )
-        self._config = config
         self._stop_asked = stop_asked
         self._manager: Any = None
-        self._lineage = 0
 
     def attach(self, resume: ResumePoint) -> None:
         self._lineage = resume.lineage
@@ -104,7 +140,7 @@ class RayLink:
         while True:
             try:
                 left = max(deadline - time.monotonic(), _RETRY_SECONDS)
-                self._receive("attach", self._send("attach", resume), left)
+                self._ask("attach", left, resume)
                 return
             except ManagerLost as lost:  # an attach that was lost half-way is simply repeated
                 dead = isinstance(lost.__cause__, ActorDiedError)
@@ -115,64 +151,18 @@ class RayLink:
                     ) from lost
             time.sleep(_RETRY_SECONDS)
 
-    def next_batch(self) -> TokenBatch | None:
-        limit = self._config.trainer.wait_for_batch_seconds + _SLACK_SECONDS
-        return cast("TokenBatch | None", self._call_unless_stopped("next_batch", limit))
-
-    def drop_batch(self, step: int, reason: str) -> None:
-        self._call("drop_batch", _CALL_SECONDS, step, reason)
-
-    def begin_update(self, number: int) -> list[EngineAddress]:
-        settings = self._config
-        limit = max(settings.trainer.wait_for_batch_seconds, settings.weights.timeout_seconds)
-        limit += _SLACK_SECONDS
-        return cast("list[EngineAddress]", self._call("begin_update", limit, number))
-
-    def end_update(self, number: int, engine_ids: Sequence[str], verify: bool) -> TokenBatch | None:
-        # What engines sample has as long as the transfer had.
-        limit = 2 * self._config.weights.timeout_seconds + _SLACK_SECONDS
-        answer = self._call("end_update", limit, number, list(engine_ids), verify)
-        return cast("TokenBatch | None", answer)
-
-    def verify_update(
-        self, number: int, logprobs_T: FloatArray | None, float32: bool
-    ) -> UpdateReport:
-        limit = self._config.weights.timeout_seconds + _SLACK_SECONDS
-        answer = self._call("verify_update", limit, number, logprobs_T, float32)
-        return cast("UpdateReport", answer)
-
-    def evaluate(self, number: int) -> tuple[Evaluation, ...]:
-        limit = 2 * self._config.eval.timeout_seconds + _SLACK_SECONDS  # one may be under way
-        # Colocated engines must have come to rest before the trainer has their memory.
-        colocated = self._config.engines.placement == "colocated"
-        call = self._call if colocated else self._call_unless_stopped
-        return cast("tuple[Evaluation, ...]", call("evaluate", limit, number))
-
-    def position(self) -> dict[str, Any]:
-        return cast("dict[str, Any]", self._call("position", _CALL_SECONDS))
-
-    def checkpoint_finalised(self, step: int, kept_steps: Sequence[int]) -> None:
-        self._call("checkpoint_finalised", _CALL_SECONDS, step, list(kept_steps))
-
     def close(self) -> None:
         """Leave the Ray cluster (it goes on)."""
         ray.shutdown()
 
-    def _call(self, method: str, limit: float, *arguments: Any) -> Any:
-        return self._receive(method, self._send(method, self._lineage, *arguments), limit)
-
-    def _call_unless_stopped(self, method: str, limit: float, *arguments: Any) -> Any:
-        """`_call`, given up with StopAsked as soon as the run is asked to stop."""
-        answer = self._send(method, self._lineage, *arguments)
-        return self._receive(method, answer, limit, unless_stopped=True)
-
-    def _send(self, method: str, *arguments: Any) -> Any:
-        return self._manager.call.remote(method, *arguments)
-
-    def _receive(
-        self, method: str, answer: Any, limit: float, *, unless_stopped: bool = False
+    def _call(
+        self, method: str, limit: float, *arguments: Any, unless_stopped: bool = False
     ) -> Any:
+        return self._ask(method, limit, self._lineage, *arguments, unless_stopped=unless_stopped)
+
+    def _ask(self, method: str, limit: float, *arguments: Any, unless_stopped: bool = False) -> Any:
         """The answer, for which this process waits `limit` seconds of its life at most."""
+        answer = self._manager.call.remote(method, *arguments)
         deadline, ready = AwakeDeadline(limit), False
         while not ready and deadline.left:
             ready = bool(ray.wait([answer], timeout=min(deadline.left, _LOOK_SECONDS))[0])
