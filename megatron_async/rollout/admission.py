@@ -13,7 +13,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from megatron_async.config import RunConfig
 from megatron_async.errors import ComponentFailure
@@ -74,13 +74,12 @@ class Admission:
                 break
             for prompt in prompts:
                 group = self._store.add_group(prompt, self._group_size)
-                length = len(prompt.token_ids)
-                if longest is not None and length + self._max_new_tokens > longest:
+                length = len(prompt.token_ids) + self._max_new_tokens
+                if longest is not None and length > longest:
                     self._drop(group, longest)
                     continue
                 self._too_long = 0
-                ids = tuple(t.trajectory_id for t in group.trajectories)
-                specs.append(ev.GroupSpec(group.group_id, ids, length, prompt.priority))
+                specs.append(_spec(group))
             await asyncio.sleep(0)  # thousands may be too long, and the loop has other work too
         return tuple(specs)
 
@@ -126,32 +125,26 @@ class Admission:
         self._refused.clear()
 
 
-def recovered_group(
-    trajectories: Sequence[Trajectory], lag_number: Callable[[PolicyVersion], int]
-) -> ev.RecoveredGroup:
+def _spec(group: Group) -> ev.GroupSpec:
+    ids = tuple(trajectory.trajectory_id for trajectory in group.trajectories)
+    prompt = group.prompt
+    return ev.GroupSpec(group.group_id, ids, len(prompt.token_ids), prompt.priority)
+
+
+def recovered_group(group: Group, lag_number: Callable[[PolicyVersion], int]) -> ev.RecoveredGroup:
     """Return what the scheduler must know of a group that the store still holds."""
-    first = trajectories[0]
 
-    def numbers(trajectory: Trajectory) -> list[int]:
-        return [lag_number(s.version) for s in trajectory.segments if not s.from_environment]
+    def recovered(trajectory: Trajectory) -> ev.RecoveredTrajectory:
+        own = [segment for segment in trajectory.segments if not segment.from_environment]
+        numbers = [lag_number(segment.version) for segment in own]
+        return ev.RecoveredTrajectory(
+            trajectory.trajectory_id,
+            trajectory.state,
+            trajectory.response_length,
+            min(numbers, default=None),
+            trajectory.reward,
+            newest_version=max(numbers, default=None),
+            drop_reason=trajectory.drop_reason,
+        )
 
-    return ev.RecoveredGroup(
-        ev.GroupSpec(
-            first.group_id,
-            tuple(t.trajectory_id for t in trajectories),
-            len(first.prompt.token_ids),
-            first.prompt.priority,
-        ),
-        tuple(
-            ev.RecoveredTrajectory(
-                t.trajectory_id,
-                t.state,
-                t.response_length,
-                min(numbers(t), default=None),
-                t.reward,
-                newest_version=max(numbers(t), default=None),
-                drop_reason=t.drop_reason,
-            )
-            for t in trajectories
-        ),
-    )
+    return ev.RecoveredGroup(_spec(group), tuple(map(recovered, group.trajectories)))

@@ -15,17 +15,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
 from megatron_async.awake import AwakeClock
 from megatron_async.config import RunConfig
 from megatron_async.disk import disk_failure
-from megatron_async.engines.interface import EngineClient, EngineError, Verifier
+from megatron_async.engines.interface import EngineClient, Verifier
 from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.admission import Admission, recovered_group
-from megatron_async.rollout.engine_slot import EngineSlot
+from megatron_async.rollout.engine_slot import EngineSlot, ask_all
 from megatron_async.rollout.generation import Generation, Reports
 from megatron_async.rollout.monitor import EngineMonitor
 from megatron_async.rollout.prompts import TaskPrompts
@@ -102,7 +102,7 @@ class RolloutDriver:
             self._monitor.give_up,
             self._admission.refused,
             self._admission.accepted,
-            self._watch,
+            self.spawn,
         )
         self._generation = Generation(config, store, self.statistics, stop_token_ids, reports)
         of_groups = config.scorers.of_groups
@@ -125,7 +125,7 @@ class RolloutDriver:
             partial = [t for t in found.trajectories if t.state is TrajectoryState.PARTIAL]
             ended = [self._generation.end_if_complete(t.trajectory_id) for t in partial]
             group = self._store.load_group(found.group_id) if any(ended) else found
-            recovered.append(recovered_group(group.trajectories, self._store.lag_number))
+            recovered.append(recovered_group(group, self._store.lag_number))
         if recovered:
             self._feed(ev.Recovered(tuple(recovered)))
 
@@ -194,6 +194,15 @@ class RolloutDriver:
         """Engines that generate with a verified version now."""
         return [s.client for s in self._slots.values() if s.up and not s.watch.held]
 
+    async def ask(
+        self, engines: Sequence[EngineClient], what: Callable[[EngineClient], Awaitable[None]]
+    ) -> None:
+        """Ask engines, all at once; one that fails is taken out of service."""
+        _, failed = await ask_all(engines, what)
+        for engine_id, why in failed.items():
+            if not self._closed:  # else it belongs to a successor, or to nobody
+                self.engine_failed(engine_id, why)
+
     def fail(self, failure: ComponentFailure) -> None:
         """Keep the first failure; release every waiter."""
         if self.failure is None:
@@ -253,7 +262,6 @@ class RolloutDriver:
             slot.release()
             if engine_id not in engine_ids:
                 continue
-            slot.version = version
             if not slot.up:
                 slot.up = True
                 newly_up.append(slot)
@@ -288,7 +296,7 @@ class RolloutDriver:
         self._quiet = True
         for slot in self._slots.values():
             slot.release()
-        await self._each(self.engines(), lambda client: client.resume())
+        await self.ask(self.engines(), lambda client: client.resume())
 
     async def end_generation(self) -> None:
         """Abort running requests after `quiesce`; their tokens are kept."""
@@ -388,24 +396,17 @@ class RolloutDriver:
 
     async def _control_loop(self) -> None:
         while True:
-            action = await self._control.get()
-            up = [slot.client for slot in self._slots.values() if slot.up]
-            match action:
-                case ev.PauseEngines():
-                    await self._each(up, lambda c, mode=action.mode: c.pause(mode))
-                case ev.ResumeEngines():
-                    await self._each(up, lambda c: c.resume())
-                case ev.AllowUpdate():
-                    self._allowed.setdefault(action.number, asyncio.Event()).set()
+            await self._control_engines(await self._control.get())
 
-    async def _each(self, clients: Sequence[EngineClient], call: Any) -> None:
-        """Ask all engines at once; one that fails is taken out of service."""
-        results = await asyncio.gather(*(call(c) for c in clients), return_exceptions=True)
-        for client, result in zip(clients, results, strict=True):
-            if isinstance(result, EngineError):
-                self.engine_failed(client.engine_id, str(result))
-            elif isinstance(result, BaseException):
-                raise result
+    async def _control_engines(self, action: ev.Action) -> None:
+        up = [slot.client for slot in self._slots.values() if slot.up]
+        match action:
+            case ev.PauseEngines():
+                await self.ask(up, lambda engine: engine.pause(action.mode))
+            case ev.ResumeEngines():
+                await self.ask(up, lambda engine: engine.resume())
+            case ev.AllowUpdate():
+                self._allowed.setdefault(action.number, asyncio.Event()).set()
 
     # ------------------------------------------------------------ prompts, rewards, batches
 
@@ -449,11 +450,8 @@ class RolloutDriver:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        self._watch(task)
-        return task
-
-    def _watch(self, task: asyncio.Task[Any]) -> None:
         task.add_done_callback(self._report_crash)
+        return task
 
     def _report_crash(self, task: asyncio.Task[Any]) -> None:
         """A defect in a background task must end the run, not vanish."""

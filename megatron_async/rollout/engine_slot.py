@@ -27,13 +27,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from megatron_async.engines.forwarding import ForwardingClient
-from megatron_async.engines.interface import EngineClient, PauseMode
+from megatron_async.engines.interface import EngineClient, EngineError, PauseMode
 from megatron_async.trajectory.types import PolicyVersion
 
+T = TypeVar("T")
 _PAUSE = "pause"
 _UPDATE = "update"
 _CHECK = "check"
@@ -124,14 +126,12 @@ class EngineWatch:
     def store_begins(self, now: float) -> None:
         """A stream waits until its tokens are stored."""
         self._storing += 1
-        if self._storing == 1:
-            self._update(now)
+        self._update(now)
 
     def store_ends(self, now: float) -> None:
         """Let time count again."""
         self._storing -= 1
-        if not self._storing:
-            self._update(now)
+        self._update(now)
 
     def queue(self, waiting: int, now: float) -> None:
         """Record how many requests the engine reports in its queue."""
@@ -194,7 +194,6 @@ class EngineSlot:
         self.watch = EngineWatch()
         self.client: EngineClient = _WatchedClient(client, self)
         self.up = False
-        self.version: PolicyVersion | None = None
         self.preemptions_seen: int | None = None
         self.failed_prompts: set[int] = set()
         self.check: asyncio.Task[None] | None = None
@@ -254,3 +253,20 @@ class _WatchedClient(ForwardingClient):
     async def resume(self) -> None:
         await super().resume()
         self._slot.release(_PAUSE)
+
+
+async def ask_all(
+    engines: Sequence[EngineClient], what: Callable[[EngineClient], Awaitable[T]]
+) -> tuple[list[tuple[EngineClient, T]], dict[str, str]]:
+    """Ask engines, all at once: the answers, and by id why others did not answer."""
+    answers = await asyncio.gather(*map(what, engines), return_exceptions=True)
+    found: list[tuple[EngineClient, T]] = []
+    failed: dict[str, str] = {}
+    for engine, answer in zip(engines, answers, strict=True):
+        if isinstance(answer, EngineError):
+            failed[engine.engine_id] = str(answer)
+        elif isinstance(answer, BaseException):
+            raise answer
+        else:
+            found.append((engine, answer))
+    return found, failed

@@ -48,7 +48,6 @@ class Fleet:
         self._settings = settings
         self._launcher = launcher
         self._members = [_Member(index) for index in range(settings.count)]
-        self._driver: RolloutDriver | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -68,7 +67,6 @@ class Fleet:
 
     def attach(self, driver: RolloutDriver) -> None:
         """Hand every engine to `driver` as stale, and mend what it finds broken."""
-        self._driver = driver
         for member in self._members:
             if member.client is not None:
                 driver.add_engine(member.client)
@@ -80,7 +78,6 @@ class Fleet:
 
     def detach(self) -> None:
         """Stop watching and mending; the engines go on."""
-        self._driver = None
         for task in self._tasks:
             task.cancel()
         self._tasks = set()
@@ -109,7 +106,7 @@ class Fleet:
                 if member.client is not None and member.client.engine_id == engine_id:
                     # Forgotten first: a half-closed one must not be handed to the next driver.
                     client, member.client, member.lost_because = member.client, None, why
-                    self._begin(driver, self._mend(driver, member, client))
+                    self._begin(driver, self._restart(driver, member, client))
 
     async def _look_for_dead_processes(self, driver: RolloutDriver) -> None:
         while True:
@@ -124,12 +121,12 @@ class Fleet:
             engine_id = client.engine_id
             driver.engine_failed(engine_id, f"the process of engine {engine_id} has ended")
 
-    async def _mend(self, driver: RolloutDriver, member: _Member, lost: EngineClient) -> None:
-        """Restart an engine that was lost, or take it out for good."""
-        await lost.close()
-        await self._restart(driver, member)
-
-    async def _restart(self, driver: RolloutDriver, member: _Member) -> None:
+    async def _restart(
+        self, driver: RolloutDriver, member: _Member, lost: EngineClient | None = None
+    ) -> None:
+        """Restart an engine that was `lost`, or take it out for good."""
+        if lost is not None:
+            await lost.close()
         await self._launcher.stop(member.index)
         while self._may_restart(member):
             try:

@@ -24,9 +24,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -89,7 +90,7 @@ class Reports:
 
     `suspect` finds out whether an engine is alive, and returns when that is known; `give_up` takes
     it out of service. Both take the slot: a restarted engine may have the same id. `refused` and
-    `accepted` keep count of the prompts; `watch` looks after a task.
+    `accepted` keep count of the prompts; `spawn` has work done by a task, and looks after it.
     """
 
     feed: Callable[[ev.Event], None]
@@ -97,7 +98,7 @@ class Reports:
     give_up: Callable[[EngineSlot, str], None]
     refused: Callable[[int, int, str], None]
     accepted: Callable[[], None]
-    watch: Callable[[asyncio.Task[None]], None]
+    spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 
 
 class Generation:
@@ -145,8 +146,7 @@ class Generation:
         self._statistics.running_changed(len(self._requests))
         self._waiting.append(request)
         if self._beginning is None or self._beginning.done():
-            self._beginning = asyncio.get_running_loop().create_task(self._begin_all())
-            self._reports.watch(self._beginning)
+            self._beginning = self._reports.spawn(self._begin_all())
 
     async def _begin_all(self) -> None:
         """A boundary submits thousands at once, and the event loop has other work too."""
@@ -161,8 +161,7 @@ class Generation:
         request.begun = self._store.begin_request(request.trajectory_id)
         request.prefills = request.slot.check is None or request.slot.check.done()
         request.slot.watch.request_began(request.slot.clock())
-        request.task = asyncio.get_running_loop().create_task(self._run(request))
-        self._reports.watch(request.task)
+        request.task = self._reports.spawn(self._run(request))
 
     def mark_unwanted(self, trajectory_ids: Sequence[int] | None = None) -> list[RunningRequest]:
         """The running requests of these trajectories (of all), marked as unwanted."""

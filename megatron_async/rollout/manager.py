@@ -22,13 +22,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_async.config import RunConfig
-from megatron_async.engines.interface import EngineClient, EngineError, Verifier
+from megatron_async.engines.interface import EngineClient, Verifier
 from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.driver import RolloutDriver
 from megatron_async.rollout.evaluate import Evaluation, Evaluator
@@ -267,9 +267,7 @@ class RolloutManager:
         elif self._config.schedule.weight_update == "boundary":
             # Nothing is paused then, and SGLang refuses an update that flushes its cache while a
             # request that has just ended is still on its way out. This waits for that.
-            await asyncio.gather(
-                *(self._ask([engine], lambda e: e.flush_cache()) for engine in engines)
-            )
+            await self._ask(engines, lambda engine: engine.flush_cache())
             left = self._driver.engines()
             engines = [engine for engine in engines if engine in left]
         self._still(session)
@@ -290,7 +288,7 @@ class RolloutManager:
         self._driver.sent(version, engine_ids)
         holders = [e for e in self._driver.engines() if e.engine_id in set(engine_ids)]
         await self._devices.give_back(self._driver.engines())
-        stale = set(self._driver.stale_engines()) & set(holders)
+        stale = [engine for engine in self._driver.stale_engines() if engine in holders]
         # A trainer that died in the middle of an update has left them paused.
         await self._ask(stale, lambda engine: engine.resume())
         # What an idle engine has cached was made by other weights (`kv: keep` does not flush).
@@ -367,19 +365,12 @@ class RolloutManager:
         )
 
     async def _ask(
-        self, engines: Iterable[EngineClient], what: Callable[[EngineClient], Awaitable[None]]
+        self, engines: Sequence[EngineClient], what: Callable[[EngineClient], Awaitable[None]]
     ) -> None:
-        """Ask engines one after the other; one that fails is taken out of service."""
+        """Ask engines, all at once; one that fails is taken out of service."""
         session = self._attached
-        for engine in engines:
-            failure = None
-            try:
-                await what(engine)
-            except EngineError as error:
-                failure = str(error)
-            self._still(session)
-            if failure is not None:
-                session.driver.engine_failed(engine.engine_id, failure)
+        await session.driver.ask(engines, what)
+        self._still(session)
 
     def _probe_prompts(self) -> list[IntArray]:
         return [prompt.token_ids for prompt in self._task.train_prompts(0, PROMPTS)]

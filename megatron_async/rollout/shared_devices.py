@@ -13,12 +13,11 @@ Invariants
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from megatron_async.engines.interface import EngineClient
 
-Ask = Callable[[Iterable[EngineClient], Callable[[EngineClient], Awaitable[None]]], Awaitable[None]]
+Ask = Callable[[Sequence[EngineClient], Callable[[EngineClient], Awaitable[None]]], Awaitable[None]]
 
 
 class SharedDevices:
@@ -40,7 +39,7 @@ class SharedDevices:
         if self.shared:
             # One that rests already may have its weights to give.
             done = {e for e, weights in self._resting.items() if keep_weights or not weights}
-            await self._all([e for e in engines if e.engine_id not in done], put_to_rest)
+            await self._ask([e for e in engines if e.engine_id not in done], put_to_rest)
 
     async def take_weights(self, engines: Iterable[EngineClient]) -> None:
         """Memory for the weights that are about to be sent; the engines go on resting."""
@@ -49,8 +48,7 @@ class SharedDevices:
             await engine.resume_memory(weights_only=True)
             self._resting[engine.engine_id] = True
 
-        if self.shared:
-            await self._all([e for e in engines if e.engine_id in self._resting], take)
+        await self._ask([e for e in engines if e.engine_id in self._resting], take)
 
     async def give_back(self, engines: Iterable[EngineClient]) -> None:
         """Give the devices back to the engines; the trainer holds nothing there."""
@@ -60,11 +58,4 @@ class SharedDevices:
             await engine.resume()
             del self._resting[engine.engine_id]
 
-        if self.shared:
-            await self._all([e for e in engines if e.engine_id in self._resting], take_all)
-
-    async def _all(
-        self, engines: Iterable[EngineClient], what: Callable[[EngineClient], Awaitable[None]]
-    ) -> None:
-        """Side by side: each moves its own memory."""
-        await asyncio.gather(*(self._ask([engine], what) for engine in engines))
+        await self._ask([e for e in engines if e.engine_id in self._resting], take_all)

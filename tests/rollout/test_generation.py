@@ -118,7 +118,7 @@ class Bench:
             lambda _, why: given_up.append(why),
             lambda _, __, why: refused.append(why),
             lambda: None,
-            lambda _: None,
+            asyncio.create_task,
         )
         generation = Generation(config, store, statistics, (STOP,), reports)
         engine = Scripted(list(script))
