@@ -21,14 +21,13 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
 
 from megatron_async.config import RunConfig
 from megatron_async.config.evaluation import HELDOUT, EvalSet
-from megatron_async.config.rollout import SamplingConfig
 from megatron_async.engines.interface import (
     EngineClient,
     EngineError,
@@ -38,7 +37,7 @@ from megatron_async.engines.interface import (
 )
 from megatron_async.tasks.answers import final_answer
 from megatron_async.tasks.base import Task
-from megatron_async.trajectory.types import IntArray, PolicyVersion, Prompt
+from megatron_async.trajectory.types import PolicyVersion, Prompt
 
 T = TypeVar("T")
 IN_FLIGHT_PER_ENGINE = 128
@@ -46,16 +45,6 @@ _TRIES = 3
 _POLL_SECONDS = 0.01
 _END_SECONDS = 30.0
 _Z = 1.959964  # 95 % of a normal distribution
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A prompt as it is put to engines; `name` is no prefix of another's."""
-
-    name: str
-    prompt_ids: IntArray
-    sampling: SamplingConfig
-    stop_token_ids: tuple[int, ...]
 
 
 @dataclass
@@ -66,11 +55,11 @@ class EvalResponse:
     versions: Counter[PolicyVersion] = field(default_factory=Counter)
     truncated: bool = False
 
-    def complete(self, asked: Asked) -> bool:
+    def complete(self, asked: GenerationRequest) -> bool:
         """Return whether nothing follows, by the tokens alone: a request that was cut off behind
         its last token has reported no end."""
         stopped = self.token_ids[-1:] and self.token_ids[-1] in asked.stop_token_ids
-        self.truncated = len(self.token_ids) >= asked.sampling.max_new_tokens and not stopped
+        self.truncated = len(self.token_ids) >= asked.max_new_tokens and not stopped
         return bool(stopped) or self.truncated
 
 
@@ -113,8 +102,11 @@ class EvaluationEngines:
         """Let requests run again."""
         self._open.set()
 
-    async def respond(self, asked: Asked) -> EvalResponse | None:
-        """The whole response; None when engines refuse the prompt. Raises EngineError."""
+    async def respond(self, asked: GenerationRequest) -> EvalResponse | None:
+        """The whole response, by as many requests as it takes; None when engines refuse the prompt.
+
+        Raises EngineError.
+        """
         response, failures, requests = EvalResponse(), 0, 0
         while not response.complete(asked):
             engine = await self._take(resumes=requests > 0)
@@ -154,14 +146,14 @@ class EvaluationEngines:
             self._resuming -= resumes
 
     async def _read(
-        self, engine: EngineClient, asked: Asked, number: int, response: EvalResponse
+        self, engine: EngineClient, asked: GenerationRequest, number: int, response: EvalResponse
     ) -> str | None:
         """Add what a request brings; its end, None if it was cut off by `hold`."""
         # The terminator keeps any name from being a prefix of another.
-        name = f"{asked.name}.{number};"
-        ids = np.concatenate([asked.prompt_ids, response.token_ids]).astype(np.int32)
-        left = asked.sampling.max_new_tokens - len(response.token_ids)
-        request = GenerationRequest(name, ids, left, asked.sampling, asked.stop_token_ids)
+        name = f"{asked.request_id}.{number};"
+        ids = np.concatenate([asked.input_ids, response.token_ids]).astype(np.int32)
+        left = asked.max_new_tokens - len(response.token_ids)
+        request = replace(asked, request_id=name, input_ids=ids, max_new_tokens=left)
         end = None
         try:
             async with asyncio.timeout(None) as limit:
@@ -330,13 +322,9 @@ class Evaluator:
     """Asks and scores the evaluation sets of a run's settings."""
 
     def __init__(self, config: RunConfig, task: Task, verifier: Verifier) -> None:
+        self._config = config
         self._task = task
-        self._sets = config.eval_sets()
         self._verifier = verifier
-        self._of_groups = config.scorers.of_groups
-        self._solved_at = config.eval.solved_at
-        self._marker = config.task.answer_marker
-        self._save_samples = config.eval.save_samples
         self._prompts: dict[str, list[Prompt]] = {}
 
     async def evaluate(self, engines: EvaluationEngines, version: PolicyVersion) -> Evaluation:
@@ -344,7 +332,9 @@ class Evaluator:
 
         Raises EngineError when engines fail again and again.
         """
-        sets = (self._evaluate_set(one, engines, f"eval-{version}") for one in self._sets)
+        sets = (
+            self._evaluate_set(one, engines, f"eval-{version}") for one in self._config.eval_sets()
+        )
         return Evaluation(tuple(await _all(sets)), version.number)
 
     def _prompts_of(self, one: EvalSet) -> list[Prompt]:
@@ -354,10 +344,14 @@ class Evaluator:
 
     async def _evaluate_set(self, one: EvalSet, engines: EvaluationEngines, tag: str) -> EvalResult:
         async def response(number: int) -> EvalResponse | None:
-            ids = prompts[number // one.samples].token_ids
-            stops = tuple(self._task.stop_token_ids)
             return await engines.respond(
-                Asked(f"{tag}-{one.name}-{number}", ids, one.sampling, stops)
+                GenerationRequest(
+                    f"{tag}-{one.name}-{number}",
+                    prompts[number // one.samples].token_ids,
+                    one.sampling.max_new_tokens,
+                    one.sampling,
+                    tuple(self._task.stop_token_ids),
+                )
             )
 
         async def alone(number: int) -> Answered:
@@ -366,7 +360,7 @@ class Evaluator:
 
         async def problem(number: int) -> list[Answered]:
             asked = range(number * one.samples, (number + 1) * one.samples)
-            if not self._of_groups:
+            if not self._config.scorers.of_groups:
                 return await _all(map(alone, asked))
             return await self._scored(prompts[number], await _all(map(response, asked)))
 
@@ -379,7 +373,7 @@ class Evaluator:
         self, prompt: Prompt, responses: Sequence[EvalResponse | None]
     ) -> list[Answered]:
         whole = [response for response in responses if response is not None]
-        if self._of_groups and whole:
+        if self._config.scorers.of_groups and whole:
             scores = await self._verifier.score_group(prompt, [r.token_ids for r in whole])
         else:
             scores = [await self._verifier.score(prompt, r.token_ids) for r in whole]
@@ -401,7 +395,8 @@ class Evaluator:
     ) -> EvalResult:
         answers = [answered for one in grouped for answered in one]
         lengths = np.array([answered.length for answered in answers])
-        found = estimates(grouped, self._solved_at, self._marker)
+        marker = self._config.task.answer_marker
+        found = estimates(grouped, self._config.eval.solved_at, marker)
         return EvalResult(
             name=name,
             accuracy=found["accuracy"].value,
@@ -417,7 +412,9 @@ class Evaluator:
             estimates=found,
             samples=tuple(
                 sample
-                for prompt, one in zip(prompts[: self._save_samples], grouped, strict=False)
+                for prompt, one in zip(
+                    prompts[: self._config.eval.save_samples], grouped, strict=False
+                )
                 for sample in _samples(name, prompt, one)
             ),
         )

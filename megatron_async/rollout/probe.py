@@ -30,7 +30,16 @@ from megatron_async.engines.interface import (
     TokenChunk,
 )
 from megatron_async.trajectory.batch import TokenBatch
-from megatron_async.trajectory.types import FloatArray, IntArray, PolicyVersion
+from megatron_async.trajectory.packing import pack_groups
+from megatron_async.trajectory.types import (
+    FloatArray,
+    Group,
+    IntArray,
+    PolicyVersion,
+    Prompt,
+    Segment,
+    Trajectory,
+)
 from megatron_async.weight_sync.verify import RatioError
 
 PROMPTS = 4
@@ -130,29 +139,19 @@ async def _streamed(engine: EngineClient, request: GenerationRequest) -> list[To
 
 def packed(samples: Sequence[ProbeSample], temperature: float) -> TokenBatch:
     """Pack a sequence for each sample, in order, for the trainer to compute log-probs."""
-    prompts_S = np.array([len(s.prompt_ids) for s in samples], np.int32)
-    lengths_S = prompts_S + np.array([len(s.token_ids) for s in samples], np.int32)
-    zeros_T, zeros_S = np.zeros(int(lengths_S.sum()), np.int32), np.zeros(len(samples), np.int64)
-    mask = [
-        np.repeat([0, 1], [len(s.prompt_ids), len(s.token_ids)]).astype(np.float32) for s in samples
-    ]
-    logprobs = [np.concatenate([np.zeros(len(s.prompt_ids)), s.logprobs]) for s in samples]
-    return TokenBatch(
-        step=0,
-        token_ids_T=np.concatenate([p for s in samples for p in (s.prompt_ids, s.token_ids)]),
-        loss_mask_T=np.concatenate(mask),
-        rollout_logprobs_T=np.concatenate(logprobs).astype(np.float32),
-        version_T=zeros_T,
-        lag_T=zeros_T,
-        cu_seqlens_S1=np.concatenate([[0], np.cumsum(lengths_S)]).astype(np.int32),
-        rewards_S=zeros_S.astype(np.float32),
-        group_ids_S=zeros_S,
-        trajectory_ids_S=zeros_S,
-        prompt_lengths_S=prompts_S,
-        truncated_S=zeros_S.astype(np.bool_),
-        resumed_S=zeros_S.astype(np.bool_),
-        temperature=temperature,
+    version = PolicyVersion(0, 0)
+    trajectories = tuple(
+        Trajectory(
+            number,
+            group_id=0,
+            prompt=Prompt(one.prompt_ids, "probe"),
+            segments=(Segment(one.token_ids, one.logprobs, version, one.engine_id),),
+            reward=0.0,
+        )
+        for number, one in enumerate(samples)
     )
+    group = Group(0, trajectories[0].prompt, trajectories)
+    return pack_groups([group], step=0, lineage=0, branch_points={}, temperature=temperature)
 
 
 def errors(samples: Sequence[ProbeSample], logprobs_T: FloatArray) -> dict[str, RatioError]:

@@ -58,11 +58,8 @@ class PassRates:
         if not pools:
             return {}
         known = [t for t in self._tally.values() if t[0] >= self._config.min_attempts]
-        metrics = {
-            "difficulty/prompts": float(len(pools)),
-            "difficulty/pass_rate": sum(solved / attempts for attempts, solved in known)
-            / len(known),
-        }
+        rate = sum(solved / attempts for attempts, solved in known) / len(known)
+        metrics = {"difficulty/prompts": float(len(pools)), "difficulty/pass_rate": rate}
         for number in range(len(self._config.pools)):
             metrics[f"difficulty/pool_{number}"] = pools.count(number) / len(pools)
         return metrics

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 
 import numpy as np
 
@@ -55,7 +55,7 @@ class Scoring:
         """Score a finished trajectory, or its group once it is the last member to finish."""
         trajectory = self._store.load_trajectory(trajectory_id)
         if not self._of_groups:
-            await self._score([trajectory], [trajectory])
+            await self._score([trajectory], {trajectory_id})
             return
         number = trajectory.group_id
         self._waiting[number].add(trajectory_id)
@@ -71,8 +71,8 @@ class Scoring:
                     return
                 if any(t.state not in _WHOLE for t in group.trajectories):
                     return
-                wanted = [t for t in group.trajectories if t.state is TrajectoryState.FINISHED]
-                await self._score(group.trajectories, wanted)
+                finished = [t for t in group.trajectories if t.state is TrajectoryState.FINISHED]
+                await self._score(group.trajectories, {t.trajectory_id for t in finished})
         finally:
             self._busy.discard(number)
             if not self._waiting[number]:
@@ -85,8 +85,8 @@ class Scoring:
         number = self._store.load_trajectory(trajectory_id).group_id
         return [] if number in self._busy else list(self._waiting.pop(number, ()))
 
-    async def _score(self, shown: Sequence[Trajectory], wanted: Sequence[Trajectory]) -> None:
-        """Rewards of `wanted`, which are among those that are `shown` to the scorer."""
+    async def _score(self, shown: Sequence[Trajectory], wanted: Set[int]) -> None:
+        """Rewards of the trajectories `wanted`, among those that are `shown` to the scorer."""
         responses = [_response(trajectory) for trajectory in shown]
         prompt = shown[0].prompt
         for _ in wanted:
@@ -99,10 +99,9 @@ class Scoring:
         seconds = time.monotonic() - asked
         for reward, _ in scores:
             self._prompts.scored(prompt, reward)
-        numbers = {trajectory.trajectory_id for trajectory in wanted}
         for trajectory, (reward, detail) in zip(shown, scores, strict=True):
             number = trajectory.trajectory_id
-            if number not in numbers:
+            if number not in wanted:
                 continue
             self._statistics.scored(detail, seconds)
             if reward is not None:

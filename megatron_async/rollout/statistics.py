@@ -33,7 +33,7 @@ none, and what arrived meanwhile counts for the next."""
 
 
 @dataclass
-class Counts:
+class RolloutCounts:
     """Counters that only grow. `seconds` is the clock's reading up to which times are counted."""
 
     seconds: float
@@ -51,10 +51,10 @@ class Counts:
     faults: Counter[str] = field(default_factory=Counter)
     scheduler: Counter[str] = field(default_factory=Counter)
 
-    def since(self, before: Counts) -> Counts:
-        """What was counted after `before`."""
-        names = [one.name for one in fields(self)]
-        return Counts(**{name: getattr(self, name) - getattr(before, name) for name in names})
+    def since(self, before: RolloutCounts) -> RolloutCounts:
+        """Return what was counted after `before`."""
+        grown = {f.name: getattr(self, f.name) - getattr(before, f.name) for f in fields(self)}
+        return RolloutCounts(**grown)
 
 
 class RolloutStatistics:
@@ -74,7 +74,7 @@ class RolloutStatistics:
         self._overlap = overlap
         self._trained = trained or SamplesTrained()
         self._clock = clock
-        self.counts = Counts(clock())
+        self.counts = RolloutCounts(clock())
         self._marks = self._rated = deepcopy(self.counts)
         self.warnings: dict[str, str] = {}
         self._new_warnings: list[tuple[str, str]] = []

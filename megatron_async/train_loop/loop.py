@@ -230,17 +230,11 @@ class TrainLoop:
 
     def _save_if_due(self) -> float:
         """Seconds that it took."""
-        began = time.monotonic()
-        self._checkpoint_if_due()
+        began, step = time.monotonic(), self.trainer.step
+        if step % self.config.checkpoint.every_steps == 0 or step == self.config.steps:
+            self._checkpoint()
         self._ask(self._report_finalised)
         return time.monotonic() - began
-
-    def _checkpoint_if_due(self) -> None:
-        step = self.trainer.step
-        settings = self.config.checkpoint
-        if step % settings.every_steps and step != self.config.steps:
-            return
-        self._checkpoint()
 
     def _checkpoint(self) -> None:
         extra = self._ask(lambda: self._link.position())

@@ -76,7 +76,7 @@ class Loop:
             self._trainer.step += 1
             if self._trainer.step == loop.config.steps:
                 loop._evaluate(self._trainer.step)
-            loop._checkpoint_if_due()
+            loop._save_if_due()
 
         from megatron_async.train_loop.loop import TrainLoop
 
