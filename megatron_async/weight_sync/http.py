@@ -11,7 +11,6 @@ Invariants
 from __future__ import annotations
 
 import http.client
-import io
 import json
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -69,14 +68,12 @@ def call(
     connection = http.client.HTTPConnection(
         parts.hostname or "", parts.port, timeout=max(timeout_seconds, 0.001)
     )
-    opened: socket.socket | None = None
     try:
         connection.connect()
-        opened = connection.sock
-        connection.sock = _PatientSocket(opened, timeout_seconds)  # type: ignore[assignment]
+        connection.sock = _PatientSocket(connection.sock, timeout_seconds)
         connection.request(method, f"/{path}", body=data, headers=headers)
-        response = connection.getresponse()
-        status, answer = response.status, response.read()
+        with connection.getresponse() as response:
+            status, answer = response.status, response.read()
     except (OSError, http.client.HTTPException) as error:
         raise EngineCallError(
             f"engine {engine.engine_id} ({engine.url}): {method} /{path} failed within "
@@ -85,8 +82,6 @@ def call(
         ) from error
     finally:
         connection.close()
-        if opened is not None:
-            opened.close()
     if status != http.client.OK:
         text = answer[:_ANSWER_CHARACTERS].decode(errors="replace")
         raise EngineCallError(
@@ -101,36 +96,24 @@ def call(
     return value if isinstance(value, dict) else {}
 
 
-class _PatientSocket(io.RawIOBase):
-    """A connected socket with a limit of time awake, as far as `http.client` uses one.
+class _PatientSocket(socket.socket):
+    """A connected socket with a limit of time awake for all that is sent and received."""
 
-    Whoever has opened the socket closes it: `http.client` closes its own while it still reads.
-    """
-
-    def __init__(self, opened: socket.socket, seconds: float) -> None:
-        self._socket = opened
+    def __init__(self, connected: socket.socket, seconds: float) -> None:
+        super().__init__(fileno=connected.detach())
         self._deadline = AwakeDeadline(seconds)
 
-    def makefile(self, mode: str) -> io.BufferedReader:
-        return io.BufferedReader(self)
+    def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
+        return self._patiently(partial(super().recv_into, buffer, nbytes, flags))
 
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        return self._patiently(partial(self._socket.recv_into, buffer))
-
-    def sendall(self, data: Any) -> None:
+    def sendall(self, data: Any, flags: int = 0) -> None:
         left = memoryview(data)
         while left:
-            left = left[self._patiently(partial(self._socket.send, left)) :]
-
-    def close(self) -> None:
-        """Leave the socket open."""
+            left = left[self._patiently(partial(self.send, left, flags)) :]
 
     def _patiently(self, attempt: Callable[[], T]) -> T:
         while self._deadline.left:
-            self._socket.settimeout(min(self._deadline.left, STEP_SECONDS) or STEP_SECONDS)
+            self.settimeout(min(self._deadline.left, STEP_SECONDS) or STEP_SECONDS)
             try:
                 return attempt()
             except TimeoutError:
@@ -157,21 +140,16 @@ class EngineCalls:
         body_of: Callable[[int], Mapping[str, Any] | None],
         timeout_seconds: float,
         method: str = "POST",
+        only: Sequence[int] | None = None,
     ) -> list[Future[dict[str, Any]]]:
-        """Begin one call per engine; `body_of(i)` is the body for the i-th."""
+        """Begin one call per engine, or of `only` these; `body_of(i)` is the body for the i-th."""
+        places = range(len(self.engines)) if only is None else only
         return [
             self._pool.submit(
-                call, engine, method, path, body_of(index), timeout_seconds, self._api_key
+                call, self.engines[i], method, path, body_of(i), timeout_seconds, self._api_key
             )
-            for index, engine in enumerate(self.engines)
+            for i in places
         ]
-
-    def start_one(
-        self, index: int, path: str, body: Mapping[str, Any] | None, timeout_seconds: float
-    ) -> Future[dict[str, Any]]:
-        """Begin a call of the `index`-th engine alone."""
-        engine = self.engines[index]
-        return self._pool.submit(call, engine, "POST", path, body, timeout_seconds, self._api_key)
 
     def every(
         self,

@@ -57,7 +57,7 @@ from megatron_async.weight_sync.transports.tensor import (
     separate,
     serialise,
 )
-from megatron_async.weight_sync.turns import Alone, EarlierStageFailed, TurnToken
+from megatron_async.weight_sync.turns import EarlierStageFailed, Turns, TurnToken
 
 _MIB = 1 << 20
 # For the leaders' own messages, and what engines that are well take to be connected.
@@ -110,7 +110,7 @@ def _gloo(ranks: list[int], timeout_seconds: float) -> dist.ProcessGroup:
     return dist.new_group(ranks, timeout=timedelta(seconds=timeout_seconds), backend="gloo")
 
 
-class StageTurns(Leaders):
+class StageTurns(Turns, Leaders):
     """Turns between the leaders of all pipeline stages."""
 
     def __init__(self, timeout_seconds: float) -> None:
@@ -140,7 +140,7 @@ class StageTurns(Leaders):
             dist.send_object_list([token], dst=self._leaders[self.index + 1], group=self._group)
 
 
-class SharedGpus(Alone, Leaders):
+class SharedGpus(Turns, Leaders):
     """Engines on the GPUs of these ranks (`seats.py`): each has a leader, none waits for another's.
 
     Construct it on every rank, in the same order as other groups.

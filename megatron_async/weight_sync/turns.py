@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_async.errors import ComponentFailure
 
@@ -34,30 +34,15 @@ class TurnToken:
     failed: bool = False
 
 
-class Turns(Protocol):
-    """A leader's place in the order of senders."""
-
-    @property
-    def index(self) -> int: ...
-
-    @property
-    def last(self) -> bool: ...
-
-    def take(self) -> TurnToken:
-        """Wait for the stage before. Raises EarlierStageFailed."""
-
-    def hand_on(self, token: TurnToken) -> None:
-        """Let the next stage go on; does nothing on the last one."""
-
-
-class Alone:
-    """The order of a single sender."""
+class Turns:
+    """A leader's place in the order of senders; this one is a sender alone."""
 
     index = 0
     last = True
 
     def take(self) -> TurnToken:
+        """Wait for the stage before. Raises EarlierStageFailed."""
         return TurnToken()
 
     def hand_on(self, token: TurnToken) -> None:
-        return None
+        """Let the next stage go on; does nothing on the last one."""

@@ -18,7 +18,7 @@ from megatron_async.config.rollout import WeightsConfig
 from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.errors import ComponentFailure
 from megatron_async.trajectory.types import PolicyVersion
-from megatron_async.weight_sync.http import EngineCallError, EngineCalls
+from megatron_async.weight_sync.http import EngineCallError
 from megatron_async.weight_sync.publisher import make_sender
 from megatron_async.weight_sync.transports.base import WeightSender
 from megatron_async.weight_sync.transports.delta import rounded
@@ -199,7 +199,7 @@ class Killed(DistributedSender):
         self.left = self._link.name
         self._link.drop()
 
-    def _abandon(self, calls: EngineCalls) -> None:
+    def _abandon(self) -> None:
         self.close()
 
 

@@ -23,8 +23,9 @@ from __future__ import annotations
 import abc
 import contextlib
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from megatron_async.config.rollout import EngineConfig, WeightsConfig
 from megatron_async.errors import ComponentFailure
 from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.http import EngineAddress, EngineCallError, EngineCalls
-from megatron_async.weight_sync.turns import Alone, EarlierStageFailed, Turns, TurnToken
+from megatron_async.weight_sync.turns import EarlierStageFailed, Turns, TurnToken
 from megatron_async.weight_sync.verify import NameCheck, engine_parameters
 
 NamedTensor = tuple[str, Tensor]
@@ -47,10 +48,10 @@ JOIN_SECONDS = 60.0
 LAST_ANSWERS_SECONDS = 1.0
 CLEANUP_SECONDS = 20.0
 _OPEN_SESSION = "already open"
-_ALONE = Alone()
+_ALONE = Turns()
 
 
-@dataclass(frozen=True)
+@dataclass
 class TransferReport:
     """Cost of an update. `phases` are seconds; they overlap, so their sum is not `seconds`.
 
@@ -58,30 +59,12 @@ class TransferReport:
     """
 
     version: PolicyVersion
-    buckets: int
-    tensors: int
-    bytes: int
-    sent_bytes: int
-    seconds: float
-    phases: dict[str, float] = field(default_factory=dict)
-
-
-class PhaseTimes:
-    """Adds up seconds by phase."""
-
-    def __init__(self) -> None:
-        self.phases: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def lap(self, phase: str) -> None:
-        """Put the time since the last lap on `phase`."""
-        now = time.perf_counter()
-        self.phases[phase] = self.phases.get(phase, 0.0) + now - self._last
-        self._last = now
-
-    def add(self, phase: str, seconds: float) -> None:
-        """Seconds of another thread."""
-        self.phases[phase] = self.phases.get(phase, 0.0) + seconds
+    buckets: int = 0
+    tensors: int = 0
+    bytes: int = 0
+    sent_bytes: int = 0
+    seconds: float = 0.0
+    phases: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
 
 class Transfer:
@@ -99,39 +82,33 @@ class Transfer:
         self.version = version
         self.flush_cache = flush_cache
         self.stage = turns.index
-        self.is_first = turns.index == 0
         self.is_last = turns.last
         self.deadline = AwakeDeadline(timeout_seconds)
-        self.watch = PhaseTimes()
-        self.sent_bytes = 0
+        self.report = TransferReport(version)
         self.written: dict[str, Any] = {}
         self._buckets = buckets
         self._turns = turns
         self._check = check
         self._asked = False
         self._before: TurnToken | None = None
-        self._counts = [0, 0, 0]
-        self._began = time.perf_counter()
+        self._began = self._last_lap = time.perf_counter()
 
     def buckets(self) -> Iterator[Bucket]:
         """This stage's buckets, their names checked. Raises ValueError if there is none."""
         for bucket in self._buckets:
             self._check.add(name for name, _ in bucket)
-            self._counts[0] += 1
-            self._counts[1] += len(bucket)
-            self._counts[2] += size_of(bucket)
+            self.report.buckets += 1
+            self.report.tensors += len(bucket)
+            self.report.bytes += size_of(bucket)
             yield bucket
-        if not self._counts[0]:
+        if not self.report.buckets:
             raise ValueError("an update without any tensor")
 
-    def marked_buckets(self) -> Iterator[tuple[Bucket, bool]]:
-        """Each with whether it is the last of the whole update (looks one bucket ahead)."""
-        for bucket, following in self.buckets_with_next():
-            yield bucket, following is None and self.is_last
-
-    def buckets_with_next(self) -> Iterator[tuple[Bucket, Bucket | None]]:
-        """Each with this stage's next one, None after the last (looks one bucket ahead)."""
-        return with_next(self.buckets())
+    def lap(self, phase: str) -> None:
+        """Put the time since the last lap on `phase`."""
+        now = time.perf_counter()
+        self.report.phases[phase] += now - self._last_lap
+        self._last_lap = now
 
     def turn(self) -> Mapping[str, Any]:
         """Wait until the stages before have sent theirs; what they have written."""
@@ -139,7 +116,7 @@ class Transfer:
             self._asked = True
             self._before = before = self._turns.take()
             self._check.sent_before(before.names)
-            self.watch.lap("turn")
+            self.lap("turn")
         return self._before.written
 
     def finish(self) -> TransferReport:
@@ -148,15 +125,8 @@ class Transfer:
         if self.is_last:
             self._check.finish()
         self._turns.hand_on(TurnToken(self._check.sent, self.written))
-        return TransferReport(
-            self.version,
-            buckets=self._counts[0],
-            tensors=self._counts[1],
-            bytes=self._counts[2],
-            sent_bytes=self.sent_bytes,
-            seconds=time.perf_counter() - self._began,
-            phases=self.watch.phases,
-        )
+        self.report.seconds = time.perf_counter() - self._began
+        return self.report
 
     def give_up(self) -> None:
         """Give up after a failure; the stages behind must not wait."""
@@ -172,20 +142,9 @@ class WeightSender(abc.ABC):
     def __init__(self, settings: WeightsConfig, engines: EngineConfig) -> None:
         self.settings = settings
         self.engine_settings = engines
-        self._calls: EngineCalls | None = None
+        self.calls = EngineCalls(())
+        """Calls to the connected engines."""
         self._known: frozenset[str] = frozenset()
-
-    @property
-    def calls(self) -> EngineCalls:
-        """Calls to the connected engines. Raises ComponentFailure before `connect`."""
-        if self._calls is None:
-            raise ComponentFailure("weights were to be sent before any engine was connected")
-        return self._calls
-
-    @property
-    def engines(self) -> tuple[EngineAddress, ...]:
-        """The connected engines."""
-        return () if self._calls is None else self._calls.engines
 
     def connect(self, engines: Sequence[EngineAddress]) -> None:
         """Make ready to send to exactly these engines; does nothing if that is so already.
@@ -195,10 +154,10 @@ class WeightSender(abc.ABC):
         """
         if not engines:
             raise ComponentFailure("there is no engine to send weights to")
-        if self._calls is not None and self._calls.engines == tuple(engines):
+        if self.calls.engines == tuple(engines):
             return
         self.disconnect()
-        self._calls = EngineCalls(engines, self.engine_settings.api_key)
+        self.calls = EngineCalls(engines, self.engine_settings.api_key)
         try:
             self.calls.every("health", None, HEALTH_SECONDS, method="GET")
             answers = self.calls.every(
@@ -215,13 +174,13 @@ class WeightSender(abc.ABC):
 
     def disconnect(self) -> None:
         """Leave the engines alone; `connect` may follow. Never raises for a dead engine."""
-        if self._calls is None:
+        if not self.calls.engines:
             return
         try:
             self._close_link()
         finally:
-            self._calls.close()
-            self._calls = None
+            self.calls.close()
+            self.calls = EngineCalls(())
 
     def send(
         self,
@@ -236,7 +195,8 @@ class WeightSender(abc.ABC):
         `turns` orders the senders of several pipeline stages, each with buckets of its own.
         Raises EngineCallError or ComponentFailure; then the engines' weights are undefined.
         """
-        calls = self.calls
+        if not self.calls.engines:
+            raise ComponentFailure("weights were to be sent before any engine was connected")
         transfer = Transfer(
             buckets,
             version,
@@ -251,7 +211,7 @@ class WeightSender(abc.ABC):
                 return transfer.finish()
         except BaseException:
             transfer.give_up()
-            self._abandon(calls)
+            self._abandon()
             raise
 
     def close(self) -> None:
@@ -268,28 +228,37 @@ class WeightSender(abc.ABC):
     def _transfer(self, transfer: Transfer) -> None:
         """Send this stage's buckets in its turn; the last stage's last one with the version."""
 
-    def _begin_session(self, deadline: AwakeDeadline) -> None:
-        """Open a weight-update session on every engine, closing one that a failure left open."""
+    def _begin_session(self, transfer: Transfer) -> None:
+        """Wait for this stage's turn; the first stage opens a session on every engine.
+
+        A session that a failure left open is closed.
+        """
+        transfer.turn()
+        if transfer.stage:
+            return
         try:
-            self.calls.every("begin_weight_update", {}, time_left(deadline))
+            self.calls.every("begin_weight_update", {}, time_left(transfer.deadline))
         except EngineCallError as error:
             if _OPEN_SESSION not in str(error):
                 raise
             self._end_sessions_quietly(self.calls)
-            self.calls.every("begin_weight_update", {}, time_left(deadline))
+            self.calls.every("begin_weight_update", {}, time_left(transfer.deadline))
+        transfer.lap("begin")
 
-    def _end_session(self, deadline: AwakeDeadline) -> None:
-        self.calls.every("end_weight_update", {}, time_left(deadline))
+    def _end_session(self, transfer: Transfer) -> None:
+        if transfer.is_last:
+            self.calls.every("end_weight_update", {}, time_left(transfer.deadline))
+            transfer.lap("end")
 
     def _end_sessions_quietly(self, calls: EngineCalls) -> None:
         """Close whatever sessions are open; engines without one refuse, which is fine."""
         for future in calls.start("end_weight_update", lambda _: {}, CLEANUP_SECONDS):
             future.exception()
 
-    def _abandon(self, calls: EngineCalls) -> None:
+    def _abandon(self) -> None:
         """Free the engines that still wait after a failed transfer."""
+        survivors = EngineCalls(self.calls.engines, self.engine_settings.api_key)
         self.disconnect()
-        survivors = EngineCalls(calls.engines, self.engine_settings.api_key)
         try:
             self._end_sessions_quietly(survivors)
         finally:
@@ -319,19 +288,15 @@ def with_next(buckets: Iterator[Bucket]) -> Iterator[tuple[Bucket, Bucket | None
 
 def combined(reports: Sequence[TransferReport]) -> TransferReport:
     """Add the costs of all stages; they end together."""
-    phases: dict[str, float] = {}
+    total = TransferReport(reports[0].version, seconds=max(r.seconds for r in reports))
     for report in reports:
+        total.buckets += report.buckets
+        total.tensors += report.tensors
+        total.bytes += report.bytes
+        total.sent_bytes += report.sent_bytes
         for phase, seconds in report.phases.items():
-            phases[phase] = phases.get(phase, 0.0) + seconds
-    return replace(
-        reports[0],
-        buckets=sum(report.buckets for report in reports),
-        tensors=sum(report.tensors for report in reports),
-        bytes=sum(report.bytes for report in reports),
-        sent_bytes=sum(report.sent_bytes for report in reports),
-        seconds=max(report.seconds for report in reports),
-        phases=phases,
-    )
+            total.phases[phase] += seconds
+    return total
 
 
 def seconds_to_give_up(settings: WeightsConfig) -> float:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import mmap
 import shutil
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -30,10 +29,10 @@ from torch import Tensor
 from megatron_async.config.rollout import EngineConfig, WeightsConfig
 from megatron_async.errors import ComponentFailure
 from megatron_async.weight_sync.blocks import encode
-from megatron_async.weight_sync.http import failures_of, gather, raise_together
+from megatron_async.weight_sync.http import failures_of, raise_together
 from megatron_async.weight_sync.receiver import DELTA_SUFFIX
-from megatron_async.weight_sync.transports.base import Bucket, Transfer, WeightSender, time_left
-from megatron_async.weight_sync.transports.disk import KEEP, ShardWriter, keep
+from megatron_async.weight_sync.transports.base import Bucket, Transfer, time_left
+from megatron_async.weight_sync.transports.disk import KEEP, DiskSender, ShardWriter, keep
 from megatron_async.weight_sync.version_directory import (
     MANIFEST,
     ShardRecord,
@@ -97,14 +96,12 @@ def _difference(base: Path, data: bytes) -> bytes | None:
     return encode(old, data) if len(old) == len(data) else None
 
 
-class DeltaSender(WeightSender):
+class DeltaSender(DiskSender):
     """`weights.transport: delta`."""
 
     def __init__(self, settings: WeightsConfig, engines: EngineConfig, directory: Path) -> None:
-        super().__init__(settings, engines)
-        self._directory = directory
+        super().__init__(settings, engines, directory)
         self._sent: list[str] = []
-        self._published: list[Path] = []
         self._deltas: list[Path] = []
         self._in_a_row = 0
 
@@ -156,32 +153,21 @@ class DeltaSender(WeightSender):
         else:
             delta.discard()
             shutil.rmtree(delta.path, ignore_errors=True)
-        transfer.watch.lap("publish")
+        transfer.lap("publish")
         return manifest
 
     def _deliver(self, manifest: VersionManifest, transfer: Transfer) -> None:
         """Every receiver makes the version whole; then, and only then, all engines load it."""
-        everybody = range(len(self.engines))
+        everybody = range(len(self.calls.engines))
         received: dict[int, dict[str, Any]] = {}
         if manifest.files is not None:
             received = self._receive(everybody, transfer, full=False)
         missing = [index for index in everybody if index not in received]
         if missing:
             received |= self._receive(missing, transfer, full=True)
-        transfer.sent_bytes = max(int(answer["bytes"]) for answer in received.values())
-        transfer.watch.lap("receive")
-        loads = self.calls.start(
-            "update_weights_from_disk",
-            lambda index: {
-                "model_path": received[index]["path"],
-                "weight_version": str(transfer.version),
-                "load_format": "auto",
-                "flush_cache": transfer.flush_cache,
-            },
-            time_left(transfer.deadline),
-        )
-        gather(loads)
-        transfer.watch.lap("load")
+        transfer.report.sent_bytes = max(int(answer["bytes"]) for answer in received.values())
+        transfer.lap("receive")
+        self._load([received[index]["path"] for index in everybody], transfer)
 
     def _receive(
         self, indices: Sequence[int], transfer: Transfer, *, full: bool
@@ -195,14 +181,11 @@ class DeltaSender(WeightSender):
             "version": str(transfer.version),
             "full": full,
         }
-        calls: dict[int, Future[dict[str, Any]]] = {
-            index: self.calls.start_one(
-                index, "receive_weights", body, time_left(transfer.deadline)
-            )
-            for index in indices
-        }
-        for call in calls.values():
+        seconds = time_left(transfer.deadline)
+        calls = self.calls.start("receive_weights", lambda _: body, seconds, only=indices)
+        for call in calls:
             call.exception()  # waits, bounded by the call's own limit
-        failures = failures_of([*calls.values()])
+        failures = failures_of(calls)
         raise_together([e for e in failures if full or e.status != NEEDS_FULL_STATUS])
-        return {i: call.result() for i, call in calls.items() if call.exception() not in failures}
+        answered = zip(indices, calls, strict=True)
+        return {i: call.result() for i, call in answered if call.exception() not in failures}

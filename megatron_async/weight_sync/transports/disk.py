@@ -9,12 +9,13 @@ Invariants
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_async.config.rollout import EngineConfig, WeightsConfig
 from megatron_async.weight_sync.double_buffer import OneAhead
+from megatron_async.weight_sync.http import gather
 from megatron_async.weight_sync.transports.base import Bucket, Transfer, WeightSender, time_left
 from megatron_async.weight_sync.version_directory import (
     ShardRecord,
@@ -47,11 +48,11 @@ class ShardWriter:
         """Every bucket, each written while the next one is gathered."""
         with OneAhead[Bucket](self.write) as writes:
             for bucket in transfer.buckets():
-                transfer.watch.lap("gather")
+                transfer.lap("gather")
                 writes.put(bucket)
-                transfer.watch.lap("wait for write")
-        transfer.watch.lap("wait for write")
-        transfer.watch.add("write", writes.busy_seconds)
+                transfer.lap("wait for write")
+        transfer.lap("wait for write")
+        transfer.report.phases["write"] += writes.busy_seconds
 
     def with_stages_before(self, before: Mapping[str, Any]) -> dict[str, Any]:
         """This stage's entries beside those of the stages before."""
@@ -74,25 +75,31 @@ class DiskSender(WeightSender):
         try:
             writer = ShardWriter(target, transfer.stage)
             writer.write_all(transfer)
-            transfer.sent_bytes = sum(shard.bytes for shard in writer.shards.values())
+            transfer.report.sent_bytes = sum(shard.bytes for shard in writer.shards.values())
             transfer.written = writer.with_stages_before(transfer.turn())
             if transfer.is_last:
                 manifest = VersionManifest(str(transfer.version), **transfer.written)
-                self._load(target.finish(manifest), transfer)
+                path = target.finish(manifest)
+                self._load([str(path.resolve())] * len(self.calls.engines), transfer)
+                keep(self._published, path)
         except BaseException:
             target.discard()
             raise
 
-    def _load(self, path: Path, transfer: Transfer) -> None:
-        body: dict[str, Any] = {
-            "model_path": str(path.resolve()),
-            "weight_version": str(transfer.version),
-            "load_format": "auto",
-            "flush_cache": transfer.flush_cache,
-        }
-        self.calls.every("update_weights_from_disk", body, time_left(transfer.deadline))
-        transfer.watch.lap("load")
-        keep(self._published, path)
+    def _load(self, paths: Sequence[str], transfer: Transfer) -> None:
+        """Each engine loads its own path."""
+        loads = self.calls.start(
+            "update_weights_from_disk",
+            lambda index: {
+                "model_path": paths[index],
+                "weight_version": str(transfer.version),
+                "load_format": "auto",
+                "flush_cache": transfer.flush_cache,
+            },
+            time_left(transfer.deadline),
+        )
+        gather(loads)
+        transfer.lap("load")
 
 
 def keep(published: list[Path], path: Path) -> None:

@@ -47,6 +47,7 @@ from megatron_async.weight_sync.transports.base import (
     WeightSender,
     size_of,
     time_left,
+    with_next,
 )
 
 _FIRST_POLL_SECONDS = 5e-5
@@ -220,11 +221,12 @@ class DistributedSender(WeightSender):
 
     def _open_link(self) -> None:
         backend = "nccl" if self._device.type == "cuda" else "gloo"
-        address = address_towards(self.engines[0].url)
+        engines = self.calls.engines
+        address = address_towards(engines[0].url)
         ranks = self.engine_settings.tensor
-        listener = socket.create_server((address, 0), backlog=len(self.engines) * ranks + 8)
+        listener = socket.create_server((address, 0), backlog=len(engines) * ranks + 8)
         link = _Link(
-            f"megatron-async-{uuid.uuid4().hex}", backend, listener, 1 + ranks * len(self.engines)
+            f"megatron-async-{uuid.uuid4().hex}", backend, listener, 1 + ranks * len(engines)
         )
         joins = self.calls.start(
             "init_weights_update_group",
@@ -266,44 +268,34 @@ class DistributedSender(WeightSender):
             future.exception()
 
     def _transfer(self, transfer: Transfer) -> None:
-        announced: Answers = []
-        travelling = False
-        deadline, watch = transfer.deadline, transfer.watch
+        announced: Answers = ()
+        deadline = transfer.deadline
         # Between updates a device's memory is for other things.
         on_host = self._device.type == "cpu"
         buffers = self._host_buffers if on_host else Buffers(self._device)
-        for bucket, following in transfer.buckets_with_next():
+        for bucket, following in with_next(transfer.buckets()):
             flat = flatten(bucket, buffers)
-            watch.lap("gather")
+            transfer.lap("gather")
             announcement = self._announcement(flat, following, transfer)
-            if travelling:
+            if announced:
                 self._wait_for_broadcast(announced, transfer)
-                watch.lap("broadcast")
                 # Engines listen for it already; but announced it is only when they have loaded the
                 # one before: two calls under way could overtake each other.
                 self._require_link().start(flat.bytes_N)
                 _wait_for_answers(announced, deadline)
-                watch.lap("wait for load")
+                transfer.lap("wait for load")
                 announced = self._announce(announcement, deadline)
             else:
-                transfer.turn()
-                if transfer.is_first:
-                    self._begin_session(deadline)
-                    watch.lap("begin")
+                self._begin_session(transfer)
                 # The other way round: nobody listens yet, and NCCL's first broadcast of a group
                 # does not return before all ranks have called it.
                 announced = self._announce(announcement, deadline)
                 self._start_first(flat.bytes_N, announced, transfer)
-                travelling = True
-            transfer.sent_bytes += flat.bytes_N.nbytes
-        if travelling:
-            self._wait_for_broadcast(announced, transfer)
-        watch.lap("broadcast")
+            transfer.report.sent_bytes += flat.bytes_N.nbytes
+        self._wait_for_broadcast(announced, transfer)
         _wait_for_answers(announced, deadline)
-        watch.lap("load")
-        if transfer.is_last:
-            self._end_session(deadline)
-            watch.lap("end")
+        transfer.lap("load")
+        self._end_session(transfer)
 
     def _announcement(
         self, flat: FlatBucket, following: Bucket | None, transfer: Transfer
@@ -330,24 +322,31 @@ class DistributedSender(WeightSender):
         )
 
     def _start_first(self, tensor: Tensor, announced: Answers, transfer: Transfer) -> None:
-        """Raises, as the waits below, also if the call does not return."""
+        """Raises, as `_wait_for`, also if the call does not return."""
         started = self._require_link().start_first(tensor)
-        self._wait_until(
-            started.done, "the engines did not enter the first broadcast", announced, transfer
-        )
-        _settle(started.result, announced)
+        otherwise = "the engines did not enter the first broadcast"
+        self._wait_for(started.done, started.result, otherwise, announced, transfer)
 
     def _wait_for_broadcast(self, announced: Answers, transfer: Transfer) -> None:
         link = self._require_link()
-        self._wait_until(lambda: link.done, "the weight broadcast did not end", announced, transfer)
-        _settle(link.finish, announced)
+        otherwise = "the weight broadcast did not end"
+        self._wait_for(lambda: link.done, link.finish, otherwise, announced, transfer)
+        transfer.lap("broadcast")
 
-    def _wait_until(
-        self, reached: Callable[[], bool], otherwise: str, announced: Answers, transfer: Transfer
+    def _wait_for(
+        self,
+        done: Callable[[], bool],
+        result: Callable[[], None],
+        otherwise: str,
+        announced: Answers,
+        transfer: Transfer,
     ) -> None:
-        """Wait; raise as soon as an engine refuses what was announced, or at the deadline."""
+        """Wait; raise as soon as an engine refuses what was announced, or at the deadline.
+
+        A failure is an engine's own report where there is one.
+        """
         pause = _FIRST_POLL_SECONDS
-        while not reached():
+        while not done():
             _raise_first_failure(announced)
             if not transfer.deadline.left:
                 # An engine that only waits for us answers when our connections close: then the
@@ -361,6 +360,11 @@ class DistributedSender(WeightSender):
                 )
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_POLL_SECONDS)
+        try:
+            result()
+        except RuntimeError as error:
+            _raise_first_failure(announced, LAST_ANSWERS_SECONDS)
+            raise ComponentFailure(f"the weight broadcast failed: {error}") from error
 
     def _require_link(self) -> _Link:
         if self._link is None:
@@ -382,15 +386,6 @@ def _aside(work: Callable[[], None]) -> Future[None]:
 
     threading.Thread(target=run, name="weight-group", daemon=True).start()
     return future
-
-
-def _settle(result: Callable[[], None], announced: Answers) -> None:
-    """Check for a failed broadcast; raises with an engine's own report where there is one."""
-    try:
-        result()
-    except RuntimeError as error:
-        _raise_first_failure(announced, LAST_ANSWERS_SECONDS)
-        raise ComponentFailure(f"the weight broadcast failed: {error}") from error
 
 
 def _wait_for_answers(announced: Answers, deadline: AwakeDeadline) -> None:

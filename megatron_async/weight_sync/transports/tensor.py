@@ -18,7 +18,6 @@ import base64
 import io
 import pickle
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,6 +31,7 @@ from megatron_async.weight_sync.transports.base import (
     Transfer,
     WeightSender,
     time_left,
+    with_next,
 )
 
 _DEVICE_ARGUMENT = 6  # of torch.multiprocessing.reductions.rebuild_cuda_tensor
@@ -87,14 +87,6 @@ def _own_storage(tensor: Tensor) -> Tensor:
     return tensor.contiguous().clone()
 
 
-@dataclass(frozen=True, eq=False)
-class _Load:
-    """A bucket on its way."""
-
-    bucket: HandedBucket
-    last: bool
-
-
 class TensorSender(WeightSender):
     """`weights.transport: tensor`."""
 
@@ -105,26 +97,21 @@ class TensorSender(WeightSender):
         self._by_value = device.type == "cpu"
 
     def _transfer(self, transfer: Transfer) -> None:
-        opened = False
-        with OneAhead[_Load](lambda load: self._load(load, transfer)) as loads:
-            for tensors, last in transfer.marked_buckets():
+        begun = False
+        with OneAhead[tuple[HandedBucket, bool]](lambda load: self._load(*load, transfer)) as loads:
+            for tensors, following in with_next(transfer.buckets()):
                 bucket = tensors if isinstance(tensors, HandedBucket) else self._handed(tensors)
-                load = _Load(bucket, last)
-                transfer.sent_bytes += sum(map(len, bucket.payloads))
-                transfer.watch.lap("gather")
-                transfer.turn()
-                if transfer.is_first and not opened:
-                    self._begin_session(transfer.deadline)
-                    opened = True
-                    transfer.watch.lap("begin")
-                loads.put(load)
-                transfer.watch.lap("wait for load")
+                transfer.report.sent_bytes += sum(map(len, bucket.payloads))
+                transfer.lap("gather")
+                if not begun:
+                    self._begin_session(transfer)
+                    begun = True
+                loads.put((bucket, transfer.is_last and following is None))
+                transfer.lap("wait for load")
             loads.wait()
-            transfer.watch.lap("wait for load")
-        transfer.watch.add("load", loads.busy_seconds)
-        if transfer.is_last:
-            self._end_session(transfer.deadline)
-            transfer.watch.lap("end")
+            transfer.lap("wait for load")
+        transfer.report.phases["load"] += loads.busy_seconds
+        self._end_session(transfer)
 
     def _handed(self, tensors: Bucket) -> HandedBucket:
         """The same payload for every tensor rank, from this rank alone."""
@@ -134,11 +121,11 @@ class TensorSender(WeightSender):
             torch.cuda.synchronize()
         return HandedBucket(bucket, [payload] * self.engine_settings.tensor)
 
-    def _load(self, load: _Load, transfer: Transfer) -> None:
+    def _load(self, bucket: HandedBucket, last: bool, transfer: Transfer) -> None:
         body: dict[str, Any] = {
-            "serialized_named_tensors": load.bucket.payloads,
-            "flush_cache": transfer.flush_cache and load.last,
+            "serialized_named_tensors": bucket.payloads,
+            "flush_cache": transfer.flush_cache and last,
         }
-        if load.last:
+        if last:
             body["weight_version"] = str(transfer.version)
         self.calls.every("update_weights_from_tensor", body, time_left(transfer.deadline))
