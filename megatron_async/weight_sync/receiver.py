@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from megatron_async.disk import CannotWrite
@@ -62,26 +63,21 @@ class WeightReceiver:
         Raises NeedsFull when that takes the whole version and `full` is false, and
         ComponentFailure when it cannot be done.
         """
-        if full:
-            manifest = read_manifest(directory / version)
-        else:
-            try:
-                manifest = read_manifest(directory / (version + DELTA_SUFFIX))
-            except ComponentFailure as error:
-                raise NeedsFull(str(error)) from error
+        source = directory / (version if full else version + DELTA_SUFFIX)
+        try:
+            manifest = read_manifest(source)
+        except ComponentFailure as error:
+            if full:
+                raise
+            raise NeedsFull(str(error)) from error
         if manifest.version != version:
             raise ComponentFailure(
                 f"published weights {directory / version} are labelled {manifest.version}"
             )
-        if full:
-            return self._take_full(directory / version, manifest)
-        return self._take_delta(directory / (version + DELTA_SUFFIX), manifest)
-
-    def _take_full(self, source: Path, manifest: VersionManifest) -> Received:
-        def shard(name: str, expected: ShardRecord) -> bytes:
-            return read_shard(source, name, expected)
-
-        return self._make(manifest, shard, sum(s.bytes for s in manifest.shards.values()))
+        if not full:
+            return self._take_delta(source, manifest)
+        size = sum(shard.bytes for shard in manifest.shards.values())
+        return self._make(manifest, partial(read_shard, source), size)
 
     def _take_delta(self, source: Path, manifest: VersionManifest) -> Received:
         if self._held is None:

@@ -16,10 +16,11 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
 from safetensors.torch import save
 
 from megatron_async.disk import writing
@@ -64,13 +65,7 @@ class VersionManifest:
 
     def to_json(self) -> bytes:
         """Serialise it, with a checksum of itself."""
-        content = {
-            "version": self.version,
-            "shards": _plain(self.shards),
-            "owners": dict(self.owners),
-            "base": self.base,
-            "files": None if self.files is None else _plain(self.files),
-        }
+        content = asdict(self)
         return json.dumps({**content, "sha256": _sha256(content)}, indent=1).encode()
 
 
@@ -81,13 +76,7 @@ def read_manifest(path: Path) -> VersionManifest:
         recorded = content.pop("sha256")
         if recorded != _sha256(content):
             raise ValueError("its checksum is not that of its content")
-        return VersionManifest(
-            version=content["version"],
-            shards=_shards(content["shards"]),
-            owners=content["owners"],
-            base=content["base"],
-            files=None if content["files"] is None else _shards(content["files"]),
-        )
+        return TypeAdapter(VersionManifest).validate_python(content)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ComponentFailure(
             f"published weights {path} have no readable manifest: {error!r}"
@@ -152,14 +141,6 @@ def _write(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _plain(shards: Mapping[str, ShardRecord]) -> dict[str, Any]:
-    return {name: {"sha256": s.sha256, "bytes": s.bytes} for name, s in shards.items()}
-
-
-def _shards(content: Mapping[str, Any]) -> dict[str, ShardRecord]:
-    return {name: ShardRecord(entry["sha256"], entry["bytes"]) for name, entry in content.items()}
 
 
 def _sha256(content: Any) -> str:
