@@ -60,23 +60,22 @@ _ABORT_ATTEMPTS = 20
 _CONTROL_ERRORS = (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError)
 # What SGLang calls the parts of its memory.
 _WEIGHTS = "weights"
-_MEMORY = (_WEIGHTS, "kv_cache", "cuda_graph")
+_CACHES = ("kv_cache", "cuda_graph")
 _PREEMPTIONS = b"sglang:num_retracted_requests_total"
 
 
 class SGLangClient:
     """Client of an SGLang server. Make it with `await SGLangClient.connect(...)`."""
 
-    def __init__(
-        self, engine_id: str, url: str, settings: EngineConfig, kv_capacity_tokens: int = 0
-    ) -> None:
-        self._engine_id = engine_id
-        self._url = url
+    def __init__(self, engine_id: str, url: str, settings: EngineConfig) -> None:
+        self.engine_id = engine_id
+        self.url = url
+        self.kv_capacity_tokens = 0
+        self.longest_tokens: int | None = None
+        """Prompt and response together: what was generated is part of the input of a resumption."""
+        self.dtype: str | None = None
         # An engine that answers nothing for as long as this is hung by the settings' own measure.
         self._control_seconds = max(_CONTROL_SECONDS, settings.no_progress_seconds)
-        self._kv_capacity = kv_capacity_tokens
-        self._longest: int | None = None
-        self._dtype: str | None = None
         headers = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
         self._session = aiohttp.ClientSession(
             headers=headers,
@@ -95,42 +94,21 @@ class SGLangClient:
         client = cls(engine_id, url, settings)
         try:
             loads = await client._loads()
-            client._kv_capacity = sum(int(load["max_total_num_tokens"]) for load in loads)
+            client.kv_capacity_tokens = sum(int(load["max_total_num_tokens"]) for load in loads)
             info = await client._get_json("server_info")
             longest = info.get("max_req_input_len")
-            client._longest = None if longest is None else int(longest)
-            client._dtype = info.get("dtype")
+            client.longest_tokens = None if longest is None else int(longest)
+            client.dtype = info.get("dtype")
         except BaseException:
             await client.close()
             raise
         return client
 
-    @property
-    def engine_id(self) -> str:
-        return self._engine_id
-
-    @property
-    def url(self) -> str:
-        return self._url
-
-    @property
-    def kv_capacity_tokens(self) -> int:
-        return self._kv_capacity
-
-    @property
-    def longest_tokens(self) -> int | None:
-        """Prompt and response together: what was generated is part of the input of a resumption."""
-        return self._longest
-
-    @property
-    def dtype(self) -> str | None:
-        return self._dtype
-
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
         """Stream a response. Cancelling or closing the iteration aborts the request."""
         name = request.request_id
         if name in self._wire_ids:
-            raise EngineError(f"{self._engine_id}: request {name!r} runs already")
+            raise EngineError(f"{self.engine_id}: request {name!r} runs already")
         wire_id = f"{self._unique}.{next(self._serial)};{name}"
         self._open_session()
         body = orjson.dumps(self._body(wire_id, request))
@@ -145,21 +123,17 @@ class SGLangClient:
                             del self._wire_ids[name]
                         yield chunk
         except Refusal as refusal:
-            raise RequestRefused(f"{self._engine_id}: request {name}: {refusal}") from refusal
+            raise RequestRefused(f"{self.engine_id}: request {name}: {refusal}") from refusal
         except (*_CONTROL_ERRORS, BadReport) as error:
             _check_own_limits(error)
-            raise EngineError(
-                f"{self._engine_id} ({self._url}): generation of request {name} "
-                f"failed: {_describe(error)}"
-            ) from error
+            what = f"generation of request {name} failed: {_describe(error)}"
+            raise self._failure(what) from error
         finally:
             if not ended:
                 del self._wire_ids[name]
                 self._in_background(self._abort_unread(wire_id))
         if not ended:
-            raise EngineError(
-                f"{self._engine_id} ({self._url}): the stream of request {name} broke off"
-            )
+            raise self._failure(f"the stream of request {name} broke off")
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests; each stream ends with a chunk of `end="abort"`.
@@ -183,25 +157,19 @@ class SGLangClient:
 
     async def release_memory(self, *, keep_weights: bool = False) -> None:
         # SGLang refuses what it has released already.
-        tags = [
-            part
-            for part in _MEMORY
-            if part not in self._released and not (keep_weights and part == _WEIGHTS)
-        ]
+        unwanted = _CACHES if keep_weights else (_WEIGHTS, *_CACHES)
+        tags = [part for part in unwanted if part not in self._released]
         if tags:
             await self._post("release_memory_occupation", {"tags": tags})
             self._released.update(tags)
 
     async def resume_memory(self, *, weights_only: bool) -> None:
         # SGLang refuses what it has not released, so each part is asked for once.
-        wanted = [
-            part
-            for part in _MEMORY
-            if part in self._released and (part == _WEIGHTS or not weights_only)
-        ]
-        if wanted:
-            await self._post("resume_memory_occupation", {"tags": wanted})
-            self._released -= set(wanted)
+        wanted = (_WEIGHTS,) if weights_only else (_WEIGHTS, *_CACHES)
+        tags = [part for part in wanted if part in self._released]
+        if tags:
+            await self._post("resume_memory_occupation", {"tags": tags})
+            self._released -= set(tags)
 
     async def version(self) -> PolicyVersion:
         """The version that the engine reports."""
@@ -209,7 +177,7 @@ class SGLangClient:
         try:
             return parse_version(str(info["weight_version"]))
         except (BadReport, KeyError) as error:
-            raise EngineError(f"{self._engine_id} ({self._url}): {_describe(error)}") from error
+            raise self._failure(_describe(error)) from error
 
     async def load_from_disk(
         self, model_path: Path, version: PolicyVersion, *, flush_cache: bool = True
@@ -259,8 +227,11 @@ class SGLangClient:
         """The session. EngineError once the client is closed: calls that were about to be made
         when their engine was given up fail as calls to that engine do."""
         if self._session.closed:
-            raise EngineError(f"{self._engine_id} ({self._url}): the client has been closed")
+            raise self._failure("the client has been closed")
         return self._session
+
+    def _failure(self, what: str) -> EngineError:
+        return EngineError(f"{self.engine_id} ({self.url}): {what}")
 
     def _body(self, wire_id: str, request: GenerationRequest) -> dict[str, Any]:
         """What SGLang is asked for."""
@@ -335,21 +306,17 @@ class SGLangClient:
             async with (
                 AwakeTimeout(seconds),
                 self._open_session().request(
-                    method, f"{self._url}/{path}", data=data, headers=_JSON, timeout=limit
+                    method, f"{self.url}/{path}", data=data, headers=_JSON, timeout=limit
                 ) as response,
             ):
                 answer = await response.read()
                 status = response.status
         except _CONTROL_ERRORS as error:
             _check_own_limits(error)
-            raise EngineError(
-                f"{self._engine_id} ({self._url}): {method} /{path} failed: {_describe(error)}"
-            ) from error
+            raise self._failure(f"{method} /{path} failed: {_describe(error)}") from error
         if status != 200:
-            raise EngineError(
-                f"{self._engine_id} ({self._url}): {method} /{path} answered {status}: "
-                f"{answer[:500].decode(errors='replace')}"
-            )
+            text = answer[:500].decode(errors="replace")
+            raise self._failure(f"{method} /{path} answered {status}: {text}")
         return answer
 
 

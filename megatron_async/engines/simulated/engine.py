@@ -112,7 +112,11 @@ class SimulatedEngine:
         version: PolicyVersion = PolicyVersion(0, 0),  # noqa: B008 - an immutable tuple
     ) -> None:
         self.engine_id = engine_id
-        self._model = model if model is not None else SimulatedEngineModel()
+        self.url = f"simulated://{engine_id}"
+        self._model = model = model or SimulatedEngineModel()
+        self.kv_capacity_tokens = model.kv_capacity_tokens
+        self.longest_tokens = model.longest_tokens
+        self.dtype = "float32"
         self._version = version
         self._weights = "initial"
         self._running: dict[str, _Running] = {}
@@ -125,22 +129,6 @@ class SimulatedEngine:
         self._work = asyncio.Event()
         self._loop: asyncio.Task[None] | None = None
         self.tokens_generated = 0
-
-    @property
-    def url(self) -> str:
-        return f"simulated://{self.engine_id}"
-
-    @property
-    def kv_capacity_tokens(self) -> int:
-        return self._model.kv_capacity_tokens
-
-    @property
-    def dtype(self) -> str:
-        return "float32"
-
-    @property
-    def longest_tokens(self) -> int | None:
-        return self._model.longest_tokens
 
     # ------------------------------------------------------------ what a test does to it
 
@@ -155,10 +143,8 @@ class SimulatedEngine:
     def crash(self, reason: str = "killed") -> None:
         """Die now: every stream and every later call raises EngineError."""
         self._crash_reason = reason
-        for running in [*self._running.values(), *self._queued.values()]:
+        for running in self._take_all():
             running.chunks.put_nowait(EngineError(f"{self.engine_id} died: {reason}"))
-        self._running.clear()
-        self._queued.clear()
 
     def crash_after(self, tokens: int) -> None:
         """Die when this many more tokens have been generated."""
@@ -175,7 +161,7 @@ class SimulatedEngine:
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
         """Stream a response. Cancelling the iteration aborts the request."""
         self._require_alive("generate")
-        name, longest = request.request_id, self._model.longest_tokens
+        name, longest = request.request_id, self.longest_tokens
         whole = len(request.input_ids) + request.max_new_tokens
         if longest is not None and whole > longest:
             raise RequestRefused(
@@ -260,7 +246,7 @@ class SimulatedEngine:
         return EngineStatus(
             running_requests=len(self._running),
             queued_requests=len(self._queued),
-            kv_usage=self._kv_tokens() / self._model.kv_capacity_tokens,
+            kv_usage=self._kv_tokens() / self.kv_capacity_tokens,
             preemptions_total=self._preemptions,
         )
 
@@ -269,10 +255,8 @@ class SimulatedEngine:
 
     async def close(self) -> None:
         """End the decode task; streams that are still read are aborted."""
-        for running in [*self._running.values(), *self._queued.values()]:
+        for running in self._take_all():
             self._emit(running, "abort")
-        self._running.clear()
-        self._queued.clear()
         if self._loop is not None:
             self._loop.cancel()
             await asyncio.gather(self._loop, return_exceptions=True)
@@ -356,9 +340,15 @@ class SimulatedEngine:
         )
         running.token_ids, running.logprobs = [], []
 
+    def _take_all(self) -> list[_Running]:
+        """All requests, which are no longer the engine's."""
+        taken = [*self._running.values(), *self._queued.values()]
+        self._running, self._queued = {}, {}
+        return taken
+
     def _fits(self, more: int) -> bool:
         """Return whether a step with `more` tokens than run now is within the KV cache."""
-        return self._kv_tokens() + more < self._model.kv_capacity_tokens
+        return self._kv_tokens() + more < self.kv_capacity_tokens
 
     def _kv_tokens(self) -> int:
         return sum(running.position for running in self._running.values())

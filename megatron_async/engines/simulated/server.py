@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import struct
 import sys
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
@@ -27,6 +26,7 @@ from typing import Any
 
 import numpy as np
 from aiohttp import web
+from safetensors import safe_open
 
 from megatron_async.config.rollout import EngineConfig, SamplingConfig
 from megatron_async.engines.interface import (
@@ -50,27 +50,22 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 def engine_model(settings: EngineConfig, model_path: Path) -> SimulatedEngineModel:
     """The simulated engine that `engines.simulated` describes, for this model's vocabulary."""
     vocabulary = int(json.loads((model_path / "config.json").read_text())["vocab_size"])
-    simulated = settings.simulated
     return SimulatedEngineModel(
         vocab_size=vocabulary,
-        seed=simulated.seed,
-        mean_length=simulated.mean_length,
-        step_seconds=simulated.step_seconds,
-        seconds_per_request=simulated.seconds_per_request,
         stream_interval=settings.stream_interval,
         max_running_requests=settings.max_running_requests or 1024,
         kv_capacity_tokens=settings.max_total_tokens or 1 << 20,
         longest_tokens=settings.longest_tokens(None),
+        **settings.simulated.model_dump(),
     )
 
 
 def parameter_names(model_path: Path) -> list[str]:
     """Names of all tensors in a directory of safetensors files (from their headers)."""
     names: list[str] = []
-    for shard in sorted(model_path.glob("*.safetensors")):
-        with shard.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            names += [name for name in json.loads(file.read(length)) if name != "__metadata__"]
+    for shard in model_path.glob("*.safetensors"):
+        with safe_open(shard, "numpy") as file:
+            names += file.keys()
     return sorted(names)
 
 
@@ -181,13 +176,13 @@ class SimulatedServer:
             async for chunk in self._engine.generate(wanted):
                 report = _report(chunk, sent)
                 sent += len(chunk.token_ids)
-                await response.write(_event(json.dumps(report)))
+                await response.write(_event(report))
         except RequestRefused as refusal:
             error = {"message": str(refusal), "code": 400, "retryable": False}
-            await response.write(_event(json.dumps({"error": error})))
+            await response.write(_event({"error": error}))
         finally:
             self._running.discard(wanted.request_id)
-        await response.write(_event("[DONE]"))
+        await response.write(b"data: [DONE]\n\n")
         return response
 
     async def _abort(self, request: web.Request) -> web.Response:
@@ -280,8 +275,8 @@ def _report(chunk: TokenChunk, before: int) -> dict[str, Any]:
     }
 
 
-def _event(data: str) -> bytes:
-    return f"data: {data}\n\n".encode()
+def _event(report: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(report)}\n\n".encode()
 
 
 def _refusal(status: int, message: str) -> web.Response:
@@ -294,7 +289,6 @@ def main(arguments: list[str]) -> None:
     key = take_key()
     parser = argparse.ArgumentParser(prog="simulated_server", description=__doc__)
     parser.add_argument("--model-path", type=Path, required=True)
-    parser.add_argument("--host", required=True)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--weight-version", required=True)
     parser.add_argument("--settings", required=True, help="`engines` of the run, as JSON")
@@ -306,7 +300,7 @@ def main(arguments: list[str]) -> None:
     server = SimulatedServer(engine, names, version, key)
     web.run_app(
         server.application(),
-        host=parsed.host,
+        host=settings.host,
         port=parsed.port,
         keepalive_timeout=_KEEP_ALIVE_SECONDS,
         print=None,
