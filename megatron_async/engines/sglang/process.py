@@ -18,7 +18,6 @@ Invariants
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import os
 import signal
@@ -26,6 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -42,9 +42,11 @@ from megatron_async.engines.sglang.server import (
 )
 from megatron_async.errors import ComponentFailure, ProcessKilled, cause_in_log
 from megatron_async.trajectory.types import PolicyVersion
+from megatron_async.weight_sync.http import EngineAddress, EngineCallError, call
 
 _PORT_ATTEMPTS = 3
 _POLL_SECONDS = 0.1
+_HEALTH_SECONDS = 2.0
 _TERMINATE_SECONDS = 3.0
 _KILL_SECONDS = 10.0
 _LOG_TAIL_CHARACTERS = 1500
@@ -177,37 +179,30 @@ def simulated_command(
     return [
         *(sys.executable, "-m", "megatron_async.engines.simulated.server"),
         *("--model-path", str(model_path)),
-        *("--host", settings.host),
         *("--port", str(port)),
         f"--weight-version={version}",
         *("--settings", settings.model_dump_json(exclude={"api_key"})),
     ]
 
 
+@dataclass(eq=False)
 class SGLangProcess:
-    """An SGLang server: start, url, alive, stop. Not thread-safe; blocking."""
+    """An SGLang server: start, url, alive, stop. Not thread-safe; blocking.
 
-    def __init__(
-        self,
-        model_path: Path,
-        settings: EngineConfig,
-        log_path: Path,
-        version: PolicyVersion = NO_VERSION,
-        gpus: Sequence[str] | None = None,
-        in_place: bool = False,
-        awaits_weights: bool = False,
-    ) -> None:
-        """`in_place`, `awaits_weights`: see `server_command`."""
-        self._in_place = in_place
-        self._awaits_weights = awaits_weights
-        self._model_path = model_path
-        self._settings = settings
-        self.log_path = log_path
-        self._version = version
-        self._gpus = gpus
-        self._process: subprocess.Popen[bytes] | None = None
-        self._lifeline: int | None = None
-        self._url = ""
+    `in_place`, `awaits_weights`: see `server_command`.
+    """
+
+    model_path: Path
+    settings: EngineConfig
+    log_path: Path
+    version: PolicyVersion = NO_VERSION
+    gpus: Sequence[str] | None = None
+    in_place: bool = False
+    awaits_weights: bool = False
+    _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
+    _lifeline: int | None = field(default=None, init=False)
+    _url: str = field(default="", init=False)
+    _log_begins: int = field(default=0, init=False)
 
     @property
     def url(self) -> str:
@@ -233,67 +228,59 @@ class SGLangProcess:
         """
         if self.alive():
             return
-        deadline = time.monotonic() + self._settings.start_timeout_seconds
+        deadline = time.monotonic() + self.settings.start_timeout_seconds
         for attempt in range(_PORT_ATTEMPTS):
-            port = free_port(self._settings.host)
+            port = free_port(self.settings.host)
             self._spawn(port)
             try:
                 self._wait_until_ready(port, deadline)
                 return
-            except ComponentFailure:
+            except BaseException as error:
                 self.stop()
-                if _PORT_TAKEN not in self.log_tail().lower() or attempt + 1 == _PORT_ATTEMPTS:
+                taken = isinstance(error, ComponentFailure) and _PORT_TAKEN in self._log().lower()
+                if not taken or attempt + 1 == _PORT_ATTEMPTS:
                     raise
-            except BaseException:
-                self.stop()
-                raise
 
     def stop(self) -> None:
         """End the server and all its processes; returns when none is left. Idempotent."""
         process, self._process, self._url = self._process, None, ""
-        members = [] if process is None else _group_members(process.pid)
         lifeline, self._lifeline = self._lifeline, None
         if lifeline is not None:
             os.close(lifeline)  # a server that is not hung ends itself now
         if process is not None:
-            _end_group(process, members)
+            _end_group(process)
+
+    def _log(self) -> str:
+        """The server's output since this start."""
+        with self.log_path.open("rb") as file:
+            file.seek(self._log_begins)
+            return file.read().decode(errors="replace")
 
     def _why(self) -> str:
         """Return the cause of a death from the log of this start, or else the end of that log."""
-        text = ""
-        if self.log_path.exists():
-            with self.log_path.open("rb") as file:
-                file.seek(self._log_begins)
-                text = file.read().decode(errors="replace")
+        text = self._log()
         cause = cause_in_log(text)
         if cause is not None:
             return f": {cause}; its log is {self.log_path}"
-        return f"; the end of its log ({self.log_path}):\n{self.log_tail()}"
-
-    def log_tail(self, characters: int = _LOG_TAIL_CHARACTERS) -> str:
-        """The last characters of the server's log, from a line's start."""
-        if not self.log_path.exists():
-            return ""
-        with self.log_path.open("rb") as file:
-            file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - characters))
-            text = file.read().decode(errors="replace")
-        return text.partition("\n")[2].strip() or text.strip()
+        tail = text[-_LOG_TAIL_CHARACTERS:]
+        if tail != text:
+            tail = tail.partition("\n")[2] or tail  # from a line's start
+        return f"; the end of its log ({self.log_path}):\n{tail.strip()}"
 
     def _spawn(self, port: int) -> None:
-        device = resolve_device(self._settings)
-        environment = server_environment(self._settings, device, self._gpus, os.environ)
-        if self._settings.kind == "simulated":
-            command = simulated_command(self._settings, self._model_path, port, self._version)
+        device = resolve_device(self.settings)
+        environment = server_environment(self.settings, device, self.gpus, os.environ)
+        if self.settings.kind == "simulated":
+            command = simulated_command(self.settings, self.model_path, port, self.version)
         else:
             command = server_command(
-                self._settings,
-                self._model_path,
+                self.settings,
+                self.model_path,
                 port,
-                self._version,
+                self.version,
                 device,
-                self._in_place,
-                self._awaits_weights,
+                self.in_place,
+                self.awaits_weights,
             )
         read_end, write_end = os.pipe()
         environment[LIFELINE_VARIABLE] = str(read_end)
@@ -329,32 +316,22 @@ class SGLangProcess:
                     f"the inference server ended with exit code {code} before it was ready"
                     f"{self._why()}"
                 )
-            if answers_health(self._settings.host, port, self._settings.api_key):
-                self._url = f"http://{self._settings.host}:{port}"
+            url = f"http://{self.settings.host}:{port}"
+            with contextlib.suppress(EngineCallError):
+                address = EngineAddress("", url)
+                call(address, "GET", "health", None, _HEALTH_SECONDS, self.settings.api_key)
+                self._url = url
                 return
             if time.monotonic() > deadline:
                 raise ComponentFailure(
                     "the inference server was not ready within engines.start_timeout_seconds = "
-                    f"{self._settings.start_timeout_seconds:g}{self._why()}"
+                    f"{self.settings.start_timeout_seconds:g}{self._why()}"
                 )
             time.sleep(_POLL_SECONDS)
 
 
-def answers_health(host: str, port: int, api_key: str = "", timeout_seconds: float = 2.0) -> bool:
-    """Return whether the server reports that it can take requests."""
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    connection = http.client.HTTPConnection(host, port, timeout=timeout_seconds)
-    try:
-        connection.request("GET", "/health", headers=headers)
-        return connection.getresponse().status == http.client.OK
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
-
-
-def _end_group(process: subprocess.Popen[bytes], members: Sequence[psutil.Process]) -> None:
-    """Ask the leader to end, then kill whatever is left of its group, and wait for `members`."""
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """Ask the leader to end, then kill whatever is left of its group, and wait for all of it."""
     if process.poll() is None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -363,7 +340,7 @@ def _end_group(process: subprocess.Popen[bytes], members: Sequence[psutil.Proces
         os.killpg(process.pid, signal.SIGKILL)
     process.wait(_KILL_SECONDS)
     deadline = time.monotonic() + _KILL_SECONDS
-    while any(_still_runs(member) for member in members):
+    while any(_runs_in(process.pid, member) for member in psutil.process_iter()):
         if time.monotonic() > deadline:
             raise ComponentFailure(
                 f"processes of inference server {process.pid} outlived SIGKILL by "
@@ -372,19 +349,9 @@ def _end_group(process: subprocess.Popen[bytes], members: Sequence[psutil.Proces
         time.sleep(0.02)
 
 
-def _group_members(group: int) -> list[psutil.Process]:
-    members = []
-    for candidate in psutil.process_iter():
-        try:
-            if os.getpgid(candidate.pid) == group:
-                members.append(candidate)
-        except (ProcessLookupError, PermissionError):
-            continue
-    return members
-
-
-def _still_runs(process: psutil.Process) -> bool:
+def _runs_in(group: int, process: psutil.Process) -> bool:
+    """Return whether a process is of this group and no zombie."""
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
+        return os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE
+    except (ProcessLookupError, PermissionError, psutil.NoSuchProcess):
         return False
