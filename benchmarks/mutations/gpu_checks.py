@@ -147,10 +147,10 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
         f"{_SYNC}/transports/distributed.py",
         (
             "the first broadcast waits for engines that have no announcement",
-            "                announced = self._announce(announcement, deadline)\n"
+            "                announced = self._announce(flat, following, transfer)\n"
             "                self._start_first(flat.bytes_N, announced, transfer)\n",
             "                self._start_first(flat.bytes_N, announced, transfer)\n"
-            "                announced = self._announce(announcement, deadline)\n",
+            "                announced = self._announce(flat, following, transfer)\n",
         ),
     ),
     *taken_back(

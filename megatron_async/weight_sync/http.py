@@ -89,6 +89,11 @@ def call(
             [engine.engine_id],
             status,
         )
+    return json_object(answer)
+
+
+def json_object(answer: bytes) -> dict[str, Any]:
+    """A JSON object, or an empty one where an engine answers with nothing or with plain text."""
     try:
         value = json.loads(answer)
     except ValueError:

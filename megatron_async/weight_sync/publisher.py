@@ -168,8 +168,6 @@ class SharedGpus(Turns, Leaders):
             return HandedBucket([])
         bucket = separate(tensors, by_value)
         payload = serialise(bucket)
-        if any(tensor.is_cuda for _, tensor in bucket):
-            torch.cuda.synchronize()  # the engine reads what this rank has computed
         found: list[Any] | None = [None] * self._size if seat.leads else None
         dist.gather_object(payload, found, dst=self._leaders[seat.engine], group=self._givers)
         return HandedBucket(bucket, found or [])
@@ -285,15 +283,15 @@ class WeightPublisher:
     def _connect(self, sender: WeightSender, engines: Sequence[EngineAddress]) -> None:
         """Connect in turn, as engines join one group after the other; to none: leave the last."""
         self._turns.take()
+        token = TurnToken(failed=True)
         try:
             if engines:
                 sender.connect(engines)
             else:
                 sender.disconnect()
-        except BaseException:
-            self._turns.hand_on(TurnToken(failed=True))
-            raise
-        self._turns.hand_on(TurnToken())
+            token = TurnToken()
+        finally:
+            self._turns.hand_on(token)
 
 
 def _outcome_of(work: Callable[[], Any]) -> _Outcome:

@@ -276,7 +276,6 @@ class DistributedSender(WeightSender):
         for bucket, following in with_next(transfer.buckets()):
             flat = flatten(bucket, buffers)
             transfer.lap("gather")
-            announcement = self._announcement(flat, following, transfer)
             if announced:
                 self._wait_for_broadcast(announced, transfer)
                 # Engines listen for it already; but announced it is only when they have loaded the
@@ -284,12 +283,12 @@ class DistributedSender(WeightSender):
                 self._require_link().start(flat.bytes_N)
                 _wait_for_answers(announced, deadline)
                 transfer.lap("wait for load")
-                announced = self._announce(announcement, deadline)
+                announced = self._announce(flat, following, transfer)
             else:
                 self._begin_session(transfer)
                 # The other way round: nobody listens yet, and NCCL's first broadcast of a group
                 # does not return before all ranks have called it.
-                announced = self._announce(announcement, deadline)
+                announced = self._announce(flat, following, transfer)
                 self._start_first(flat.bytes_N, announced, transfer)
             transfer.report.sent_bytes += flat.bytes_N.nbytes
         self._wait_for_broadcast(announced, transfer)
@@ -297,10 +296,8 @@ class DistributedSender(WeightSender):
         transfer.lap("load")
         self._end_session(transfer)
 
-    def _announcement(
-        self, flat: FlatBucket, following: Bucket | None, transfer: Transfer
-    ) -> dict[str, Any]:
-        """Return the message that announces a bucket; that of the last one has the version."""
+    def _announce(self, flat: FlatBucket, following: Bucket | None, transfer: Transfer) -> Answers:
+        """Announce a bucket; the last one with the version."""
         body: dict[str, Any] = {
             "names": flat.names,
             "dtypes": flat.dtypes,
@@ -312,14 +309,8 @@ class DistributedSender(WeightSender):
         if following is None and transfer.is_last:
             body["flush_cache"] = transfer.flush_cache
             body["weight_version"] = str(transfer.version)
-        return body
-
-    def _announce(self, body: dict[str, Any], deadline: AwakeDeadline) -> Answers:
-        return self.calls.start(
-            "update_weights_from_distributed",
-            lambda _: body,
-            time_left(deadline) + LAST_ANSWERS_SECONDS,
-        )
+        seconds = time_left(transfer.deadline) + LAST_ANSWERS_SECONDS
+        return self.calls.start("update_weights_from_distributed", lambda _: body, seconds)
 
     def _start_first(self, tensor: Tensor, announced: Answers, transfer: Transfer) -> None:
         """Raises, as `_wait_for`, also if the call does not return."""
@@ -347,7 +338,7 @@ class DistributedSender(WeightSender):
         """
         pause = _FIRST_POLL_SECONDS
         while not done():
-            _raise_first_failure(announced)
+            raise_together(failures_of(announced))
             if not transfer.deadline.left:
                 # An engine that only waits for us answers when our connections close: then the
                 # limit is too short. One that does not is frozen, or waits for one that is.
@@ -390,16 +381,11 @@ def _aside(work: Callable[[], None]) -> Future[None]:
 
 def _wait_for_answers(announced: Answers, deadline: AwakeDeadline) -> None:
     """Wait until all engines have loaded what was announced. Raises as soon as one refuses."""
-    wait(announced, time_left(deadline), return_when=FIRST_EXCEPTION)
-    _raise_first_failure(announced)
+    _raise_first_failure(announced, time_left(deadline))
     gather(announced)  # bounded: each call has a limit
 
 
-def _raise_first_failure(futures: Answers, wait_seconds: float = 0.0) -> None:
-    """Raise what the calls that have ended raised; with `wait_seconds`, give them that long."""
-    deadline = time.monotonic() + wait_seconds
-    while True:
-        raise_together(failures_of(futures))
-        if time.monotonic() >= deadline:
-            return
-        time.sleep(0.02)
+def _raise_first_failure(calls: Answers, wait_seconds: float) -> None:
+    """Raise the failures there are as soon as there is one, or after that long."""
+    wait(calls, wait_seconds, return_when=FIRST_EXCEPTION)
+    raise_together(failures_of(calls))

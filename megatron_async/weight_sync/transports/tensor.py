@@ -71,6 +71,8 @@ def serialise(bucket: Bucket) -> str:
     named = separate(bucket, by_value=False)
     buffer = io.BytesIO()
     _HandlePickler(buffer, pickle.HIGHEST_PROTOCOL).dump(named)
+    if any(tensor.is_cuda for _, tensor in named):
+        torch.cuda.synchronize()  # the engine reads what this rank has computed
     return base64.b64encode(buffer.getvalue()).decode("ascii")
 
 
@@ -117,8 +119,6 @@ class TensorSender(WeightSender):
         """The same payload for every tensor rank, from this rank alone."""
         bucket = separate(tensors, self._by_value)
         payload = serialise(bucket)
-        if any(tensor.is_cuda for _, tensor in bucket):
-            torch.cuda.synchronize()
         return HandedBucket(bucket, [payload] * self.engine_settings.tensor)
 
     def _load(self, bucket: HandedBucket, last: bool, transfer: Transfer) -> None:
