@@ -36,8 +36,12 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any, cast
 
-from megatron_async.engines.forwarding import ForwardingClient
-from megatron_async.engines.interface import EngineClient, GenerationRequest, TokenChunk
+from megatron_async.engines.interface import (
+    EngineClient,
+    ForwardingClient,
+    GenerationRequest,
+    TokenChunk,
+)
 from megatron_async.rollout.fleet import EngineLauncher
 from megatron_async.rollout.messages import ResumePoint
 from megatron_async.train_loop.manager_client import RolloutLink

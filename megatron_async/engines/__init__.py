@@ -1,9 +1,9 @@
 """Inference engines: the client protocol, and the actor that owns a server process.
 
-- interface: the protocol `EngineClient` and its messages; errors name the engine.
+- interface: the protocol `EngineClient` and its messages; errors name the engine; a client that
+  hands every call on, the base of those that add something.
 - actor: one Ray actor for each engine, and the launcher through which the fleet uses them.
 - relay, token_report: streams read where the server is, handed on in few messages.
-- forwarding: a client that hands every call on; the base of those that add something.
 - nodes: Ray nodes that the rollout side may use, and their addresses; what trainer ranks, engines
   and managers must have alike, NCCL's settings first.
 - sglang, simulated: the two kinds of engine.

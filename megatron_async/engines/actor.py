@@ -148,12 +148,10 @@ class RayEngineLauncher:
     ) -> None:
         """`host` is what an engine's actor does."""
         self._actor_class = ray.remote(max_restarts=0)(host)
-        self._chunk_tokens = config.store.chunk_tokens
-        self._pace = Pace()
+        self._config = config
         self._settings = config.engines
-        self._model_path = config.model.path
+        self._pace = Pace()
         self._log_directory = log_directory
-        self._in_place = config.schedule.in_place
         self._actors: dict[int, Any] = {}
         self._clients: dict[int, RelayedEngine] = {}
         self._launches: dict[int, int] = {}
@@ -218,11 +216,11 @@ class RayEngineLauncher:
             label_selector=NOT_ON_TRAINER_NODES,
         ).remote(
             engine_id,
-            str(self._model_path),
+            str(self._config.model.path),
             self._settings.model_dump_json(),
             str((self._log_directory / f"engine{index}.log").resolve()),
-            self._in_place,
-            self._chunk_tokens,
+            self._config.schedule.in_place,
+            self._config.store.chunk_tokens,
             index if shared else None,
         )
 

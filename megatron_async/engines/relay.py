@@ -23,10 +23,10 @@ from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any, Protocol
 
-from megatron_async.engines.forwarding import ForwardingClient
 from megatron_async.engines.interface import (
     EngineClient,
     EngineError,
+    ForwardingClient,
     GenerationRequest,
     TokenChunk,
 )

@@ -31,8 +31,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from megatron_async.engines.forwarding import ForwardingClient
-from megatron_async.engines.interface import EngineClient, EngineError, PauseMode
+from megatron_async.engines.interface import (
+    EngineClient,
+    EngineError,
+    ForwardingClient,
+    PauseMode,
+)
 from megatron_async.trajectory.types import PolicyVersion
 
 T = TypeVar("T")

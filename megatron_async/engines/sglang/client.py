@@ -18,8 +18,8 @@ import asyncio
 import errno
 import itertools
 import uuid
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -51,6 +51,7 @@ from megatron_async.engines.sglang.stream_connection import (
 )
 from megatron_async.errors import ComponentFailure
 from megatron_async.trajectory.types import PolicyVersion
+from megatron_async.weight_sync.http import json_object
 
 _FLUSH_SECONDS = 20
 _CONTROL_SECONDS = 60.0
@@ -247,26 +248,21 @@ class SGLangClient:
         return body
 
     async def _abort_running(self, running: Mapping[str, str]) -> None:
+        bodies: list[dict[str, Any]] = [{"rid": wire_id} for wire_id in running.values()]
         if len(running) == len(self._wire_ids) > 1:
-            await self._post("abort_request", {"abort_all": True})  # one call instead of thousands
-        else:
-            await self._post_aborts(running.values())
-
-    async def _post_aborts(self, wire_ids: Iterable[str]) -> None:
-        await asyncio.gather(*(self._post("abort_request", {"rid": rid}) for rid in wire_ids))
+            bodies = [{"abort_all": True}]  # one call instead of thousands
+        await asyncio.gather(*(self._post("abort_request", body) for body in bodies))
 
     async def _insist_on_abort(self, running: Mapping[str, str]) -> None:
         """Repeat an abort while its stream goes on."""
-        for _ in range(_ABORT_ATTEMPTS):
-            await asyncio.sleep(_ABORT_AGAIN_SECONDS)
-            left = {n: rid for n, rid in running.items() if self._wire_ids.get(n) == rid}
-            if not left:
-                return
-            try:
+        # The streams themselves report a dead engine to whoever reads them.
+        with suppress(EngineError):
+            for _ in range(_ABORT_ATTEMPTS):
+                await asyncio.sleep(_ABORT_AGAIN_SECONDS)
+                left = {n: rid for n, rid in running.items() if self._wire_ids.get(n) == rid}
+                if not left:
+                    return
                 await self._abort_running(left)
-            except EngineError:
-                # The streams themselves report a dead engine to whoever reads them.
-                return
 
     async def _abort_unread(self, wire_id: str) -> None:
         """Abort a request whose stream has lost its reader.
@@ -274,12 +270,10 @@ class SGLangClient:
         Twice, in case the first overtakes the request. SGLang also ends it by itself some seconds
         after the connection has closed, so a failure here costs a little work and nothing else.
         """
-        try:
-            await self._post_aborts([wire_id])
+        with suppress(EngineError):
+            await self._post("abort_request", {"rid": wire_id})
             await asyncio.sleep(_ABORT_AGAIN_SECONDS)
-            await self._post_aborts([wire_id])
-        except EngineError:
-            return
+            await self._post("abort_request", {"rid": wire_id})
 
     def _in_background(self, work: Any) -> None:
         task = asyncio.ensure_future(work)
@@ -291,10 +285,10 @@ class SGLangClient:
         return list(answer["loads"])
 
     async def _get_json(self, path: str) -> dict[str, Any]:
-        return _decoded(await self._request("GET", path, None, self._control_seconds))
+        return json_object(await self._request("GET", path, None, self._control_seconds))
 
     async def _post(self, path: str, body: dict[str, Any] | None) -> dict[str, Any]:
-        return _decoded(await self._request("POST", path, body, self._control_seconds))
+        return json_object(await self._request("POST", path, body, self._control_seconds))
 
     async def _request(
         self, method: str, path: str, body: dict[str, Any] | None, seconds: float
@@ -321,15 +315,6 @@ class SGLangClient:
 
 
 _JSON = {"Content-Type": "application/json"}
-
-
-def _decoded(answer: bytes) -> dict[str, Any]:
-    """JSON object, or an empty one where SGLang answers with nothing or with plain text."""
-    try:
-        value = orjson.loads(answer)
-    except orjson.JSONDecodeError:
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _counter(metrics: bytes, name: bytes) -> int:

@@ -195,7 +195,6 @@ class SGLangProcess:
     model_path: Path
     settings: EngineConfig
     log_path: Path
-    version: PolicyVersion = NO_VERSION
     gpus: Sequence[str] | None = None
     in_place: bool = False
     awaits_weights: bool = False
@@ -271,13 +270,13 @@ class SGLangProcess:
         device = resolve_device(self.settings)
         environment = server_environment(self.settings, device, self.gpus, os.environ)
         if self.settings.kind == "simulated":
-            command = simulated_command(self.settings, self.model_path, port, self.version)
+            command = simulated_command(self.settings, self.model_path, port, NO_VERSION)
         else:
             command = server_command(
                 self.settings,
                 self.model_path,
                 port,
-                self.version,
+                NO_VERSION,
                 device,
                 self.in_place,
                 self.awaits_weights,

@@ -11,7 +11,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, cast
@@ -120,31 +120,24 @@ class StreamDecoder:
                 part = slice(start - first, stop - first)
                 tokens = (self._token_ids[part], self._logprobs[part])
                 queued = 0.0 if start else waited
-                chunks.append(_chunk(*tokens, span["version"], None, queued))
+                chunks.append(_chunk(*tokens, span["version"], queued))
         if sum(len(chunk.token_ids) for chunk in chunks) != len(self._token_ids):
             raise BadReport(f"the version spans {list(spans)} do not cover every token")
         self._token_ids, self._logprobs = [], []
-        if end is None:
-            return chunks
-        if not chunks:
-            return [_chunk([], [], spans[-1]["version"], end)]
-        last = chunks[-1]
-        return [*chunks[:-1], replace(last, end=end)]
+        if end is not None:
+            last = chunks.pop() if chunks else _chunk([], [], spans[-1]["version"])
+            chunks.append(replace(last, end=end))
+        return chunks
 
 
 def _chunk(
-    token_ids: Iterable[int],
-    logprobs: Iterable[float],
-    version: str,
-    end: StreamEnd | None,
-    queued_seconds: float = 0.0,
+    token_ids: Sequence[int], logprobs: Sequence[float], version: str, queued_seconds: float = 0.0
 ) -> TokenChunk:
     return TokenChunk(
         np.asarray(token_ids, dtype=np.int32),
         np.asarray(logprobs, dtype=np.float32),
         parse_version(version),
-        end,
-        queued_seconds,
+        queued_seconds=queued_seconds,
     )
 
 
