@@ -18,10 +18,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing, suppress
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 from megatron_async.engines.interface import (
     EngineClient,
@@ -60,7 +60,7 @@ class StreamRelay:
     def update(self, started: Sequence[Started], cancelled: Sequence[int]) -> None:
         """Begin to read these requests; stop reading those streams, which ends their requests."""
         for stream, request in started:
-            task = asyncio.get_running_loop().create_task(self._read(stream, request))
+            task = asyncio.create_task(self._read(stream, request))
             self._readers[stream] = task
             task.add_done_callback(partial(self._ended, stream))
         for stream in cancelled:
@@ -250,9 +250,9 @@ class RelayedEngine(ForwardingClient):
     def _send(self) -> None:
         """Send starts and cancellations to the relay, and ask for reports."""
         if self._sending is None or self._sending.done():
-            self._sending = _task(self._guarded(self._send_all))
+            self._sending = asyncio.create_task(self._guarded(self._send_all))
         if self._receiving is None or self._receiving.done():
-            self._receiving = _task(self._guarded(self._receive))
+            self._receiving = asyncio.create_task(self._guarded(self._receive))
 
     async def _send_all(self) -> None:
         while self._started or self._cancelled:
@@ -306,7 +306,3 @@ class RelayedEngine(ForwardingClient):
         self._started, self._cancelled = [], []
         for inbox in self._inboxes.values():
             inbox.put(type(failure)(str(failure)))
-
-
-def _task(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    return asyncio.get_running_loop().create_task(work)

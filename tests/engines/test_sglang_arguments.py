@@ -85,7 +85,6 @@ def resolved(configs: dict[str, RunConfig]) -> dict[str, dict[str, Any]]:
             config.engines,
             Path(config.model.path),
             30_000,
-            NO_VERSION,
             "cuda",
             config.schedule.in_place,
             awaits_weights=True,

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron_async.config.rollout import EngineConfig
-from megatron_async.engines.sglang.process import NO_VERSION, server_command
+from megatron_async.engines.sglang.process import server_command
 
 FLAG = "--enable-fp32-lm-head"
 
@@ -23,13 +23,13 @@ FLAG = "--enable-fp32-lm-head"
 def test_the_logits_of_half_precision_engines_stay_in_float32(
     device: str, dtype: Any, tmp_path: Path
 ) -> None:
-    command = server_command(EngineConfig(dtype=dtype), tmp_path, 1, NO_VERSION, device)
+    command = server_command(EngineConfig(dtype=dtype), tmp_path, 1, device)
     assert command[command.index("--dtype") + 1] == "bfloat16"
     assert FLAG in command
 
 
 def test_an_engine_in_float32_needs_nothing_for_that(tmp_path: Path) -> None:
-    assert FLAG not in server_command(EngineConfig(), tmp_path, 1, NO_VERSION, "cpu")
+    assert FLAG not in server_command(EngineConfig(), tmp_path, 1, "cpu")
 
 
 @pytest.mark.slow

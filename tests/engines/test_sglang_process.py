@@ -22,7 +22,6 @@ from megatron_async.config.rollout import EngineConfig
 from megatron_async.engines.actor import EngineHost
 from megatron_async.engines.sglang import process as sglang_process
 from megatron_async.engines.sglang.process import (
-    NO_VERSION,
     SGLangProcess,
     server_command,
     server_environment,
@@ -183,7 +182,7 @@ def test_the_command_line_follows_the_settings(tmp_path: Path) -> None:
         stream_interval=5,
         extra_args=["--mem-fraction-static", "0.5"],
     )
-    command = " ".join(server_command(settings, tmp_path, 1234, NO_VERSION, "cuda"))
+    command = " ".join(server_command(settings, tmp_path, 1234, "cuda"))
     for part in (
         f"--model-path {tmp_path}",
         "--port 1234",
@@ -199,7 +198,7 @@ def test_the_command_line_follows_the_settings(tmp_path: Path) -> None:
         assert part in command
     assert "attention-backend" not in command
     assert "--disable-overlap-schedule" not in command
-    on_cpu = " ".join(server_command(settings, tmp_path, 1234, NO_VERSION, "cpu"))
+    on_cpu = " ".join(server_command(settings, tmp_path, 1234, "cpu"))
     assert "--attention-backend torch_batched" in on_cpu and "--dtype float32" in on_cpu
 
 
@@ -208,9 +207,7 @@ def test_an_engine_that_awaits_its_first_update_reads_no_weights(tmp_path: Path)
 
     def command(device: str, awaits_weights: bool) -> list[str]:
         settings = EngineConfig()
-        return server_command(
-            settings, tmp_path, 1, NO_VERSION, device, awaits_weights=awaits_weights
-        )
+        return server_command(settings, tmp_path, 1, device, awaits_weights=awaits_weights)
 
     waiting = command("cuda", True)
     assert waiting[waiting.index("--load-format") + 1] == "dummy"
@@ -242,7 +239,7 @@ def test_only_weights_that_change_in_place_cost_the_overlap_scheduler(tmp_path: 
     }
     assert [preset for preset, value in in_place.items() if value] == ["pipeline"]
     for value in (False, True):
-        command = server_command(EngineConfig(), tmp_path, 1, NO_VERSION, "cuda", in_place=value)
+        command = server_command(EngineConfig(), tmp_path, 1, "cuda", in_place=value)
         assert ("--disable-overlap-schedule" in command) is value
 
 
@@ -251,8 +248,8 @@ def test_the_key_reaches_a_server_where_no_other_user_can_read_it(
 ) -> None:
     settings = EngineConfig(api_key="secret")
     for command in (
-        server_command(settings, tmp_path, 1234, NO_VERSION, "cpu"),
-        simulated_command(settings, tmp_path, 1234, NO_VERSION),
+        server_command(settings, tmp_path, 1234, "cpu"),
+        simulated_command(settings, tmp_path, 1234),
     ):
         assert "secret" not in " ".join(command)
     environment = server_environment(settings, "cpu", None, {})

@@ -118,10 +118,10 @@ def test_sglang_has_the_argument_of_the_cuda_graphs() -> None:
     from sglang.srt.server_args import ServerArgs
 
     from megatron_async.config.rollout import EngineConfig
-    from megatron_async.engines.sglang.process import NO_VERSION, server_command
+    from megatron_async.engines.sglang.process import server_command
 
     settings = EngineConfig(cuda_graph_batch=264)
-    command = server_command(settings, Path("model"), 1, NO_VERSION, "cuda")
+    command = server_command(settings, Path("model"), 1, "cuda")
     assert command[command.index("--cuda-graph-max-bs-decode") + 1] == "264"
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)

@@ -193,7 +193,7 @@ def test_what_does_not_go_together_is_one_sentence(changes: dict[str, Any], mess
 def test_only_engines_that_give_memory_back_pay_for_being_able_to(tmp_path: Path) -> None:
     def saves(device: str, placement: Any) -> bool:
         engines = EngineConfig(placement=placement)
-        command = server_command(engines, tmp_path, 1, PolicyVersion(0, 0), device)
+        command = server_command(engines, tmp_path, 1, device)
         return "--enable-memory-saver" in command
 
     assert saves("cuda", "colocated")

@@ -17,7 +17,6 @@ from megatron_async.config.rollout import EngineConfig
 from megatron_async.engines.sglang.process import server_command
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.models.families import read_architecture
-from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.quantise import (
     BLOCK,
     check_fp8,
@@ -175,9 +174,9 @@ def test_what_engines_cannot_hold_is_one_sentence(tmp_path: Path) -> None:
 def test_an_fp8_engine_starts_without_weights_and_gets_the_form(tmp_path: Path) -> None:
     model = _model(tmp_path)
     engines = EngineConfig(quantization="fp8", device="cuda")
-    command = server_command(engines, model, 1, PolicyVersion(0, 0), "cuda")
+    command = server_command(engines, model, 1, "cuda")
     assert command[command.index("--load-format") + 1] == "dummy"
     override = json.loads(command[command.index("--json-model-override-args") + 1])
     assert override == {"quantization_config": quantization_config(read_architecture(model))}
-    plain = server_command(EngineConfig(), model, 1, PolicyVersion(0, 0), "cuda")
+    plain = server_command(EngineConfig(), model, 1, "cuda")
     assert "--load-format" not in plain

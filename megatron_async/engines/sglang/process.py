@@ -77,7 +77,6 @@ def server_command(
     settings: EngineConfig,
     model_path: Path,
     port: int,
-    version: PolicyVersion,
     device: str,
     in_place: bool = False,
     awaits_weights: bool = False,
@@ -103,7 +102,7 @@ def server_command(
         *("--dtype", dtype),
         *([] if dtype == "float32" else ["--enable-fp32-lm-head"]),
         *("--tp-size", str(settings.tensor)),
-        f"--weight-version={version}",
+        f"--weight-version={NO_VERSION}",
         *("--stream-interval", str(settings.stream_interval)),
         "--incremental-streaming-output",
         "--skip-tokenizer-init",
@@ -172,15 +171,13 @@ def server_environment(
     return environment
 
 
-def simulated_command(
-    settings: EngineConfig, model_path: Path, port: int, version: PolicyVersion
-) -> list[str]:
+def simulated_command(settings: EngineConfig, model_path: Path, port: int) -> list[str]:
     """The command line of one simulated server."""
     return [
         *(sys.executable, "-m", "megatron_async.engines.simulated.server"),
         *("--model-path", str(model_path)),
         *("--port", str(port)),
-        f"--weight-version={version}",
+        f"--weight-version={NO_VERSION}",
         *("--settings", settings.model_dump_json(exclude={"api_key"})),
     ]
 
@@ -236,8 +233,9 @@ class SGLangProcess:
                 return
             except BaseException as error:
                 self.stop()
-                taken = isinstance(error, ComponentFailure) and _PORT_TAKEN in self._log().lower()
-                if not taken or attempt + 1 == _PORT_ATTEMPTS:
+                taken = _PORT_TAKEN in self._log()[-_LOG_TAIL_CHARACTERS:].lower()
+                last = attempt + 1 == _PORT_ATTEMPTS
+                if last or not taken or not isinstance(error, ComponentFailure):
                     raise
 
     def stop(self) -> None:
@@ -251,6 +249,8 @@ class SGLangProcess:
 
     def _log(self) -> str:
         """The server's output since this start."""
+        if not self.log_path.exists():
+            return ""
         with self.log_path.open("rb") as file:
             file.seek(self._log_begins)
             return file.read().decode(errors="replace")
@@ -270,16 +270,10 @@ class SGLangProcess:
         device = resolve_device(self.settings)
         environment = server_environment(self.settings, device, self.gpus, os.environ)
         if self.settings.kind == "simulated":
-            command = simulated_command(self.settings, self.model_path, port, NO_VERSION)
+            command = simulated_command(self.settings, self.model_path, port)
         else:
             command = server_command(
-                self.settings,
-                self.model_path,
-                port,
-                NO_VERSION,
-                device,
-                self.in_place,
-                self.awaits_weights,
+                self.settings, self.model_path, port, device, self.in_place, self.awaits_weights
             )
         read_end, write_end = os.pipe()
         environment[LIFELINE_VARIABLE] = str(read_end)
