@@ -135,11 +135,26 @@ class ForwardingClient:
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
-        self.engine_id = client.engine_id
-        self.url = client.url
-        self.kv_capacity_tokens = client.kv_capacity_tokens
-        self.longest_tokens = client.longest_tokens
-        self.dtype = client.dtype
+
+    @property
+    def engine_id(self) -> str:
+        return self._client.engine_id
+
+    @property
+    def url(self) -> str:
+        return self._client.url
+
+    @property
+    def kv_capacity_tokens(self) -> int:
+        return self._client.kv_capacity_tokens
+
+    @property
+    def longest_tokens(self) -> int | None:
+        return self._client.longest_tokens
+
+    @property
+    def dtype(self) -> str | None:
+        return self._client.dtype
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
         return self._client.generate(request)
