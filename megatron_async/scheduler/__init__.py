@@ -1,11 +1,11 @@
 """The sans-IO state machine that decides what runs, what is batched and when weights change.
 
 - events: its whole vocabulary: events in, actions out.
-- scheduler: the machine. No clock, socket, randomness; same events, same actions.
+- scheduler: the machine, and what may start. No clock, no randomness; same events, same actions.
 - lifecycle: the states of trajectories and groups; nothing leaves but by a batch or a counted drop.
 - state: the entries of trajectory, group and engine.
 - queues: trajectories for a slot, complete groups for a batch.
-- limits: what may start and what may be emitted: capacity, back-pressure, the staleness bound.
+- lag: the staleness bound: what the next batch may hold and must not leave behind.
 - balance: the engine of a trajectory: fewest KV tokens, groups together.
 - update_gate: engines are made ready, then weights change.
 - auto_concurrency: `concurrency: auto`, pure functions of a state.

@@ -44,7 +44,8 @@ class Counts:
         self.by_state[state] += 1
         entry.state = state
 
-    def _leave(self, entry: TrajectoryEntry) -> None:
+    def leave(self, entry: TrajectoryEntry) -> None:
+        """`entry` is none of these any more."""
         self.by_state[entry.state] -= 1
 
     def restart(self, entry: TrajectoryEntry) -> None:
@@ -55,22 +56,18 @@ class Counts:
 
     def drop(self, entry: TrajectoryEntry, reason: DropReason) -> None:
         """`entry` leaves the run."""
-        self._leave(entry)
+        self.leave(entry)
         self.dropped[reason] += 1
         self.wasted_tokens += entry.tokens
         if reason is DropReason.FILTERED:
             self.filtered_tokens += entry.tokens
-
-    def forget(self, entry: TrajectoryEntry) -> None:
-        """`entry` had left the run before a restart of the process."""
-        self._leave(entry)
 
     def batch(self, groups: Sequence[GroupEntry], step: int) -> None:
         """Count these complete groups as the batch of `step`."""
         total = current = 0
         for group in groups:
             for entry in group.members:
-                self._leave(entry)
+                self.leave(entry)
                 total += entry.tokens
                 current += entry.tokens_of(step)
         self.off_policy_share = 1 - current / total if total else 0.0

@@ -13,12 +13,14 @@ Invariants
 
 from __future__ import annotations
 
+from bisect import insort
+
 from megatron_async.config.schedule import ScheduleConfig
 from megatron_async.scheduler import events as ev
 from megatron_async.scheduler.balance import ServingEngines
 from megatron_async.scheduler.counts import Counts
-from megatron_async.scheduler.limits import LagLedger
-from megatron_async.scheduler.queues import FreshGroups, ReadyGroups, WorkQueue
+from megatron_async.scheduler.lag import LagLedger
+from megatron_async.scheduler.queues import ReadyGroups, WorkQueue
 from megatron_async.scheduler.state import (
     Ending,
     EngineEntry,
@@ -45,7 +47,7 @@ class Lifecycle:
         self._trajectories: dict[int, TrajectoryEntry] = {}
         self._groups_started = 0
         self.work = WorkQueue(config.buffer_order)
-        self.fresh = FreshGroups()
+        self.fresh: list[GroupEntry] = []
         self.ready = ReadyGroups()
         self.lag = LagLedger(config.max_async_level, config.groups_per_batch, first_step)
         self.counts = Counts()
@@ -55,7 +57,7 @@ class Lifecycle:
     @property
     def none_unfinished(self) -> bool:
         """Return whether all groups are complete."""
-        return not len(self.fresh) and self.open_groups == self.ready.count
+        return not self.fresh and self.open_groups == self.ready.count
 
     # ------------------------------------------------------------ arriving
 
@@ -69,9 +71,13 @@ class Lifecycle:
         self.counts.add(group.members)
         return group
 
+    def add_fresh(self, group: GroupEntry) -> None:
+        """A group waits for its start: higher priority first, then in order of arrival."""
+        insort(self.fresh, group, key=lambda other: -other.spec.priority)
+
     def start_group(self) -> None:
         """The next new group's members may be submitted."""
-        group = self.fresh.pop()
+        group = self.fresh.pop(0)
         self._open(group)
         for entry in group.members:
             self.work.push(entry)
@@ -91,7 +97,7 @@ class Lifecycle:
         group = self.add_group(event.group)
         found = [(self._trajectories[known.trajectory_id], known) for known in event.trajectories]
         if all(known.state is TrajectoryState.PENDING for _, known in found):
-            self.fresh.push(group)
+            self.add_fresh(group)
             return
         self._open(group)
         for entry, known in found:
@@ -102,7 +108,7 @@ class Lifecycle:
         gone = [pair for pair in found if pair[1].state is TrajectoryState.DROPPED]
         for entry, _ in gone:
             group.members.remove(entry)
-            self.counts.forget(entry)
+            self.counts.leave(entry)
             del self._trajectories[entry.trajectory_id]
         if gone:
             self._drop_group(group, gone[0][1].drop_reason or DropReason.FILTERED, out)
@@ -185,11 +191,7 @@ class Lifecycle:
             self.finished_groups -= 1
         group.unfinished += 1
 
-    def aborted(self, event: ev.Aborted, out: Actions) -> None:
-        """Take the report that a request ended early."""
-        self.aborted_with_tokens((event.trajectory_id,), out)
-
-    def aborted_with_tokens(self, request: tuple[int, ...], out: Actions) -> None:
+    def aborted(self, request: tuple[int, ...], out: Actions) -> None:
         """A request ended early, with its last tokens (see `ManyAborted`)."""
         entry = self._trajectories.get(request[0])
         if entry is None:
@@ -231,16 +233,13 @@ class Lifecycle:
     def abort_all(self, out: Actions) -> None:
         """End every running request early."""
         for engine in self._fleet.engines.values():
-            engine_id = engine.engine_id
             for entry in engine.running.values():
-                if not entry.abort_sent:
-                    entry.abort_sent = True
-                    out.append(ev.Abort(entry.trajectory_id, engine_id))
+                self._abort(entry, engine, out)
 
-    def _abort(self, entry: TrajectoryEntry, out: Actions) -> None:
-        if entry.engine is not None and not entry.abort_sent:
+    def _abort(self, entry: TrajectoryEntry, engine: EngineEntry, out: Actions) -> None:
+        if not entry.abort_sent:
             entry.abort_sent = True
-            out.append(ev.Abort(entry.trajectory_id, entry.engine.engine_id))
+            out.append(ev.Abort(entry.trajectory_id, engine.engine_id))
 
     # ------------------------------------------------------------ scored and batched
 
@@ -256,7 +255,8 @@ class Lifecycle:
         elif event.regenerate and entry.regenerations < self._config.max_regenerations:
             self._regenerate(entry, out)
         else:
-            self._drop_group(entry.group, DropReason.VERIFIER, out, scored=entry)
+            self.counts.move(entry, TrajectoryState.SCORED)  # nothing works on it any more
+            self._drop_group(entry.group, DropReason.VERIFIER, out)
 
     def _regenerate(self, entry: TrajectoryEntry, out: Actions) -> None:
         """`entry` alone starts again; its group waits for it."""
@@ -277,25 +277,11 @@ class Lifecycle:
         if self._config.dynamic_sampling and group.zero_variance:
             self._drop_group(group, DropReason.FILTERED, out)
         else:
-            self._make_ready(group)
-
-    def _make_ready(self, group: GroupEntry) -> None:
-        self.ready.add(group)
-        self.lag.completed(group, True)
-
-    def _unready(self, group: GroupEntry) -> None:
-        if group.complete:
-            self.ready.discard(group)
-            self.lag.completed(group, False)
-
-    def _take_oldest(self) -> GroupEntry:
-        group = self.ready.take()
-        self.lag.completed(group, False)
-        return group
+            self.ready.add(group)
 
     def drop_oldest_ready(self, out: Actions) -> None:
         """Make room in the ring."""
-        self._drop_group(self._take_oldest(), DropReason.OVERFLOW, out)
+        self._drop_group(self.ready.take(), DropReason.OVERFLOW, out)
 
     def take_batch(self, size: int, out: Actions) -> bool:
         """Emit the oldest `size` complete groups as the next batch, and settle what is stale then.
@@ -306,14 +292,14 @@ class Lifecycle:
         masks = self._config.on_stale == "mask"
         step, floor = self.lag.next_step, self.lag.floor
         while self.ready.count and len(groups) < size:
-            group = self._take_oldest()
+            group = self.ready.take()
             if masks and all(entry.newest < floor for entry in group.members):
                 self._drop_group(group, DropReason.STALE, out)
             else:
                 groups.append(group)
         if len(groups) < size:
             for group in groups:
-                self._make_ready(group)
+                self.ready.add(group)
             return False
         masked = any(group.oldest is not None and group.oldest < floor for group in groups)
         self.counts.batch(groups, step)
@@ -331,29 +317,21 @@ class Lifecycle:
 
     # ------------------------------------------------------------ leaving and starting again
 
-    def _drop_group(
-        self,
-        group: GroupEntry,
-        reason: DropReason,
-        out: Actions,
-        scored: TrajectoryEntry | None = None,
-    ) -> None:
+    def _drop_group(self, group: GroupEntry, reason: DropReason, out: Actions) -> None:
         """All members leave, now or when their request or score has ended."""
         group.drop_reason = reason
-        self._unready(group)
+        self.ready.discard(group)
         self.lag.remove(group)
         self.open_groups -= 1
         self.finished_groups -= not group.unfinished
         for entry in group.members:
-            self._end_when_free(entry, Ending.DROP, out, scored)
+            self._end_when_free(entry, Ending.DROP, out)
 
-    def _end_when_free(
-        self, entry: TrajectoryEntry, ending: Ending, out: Actions, scored: TrajectoryEntry | None
-    ) -> None:
+    def _end_when_free(self, entry: TrajectoryEntry, ending: Ending, out: Actions) -> None:
         entry.ending = ending
-        if entry.state is TrajectoryState.RUNNING:
-            self._abort(entry, out)
-        elif entry.state is not TrajectoryState.FINISHED or entry is scored:
+        if entry.engine is not None:
+            self._abort(entry, entry.engine, out)
+        elif entry.state is not TrajectoryState.FINISHED:
             self._end(entry, out)
 
     def _end(self, entry: TrajectoryEntry, out: Actions) -> None:
@@ -383,11 +361,11 @@ class Lifecycle:
             if self._config.on_stale != "restart":
                 self._drop_group(group, DropReason.STALE, out)
                 continue
-            self._unready(group)
+            self.ready.discard(group)
             for entry in group.members:
                 if entry.ending is None and entry.oldest is not None and entry.oldest < floor:
                     group.unscored += entry.state is TrajectoryState.SCORED
                     if entry.state in (TrajectoryState.FINISHED, TrajectoryState.SCORED):
                         self._unfinished(group)
-                    self._end_when_free(entry, Ending.RESTART, out, None)
+                    self._end_when_free(entry, Ending.RESTART, out)
             self.lag.place(group, group.oldest_of_members())

@@ -2,17 +2,18 @@
 
 Invariants
 - `WorkQueue`: partial trajectories come first, then members of started groups that have no token
-  yet, then new groups (`FreshGroups`); within each class higher priority first. Partial
-  trajectories follow `buffer_order`; everything else is oldest first.
+  yet; within each class higher priority first. Partial trajectories follow `buffer_order`; the rest
+  is oldest first.
 - `ReadyGroups`: a group is here exactly while it is complete (all members scored) and in no batch.
   The order is that of the staleness bound's deadlines, so the oldest group is never passed over.
-- Pushing and taking cost O(log n) each, amortised; taking a large part of the work queue is one
-  sort. A place that became invalid (dropped, restarted, finished late) is skipped when it surfaces;
-  the work queue sweeps such places out when they are the majority.
+- In the work queue, which may be long, pushing and taking cost O(log n) each, amortised; taking a
+  large part of it is one sort. A place that became invalid (dropped, restarted, finished late) is
+  skipped when it surfaces; such places are swept out when they are the majority.
 """
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import itertools
 from typing import Any, Literal
@@ -95,54 +96,31 @@ class WorkQueue:
         return taken
 
 
-class FreshGroups:
-    """Groups that have a prompt but no submitted trajectory: higher priority, then older first."""
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[int, int, GroupEntry]] = []
-        self._arrivals = 0
-
-    def push(self, group: GroupEntry) -> None:
-        self._arrivals += 1
-        heapq.heappush(self._heap, (-group.spec.priority, self._arrivals, group))
-
-    def pop(self) -> GroupEntry:
-        return heapq.heappop(self._heap)[2]
-
-    def __len__(self) -> int:
-        return len(self._heap)
-
-
 class ReadyGroups:
-    """A heap of complete groups."""
+    """Complete groups."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int, int, GroupEntry]] = []
-        self._place: dict[int, int] = {}
-        self._arrivals = 0
+        self._groups: list[tuple[int, int, GroupEntry]] = []
 
     @property
     def count(self) -> int:
         """Complete groups."""
-        return len(self._place)
+        return len(self._groups)
 
     def add(self, group: GroupEntry) -> None:
         """A group became complete."""
-        self._arrivals += 1
-        self._place[group.group_id] = self._arrivals
         group.complete = True
         oldest = -1 if group.oldest is None else group.oldest
-        heapq.heappush(self._heap, (oldest, group.order, self._arrivals, group))
+        bisect.insort(self._groups, (oldest, group.order, group))
 
     def discard(self, group: GroupEntry) -> None:
-        """A complete group is dropped, or one of its members starts again."""
-        del self._place[group.group_id]
-        group.complete = False
+        """A group is dropped, or one of its members starts again; it was complete or not."""
+        if group.complete:
+            group.complete = False
+            self._groups = [item for item in self._groups if item[-1] is not group]
 
     def take(self) -> GroupEntry:
         """Take the oldest. Raises IndexError when there is none."""
-        while True:
-            _, _, place, group = heapq.heappop(self._heap)
-            if self._place.get(group.group_id) == place:
-                self.discard(group)
-                return group
+        group = self._groups.pop(0)[-1]
+        group.complete = False
+        return group

@@ -5,23 +5,27 @@ Invariants, for every point of the policy space
   whenever there is work that may run and an engine with room that holds the current version.
 - Partial trajectories are submitted first, then the rest of started groups, then new groups.
 - No new group starts while finished groups that wait for scores, for a batch or for the trainer
-  fill `ring_batches` (`admission.py`); what was started always goes on.
+  fill `ring_batches`. Only the start of groups is limited: members of started groups and partial
+  trajectories are always let in (as far as slots go), as a batch may be waiting for them.
+- Back-pressure never stops a run: what holds new groups back is finished, at least one batch of it
+  (`ring_batches` >= 1), and goes on without them, to a score, a batch, the trainer or a drop.
 - Nothing is submitted to an engine of another version, between a weight update's request and its
   publication, between a batch and the version made from it (`overlap: false`), or while the lag
   bound would refuse what the current version writes.
 - A group is batched once, complete, or all of it is dropped: when one member is dropped, so are
   the others, with the same reason (`lifecycle.py`).
-- With a lag bound k, batch n holds tokens of version max(0, n - k) or newer only (`limits.py`).
+- With a lag bound k, batch n holds tokens of version max(0, n - k) or newer only (`lag.py`).
 - The same events give the same actions. An event about a trajectory that is gone, or that does
   not run, changes nothing (late reports after an engine was lost).
 
-What is where: `lifecycle` trajectories and groups, `work` the order of submission, `balance` the
-engines, `admission` how many groups may start, `lag` the bound, `ready` complete groups,
-`update_gate` the weight update, `warnings` what goes wrong by name. Here: when each of them acts.
+What is where: `lifecycle` trajectories and groups, `queues` the order of submission and of batches,
+`balance` the engines, `lag` the bound, `update_gate` the weight update, `warnings` what goes wrong
+by name. Here: when each of them acts, and how many groups may start.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,7 +35,6 @@ from megatron_async.scheduler import events as ev
 from megatron_async.scheduler.balance import ServingEngines
 from megatron_async.scheduler.counts import SchedulerView
 from megatron_async.scheduler.lifecycle import Actions, Lifecycle
-from megatron_async.scheduler.limits import Cause, Occupancy, held_back_by, new_groups_allowed
 from megatron_async.scheduler.state import TrajectoryEntry
 from megatron_async.scheduler.update_gate import UpdateGate
 from megatron_async.trajectory.types import PolicyVersion, TrajectoryState
@@ -60,32 +63,14 @@ class Scheduler:
                 config.groups_per_batch, config.group_size, config.expected_tokens or 1
             )
         self._watch = warnings.Watch(config)
-        self.bind()
-
-    def bind(self) -> None:
-        """Bind each event to the method that takes it; anew where the parts have been replaced."""
-        self._handlers: dict[type, Callable[[Any, Actions], None]] = {
-            ev.TokensArrived: self._life.tokens_arrived,
-            ev.LeftQueue: lambda *_: None,
-            ev.Finished: self._finished,
-            ev.Aborted: self._aborted,
-            ev.Refused: self._refused,
-            ev.ManyAborted: self._many_aborted,
-            ev.RewardReady: self._reward_ready,
-            ev.PromptsAvailable: self._prompts_available,
-            ev.Recovered: self._recovered,
-            ev.EngineUp: self._engine_up,
-            ev.EngineDown: self._engine_down,
-            ev.EngineLoad: self._engine_load,
-            ev.BatchTaken: self._batch_taken,
-            ev.UpdateRequested: self._update_requested,
-            ev.WeightsPublished: self._weights_published,
-        }
 
     def step(self, event: ev.Event) -> list[ev.Action]:
         """Take one event; return what must be done now, in this order."""
         actions: Actions = []
-        self._handlers[type(event)](event, actions)
+        kind = type(event)
+        _HANDLERS[kind](self, event, actions)
+        if kind in _ENDS:
+            self._advance_unless_waiting(actions)
         return actions
 
     @property
@@ -132,34 +117,20 @@ class Scheduler:
         news = self._life.finished(event, out)
         if news and self._auto is not None:
             self._auto = auto_concurrency.completed(self._auto, in_flight)
-        self._advance_unless_waiting(out)
-
-    def _aborted(self, event: ev.Aborted, out: Actions) -> None:
-        self._life.aborted(event, out)
-        self._advance_unless_waiting(out)
-
-    def _refused(self, event: ev.Refused, out: Actions) -> None:
-        self._life.refused(event, out)
-        self._advance_unless_waiting(out)
 
     def _many_aborted(self, event: ev.ManyAborted, out: Actions) -> None:
-        fleet, aborted = self._fleet, self._life.aborted_with_tokens
-        waits = self._awaits_version
+        fleet, aborted, waits = self._fleet, self._life.aborted, self._awaits_version
         for request in event.requests:
             aborted(request, out)
             if not (fleet.in_flight and waits):  # `_advance_unless_waiting`, thousands of times
                 self._advance(out)
                 waits = self._awaits_version
 
-    def _reward_ready(self, event: ev.RewardReady, out: Actions) -> None:
-        self._life.scored(event, out)
-        self._advance_unless_waiting(out)
-
     def _prompts_available(self, event: ev.PromptsAvailable, out: Actions) -> None:
         self._prompts_requested = False
         self._exhausted = not event.groups
         for spec in event.groups:
-            self._life.fresh.push(self._life.add_group(spec))
+            self._life.add_fresh(self._life.add_group(spec))
         self._advance(out)
 
     def _recovered(self, event: ev.Recovered, out: Actions) -> None:
@@ -287,7 +258,7 @@ class Scheduler:
             return
         free = max(0, self.config.ring_batches - len(self._untaken))
         while self._life.ready.count >= (free + 1) * self.config.groups_per_batch:
-            self._watch.new_groups(Cause.TRAINER)
+            self._watch.new_groups(warnings.Cause.TRAINER)
             self._life.drop_oldest_ready(out)
 
     # ------------------------------------------------------------ submitting
@@ -326,14 +297,14 @@ class Scheduler:
 
     def _start_group(self) -> bool:
         """Let the next new group in, if there is one and the limits on groups allow it."""
-        if not len(self._life.fresh) or self._groups_allowed() == 0:
+        if not self._life.fresh or self._groups_allowed() == 0:
             return False
         self._life.start_group()
         return True
 
     def _request_prompts(self, free: int, out: Actions) -> None:
         """Ask for as many groups as free slots take and the limits allow; one answer at a time."""
-        if self._prompts_requested or self._exhausted or len(self._life.fresh):
+        if self._prompts_requested or self._exhausted or self._life.fresh:
             return
         wanted = -(-free // self.config.group_size)
         allowed = self._groups_allowed()
@@ -344,13 +315,61 @@ class Scheduler:
             out.append(ev.RequestPrompts(wanted))
 
     def _groups_allowed(self) -> int | None:
-        now = Occupancy(
-            self._life.open_groups,
-            self._life.finished_groups,
-            self._life.ready.count,
-            len(self._untaken),
-            self._version.number,
-            self._life.lag.next_step,
-        )
-        self._watch.new_groups(held_back_by(self.config, now))
-        return new_groups_allowed(self.config, now)
+        """Groups that may be started now; None = as many as slots take.
+
+        - lag bound k: open groups stay within (version + k + 1 - next_step) batches, as in AReaL's
+          and PRIME-RL's capacity rules, plus the surplus that `oversample` asks for;
+        - `refill: batch`: no more than one (oversampled) batch is open;
+        - back-pressure: none while finished groups fill `ring_batches` (`_held_back_by`).
+        """
+        config, life = self.config, self._life
+        cause = self._held_back_by()
+        self._watch.new_groups(cause)
+        if cause is not None:
+            return 0
+        batch = config.groups_per_batch
+        oversampled = math.ceil(batch * config.oversample)
+        limits = []
+        if config.max_async_level is not None:
+            batches = self._version.number + config.max_async_level + 1 - life.lag.next_step
+            limits.append((batches - 1) * batch + oversampled if batches > 0 else 0)
+        if config.refill == "batch":
+            limits.append(oversampled)
+        return max(0, min(limits) - life.open_groups) if limits else None
+
+    def _held_back_by(self) -> warnings.Cause | None:
+        """Return the reason for which no new group may start, if too much waits for training.
+
+        Under `overflow: drop_oldest` only what has no score yet counts: the rest makes room by
+        leaving.
+        """
+        config, ready = self.config, self._life.ready.count
+        limit = config.ring_batches * config.groups_per_batch
+        unscored = self._life.finished_groups - ready
+        complete = len(self._untaken) * config.groups_per_batch + ready
+        if config.overflow == "drop_oldest":
+            complete = 0
+        if unscored + complete < limit:
+            return None
+        return warnings.Cause.TRAINER if complete >= limit else warnings.Cause.SCORES
+
+
+_HANDLERS: dict[type, Callable[[Scheduler, Any, Actions], None]] = {
+    ev.TokensArrived: lambda self, event, out: self._life.tokens_arrived(event, out),
+    ev.LeftQueue: lambda *_: None,
+    ev.Finished: Scheduler._finished,
+    ev.Aborted: lambda self, event, out: self._life.aborted((event.trajectory_id,), out),
+    ev.Refused: lambda self, event, out: self._life.refused(event, out),
+    ev.ManyAborted: Scheduler._many_aborted,
+    ev.RewardReady: lambda self, event, out: self._life.scored(event, out),
+    ev.PromptsAvailable: Scheduler._prompts_available,
+    ev.Recovered: Scheduler._recovered,
+    ev.EngineUp: Scheduler._engine_up,
+    ev.EngineDown: Scheduler._engine_down,
+    ev.EngineLoad: Scheduler._engine_load,
+    ev.BatchTaken: Scheduler._batch_taken,
+    ev.UpdateRequested: Scheduler._update_requested,
+    ev.WeightsPublished: Scheduler._weights_published,
+}
+_ENDS = frozenset({ev.Finished, ev.Aborted, ev.Refused, ev.RewardReady})
+"""After these `_advance_unless_waiting`; the others say themselves what they make possible."""

@@ -24,13 +24,13 @@ from megatron_async.scheduler.auto_concurrency import AutoConcurrency, Window
 from megatron_async.scheduler.balance import ServingEngines
 from megatron_async.scheduler.counts import Counts
 from megatron_async.scheduler.events import GroupSpec, PauseEngines
+from megatron_async.scheduler.lag import LagLedger
 from megatron_async.scheduler.lifecycle import Lifecycle
-from megatron_async.scheduler.limits import Cause, LagLedger
-from megatron_async.scheduler.queues import FreshGroups, ReadyGroups, WorkQueue
+from megatron_async.scheduler.queues import ReadyGroups, WorkQueue
 from megatron_async.scheduler.scheduler import Scheduler
 from megatron_async.scheduler.state import Ending, EngineEntry, GroupEntry, TrajectoryEntry
 from megatron_async.scheduler.update_gate import Phase, UpdateGate
-from megatron_async.scheduler.warnings import Streak, Watch
+from megatron_async.scheduler.warnings import Cause, Streak, Watch
 from megatron_async.trajectory.types import DropReason, PolicyVersion, TrajectoryState
 
 _CLASSES: Final[dict[str, type]] = {
@@ -40,7 +40,6 @@ _CLASSES: Final[dict[str, type]] = {
         ServingEngines,
         Lifecycle,
         WorkQueue,
-        FreshGroups,
         ReadyGroups,
         LagLedger,
         Counts,
@@ -62,15 +61,13 @@ _ENUMS: Final[dict[str, type[enum.Enum]]] = {
 _PLAIN: Final = frozenset({type(None), bool, int, float})
 _REF, _ENUM, _TEXT, _CONFIG = "@!'%"
 """First letters of what is neither number nor container: text costs least, in time and bytes."""
-_REBUILT: Final = frozenset({"_handlers"})
-"""What a scheduler makes anew: its own methods by event."""
 
 
 def _names(item: object) -> list[str]:
     """The fields of an object that make up its state."""
     if dataclasses.is_dataclass(item):
         return [field.name for field in dataclasses.fields(item)]
-    return [name for name in vars(item) if name not in _REBUILT]
+    return list(vars(item))
 
 
 class _Freezer:
@@ -202,4 +199,3 @@ def thaw(snapshot: dict[str, Any], scheduler: Scheduler) -> None:
     for item, (name, *values) in zip(made, snapshot["objects"], strict=True):
         for attribute, data in zip(snapshot["classes"][name], values, strict=True):
             object.__setattr__(item, attribute, thawer.value(data))
-    scheduler.bind()

@@ -112,14 +112,8 @@ class GroupEntry:
 
     def oldest_of_members(self) -> int | None:
         """Smallest policy number in the group, those with an ending left out."""
-        oldest = None
-        for member in self.members:
-            version = member.oldest
-            if version is None or member.ending is not None:
-                continue
-            if oldest is None or version < oldest:
-                oldest = version
-        return oldest
+        known = (m.oldest for m in self.members if m.ending is None and m.oldest is not None)
+        return min(known, default=None)
 
     @property
     def zero_variance(self) -> bool:

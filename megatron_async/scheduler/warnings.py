@@ -9,16 +9,23 @@ Invariants
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 from megatron_async.config.schedule import ScheduleConfig
 from megatron_async.scheduler.events import EngineLoad, Warn
-from megatron_async.scheduler.limits import Cause
 
 PREEMPTED_SHARE = 0.05
 """Share of an engine's running requests preempted between two reports that counts as a storm."""
 STREAK = 3
 """Reports or steps in a row before a warning."""
+
+
+class Cause(enum.Enum):
+    """Reason for which no new group starts when `ring_batches` are full."""
+
+    SCORES = "scores"
+    TRAINER = "trainer"
 
 
 @dataclass(slots=True)
