@@ -156,13 +156,10 @@ def window(stage: Stage) -> Findings:
 
 def updates(stage: Stage) -> Findings:
     """Updates of a random model of 1.5B: throughput, MFU, memory beside the planner's figure."""
+    from megatron_async.config.model import ParallelConfig
     from megatron_async.models.architecture import read_config_json
     from megatron_async.models.shape import shape_from_config
-    from megatron_async.simulate.memory import (
-        TrainerLayout,
-        activation_bytes,
-        trainer_state_bytes,
-    )
+    from megatron_async.simulate.memory import activation_bytes, trainer_state_bytes
 
     config = _config(stage, QWEN2_1B)
     model = write_model(stage.scratch / "model", config, stage.device, std=0.02)
@@ -187,8 +184,8 @@ def updates(stage: Stage) -> Findings:
             torch.cuda.synchronize()
         seconds = (time.monotonic() - began) / len(reports)
         after = _mean_gain(trainer, batch)
-        layout = TrainerLayout(1, 1, 1, 1)
-        planned = trainer_state_bytes(shape, layout) + activation_bytes(
+        layout = ParallelConfig()
+        planned = trainer_state_bytes(shape, layout, sharded=True) + activation_bytes(
             shape, layout, microbatch_tokens=budget, logit_tokens=1024, recompute=False
         )
     skipped = sum(report.skipped_updates for report in (first, *reports))

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 from benchmarks.papers.report import CONFIGS, parser, point, table, write
 from megatron_async.config import load_config
-from megatron_async.simulate.build import trainer_costs
-from megatron_async.simulate.lengths import GroupSource
+from megatron_async.simulate.build import group_source, trainer_costs
 from megatron_async.simulate.statistics import Summary
 
 CONFIG = "pipeline-split-7b-128gpu"
@@ -33,13 +32,7 @@ def split(trainers: int) -> tuple[str, ...]:
 def training_alone(trainers: int) -> float:
     """Trained response tokens a second of a trainer that never waits."""
     config = load_config(CONFIGS / f"{CONFIG}.yaml", list(split(trainers)))
-    source = GroupSource(
-        config.simulate.lengths,
-        config.simulate.reward,
-        group_size=config.schedule.group_size,
-        longest=config.sampling.max_new_tokens,
-        seed=config.seed,
-    )
+    source = group_source(config)
     groups = range(config.schedule.groups_per_batch)
     lengths = [length for number in groups for length in source.group(number)[0]]
     prompt = config.simulate.lengths.prompt_tokens

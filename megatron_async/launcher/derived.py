@@ -24,7 +24,6 @@ from megatron_async.config import RunConfig
 from megatron_async.config.simulate import GpuName
 from megatron_async.errors import UserError
 from megatron_async.models.shape import ModelShape, shape_of
-from megatron_async.simulate.build import trainer_layout
 from megatron_async.simulate.hardware import DATA_SHEETS, gpu_of
 from megatron_async.simulate.memory import activation_bytes, kv_capacity_tokens, trainer_state_bytes
 from megatron_async.simulate.planner import sufficient_concurrency
@@ -217,8 +216,8 @@ def _shared(config: RunConfig) -> str:
 
 
 def _memory_lines(config: RunConfig, machine: Machine, shape: ModelShape) -> list[str]:
-    layout = trainer_layout(config)
-    state = trainer_state_bytes(shape, layout, config.parallel.expert)
+    layout, sharded = config.parallel, config.optimizer.sharded
+    state = trainer_state_bytes(shape, layout, sharded=sharded, expert=layout.expert)
     activations = activation_bytes(
         shape,
         layout,

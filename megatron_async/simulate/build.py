@@ -16,7 +16,7 @@ from megatron_async.config import RunConfig
 from megatron_async.errors import UserError
 from megatron_async.models.shape import shape_of
 from megatron_async.scheduler.record import Recorder
-from megatron_async.simulate.engine import Engine, Limits
+from megatron_async.simulate.engine import Engine
 from megatron_async.simulate.engine_costs import (
     EngineCosts,
     MeasuredEngine,
@@ -25,16 +25,10 @@ from megatron_async.simulate.engine_costs import (
 )
 from megatron_async.simulate.hardware import gpu_of
 from megatron_async.simulate.lengths import GroupSource
-from megatron_async.simulate.memory import TrainerLayout, kv_capacity_tokens, trainer_state_bytes
+from megatron_async.simulate.memory import kv_capacity_tokens, trainer_state_bytes
 from megatron_async.simulate.statistics import Summary
 from megatron_async.simulate.trainer_costs import TrainerCosts
 from megatron_async.simulate.world import World
-
-
-def trainer_layout(config: RunConfig) -> TrainerLayout:
-    """The trainer's parallel sizes."""
-    p = config.parallel
-    return TrainerLayout(p.tensor, p.pipeline, p.context, p.data, config.optimizer.sharded)
 
 
 def engine_costs(config: RunConfig) -> EngineCosts:
@@ -48,7 +42,8 @@ def engine_costs(config: RunConfig) -> EngineCosts:
         shape, gpu = shape_of(config), gpu_of(settings.gpu)
         taken = 0.0
         if settings.placement == "colocated" and not settings.offload:
-            taken = trainer_state_bytes(shape, trainer_layout(config))
+            sharded = config.optimizer.sharded
+            taken = trainer_state_bytes(shape, config.parallel, sharded=sharded)
         capacity = settings.kv_capacity_tokens or kv_capacity_tokens(
             shape, gpu.memory, settings.engine_memory_share, config.engines.tensor, taken
         )
@@ -86,10 +81,22 @@ def trainer_costs(config: RunConfig) -> TrainerCosts:
     return TrainerCosts(
         shape_of(config),
         gpu_of(config.simulate.gpu),
-        trainer_layout(config),
+        config.parallel,
         config.simulate,
         config.trainer.microbatch_tokens,
         config.engines.tensor,
+        config.optimizer.sharded,
+    )
+
+
+def group_source(config: RunConfig) -> GroupSource:
+    """The responses of a run's prompts, drawn. Raises UserError for a bad length file."""
+    return GroupSource(
+        config.simulate.lengths,
+        config.simulate.reward,
+        group_size=config.schedule.group_size,
+        longest=config.sampling.max_new_tokens,
+        seed=config.seed,
     )
 
 
@@ -97,28 +104,16 @@ def build_world(config: RunConfig, recorder: Recorder | None = None) -> World:
     """Everything at time zero. Raises UserError for settings that do not fit together."""
     check_placement(config)
     settings = config.simulate
-    costs = engine_costs(config)
-    limits = Limits(
-        config.engines.max_running_requests,
-        settings.admission_reserve_tokens,
-        settings.retract_steps,
-        settings.chunk_tokens,
-    )
-    source = GroupSource(
-        settings.lengths,
-        settings.reward,
-        group_size=config.schedule.group_size,
-        longest=config.sampling.max_new_tokens,
-        seed=config.seed,
-    )
+    costs, max_running = engine_costs(config), config.engines.max_running_requests
     return World(
         config.resolved_schedule,
         settings,
-        engines=[Engine(f"engine-{i}", costs, limits) for i in range(config.engines.count)],
-        max_running=config.engines.max_running_requests,
+        engines=[
+            Engine(f"engine-{i}", costs, settings, max_running) for i in range(config.engines.count)
+        ],
         most_scorers=config.task.verifier_workers,
         trainer=trainer_costs(config),
-        source=source,
+        source=group_source(config),
         recorder=recorder,
     )
 

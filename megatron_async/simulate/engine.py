@@ -21,12 +21,14 @@ Invariants
 
 from __future__ import annotations
 
+import functools
 import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from megatron_async.config.simulate import SimulateConfig
 from megatron_async.simulate.engine_costs import EngineCosts
 
 _CLOSE = 1e-6
@@ -93,26 +95,18 @@ class EngineCounters:
     preemptions: int = 0
 
 
-@dataclass(slots=True)
-class Limits:
-    """Rules of admission and preemption, see `SimulateConfig`."""
-
-    max_running: int | None
-    reserve_tokens: int
-    retract_steps: int
-    chunk_tokens: int
-
-
 @dataclass(slots=True, eq=False)
 class Engine:
     """State of one engine; `stamp` changes with every forecast, so that old ones are void.
 
+    `settings` hold its rules of admission and preemption. What a decode step costs is kept.
     `prefixes` counts the updates that kept the cache: prompts are shared since the last of them.
     """
 
     engine_id: str
     costs: EngineCosts
-    limits: Limits
+    settings: SimulateConfig
+    max_running: int | None
     version: int = 0
     now: float = 0.0
     steps: float = 0.0
@@ -130,6 +124,10 @@ class Engine:
     _switches: list[tuple[float, int]] = field(default_factory=lambda: [(0.0, 0)])
     _next_report: float = 0.0
     _target: tuple[float, float] = (math.inf, 0.0)
+    _decode: Callable[[int], tuple[float, float]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._decode = functools.cache(self.costs.decode)
 
     # ------------------------------------------------------------ time
 
@@ -158,7 +156,7 @@ class Engine:
     def _steps_in(self, seconds: float) -> float:
         """Positive root of n (fixed + per_kv kv) + per_kv batch n^2 / 2 = seconds."""
         batch = len(self.running)
-        fixed, per_kv = self.costs.decode(batch)
+        fixed, per_kv = self._decode(batch)
         first = fixed + per_kv * self.kv
         return 2 * seconds / (first + math.sqrt(first**2 + 2 * per_kv * batch * seconds))
 
@@ -173,7 +171,7 @@ class Engine:
         full_in = max(0.0, self.costs.kv_capacity_tokens - self.kv) / batch
         target = min(self._finishing[0][0], self._next_report, self.steps + full_in)
         steps = max(0.0, target - self.steps)
-        fixed, per_kv = self.costs.decode(batch)
+        fixed, per_kv = self._decode(batch)
         seconds = steps * (fixed + per_kv * self.kv) + per_kv * batch * steps**2 / 2
         when = self.now + self.stall + seconds
         self._target = (when, self.steps + steps)
@@ -196,7 +194,7 @@ class Engine:
         """Return whether running requests report their tokens now; once a chunk at most."""
         if self.steps + _CLOSE < self._next_report:
             return False
-        self._next_report = self.steps + self.limits.chunk_tokens
+        self._next_report = self.steps + self.settings.chunk_tokens
         return True
 
     def preempt(self) -> list[tuple[SimulatedRequest, Tokens]]:
@@ -206,7 +204,7 @@ class Engine:
             return []
         out = []
         while len(self.running) > 1:
-            if self.kv <= capacity - self.limits.retract_steps * len(self.running):
+            if self.kv <= capacity - self.settings.retract_steps * len(self.running):
                 break
             request = next(reversed(self.running.values()))
             written = self.take_tokens(request)
@@ -283,13 +281,13 @@ class Engine:
         """Let waiting requests in as far as KV and slots go."""
         if self.paused or not self._waiting:
             return
-        limits, capacity = self.limits, self.costs.kv_capacity_tokens
+        settings, capacity = self.settings, self.costs.kv_capacity_tokens
         waiting, running, groups = self._waiting, self.running, self._groups
         # No less than a preemption frees, or what was preempted would come straight back.
-        reserve = max(limits.reserve_tokens, limits.retract_steps)
-        most = limits.max_running or math.inf
+        reserve = max(settings.admission_reserve_tokens, settings.retract_steps)
+        most = self.max_running or math.inf
         if not running:
-            self._next_report = max(self._next_report, self.steps + limits.chunk_tokens)
+            self._next_report = max(self._next_report, self.steps + settings.chunk_tokens)
         entered = []
         for count, request in enumerate(waiting.values(), start=len(running) + 1):
             needed = request.before

@@ -4,7 +4,7 @@ Invariants
 - For a fixed batch a decode step's time is linear in the KV tokens that are read:
   `seconds = fixed + per_kv_token * kv_tokens`. The simulator relies on it: n steps of a batch whose
   KV grows by `batch` tokens a step then take a closed-form time.
-- Costs are pure functions; a coefficient once computed is kept.
+- Costs are pure functions.
 
 The roofline of one decode step of `batch` requests on an engine of TP size P:
 
@@ -20,8 +20,7 @@ model; Pope et al., arXiv 2211.05102, for the terms). Prefill of tokens with con
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -73,22 +72,8 @@ class RooflineEngine:
     efficiency: EfficiencyConfig
     tensor: int
     kv_capacity_tokens: int
-    _known: dict[int, tuple[float, float]] = field(default_factory=dict, compare=False, repr=False)
 
     def decode(self, batch: int) -> tuple[float, float]:
-        known = self._known.get(batch)
-        if known is None:
-            known = self._known[batch] = self._decode(batch)
-        return known
-
-    @cached_property
-    def _prefill_flops(self) -> tuple[float, float, float]:
-        """Per token, per pair of tokens, and what the engine does in a second."""
-        rate = self.tensor * self.gpu.flops * self.efficiency.prefill_flops
-        shape = self.shape
-        return 2.0 * shape.active_parameters, shape.attention_flops_per_token_pair, rate
-
-    def _decode(self, batch: int) -> tuple[float, float]:
         e, gpu, shape = self.efficiency, self.gpu, self.shape
         bandwidth = self.tensor * gpu.memory_bandwidth * e.memory_bandwidth
         flops = self.tensor * gpu.flops * e.decode_flops
@@ -101,8 +86,10 @@ class RooflineEngine:
         return fixed, shape.kv_bytes_per_token / bandwidth
 
     def prefill(self, tokens: int, token_pairs: float) -> float:
-        per_token, per_pair, rate = self._prefill_flops
-        return (per_token * tokens + per_pair * token_pairs) / rate
+        shape = self.shape
+        rate = self.tensor * self.gpu.flops * self.efficiency.prefill_flops
+        attention = shape.attention_flops_per_token_pair * token_pairs
+        return (2.0 * shape.active_parameters * tokens + attention) / rate
 
 
 @dataclass(frozen=True)
@@ -119,16 +106,10 @@ class MeasuredEngine:
     prefill_fixed: float
     prefill_per_token: float
     kv_capacity_tokens: int
-    _known: dict[int, tuple[float, float]] = field(default_factory=dict, compare=False, repr=False)
 
     def decode(self, batch: int) -> tuple[float, float]:
-        known = self._known.get(batch)
-        if known is None:
-            known = self._known[batch] = (
-                self._between(batch, self.fixed),
-                max(0.0, self._between(batch, self.per_kv_token)),
-            )
-        return known
+        per_kv_token = max(0.0, self._between(batch, self.per_kv_token))
+        return self._between(batch, self.fixed), per_kv_token
 
     def _between(self, batch: int, values: tuple[float, ...]) -> float:
         known = self.batches

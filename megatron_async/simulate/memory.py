@@ -8,8 +8,7 @@ when it is recomputed (Korthikanti et al., arXiv 2205.05198, section 4).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from megatron_async.config.model import ParallelConfig
 from megatron_async.models.shape import BF16, ModelShape
 
 WEIGHT_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 2, 4, 12
@@ -20,46 +19,30 @@ LOGIT_BYTES = 8
 """float32 logits and their gradient of the chunk whose logits exist at once."""
 
 
-@dataclass(frozen=True)
-class TrainerLayout:
-    """Parallel sizes of the trainer; `sharded`: data-parallel ranks split the optimizer's state."""
-
-    tensor: int
-    pipeline: int
-    context: int
-    data: int
-    sharded: bool = True
-
-    @property
-    def gpus(self) -> int:
-        return self.tensor * self.pipeline * self.context * self.data
-
-    @property
-    def model_ranks(self) -> int:
-        """Ranks that hold different parameters."""
-        return self.tensor * self.pipeline
-
-
-def trainer_state_bytes(shape: ModelShape, layout: TrainerLayout, expert: int = 1) -> float:
+def trainer_state_bytes(
+    shape: ModelShape, layout: ParallelConfig, *, sharded: bool, expert: int = 1
+) -> float:
     """Weights, main gradients and this rank's part of the optimizer state.
 
-    `expert`: ranks that share a layer's experts; whole experts, over tensor and data ranks. 1 =
-    every rank has its tensor share of them, which is what the planner looks for. Muon's state is
-    counted as Adam's, which has one moment more.
+    `sharded`: data-parallel ranks split the optimizer's state. `expert`: ranks that share a layer's
+    experts; whole experts, over tensor and data ranks. 1 = every rank has its tensor share of them,
+    which is what the planner looks for. Muon's state is counted as Adam's, which has one moment
+    more.
     """
     held = WEIGHT_BYTES + GRADIENT_BYTES
-    shards = layout.data * layout.context if layout.sharded else 1
+    shards = layout.data * layout.context if sharded else 1
+    model_ranks = layout.tensor * layout.pipeline
     if expert == 1:
-        return shape.parameters / layout.model_ranks * (held + OPTIMIZER_BYTES / shards)
+        return shape.parameters / model_ranks * (held + OPTIMIZER_BYTES / shards)
     experts = shape.mlp_parameters * shape.experts
-    dense = (shape.parameters - experts) / layout.model_ranks * (held + OPTIMIZER_BYTES / shards)
-    replicas = layout.gpus / layout.pipeline / expert if layout.sharded else 1
+    dense = (shape.parameters - experts) / model_ranks * (held + OPTIMIZER_BYTES / shards)
+    replicas = layout.ranks / layout.pipeline / expert if sharded else 1
     return dense + experts / layout.pipeline / expert * (held + OPTIMIZER_BYTES / replicas)
 
 
 def activation_bytes(
     shape: ModelShape,
-    layout: TrainerLayout,
+    layout: ParallelConfig,
     *,
     microbatch_tokens: int,
     logit_tokens: int,

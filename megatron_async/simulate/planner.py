@@ -25,18 +25,14 @@ from rich.table import Table
 
 from megatron_async.config import RunConfig, build_config
 from megatron_async.config.load import merge
+from megatron_async.config.model import ParallelConfig
 from megatron_async.errors import UserError
 from megatron_async.models.shape import shape_of
-from megatron_async.simulate.build import simulate, trainer_costs
+from megatron_async.simulate.build import group_source, simulate, trainer_costs
 from megatron_async.simulate.engine_costs import RooflineEngine
 from megatron_async.simulate.hardware import gpu_of
-from megatron_async.simulate.lengths import GroupSource
-from megatron_async.simulate.memory import (
-    TrainerLayout,
-    activation_bytes,
-    kv_capacity_tokens,
-    trainer_state_bytes,
-)
+from megatron_async.simulate.memory import activation_bytes, kv_capacity_tokens, trainer_state_bytes
+from megatron_async.simulate.show import cells
 from megatron_async.simulate.statistics import Summary
 
 _SIZES = (1, 2, 4, 8, 16)
@@ -54,7 +50,7 @@ KV_FILL = 0.92
 class TrainerPlan:
     """A trainer layout that fits."""
 
-    layout: TrainerLayout
+    layout: ParallelConfig
     seconds: float
     memory: float
     fixed_memory: float
@@ -95,7 +91,7 @@ class RankedPlans:
         layout, summary = best.trainer.layout, best.summary
         assert summary is not None
         return (
-            f"best of {self.considered}: {layout.gpus} trainer GPUs (TP {layout.tensor}, PP "
+            f"best of {self.considered}: {layout.ranks} trainer GPUs (TP {layout.tensor}, PP "
             f"{layout.pipeline}, DP {layout.data}) and {best.engines.count} engines of TP "
             f"{best.engines.tensor}, schedule.concurrency={best.engines.concurrency}: "
             f"{summary.step_seconds:.1f} s a step, {summary.tokens_per_second:,.0f} trained "
@@ -115,9 +111,7 @@ class _Workload:
 def make_plan(settings: Mapping[str, Any], top: int) -> RankedPlans:
     """Search and simulate. Raises UserError when nothing fits."""
     settings = dict(settings)
-    config = build_config(
-        _with_layout(settings, TrainerLayout(1, 1, 1, 1), EnginePlan(1, 1, 8, 0.0))
-    )
+    config = build_config(_with_layout(settings, ParallelConfig(), EnginePlan(1, 1, 8, 0.0)))
     if config.simulate.placement == "colocated" and config.schedule.overlap:
         raise UserError(
             f"schedule.overlap true (preset {config.schedule.preset}) needs simulate.placement "
@@ -192,13 +186,7 @@ def _splits(config: RunConfig, gpus: int) -> list[tuple[int, int]]:
 
 
 def _workload(config: RunConfig) -> _Workload:
-    source = GroupSource(
-        config.simulate.lengths,
-        config.simulate.reward,
-        group_size=config.schedule.group_size,
-        longest=config.sampling.max_new_tokens,
-        seed=config.seed,
-    )
+    source = group_source(config)
     groups = range(config.schedule.groups_per_batch)
     lengths = [length for number in groups for length in source.group(number)[0]]
     prompt = config.simulate.lengths.prompt_tokens
@@ -217,9 +205,10 @@ def _trainers(config: RunConfig, workload: _Workload, gpus: int) -> list[Trainer
         for pipeline in _SIZES:
             if shape.layers % pipeline or gpus % (tensor * pipeline):
                 continue
-            data, sharded = gpus // (tensor * pipeline), config.optimizer.sharded
-            layout = TrainerLayout(tensor, pipeline, 1, data, sharded)
-            state = trainer_state_bytes(shape, layout)
+            layout = ParallelConfig(
+                ranks=gpus, tensor=tensor, pipeline=pipeline, sequence=tensor > 1
+            )
+            state = trainer_state_bytes(shape, layout, sharded=config.optimizer.sharded)
             memory = state + activation_bytes(
                 shape,
                 layout,
@@ -317,12 +306,10 @@ def _smallest_sufficient(
 
 
 def _with_layout(
-    settings: dict[str, Any], layout: TrainerLayout, engines: EnginePlan
+    settings: dict[str, Any], layout: ParallelConfig, engines: EnginePlan
 ) -> dict[str, Any]:
-    sizes = {"ranks": layout.gpus, "tensor": layout.tensor, "pipeline": layout.pipeline}
-    others = {"nodes": 1, "context": 1, "expert": 1, "sequence": layout.tensor > 1}
     chosen = {
-        "parallel": sizes | others,
+        "parallel": layout.model_dump(),
         "engines": {"count": engines.count, "tensor": engines.tensor},
         "schedule": {"concurrency": engines.concurrency},
     }
@@ -342,18 +329,14 @@ def plan_table(plan: RankedPlans, *, wide: bool = False) -> Table:
     for candidate in plan.candidates:
         layout, engines, summary = candidate.trainer.layout, candidate.engines, candidate.summary
         assert summary is not None
-        row = {
-            "trainer GPUs": str(layout.gpus),
+        row = cells(summary) | {
+            "trainer GPUs": str(layout.ranks),
             "TP x PP x DP": f"{layout.tensor} x {layout.pipeline} x {layout.data}",
             "memory": f"{candidate.trainer.memory / 1e9:.0f} GB",
             "engines": f"{engines.count} of TP {engines.tensor}",
             "N'": str(engines.concurrency),
             "estimated s": f"{candidate.step_seconds:.1f}",
             "step s": f"{summary.step_seconds:.1f}",
-            "tokens/s": f"{summary.tokens_per_second:,.0f}",
-            "lag": f"{summary.lag_mean:.2f} / {summary.lag_max}",
-            "engine idle": f"{summary.engine_idle:.0%}",
-            "trainer idle": f"{summary.trainer_idle:.0%}",
         }
         out.add_row(*(row[name] for name in columns))
     return out

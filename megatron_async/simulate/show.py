@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.table import Table
 
 from megatron_async.disk import writing
+from megatron_async.simulate.statistics import Summary
 from megatron_async.simulate.sweep import Point
 
 _COLUMNS = ("tokens/s", "step s", "engine idle", "trainer idle", "lag")
@@ -37,9 +38,8 @@ def label(point: Point) -> str:
     return " ".join(part.removeprefix("preset=") for part in parts)
 
 
-def cells(point: Point) -> dict[str, str]:
+def cells(s: Summary) -> dict[str, str]:
     """The table's row, by column."""
-    s = point.summary
     return {
         "tokens/s": f"{s.tokens_per_second:,.0f}",
         "step s": f"{s.step_seconds:.4g}",
@@ -68,7 +68,7 @@ def table(points: Sequence[Point], *, wide: bool = False) -> Table:
     base = points[0].summary.tokens_per_second
     for point in points:
         ratio = point.summary.tokens_per_second / base if base else 0.0
-        row = cells(point)
+        row = cells(point.summary)
         out.add_row(label(point), *(row[name] for name in columns), f"{ratio:.2f}")
     return out
 

@@ -119,10 +119,6 @@ class Statistics:
         """Count tokens that nothing is trained on."""
         self._wasted += tokens
 
-    def taken(self, row: StepRow) -> None:
-        """The trainer takes a batch."""
-        self.rows.append(row)
-
     def batch(self, step: int, versions: Sequence[Tokens], mask_before: int | None) -> None:
         """A batch is emitted; tokens before version `mask_before` are not trained."""
         if mask_before is not None:

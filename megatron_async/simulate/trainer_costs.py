@@ -27,6 +27,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_async.config.model import ParallelConfig
 from megatron_async.config.simulate import SimulateConfig
 from megatron_async.models.shape import BF16, ModelShape
 from megatron_async.simulate.engine_costs import all_reduce_seconds
@@ -34,7 +35,6 @@ from megatron_async.simulate.hardware import Gpu
 from megatron_async.simulate.memory import (
     GRADIENT_BYTES,
     WEIGHT_BYTES,
-    TrainerLayout,
     trainer_state_bytes,
 )
 
@@ -45,10 +45,16 @@ class TrainerCosts:
 
     shape: ModelShape
     gpu: Gpu
-    layout: TrainerLayout
+    layout: ParallelConfig
     settings: SimulateConfig
     microbatch_tokens: int
     engine_tensor: int
+    sharded_optimizer: bool
+
+    @property
+    def _model_ranks(self) -> int:
+        """Ranks that hold different parameters."""
+        return self.layout.tensor * self.layout.pipeline
 
     def batch_seconds(self, sequence_tokens: Sequence[int], updates: int) -> float:
         """Training on these sequences (prompt + response lengths) in `updates` updates."""
@@ -82,7 +88,7 @@ class TrainerCosts:
         """Return the seconds of one token on the ranks of a model replica."""
         shape, layout, e = self.shape, self.layout, self.settings.efficiency
         flops = 2 * shape.active_parameters + shape.attention_flops_per_token_pair * mean_context
-        ranks = layout.model_ranks * layout.context
+        ranks = self._model_ranks * layout.context
         compute = self.passes * flops / (ranks * self.gpu.flops * e.training_flops)
         if layout.tensor == 1:
             return compute
@@ -100,9 +106,9 @@ class TrainerCosts:
             return self.settings.trainer_seconds_per_update
         e, layout = self.settings.efficiency, self.layout
         replicas = layout.data * layout.context
-        size = (GRADIENT_BYTES + WEIGHT_BYTES) * self.shape.parameters / layout.model_ranks
+        size = (GRADIENT_BYTES + WEIGHT_BYTES) * self.shape.parameters / self._model_ranks
         moved = size * (replicas - 1) / replicas
-        one_node = layout.gpus <= self.settings.gpus_per_node
+        one_node = layout.ranks <= self.settings.gpus_per_node
         link = self.gpu.nvlink if one_node else self.gpu.network
         return moved / (link * e.links) + e.update_overhead_seconds
 
@@ -116,7 +122,7 @@ class TrainerCosts:
         if self.settings.placement == "colocated":
             seconds = size / self.engine_tensor / (self.gpu.nvlink * e.links)
             return seconds + e.weight_update_overhead_seconds + self.switch_seconds
-        streams = min(self.layout.model_ranks, self.engine_tensor)
+        streams = min(self._model_ranks, self.engine_tensor)
         return size / streams / (self.gpu.network * e.links) + e.weight_update_overhead_seconds
 
     @property
@@ -124,5 +130,5 @@ class TrainerCosts:
         """Colocated with offload: trainer state to host memory, or back."""
         if self.settings.placement != "colocated" or not self.settings.offload:
             return 0.0
-        state = trainer_state_bytes(self.shape, self.layout)
+        state = trainer_state_bytes(self.shape, self.layout, sharded=self.sharded_optimizer)
         return state / (self.gpu.pcie * self.settings.efficiency.links)

@@ -53,11 +53,6 @@ class Scorers:
         self._queue: deque[int] = deque()
         self._busy = 0
 
-    @property
-    def unscored(self) -> int:
-        """Responses that have no score."""
-        return len(self._queue) + self._busy
-
     def add(self, trajectory_id: int, now: float) -> list[int]:
         """A response has finished; returns those whose scoring begins now."""
         self._queue.append(trajectory_id)
@@ -69,7 +64,8 @@ class Scorers:
         return self._begin(now)
 
     def _begin(self, now: float) -> list[int]:
-        self.state = scorer_count.queued(self.state, self.unscored, now)
+        unscored = len(self._queue) + self._busy
+        self.state = scorer_count.queued(self.state, unscored, now)
         begun = []
         while self._queue and self._busy < self.state.count:
             self._busy += 1
@@ -115,7 +111,6 @@ class World:
         settings: SimulateConfig,
         *,
         engines: list[Engine],
-        max_running: int | None,
         most_scorers: int,
         trainer: TrainerCosts,
         source: GroupSource,
@@ -124,7 +119,6 @@ class World:
         self._schedule = schedule
         self._settings = settings
         self._engines = {engine.engine_id: engine for engine in engines}
-        self._max_running = max_running
         self._scorers = Scorers(most_scorers, settings.reward.verifier_seconds)
         self._trainer = trainer
         self._source = source
@@ -165,7 +159,7 @@ class World:
         for engine in self._engines.values():
             capacity = engine.costs.kv_capacity_tokens
             version = PolicyVersion(0, 0)
-            up = ev.EngineUp(engine.engine_id, version, capacity, self._max_running)
+            up = ev.EngineUp(engine.engine_id, version, capacity, engine.max_running)
             self._events.append(up)
         self._later(self._settings.load_report_seconds, self._report_load)
         events, step = self._events, self._step()
@@ -347,13 +341,11 @@ class World:
         self._under_way += 1
         seconds = self._trainer.batch_seconds(sequences, self._schedule.updates_per_batch)
         waited = self.now - self._idle_since
-        self.statistics.taken(StepRow(step, len(sequences), sum(sequences), waited, seconds))
+        self.statistics.rows.append(StepRow(step, len(sequences), sum(sequences), waited, seconds))
         self._updates_began[step + 1] = self.now + seconds
         self._events.append(ev.BatchTaken(step, self.now))
-        self._later(seconds + self._trainer.switch_seconds, self._trained, step)
-
-    def _trained(self, step: int) -> None:
-        self._events.append(ev.UpdateRequested(step + 1))
+        until_trained = seconds + self._trainer.switch_seconds
+        self._later(until_trained, self._events.append, ev.UpdateRequested(step + 1))
 
     def _pause(self, action: ev.PauseEngines) -> None:
         for engine in self._engines.values():

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_async.simulate.engine import Engine, Limits, SimulatedRequest
+from megatron_async.config.simulate import SimulateConfig
+from megatron_async.simulate.engine import Engine, SimulatedRequest
 
 FIXED, PER_KV, PREFILL = 0.01, 1e-6, 1e-5
 
@@ -29,7 +30,8 @@ class Costs:
 def make(
     capacity: int = 10**9, reserve: int = 0, chunk: int = 10**6, slots: int | None = None
 ) -> Engine:
-    return Engine("engine-0", Costs(capacity), Limits(slots, reserve, 20, chunk))
+    rules = SimulateConfig(admission_reserve_tokens=reserve, retract_steps=20, chunk_tokens=chunk)
+    return Engine("engine-0", Costs(capacity), rules, slots)
 
 
 def drive(engine: Engine, until: float = float("inf")) -> dict[int, float]:

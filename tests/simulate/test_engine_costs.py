@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from megatron_async.config import build_config
+from megatron_async.config.model import ParallelConfig
 from megatron_async.config.simulate import EfficiencyConfig, GpuConfig
 from megatron_async.errors import UserError
 from megatron_async.models.shape import SHAPES, shape_from_config
@@ -21,7 +22,6 @@ from megatron_async.simulate.engine_costs import (
 )
 from megatron_async.simulate.hardware import DATA_SHEETS, gpu_of
 from megatron_async.simulate.memory import (
-    TrainerLayout,
     activation_bytes,
     kv_capacity_tokens,
     trainer_state_bytes,
@@ -91,14 +91,14 @@ def test_kv_capacity_is_what_weights_leave() -> None:
 
 def test_trainer_state_is_sharded_as_megatron_does() -> None:
     parameters = SEVEN.parameters
-    assert trainer_state_bytes(SEVEN, TrainerLayout(1, 1, 1, 1)) == 18 * parameters
-    assert trainer_state_bytes(SEVEN, TrainerLayout(2, 2, 1, 4)) == parameters / 4 * (6 + 3)
-    whole = TrainerLayout(2, 2, 1, 4, sharded=False)
-    assert trainer_state_bytes(SEVEN, whole) == parameters / 4 * 18
+    one, many = ParallelConfig(), ParallelConfig(ranks=16, tensor=2, pipeline=2)
+    assert trainer_state_bytes(SEVEN, one, sharded=True) == 18 * parameters
+    assert trainer_state_bytes(SEVEN, many, sharded=True) == parameters / 4 * (6 + 3)
+    assert trainer_state_bytes(SEVEN, many, sharded=False) == parameters / 4 * 18
 
 
 def test_recomputation_saves_activations() -> None:
-    layout = TrainerLayout(2, 1, 1, 1)
+    layout = ParallelConfig(ranks=2, tensor=2)
     kept, recomputed = (
         activation_bytes(SEVEN, layout, microbatch_tokens=16384, logit_tokens=0, recompute=r)
         for r in (False, True)

@@ -35,7 +35,7 @@ def test_a_plan_uses_every_gpu_and_fits() -> None:
         assert candidate.summary == simulate(config)
     rates = [c.summary.tokens_per_second for c in plan.candidates if c.summary]
     assert rates == sorted(rates, reverse=True)
-    assert f"{plan.candidates[0].trainer.layout.gpus} trainer GPUs" in plan.sentence
+    assert f"{plan.candidates[0].trainer.layout.ranks} trainer GPUs" in plan.sentence
 
 
 def test_the_estimate_is_near_the_simulation() -> None:
@@ -48,7 +48,7 @@ def test_the_estimate_is_near_the_simulation() -> None:
 def test_a_model_that_needs_sharding_gets_it() -> None:
     settings = merge(SEVEN, {"simulate": {"model": "llama-3-70b", "gpus": 64, "steps": 5}})
     best = make_plan(settings, 1).candidates[0]
-    assert best.trainer.layout.model_ranks >= 8
+    assert best.trainer.layout.tensor * best.trainer.layout.pipeline >= 8
     assert best.engines.tensor >= 4
 
 
@@ -62,7 +62,7 @@ def test_shared_gpus_have_runner_ups_too() -> None:
     )
     plan = make_plan(settings, 3)
     assert len(plan.candidates) == 3
-    assert {c.trainer.layout.gpus for c in plan.candidates} == {16}
+    assert {c.trainer.layout.ranks for c in plan.candidates} == {16}
 
 
 def test_a_lag_bound_limits_the_requests_in_flight() -> None:
