@@ -35,6 +35,7 @@ import typing
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import zip_longest
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO, TypeVar
@@ -71,18 +72,14 @@ class Raised:
 
 RecordedAction = ev.Action | Raised
 
-_EVENTS = {cls.__name__: cls for cls in typing.get_args(ev.Event)}
-_ACTIONS = {cls.__name__: cls for cls in typing.get_args(RecordedAction)}
+_EVENTS: dict[str, type[ev.Event]] = {cls.__name__: cls for cls in typing.get_args(ev.Event)}
+_ACTIONS: dict[str, type[RecordedAction]] = {
+    cls.__name__: cls for cls in typing.get_args(RecordedAction)
+}
 _Message = TypeVar("_Message")
 
-
-def _field_types(cls: type) -> tuple[Any, ...]:
-    hints = typing.get_type_hints(cls)
-    return tuple(hints[field.name] for field in dataclasses.fields(cls))
-
-
-_FIELD_TYPES: dict[type, tuple[Any, ...]] = {
-    cls: _field_types(cls)
+_FIELDS: dict[type, dict[str, Any]] = {
+    cls: typing.get_type_hints(cls)
     for cls in (
         *_EVENTS.values(),
         *_ACTIONS.values(),
@@ -92,9 +89,9 @@ _FIELD_TYPES: dict[type, tuple[Any, ...]] = {
     )
 }
 
-_FIELD_NAMES = {cls: tuple(f.name for f in dataclasses.fields(cls)) for cls in _FIELD_TYPES}
+"""Names and types of the fields, in order."""
 # At once, for messages of several fields: there are thousands a second.
-_FIELDS_OF = {cls: attrgetter(*names) for cls, names in _FIELD_NAMES.items() if len(names) > 1}
+_VALUES_OF = {cls: attrgetter(*names) for cls, names in _FIELDS.items() if len(names) > 1}
 _PLAIN_TYPES = frozenset({int, float, str, bool, type(None)})
 
 
@@ -318,9 +315,9 @@ def _plain(value: Any) -> Any:
     kind = type(value)
     if kind in _PLAIN_TYPES:
         return value
-    if (fields := _FIELDS_OF.get(kind)) is not None:
-        return [v if type(v) in _PLAIN_TYPES else _plain(v) for v in fields(value)]
-    if (names := _FIELD_NAMES.get(kind)) is not None:
+    if (values_of := _VALUES_OF.get(kind)) is not None:
+        return [v if type(v) in _PLAIN_TYPES else _plain(v) for v in values_of(value)]
+    if (names := _FIELDS.get(kind)) is not None:
         return [_plain(getattr(value, name)) for name in names]
     if isinstance(value, enum.Enum):
         return value.value
@@ -331,26 +328,21 @@ def _plain(value: Any) -> Any:
 
 def decode_event(data: list[Any]) -> ev.Event:
     """Inverse of `encode` for events."""
-    event: ev.Event = _message(_EVENTS, data)
-    return event
+    name, *values = data
+    return _build(_EVENTS[name], values)
 
 
 def decode_action(data: list[Any]) -> RecordedAction:
     """Inverse of `encode` for actions and what stands in their place."""
-    action: RecordedAction = _message(_ACTIONS, data)
-    return action
-
-
-def _message(known: dict[str, type[_Message]], data: list[Any]) -> _Message:
     name, *values = data
-    return _build(known[name], values)
+    return _build(_ACTIONS[name], values)
 
 
 def _build(cls: type[_Message], values: list[Any]) -> _Message:
-    hints = _FIELD_TYPES[cls]
+    hints = _FIELDS[cls].values()
     if len(values) != len(hints):
         raise ValueError(f"{cls.__name__} has {len(hints)} fields, the record {len(values)}")
-    return cls(*(_typed(hint, value) for hint, value in zip(hints, values, strict=True)))
+    return cls(*map(_typed, hints, values))
 
 
 def _typed(hint: Any, value: Any) -> Any:
@@ -461,10 +453,7 @@ def replay(
 
 def first_difference(exchange: Exchange, actions: Sequence[RecordedAction]) -> Divergence | None:
     """Return the first place where `actions` differ from the recorded ones."""
-    recorded = exchange.actions
-    for position in range(max(len(recorded), len(actions))):
-        before = recorded[position] if position < len(recorded) else None
-        now = actions[position] if position < len(actions) else None
+    for position, (before, now) in enumerate(zip_longest(exchange.actions, actions)):
         if before != now or type(before) is not type(now):
             return Divergence(exchange.index, exchange.event, position, before, now)
     return None

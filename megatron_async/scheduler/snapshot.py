@@ -64,7 +64,7 @@ _REF, _ENUM, _TEXT, _CONFIG = "@!'%"
 
 
 def _names(item: object) -> list[str]:
-    """The fields of an object that make up its state."""
+    """The fields of an object, or of a dataclass, that make up its state."""
     if dataclasses.is_dataclass(item):
         return [field.name for field in dataclasses.fields(item)]
     return list(vars(item))
@@ -182,11 +182,10 @@ def thaw(snapshot: dict[str, Any], scheduler: Scheduler) -> None:
 
     Raises UserError for a snapshot of code whose classes have other fields.
     """
-    expected = freeze(scheduler)["classes"]
+    dataclasses_known = filter(dataclasses.is_dataclass, _CLASSES.values())
+    expected = {cls.__name__: _names(cls) for cls in dataclasses_known}
+    expected |= freeze(scheduler)["classes"]
     for name, names in snapshot["classes"].items():
-        cls = _CLASSES.get(name)
-        if cls is not None and name not in expected and dataclasses.is_dataclass(cls):
-            expected[name] = [field.name for field in dataclasses.fields(cls)]
         if expected.get(name) != names:
             raise UserError(
                 f"its snapshot is of a scheduler whose {name} has the fields {names}, this "

@@ -33,38 +33,28 @@ class Constant:
         return f"{self.name}: {self.value}"
 
 
-CODE_CONSTANTS = (
-    Constant("BF16", model_shape.BF16, "Bytes of a weight that an engine reads and of a KV entry."),
-    Constant("WEIGHT_BYTES", memory.WEIGHT_BYTES, "Of a parameter in the trainer: bf16 weight."),
-    Constant("GRADIENT_BYTES", memory.GRADIENT_BYTES, "Of a parameter: fp32 main gradient."),
-    Constant(
-        "OPTIMIZER_BYTES",
-        memory.OPTIMIZER_BYTES,
-        "Of a parameter, spread over the data-parallel ranks: fp32 weight and Adam's two moments.",
-    ),
-    Constant(
-        "LAYER_BYTES",
-        memory.LAYER_BYTES,
-        "Planner: activations of a layer, per token and hidden unit.",
-    ),
-    Constant(
-        "LAYER_INPUT_BYTES",
-        memory.LAYER_INPUT_BYTES,
-        "Planner: of them what is kept when a layer is recomputed.",
-    ),
-    Constant(
-        "LOGIT_BYTES",
-        memory.LOGIT_BYTES,
-        "Planner: fp32 logit and its gradient, for `trainer.logprob_chunk_tokens` at once.",
-    ),
-    Constant(
-        "ENOUGH_THROUGHPUT",
-        planner.ENOUGH_THROUGHPUT,
-        "Planner: share of the largest generation speed at which N' is not raised further.",
-    ),
-    Constant(
-        "KV_FILL", planner.KV_FILL, "Planner: share of the KV cache that N' may fill on average."
-    ),
+_MEANINGS = {
+    model_shape: {"BF16": "Bytes of a weight that an engine reads and of a KV entry."},
+    memory: {
+        "WEIGHT_BYTES": "Of a parameter in the trainer: bf16 weight.",
+        "GRADIENT_BYTES": "Of a parameter: fp32 main gradient.",
+        "OPTIMIZER_BYTES": "Of a parameter, spread over the data-parallel ranks: fp32 weight and "
+        "Adam's two moments.",
+        "LAYER_BYTES": "Planner: activations of a layer, per token and hidden unit.",
+        "LAYER_INPUT_BYTES": "Planner: of them what is kept when a layer is recomputed.",
+        "LOGIT_BYTES": "Planner: fp32 logit and its gradient, for `trainer.logprob_chunk_tokens` "
+        "at once.",
+    },
+    planner: {
+        "ENOUGH_THROUGHPUT": "Planner: share of the largest generation speed at which N' is not "
+        "raised further.",
+        "KV_FILL": "Planner: share of the KV cache that N' may fill on average.",
+    },
+}
+CODE_CONSTANTS = tuple(
+    Constant(name, getattr(module, name), meaning)
+    for module, meanings in _MEANINGS.items()
+    for name, meaning in meanings.items()
 )
 """What is in the code and not in the settings: formats of numbers, and the planner's two rules."""
 

@@ -39,9 +39,9 @@ _SIZES = (1, 2, 4, 8, 16)
 ENOUGH_THROUGHPUT = 0.95
 """Share of the largest throughput at which N' is not raised further."""
 _KEPT = 3
+"""Trainer layouts and TP sizes that are combined when the GPUs can be split in one way only."""
 _TIE = 0.02
 """Plans within this share of the best speed are as fast: the steps of a simulation vary by it."""
-"""Trainer layouts and TP sizes that are combined when the GPUs can be split in one way only."""
 KV_FILL = 0.92
 """Share of the KV cache that N' may fill on average."""
 
@@ -199,9 +199,7 @@ def _trainers(config: RunConfig, workload: _Workload, gpus: int) -> list[Trainer
     shape, gpu = shape_of(config), gpu_of(config.simulate.gpu)
     longest = config.sampling.max_new_tokens + config.simulate.lengths.prompt_tokens
     plans = []
-    for tensor in _SIZES:
-        if tensor > config.simulate.gpus_per_node or shape.heads % tensor or gpus % tensor:
-            continue
+    for tensor in _tensor_sizes(config, gpus):
         for pipeline in _SIZES:
             if shape.layers % pipeline or gpus % (tensor * pipeline):
                 continue
@@ -229,16 +227,18 @@ def _engines(
     config: RunConfig, workload: _Workload, gpus: int, trainer: TrainerPlan
 ) -> list[EnginePlan]:
     """TP sizes that hold the model and the longest response, fastest first."""
-    settings, shape = config.simulate, shape_of(config)
-    taken = trainer.fixed_memory if settings.placement == "colocated" else 0.0
-    plans = []
-    for tensor in _SIZES:
-        if tensor > settings.gpus_per_node or shape.heads % tensor or gpus % tensor:
-            continue
-        plan = _engine_plan(config, workload, gpus // tensor, tensor, taken)
-        if plan is not None:
-            plans.append(plan)
-    return sorted(plans, key=lambda plan: plan.seconds)
+    taken = trainer.fixed_memory if config.simulate.placement == "colocated" else 0.0
+    found = (
+        _engine_plan(config, workload, gpus // tensor, tensor, taken)
+        for tensor in _tensor_sizes(config, gpus)
+    )
+    return sorted((plan for plan in found if plan is not None), key=lambda plan: plan.seconds)
+
+
+def _tensor_sizes(config: RunConfig, gpus: int) -> list[int]:
+    """TP sizes that divide heads and GPUs, within a node."""
+    heads, most = shape_of(config).heads, config.simulate.gpus_per_node
+    return [n for n in _SIZES if n <= most and heads % n == 0 and gpus % n == 0]
 
 
 def _engine_plan(
