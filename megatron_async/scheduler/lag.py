@@ -41,14 +41,14 @@ class LagLedger:
         self.remove(group)
         group.oldest = oldest
         if self._bound is not None and oldest is not None:
-            self._groups.setdefault(oldest, {})[group.group_id] = group
+            self._groups.setdefault(oldest, {})[group.spec.group_id] = group
 
     def remove(self, group: GroupEntry) -> None:
         """The group is consumed or dropped."""
         if group.oldest is None or self._bound is None:
             return
         same_version = self._groups[group.oldest]
-        del same_version[group.group_id]
+        del same_version[group.spec.group_id]
         if not same_version:
             del self._groups[group.oldest]
 

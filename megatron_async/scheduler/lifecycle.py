@@ -309,7 +309,7 @@ class Lifecycle:
                 del self._trajectories[entry.trajectory_id]
         self.open_groups -= size
         self.finished_groups -= size
-        ids = tuple(group.group_id for group in groups)
+        ids = tuple(group.spec.group_id for group in groups)
         out.append(ev.EmitBatch(step, ids, floor if masked else None))
         self.lag.next_step += 1
         self.resolve_stale(out)

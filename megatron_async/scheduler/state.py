@@ -106,10 +106,6 @@ class GroupEntry:
     drop_reason: DropReason | None = None
     serving: dict[str, int] = field(default_factory=dict)
 
-    @property
-    def group_id(self) -> int:
-        return self.spec.group_id
-
     def oldest_of_members(self) -> int | None:
         """Smallest policy number in the group, those with an ending left out."""
         known = (m.oldest for m in self.members if m.ending is None and m.oldest is not None)

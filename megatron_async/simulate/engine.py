@@ -107,7 +107,6 @@ class Engine:
     costs: EngineCosts
     settings: SimulateConfig
     max_running: int | None
-    version: int = 0
     now: float = 0.0
     steps: float = 0.0
     kv: float = 0.0
@@ -373,11 +372,5 @@ class Engine:
 
     def load(self, version: int) -> None:
         """Other weights from now on."""
-        self.version = version
         self.prefixes += self._keeps
         self._switches.append((self.steps, version))
-
-    @property
-    def waiting(self) -> int:
-        """Requests in the queue."""
-        return len(self._waiting)

@@ -60,7 +60,7 @@ def read_settings(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
 def run_points(
     settings: Mapping[str, Any],
     points: Iterable[Overrides],
-    on_done: Callable[[Point], None] | None = None,
+    on_done: Callable[[Point], None],
 ) -> tuple[list[Point], list[tuple[str, UserError | ComponentFailure]]]:
     """Simulate each point; returns those that were, and what the others failed with, by name.
 
@@ -80,6 +80,5 @@ def run_points(
         except (UserError, ComponentFailure) as error:
             failed.append((" ".join(labels) or config.schedule.preset, error))
             continue
-        if on_done is not None:
-            on_done(out[-1])
+        on_done(out[-1])
     return out, failed

@@ -205,9 +205,11 @@ class World:
         self.now = when
         action(*arguments)
 
+    def _at(self, when: float, action: Callable[..., None], *arguments: Any) -> None:
+        heapq.heappush(self._agenda, (when, next(self._serial), action, arguments))
+
     def _later(self, delay: float, action: Callable[..., None], *arguments: Any) -> None:
-        entry = (self.now + delay, next(self._serial), action, arguments)
-        heapq.heappush(self._agenda, entry)
+        self._at(self.now + delay, action, *arguments)
 
     # ------------------------------------------------------------ engines
 
@@ -222,8 +224,7 @@ class World:
             engine.admit()
             when = engine.forecast()
             if when is not None:
-                entry = (when, next(self._serial), self._engine_event, (engine, engine.stamp))
-                heapq.heappush(self._agenda, entry)
+                self._at(when, self._engine_event, engine, engine.stamp)
 
     def _engine_event(self, engine: Engine, stamp: int) -> None:
         if stamp != engine.stamp:
@@ -248,8 +249,7 @@ class World:
 
     def _report_load(self) -> None:
         for engine in self._engines.values():
-            engine.advance(self.now)
-            self._dirty[engine.engine_id] = engine
+            self._touch(engine)
             usage = min(1.0, engine.kv / engine.costs.kv_capacity_tokens)
             news = self.statistics.new_preemptions(engine)
             self._events.append(ev.EngineLoad(engine.engine_id, usage, news))

@@ -96,7 +96,7 @@ def test_a_full_cache_preempts_and_loses_nothing(
     surplus = engine.counters.generated - sum(lengths)
     assert -1e-3 <= surplus <= engine.counters.preemptions + 1e-3
     assert (engine.counters.preempted_prefill > 0) == (engine.counters.preemptions > 0)
-    assert engine.kv == 0 and engine.waiting == 0
+    assert engine.kv == 0 and not engine._waiting
 
 
 def test_preemption_happens_at_the_capacity_only() -> None:
@@ -186,7 +186,7 @@ def test_a_cancelled_request_in_the_queue_never_runs() -> None:
     engine.submit(SimulatedRequest(0, 0, 100, 0, 50))
     engine.submit(SimulatedRequest(1, 1, 100, 0, 50))
     engine.admit()
-    assert list(engine.running) == [0] and engine.waiting == 1
+    assert list(engine.running) == [0] and len(engine._waiting) == 1
     assert engine.cancel([1]) == [(1, [])]
     assert engine.cancel([1]) == []
     assert list(drive(engine)) == [0]
