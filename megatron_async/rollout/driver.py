@@ -384,7 +384,7 @@ class RolloutDriver:
                 self._store.drop(action.trajectory_id, action.reason)
                 self.statistics.dropped(action.reason)
                 if action.reason is DropReason.FILTERED:
-                    self._admission.filtered(self._scheduler.view().complete_groups)
+                    self._admission.filtered(self._scheduler.complete_groups)
                 for waiting in self._scoring.dropped(action.trajectory_id):
                     asyncio.get_running_loop().call_soon(self._reward_ready, waiting, None)
             case ev.Restart():

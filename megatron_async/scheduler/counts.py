@@ -1,8 +1,7 @@
 """Running counts of the scheduler, and the snapshot of them that metrics read.
 
 Invariants
-- `by_state[state]` is the number of trajectories in that state, neither batched nor dropped.
-- Everything else only grows, but for the off-policy share, which is the newest batch's.
+- Counts only grow, but for the off-policy share, which is the newest batch's.
 - A view is never used for decisions.
 """
 
@@ -13,14 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_async.scheduler.state import GroupEntry, TrajectoryEntry
-from megatron_async.trajectory.types import DropReason, PolicyVersion, TrajectoryState
+from megatron_async.trajectory.types import DropReason, PolicyVersion
 
 
 class Counts:
-    """Counts; every change of a trajectory's state passes here."""
+    """Counts of what has happened."""
 
     def __init__(self) -> None:
-        self.by_state: dict[TrajectoryState, int] = dict.fromkeys(TrajectoryState, 0)
         self.dropped: Counter[DropReason] = Counter()
         self.restarted = 0
         self.regenerated = 0
@@ -29,34 +27,13 @@ class Counts:
         self.filtered_tokens = 0
         self.off_policy_share = 0.0
 
-    @property
-    def unscored(self) -> int:
-        """Trajectories that have their whole response and no score."""
-        return self.by_state[TrajectoryState.FINISHED]
-
-    def add(self, entries: Sequence[TrajectoryEntry]) -> None:
-        """New trajectories, pending."""
-        self.by_state[TrajectoryState.PENDING] += len(entries)
-
-    def move(self, entry: TrajectoryEntry, state: TrajectoryState) -> None:
-        """`entry` is in `state` from now on."""
-        self.by_state[entry.state] -= 1
-        self.by_state[state] += 1
-        entry.state = state
-
-    def leave(self, entry: TrajectoryEntry) -> None:
-        """`entry` is none of these any more."""
-        self.by_state[entry.state] -= 1
-
     def restart(self, entry: TrajectoryEntry) -> None:
         """Count that `entry` goes back to its prompt."""
         self.restarted += 1
         self.wasted_tokens += entry.tokens
-        self.move(entry, TrajectoryState.PENDING)
 
     def drop(self, entry: TrajectoryEntry, reason: DropReason) -> None:
         """`entry` leaves the run."""
-        self.leave(entry)
         self.dropped[reason] += 1
         self.wasted_tokens += entry.tokens
         if reason is DropReason.FILTERED:
@@ -67,7 +44,6 @@ class Counts:
         total = current = 0
         for group in groups:
             for entry in group.members:
-                self.leave(entry)
                 total += entry.tokens
                 current += entry.tokens_of(step)
         self.off_policy_share = 1 - current / total if total else 0.0

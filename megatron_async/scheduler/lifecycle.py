@@ -59,6 +59,10 @@ class Lifecycle:
         """Return whether all groups are complete."""
         return not self.fresh and self.open_groups == self.ready.count
 
+    def count(self, state: TrajectoryState) -> int:
+        """Trajectories in this state."""
+        return sum(entry.state is state for entry in self._trajectories.values())
+
     # ------------------------------------------------------------ arriving
 
     def add_group(self, spec: ev.GroupSpec) -> GroupEntry:
@@ -68,7 +72,6 @@ class Lifecycle:
             if entry.trajectory_id in self._trajectories:
                 raise ValueError(f"trajectory {entry.trajectory_id} is known already")
             self._trajectories[entry.trajectory_id] = entry
-        self.counts.add(group.members)
         return group
 
     def add_fresh(self, group: GroupEntry) -> None:
@@ -108,7 +111,6 @@ class Lifecycle:
         gone = [pair for pair in found if pair[1].state is TrajectoryState.DROPPED]
         for entry, _ in gone:
             group.members.remove(entry)
-            self.counts.leave(entry)
             del self._trajectories[entry.trajectory_id]
         if gone:
             self._drop_group(group, gone[0][1].drop_reason or DropReason.FILTERED, out)
@@ -130,7 +132,7 @@ class Lifecycle:
 
     def submitted(self, entry: TrajectoryEntry, engine: EngineEntry, version: int) -> None:
         """`entry`, taken from the work queue, runs on `engine`, which serves `version`."""
-        self.counts.move(entry, _RUNNING)
+        entry.state = _RUNNING
         if entry.oldest is None:
             entry.oldest = version
             oldest = entry.group.oldest
@@ -180,7 +182,7 @@ class Lifecycle:
 
     def _finished(self, entry: TrajectoryEntry) -> None:
         """`entry` has its whole response."""
-        self.counts.move(entry, TrajectoryState.FINISHED)
+        entry.state = TrajectoryState.FINISHED
         entry.group.unfinished -= 1
         if not entry.group.unfinished:
             self.finished_groups += 1
@@ -208,7 +210,7 @@ class Lifecycle:
         if entry is None or entry.state is not _RUNNING:
             return
         self._fleet.release(entry)
-        self.counts.move(entry, _PARTIAL if entry.tokens else _PENDING)
+        entry.state = _PARTIAL if entry.tokens else _PENDING
         if entry.group.drop_reason is None:
             self._drop_group(entry.group, DropReason.REFUSED, out)
         else:
@@ -227,7 +229,7 @@ class Lifecycle:
         self._queue(entry)
 
     def _queue(self, entry: TrajectoryEntry) -> None:
-        self.counts.move(entry, _PARTIAL if entry.tokens else _PENDING)
+        entry.state = _PARTIAL if entry.tokens else _PENDING
         self.work.push(entry)
 
     def abort_all(self, out: Actions) -> None:
@@ -255,7 +257,7 @@ class Lifecycle:
         elif event.regenerate and entry.regenerations < self._config.max_regenerations:
             self._regenerate(entry, out)
         else:
-            self.counts.move(entry, TrajectoryState.SCORED)  # nothing works on it any more
+            entry.state = TrajectoryState.SCORED  # nothing works on it any more
             self._drop_group(entry.group, DropReason.VERIFIER, out)
 
     def _regenerate(self, entry: TrajectoryEntry, out: Actions) -> None:
@@ -270,7 +272,7 @@ class Lifecycle:
     def _scored(self, entry: TrajectoryEntry, reward: float, out: Actions) -> None:
         group = entry.group
         entry.reward = reward
-        self.counts.move(entry, TrajectoryState.SCORED)
+        entry.state = TrajectoryState.SCORED
         group.unscored -= 1
         if group.unscored:
             return

@@ -90,19 +90,24 @@ class Scheduler:
         left_over = self._life.ready.count < self.config.updates_per_batch
         return self._exhausted and self._life.none_unfinished and left_over and not self._untaken
 
+    @property
+    def complete_groups(self) -> int:
+        """Groups that wait for a batch with all their scores."""
+        return self._life.ready.count
+
     def view(self) -> SchedulerView:
-        """Counts for metrics."""
+        """Counts for metrics; looks at every trajectory."""
         life, counts = self._life, self._life.counts
         return SchedulerView(
             version=self._version,
             next_step=life.lag.next_step,
             concurrency=self.concurrency,
             in_flight=self._fleet.in_flight,
-            buffered_partial=counts.by_state[TrajectoryState.PARTIAL],
-            unscored=counts.unscored,
+            buffered_partial=life.count(TrajectoryState.PARTIAL),
+            unscored=life.count(TrajectoryState.FINISHED),
             open_groups=life.open_groups,
             finished_groups=life.finished_groups,
-            complete_groups=life.ready.count,
+            complete_groups=self.complete_groups,
             dropped=dict(counts.dropped),
             restarted=counts.restarted,
             regenerated=counts.regenerated,
@@ -187,7 +192,8 @@ class Scheduler:
 
     def _batch_taken(self, event: ev.BatchTaken, out: Actions) -> None:
         self._untaken = [step for step in self._untaken if step != event.step]
-        out.extend(self._watch.taken(event.step, self._life.counts.unscored))
+        unscored = self._life.count(TrajectoryState.FINISHED)
+        out.extend(self._watch.taken(event.step, unscored))
         if self._auto is not None:
             tokens = self._life.counts.batched_tokens
             self._auto = auto_concurrency.taken(self._auto, event.at_seconds, tokens)
