@@ -63,7 +63,7 @@ def gradients_of(trainer: PolicyTrainer, batch: TokenBatch) -> dict[str, Tensor]
     )
     zero_gradients(trainer.wrapped, trainer.optimizer)
     found = runner.gradients(batch, sft_loss(batch), entropy=False)
-    if not found.loss_is_finite:
+    if found.reason is not None:
         raise CheckFailed(f"the loss is not finite: {found.reason}")
     return {
         name: parameter.main_grad.detach().to("cpu", torch.float32, copy=True)

@@ -31,7 +31,7 @@ from megatron_async_kernels.loss_types import (
 from torch import Tensor
 
 from megatron_async.algorithms.transfer import to_device
-from megatron_async.trainer.microbatch import IndexArray, MicrobatchPlan, plan_microbatches
+from megatron_async.trainer.microbatch import IndexArray, plan_microbatches
 from megatron_async.trainer.packed import PackedInputs, TokenLogprobs, pack_inputs
 from megatron_async.trainer.parallel import RankLayout
 from megatron_async.trajectory.batch import TokenBatch
@@ -71,34 +71,15 @@ _Share = tuple[Tensor, Tensor, None]
 
 @dataclass(frozen=True, eq=False)
 class GradientResult:
-    """Sums over all ranks. `loss_is_finite` is about this rank alone; `reason` explains it.
+    """Sums over all ranks. `reason`: why this rank's loss is not finite; None where it is.
 
     `logprobs_T` are those that the loss saw, 0 where nothing is trained.
     """
 
     metrics: LossMetrics
     logprobs_T: FloatArray
-    loss_is_finite: bool
     reason: str | None
     num_microbatches: int
-
-
-class _RowCollector:
-    """Log-probs of all microbatches of all ranks, in the order of the batch."""
-
-    def __init__(self, num_tokens: int, device: torch.device, counts: bool) -> None:
-        self._values_T = torch.zeros(num_tokens, dtype=torch.float32, device=device)
-        self._counts = counts
-
-    def add(self, micro: Microbatch, output: TokenLogprobs) -> None:
-        if self._counts and not micro.is_dummy:
-            self._values_T[micro.index_R] = output.logprobs_R.detach().float()
-
-    def all_reduce(self) -> FloatArray:
-        """Collective; the same on every rank."""
-        dist.all_reduce(self._values_T)
-        values_T: FloatArray = self._values_T.cpu().numpy()
-        return values_T
 
 
 class PolicyRunner:
@@ -118,8 +99,8 @@ class PolicyRunner:
         self._hidden_size = hidden_size
         self._counts = layout.is_last_stage and layout.tensor_rank == 0
 
-    def plan(self, batch: TokenBatch) -> tuple[list[Microbatch], MicrobatchPlan]:
-        """This rank's microbatches, and the plan of all ranks."""
+    def _microbatches(self, batch: TokenBatch) -> list[Microbatch]:
+        """This rank's; as many as any other rank's."""
         trained_S = np.flatnonzero(_rows_per_sequence(batch))
         plan = plan_microbatches(
             batch.lengths_S()[trained_S],
@@ -127,38 +108,33 @@ class PolicyRunner:
             token_budget=self._token_budget,
             hidden_size=self._hidden_size,
         )
-        mine = [
+        return [
             build_microbatch(batch, trained_S[chosen], self._layout.device)
-            for chosen in plan.rank(self._layout.data_rank)
+            for chosen in plan[self._layout.data_rank]
         ]
-        return mine, plan
 
     @torch.no_grad()
     def logprobs(self, batch: TokenBatch) -> FloatArray:
         """log pi(token) at the batch's temperature where the loss mask is set, else 0, [T]."""
-        microbatches, plan = self.plan(batch)
-        rows = _RowCollector(batch.num_tokens, self._layout.device, self._counts)
 
-        def keep(output: TokenLogprobs, micro: Microbatch) -> _Share:
-            rows.add(micro, output)
+        def no_loss(_output: TokenLogprobs, _micro: Microbatch) -> _Share:
             return self._zero(), torch.zeros((), dtype=torch.int), None
 
-        self._run(microbatches, plan, batch.temperature, keep, forward_only=True, entropy=False)
-        return rows.all_reduce()
+        microbatches = self._microbatches(batch)
+        logprobs_T = self._run(microbatches, batch, no_loss, forward_only=True, entropy=False)
+        return _of_all_ranks(logprobs_T)
 
     def gradients(self, batch: TokenBatch, loss: LossFunction, *, entropy: bool) -> GradientResult:
         """Add the gradient of the summed `loss` to the (zeroed) gradient buffers, reduced.
 
         `loss` is called on the last stage for every microbatch that is not a dummy.
         """
-        microbatches, plan = self.plan(batch)
+        microbatches = self._microbatches(batch)
         metrics = LossMetrics.empty(self._layout.device)
-        rows = _RowCollector(batch.num_tokens, self._layout.device, self._counts)
         shares: list[tuple[Microbatch, TokenLogprobs, Tensor]] = []
 
         def share(output: TokenLogprobs, micro: Microbatch) -> _Share:
             nonlocal metrics
-            rows.add(micro, output)
             value = output.logprobs_R.sum() * 0.0
             if not micro.is_dummy:
                 found = loss(micro, output, check=False)
@@ -169,15 +145,13 @@ class PolicyRunner:
                 value = attach_gradient(found, output.logprobs_R, output.entropy_R)
             return value, self._zero(torch.int), None
 
-        self._run(microbatches, plan, batch.temperature, share, forward_only=False, entropy=entropy)
-        reason = _first_reason(loss, shares)
+        logprobs_T = self._run(microbatches, batch, share, forward_only=False, entropy=entropy)
         counted = metrics if self._counts else LossMetrics.empty(self._layout.device)
         return GradientResult(
             metrics=counted.all_reduce(dist.group.WORLD),
-            logprobs_T=rows.all_reduce(),
-            loss_is_finite=reason is None,
-            reason=reason,
-            num_microbatches=plan.num_microbatches,
+            logprobs_T=_of_all_ranks(logprobs_T),
+            reason=_first_reason(loss, shares),
+            num_microbatches=len(microbatches),
         )
 
     def _zero(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -186,31 +160,48 @@ class PolicyRunner:
     def _run(
         self,
         microbatches: list[Microbatch],
-        plan: MicrobatchPlan,
-        temperature: float,
-        finish: Callable[[TokenLogprobs, Microbatch], _Share],
+        batch: TokenBatch,
+        share: Callable[[TokenLogprobs, Microbatch], _Share],
         *,
         forward_only: bool,
         entropy: bool,
-    ) -> None:
-        """Megatron's schedule (1F1B where there are pipeline stages)."""
+    ) -> Tensor:
+        """Megatron's schedule (1F1B where there are pipeline stages).
+
+        Returns the log-probs that this rank counts, in the order of the batch, 0 elsewhere.
+        """
+        logprobs_T = torch.zeros(batch.num_tokens, dtype=torch.float32, device=self._layout.device)
 
         def forward_step(
             iterator: Iterator[Microbatch], model: DistributedDataParallel
         ) -> tuple[Any, Callable[[TokenLogprobs], _Share]]:
             micro = next(iterator)
-            output = model(micro.packed, temperature=temperature, return_entropy=entropy)
-            return output, lambda found: finish(found, micro)
+            output = model(micro.packed, temperature=batch.temperature, return_entropy=entropy)
+
+            def finish(found: TokenLogprobs) -> _Share:
+                if self._counts and not micro.is_dummy:
+                    logprobs_T[micro.index_R] = found.logprobs_R.detach().float()
+                return share(found, micro)
+
+            return output, finish
 
         get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iter(microbatches),
             model=[self._model],
-            num_microbatches=plan.num_microbatches,
+            num_microbatches=len(microbatches),
             seq_length=self._token_budget,  # Not read: the stages send each other the shapes.
             micro_batch_size=1,
             forward_only=forward_only,
         )
+        return logprobs_T
+
+
+def _of_all_ranks(values_T: Tensor) -> FloatArray:
+    """Collective; the sum over all ranks, on every rank."""
+    dist.all_reduce(values_T)
+    summed_T: FloatArray = values_T.cpu().numpy()
+    return summed_T
 
 
 def _if(finite: Tensor, found: LossOutput) -> LossOutput:

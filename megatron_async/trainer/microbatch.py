@@ -14,29 +14,12 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 CostArray = npt.NDArray[np.float64]
 IndexArray = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True, eq=False)
-class MicrobatchPlan:
-    """`sequences[d][m]`: indices into the batch, ascending, of microbatch m of DP rank d."""
-
-    sequences: tuple[tuple[IndexArray, ...], ...]
-
-    @property
-    def num_microbatches(self) -> int:
-        """The same on every data-parallel rank, at least 1."""
-        return len(self.sequences[0])
-
-    def rank(self, data_parallel_rank: int) -> tuple[IndexArray, ...]:
-        """The microbatches of one data-parallel rank."""
-        return self.sequences[data_parallel_rank]
 
 
 def sequence_cost(lengths_S: npt.NDArray[np.integer], hidden_size: int) -> CostArray:
@@ -53,9 +36,10 @@ def sequence_cost(lengths_S: npt.NDArray[np.integer], hidden_size: int) -> CostA
 
 def plan_microbatches(
     lengths_S: npt.NDArray[np.integer], *, data_parallel: int, token_budget: int, hidden_size: int
-) -> MicrobatchPlan:
+) -> list[list[IndexArray]]:
     """Balance sequences over ranks by cost, then fill microbatches to the token budget.
 
+    Returns the indices into the batch, ascending, of each microbatch of each data-parallel rank.
     Ranks are filled greedily, costliest sequence first (longest processing time rule: at most
     4/3 of the optimum, Graham 1969). The number of microbatches is what the fullest rank needs by
     first-fit decreasing; the others spread their sequences over as many.
@@ -69,12 +53,10 @@ def plan_microbatches(
     shards = balance(cost_S, data_parallel)
     bins = [_first_fit(lengths, cost_S, shard, token_budget) for shard in shards]
     count = max(1, *(len(rank_bins) for rank_bins in bins))
-    return MicrobatchPlan(
-        tuple(
-            _spread(lengths, cost_S, shard, rank_bins, count, token_budget)
-            for shard, rank_bins in zip(shards, bins, strict=True)
-        )
-    )
+    return [
+        _spread(lengths, cost_S, shard, rank_bins, count, token_budget)
+        for shard, rank_bins in zip(shards, bins, strict=True)
+    ]
 
 
 def balance(cost_S: CostArray, parts: int) -> list[IndexArray]:
@@ -118,7 +100,7 @@ def _spread(
     packed: Sequence[Sequence[int]],
     count: int,
     budget: int,
-) -> tuple[IndexArray, ...]:
+) -> list[IndexArray]:
     """Exactly `count` microbatches of even cost; the first-fit bins where evenness breaks it."""
     bins: list[list[int]] = [[] for _ in range(count)]
     tokens = [0] * count
@@ -136,4 +118,4 @@ def _spread(
         bins[slot].append(index)
         tokens[slot] += length
         load[slot] += float(cost_S[index])
-    return tuple(np.array(sorted(indices), dtype=np.int64) for indices in bins)
+    return [np.array(sorted(indices), dtype=np.int64) for indices in bins]

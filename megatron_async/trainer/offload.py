@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_async.algorithms.transfer import HostBuffers
 from megatron_async.config import RunConfig
+from megatron_async.trainer.optimizer import optimizer_parts
 
 
 class Residence(enum.Enum):
@@ -32,18 +33,11 @@ class Residence(enum.Enum):
     NOTHING = "nothing"
 
 
-class TrainerMemory(Protocol):
-    """The interface that moves parts of the trainer to and from its device; see `DeviceMemory`."""
-
-    def hold(self, residence: Residence) -> None:
-        """Move what must move so that exactly this is on the device."""
-
-
 class AlwaysThere:
     """`engines.placement: disaggregated`: the trainer has its devices for itself."""
 
     def hold(self, residence: Residence) -> None:
-        return None
+        """Leave all of it on the device."""
 
 
 class HostCopies:
@@ -100,6 +94,7 @@ class DeviceMemory:
         self.residence = Residence.ALL
 
     def hold(self, residence: Residence) -> None:
+        """Move what must move so that exactly this is on the device."""
         if residence is Residence.ALL:
             self._weights.give_back()
             self._rest.give_back()
@@ -115,6 +110,9 @@ class DeviceMemory:
                 torch.cuda.ipc_collect()  # buckets that engines have opened and let go
                 torch.cuda.empty_cache()  # else the caching allocator keeps what was freed
         self.residence = residence
+
+
+TrainerMemory = AlwaysThere | DeviceMemory
 
 
 def trainer_memory(config: RunConfig, trainer: Any) -> TrainerMemory:
@@ -133,9 +131,7 @@ def other_tensors(trainer: Any) -> Iterator[Tensor]:
     wrapped = trainer.wrapped
     for buffer in (*wrapped.buffers, *wrapped.expert_parallel_buffers):
         yield buffer.grad_data
-    for part in trainer.optimizer.chained_optimizers:
-        if part.is_stub_optimizer:
-            continue
+    for part in optimizer_parts(trainer.optimizer):
         for group in part.optimizer.param_groups:
             yield from (parameter.data for parameter in group["params"])
         for state in part.optimizer.state.values():

@@ -14,8 +14,6 @@ installed and torch's AdamW otherwise; `fused_optimizer_name` names it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -60,7 +58,6 @@ def wrap_data_parallel(
     backward pass on GPUs; on a CPU there is nothing to overlap with.
     """
     transformer_config = model.config
-    transformer_config.calculate_per_token_loss = True
     wrapped = DistributedDataParallel(
         transformer_config,
         DistributedDataParallelConfig(
@@ -106,9 +103,7 @@ def build_optimizer(
         [model],
     )
     by_muon = matrices(unwrap(model)) if config.name == "muon" else {}
-    for part in optimizer.chained_optimizers:
-        if part.is_stub_optimizer:
-            continue
+    for part in optimizer_parts(optimizer):
         groups = part.optimizer.param_groups
         for group in groups:  # Megatron leaves it to its own scheduler, which is not used
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
@@ -117,6 +112,11 @@ def build_optimizer(
             part.optimizer = Muon(groups, by_muon, config.muon_momentum, precision)
         _allocate_state(part)
     return optimizer
+
+
+def optimizer_parts(optimizer: ChainedOptimizer) -> list[Any]:
+    """Megatron's optimizers of dense and of expert weights, of those of which this rank has any."""
+    return [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
 
 
 def _allocate_state(part: Any) -> None:
@@ -140,9 +140,7 @@ def set_applied_updates(optimizer: ChainedOptimizer, count: int) -> None:
 
     torch keeps one for each parameter, the fused ones one for each group (absent at 0).
     """
-    for part in optimizer.chained_optimizers:
-        if part.is_stub_optimizer:
-            continue
+    for part in optimizer_parts(optimizer):
         if isinstance(part.optimizer, torch.optim.AdamW):
             for state in part.optimizer.state.values():
                 if "step" in state:
@@ -154,23 +152,12 @@ def set_applied_updates(optimizer: ChainedOptimizer, count: int) -> None:
                 group["step"] = count
 
 
-def fused_optimizer_name(optimizer: ChainedOptimizer) -> str:
-    """Module and class of the optimizer in use, for `doctor` and the log."""
-    inner = type(optimizer.chained_optimizers[0].optimizer)
-    return f"{inner.__module__}.{inner.__name__}"
-
-
-@dataclass(frozen=True)
-class UpdateResult:
-    """`applied` is the same on every rank; `grad_norm` is the norm before clipping."""
-
-    applied: bool
-    grad_norm: float
-
-
-def guarded_step(optimizer: ChainedOptimizer, *, rate: float, loss_is_finite: bool) -> UpdateResult:
+def guarded_step(
+    optimizer: ChainedOptimizer, *, rate: float, loss_is_finite: bool
+) -> tuple[bool, float]:
     """Clip and apply the gradients in the buffers, unless any rank saw something non-finite.
 
+    Returns whether they were applied, the same on every rank, and their norm before clipping.
     Megatron's own `step` applies a NaN gradient norm (a comparison with NaN is false), hence the
     same public parts with a check in between. One scalar collective.
     """
@@ -180,10 +167,11 @@ def guarded_step(optimizer: ChainedOptimizer, *, rate: float, loss_is_finite: bo
     flag = torch.tensor([float(bad)], device=current_device())
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
     if flag.item() > 0:
-        return UpdateResult(False, grad_norm)
-    _set_rate(optimizer.param_groups, rate)
-    for part in optimizer.chained_optimizers:
-        parameters = [] if part.is_stub_optimizer else part.get_parameters()
+        return False, grad_norm
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group.get("lr_mult", 1.0)
+    for part in optimizer_parts(optimizer):
+        parameters = part.get_parameters()
         if parameters and part.config.clip_grad > 0:
             clip_grad_by_total_norm_fp32(
                 parameters,
@@ -191,12 +179,7 @@ def guarded_step(optimizer: ChainedOptimizer, *, rate: float, loss_is_finite: bo
                 total_norm=grad_norm,
                 use_decoupled_grad=part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
             )
-    return UpdateResult(bool(optimizer.step_with_ready_grads()), grad_norm)
-
-
-def _set_rate(groups: Iterable[dict[str, Any]], rate: float) -> None:
-    for group in groups:
-        group["lr"] = rate * group.get("lr_mult", 1.0)
+    return bool(optimizer.step_with_ready_grads()), grad_norm
 
 
 def zero_gradients(model: DistributedDataParallel, optimizer: ChainedOptimizer) -> None:

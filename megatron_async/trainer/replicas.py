@@ -33,6 +33,7 @@ from megatron_async.errors import ComponentFailure
 from megatron_async.models.parameters import PlacedParameter, placed_parameters
 from megatron_async.models.shards import ShardLayout
 from megatron_async.trainer.device import current_device
+from megatron_async.trainer.optimizer import optimizer_parts
 from megatron_async.trainer.policy_model import PolicyModel
 
 SumMatrix = npt.NDArray[np.int64]
@@ -190,9 +191,7 @@ def held_tensors(model: PolicyModel, optimizer: ChainedOptimizer) -> Iterator[He
         names[id(placed.parameter)] = _name(placed)
         values_N = placed.parameter.detach().view(-1)
         yield HeldCopy(_name(placed), rank, values_N, 0, values_N.numel())
-    for part in optimizer.chained_optimizers:
-        if part.is_stub_optimizer:
-            continue
+    for part in optimizer_parts(optimizer):
         for parameter, main_N, begin, owner in _main_parameters(part, rank):
             name = f"the optimizer's copy of {names[id(parameter)]}"
             yield HeldCopy(name, owner, main_N, begin, parameter.numel())

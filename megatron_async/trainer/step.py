@@ -16,7 +16,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,7 +36,6 @@ from megatron_async.trainer.forward import LossFunction, PolicyRunner
 from megatron_async.trainer.hf_config import parameter_dtype
 from megatron_async.trainer.optimizer import (
     build_optimizer,
-    fused_optimizer_name,
     guarded_step,
     learning_rate,
     set_applied_updates,
@@ -57,30 +56,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class PolicyUpdate:
-    """An optimizer update; `applied` is false when it was skipped, for `reason`."""
+    """An optimizer update that was applied, or skipped for `reason`.
 
-    applied: bool
+    The defaults are those of one that failed before there was a gradient.
+    """
+
     reason: str | None
-    loss: float
-    grad_norm: float
-    learning_rate: float
-    num_microbatches: int
-    metrics: LossMetrics
-    logprobs_T: FloatArray | None
+    loss: float = math.nan
+    grad_norm: float = math.nan
+    learning_rate: float = 0.0
+    num_microbatches: int = 0
+    metrics: LossMetrics = field(default_factory=LossMetrics.empty)
+    logprobs_T: FloatArray | None = None
 
-
-def _skipped(reason: str) -> PolicyUpdate:
-    """Describe an update that failed before there was a gradient."""
-    return PolicyUpdate(
-        applied=False,
-        reason=reason,
-        loss=math.nan,
-        grad_norm=math.nan,
-        learning_rate=0.0,
-        num_microbatches=0,
-        metrics=LossMetrics.empty(),
-        logprobs_T=None,
-    )
+    @property
+    def applied(self) -> bool:
+        return self.reason is None
 
 
 class PolicyTrainer:
@@ -118,7 +109,8 @@ class PolicyTrainer:
         self.layout = rank_layout(current_device())
         self.wrapped = wrap_data_parallel(self.model[0], self._settings, bf16=bf16)
         self.optimizer = build_optimizer(self.wrapped, self._settings, bf16=bf16)
-        logger.info("optimizer: %s", fused_optimizer_name(self.optimizer))
+        inner = type(self.optimizer.chained_optimizers[0].optimizer)
+        logger.info("optimizer: %s.%s", inner.__module__, inner.__name__)
         self._replicas = ReplicaCheck(
             self.model[0], self.optimizer, config.trainer.compare_replicas_every_steps
         )
@@ -185,7 +177,7 @@ class PolicyTrainer:
             prepared, metrics = self._prepare(batch)
         except NonFiniteError as error:  # The same on every rank: a pure function of the batch.
             self._nonfinite_in_a_row += 1
-            return self._report(batch, [_skipped(str(error))], {}, began)
+            return self._report(batch, [PolicyUpdate(str(error))], {}, began)
         updates: list[PolicyUpdate] = []
         found: list[dict[str, float]] = []
         log_weights: list[FloatArray] = []
@@ -217,7 +209,7 @@ class PolicyTrainer:
             minibatch, denominators = self.algorithm.prepare_minibatch(minibatch, current_T)
         except NonFiniteError as error:
             self._nonfinite_in_a_row += 1
-            return _skipped(str(error))
+            return PolicyUpdate(str(error))
         loss = policy_gradient_loss(self.algorithm, minibatch, denominators)
         # Entropy is reported even where the loss does not need it: measured, it costs little.
         return self._update(minibatch, loss, entropy=True)
@@ -237,20 +229,19 @@ class PolicyTrainer:
         zero_gradients(self.wrapped, self.optimizer)
         found = self._runner.gradients(batch, loss, entropy=entropy)
         rate = learning_rate(self._settings, self._updates, self._total_updates)
-        result = guarded_step(self.optimizer, rate=rate, loss_is_finite=found.loss_is_finite)
+        applied, grad_norm = guarded_step(
+            self.optimizer, rate=rate, loss_is_finite=found.reason is None
+        )
         self._updates += 1
-        reason = None
-        if result.applied:
+        if applied:
             self._applied += 1
             self._nonfinite_in_a_row = 0
         else:
             self._nonfinite_in_a_row += 1
-            reason = self._explain(found.reason, result.grad_norm)
         return PolicyUpdate(
-            applied=result.applied,
-            reason=reason,
+            reason=None if applied else self._explain(found.reason, grad_norm),
             loss=found.metrics.sums()["loss"],
-            grad_norm=result.grad_norm,
+            grad_norm=grad_norm,
             learning_rate=rate,
             num_microbatches=found.num_microbatches,
             metrics=found.metrics,

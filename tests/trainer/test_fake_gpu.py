@@ -10,9 +10,11 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -58,11 +60,6 @@ class Found:
     applied: bool
 
 
-@dataclass(frozen=True)
-class _TwoMicrobatches:
-    num_microbatches: int = 2
-
-
 def one_update(case: str, folder: Path) -> Found:
     """The update of one family, in a process that has no process group yet."""
     from tests.trainer.fake_gpu import fake_gpu, fake_world
@@ -95,22 +92,17 @@ def one_update(case: str, folder: Path) -> Found:
         optimizer = build_optimizer(wrapped, config.optimizer, bf16=True)
         zero_gradients(wrapped, optimizer)
         runner = PolicyRunner(wrapped, layout, token_budget=64, hidden_size=SHAPE["hidden_size"])
-        micro = Microbatch(packed(layout.device), None, None, None)  # type: ignore[arg-type]
+        rows_R, index_R = np.arange(5), torch.arange(5, device=layout.device)
+        micro = Microbatch(packed(layout.device), rows_R, index_R, index_R[:2])
+        batch: Any = SimpleNamespace(num_tokens=TOKENS, temperature=1.0)
 
         def loss(output: TokenLogprobs, _micro: Microbatch) -> Any:
             assert output.entropy_R is not None
             count = torch.zeros((), dtype=torch.int, device=layout.device)
             return output.logprobs_R.sum() + output.entropy_R.sum(), count, None
 
-        runner._run(
-            [micro, micro],
-            _TwoMicrobatches(),  # type: ignore[arg-type]
-            1.0,
-            loss,
-            forward_only=False,
-            entropy=True,
-        )
-        result = guarded_step(optimizer, rate=1e-6, loss_is_finite=True)
+        runner._run([micro, micro], batch, loss, forward_only=False, entropy=True)
+        applied, _ = guarded_step(optimizer, rate=1e-6, loss_is_finite=True)
         moments = {
             str(value.device)
             for part in optimizer.chained_optimizers
@@ -119,7 +111,7 @@ def one_update(case: str, folder: Path) -> Found:
             if name != "step"
         }
         gradients = {(str(p.main_grad.device), p.main_grad.dtype) for p in model.parameters()}
-        return Found(parameters, gradients, moments, result.applied)
+        return Found(parameters, gradients, moments, applied)
 
 
 def write_config(case: str, folder: Path) -> Path:

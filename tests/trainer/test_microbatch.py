@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_async.trainer.microbatch import (
-    MicrobatchPlan,
+    IndexArray,
     balance,
     plan_microbatches,
     sequence_cost,
@@ -17,7 +17,7 @@ from megatron_async.trainer.microbatch import (
 LENGTHS = st.lists(st.integers(2, 400), min_size=0, max_size=60)
 
 
-def plan(lengths: list[int], data_parallel: int = 1, budget: int = 256) -> MicrobatchPlan:
+def plan(lengths: list[int], data_parallel: int = 1, budget: int = 256) -> list[list[IndexArray]]:
     return plan_microbatches(
         np.array(lengths, dtype=np.int32),
         data_parallel=data_parallel,
@@ -32,7 +32,7 @@ def test_every_sequence_is_in_exactly_one_microbatch(
     lengths: list[int], data_parallel: int, budget: int
 ) -> None:
     result = plan(lengths, data_parallel, budget)
-    found = sorted(int(index) for rank in result.sequences for micro in rank for index in micro)
+    found = sorted(int(index) for rank in result for micro in rank for index in micro)
     assert found == list(range(len(lengths)))
 
 
@@ -42,9 +42,9 @@ def test_all_ranks_run_the_same_number_of_microbatches_within_the_budget(
     lengths: list[int], data_parallel: int, budget: int
 ) -> None:
     result = plan(lengths, data_parallel, budget)
-    assert {len(rank) for rank in result.sequences} == {result.num_microbatches}
-    assert result.num_microbatches >= 1
-    for rank in result.sequences:
+    assert len({len(rank) for rank in result}) == 1
+    assert len(result[0]) >= 1
+    for rank in result:
         for micro in rank:
             tokens = sum(lengths[index] for index in micro)
             assert tokens <= budget or len(micro) == 1
@@ -54,7 +54,7 @@ def test_all_ranks_run_the_same_number_of_microbatches_within_the_budget(
 @given(lengths=LENGTHS, data_parallel=st.integers(1, 4))
 def test_the_plan_is_a_function_of_the_lengths(lengths: list[int], data_parallel: int) -> None:
     first, second = plan(lengths, data_parallel), plan(lengths, data_parallel)
-    for left, right in zip(first.sequences, second.sequences, strict=True):
+    for left, right in zip(first, second, strict=True):
         for one, other in zip(left, right, strict=True):
             np.testing.assert_array_equal(one, other)
 
@@ -77,21 +77,21 @@ def test_long_tailed_lengths_are_balanced_within_five_percent() -> None:
 
 def test_a_rank_with_nothing_to_do_gets_empty_microbatches() -> None:
     result = plan([300, 300], data_parallel=3, budget=100)
-    assert result.num_microbatches == 1
-    assert sorted(len(rank[0]) for rank in result.sequences) == [0, 1, 1]
+    assert [len(rank) for rank in result] == [1, 1, 1]
+    assert sorted(len(rank[0]) for rank in result) == [0, 1, 1]
 
 
 def test_a_sequence_longer_than_the_budget_stands_alone() -> None:
     result = plan([50, 500, 50], budget=100)
-    micros = [micro.tolist() for micro in result.rank(0)]
+    micros = [micro.tolist() for micro in result[0]]
     assert [1] in micros
 
 
 def test_spare_microbatches_are_used_to_even_out_the_work() -> None:
     """Rank 1 could do in one microbatch what it is given; it must take two, and splits evenly."""
     result = plan([100, 90, 45, 45, 45, 45], data_parallel=2, budget=100)
-    assert result.num_microbatches == 2
-    for rank in result.sequences:
+    assert [len(rank) for rank in result] == [2, 2]
+    for rank in result:
         assert all(len(micro) for micro in rank)
 
 

@@ -81,10 +81,10 @@ def waits(
         mode.found["tolist"] += frame is None
         return tolist(tensor)
 
-    def counted(*args: Any, **kwargs: Any) -> None:
+    def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
         with mode, monkeypatch.context() as during:
             during.setattr(torch.Tensor, "tolist", listed)
-            run(*args, **kwargs)
+            return run(*args, **kwargs)
 
     monkeypatch.setattr(PolicyRunner, "_run", counted)
     work(trainer._runner)
