@@ -105,22 +105,23 @@ class ConfigReader:
         self.family = family
         self.where = where
 
+    def _get(self, key: str, default: Any) -> Any:
+        value = self.raw.get(key)
+        return default if value is None else value
+
     def integer(self, key: str, default: int | None = None, largest: int = LARGEST_SIZE) -> int:
         """A number from 1 to `largest`."""
-        value = self.raw.get(key)
-        value = default if value is None else value
+        value = self._get(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= largest:
             raise self.error(key, value, f"a whole number from 1 to {largest}")
         return value
 
     def number(self, key: str, default: float) -> float:
         """A positive number."""
-        value = self.raw.get(key)
-        return self._positive(key, default if value is None else value)
+        return self._positive(key, self._get(key, default))
 
     def flag(self, key: str, default: bool = False) -> bool:
-        value = self.raw.get(key)
-        value = default if value is None else value
+        value = self._get(key, default)
         if not isinstance(value, bool):
             raise self.error(key, value, "true or false")
         return value

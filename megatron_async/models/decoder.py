@@ -7,7 +7,8 @@ inside the linear layer that follows it).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from megatron_async.models.architecture import Architecture
 from megatron_async.models.shards import Place, Rule, ShardLayout
@@ -17,18 +18,18 @@ _HF_LAYER = "model.layers.{layer}."
 
 
 def _layer_rule(
-    parameters: tuple[str, ...],
-    tensors: tuple[str, ...],
-    shapes: list[tuple[int, ...]],
     layout: ShardLayout,
+    parameters: tuple[str, ...],
+    tensors: Mapping[str, tuple[int, ...]],
     *,
     groups: int = 0,
     expert: bool = False,
 ) -> Rule:
+    """`tensors`: the names in the checkpoint, and the shape of each."""
     return Rule(
         parameters=tuple(_LAYER + name for name in parameters),
         tensors=tuple(_HF_LAYER + name for name in tensors),
-        shapes=tuple(shapes),
+        shapes=tuple(tensors.values()),
         layout=layout,
         groups=groups,
         expert=expert,
@@ -37,20 +38,18 @@ def _layer_rule(
 
 def norm_rule(parameters: tuple[str, ...], tensor: str, size: int) -> Rule:
     """A norm's weight inside a layer."""
-    return _layer_rule(parameters, (tensor,), [(size,)], ShardLayout.REPLICATED)
+    return _layer_rule(ShardLayout.REPLICATED, parameters, {tensor: (size,)})
 
 
-def embedding_rules(a: Architecture) -> list[Rule]:
+def embedding_rule(a: Architecture) -> Rule:
     """Word embedding (first stage)."""
-    return [
-        Rule(
-            parameters=("embedding.word_embeddings.weight",),
-            tensors=("model.embed_tokens.weight",),
-            shapes=((a.vocab_size, a.hidden_size),),
-            layout=ShardLayout.VOCAB,
-            place=Place.FIRST,
-        )
-    ]
+    return Rule(
+        parameters=("embedding.word_embeddings.weight",),
+        tensors=("model.embed_tokens.weight",),
+        shapes=((a.vocab_size, a.hidden_size),),
+        layout=ShardLayout.VOCAB,
+        place=Place.FIRST,
+    )
 
 
 def head_rules(a: Architecture) -> list[Rule]:
@@ -63,11 +62,10 @@ def head_rules(a: Architecture) -> list[Rule]:
             layout=ShardLayout.REPLICATED,
             place=Place.LAST,
         ),
-        Rule(
+        replace(
+            embedding_rule(a),
             parameters=("output_layer.weight",),
             tensors=("model.embed_tokens.weight" if a.tied_head else "lm_head.weight",),
-            shapes=((a.vocab_size, a.hidden_size),),
-            layout=ShardLayout.VOCAB,
             place=Place.LAST,
             exported=not a.tied_head,
         ),
@@ -77,50 +75,57 @@ def head_rules(a: Architecture) -> list[Rule]:
 def attention_rules(a: Architecture) -> list[Rule]:
     """Input norm, fused QKV (bias where the family has one), QK norms, output projection."""
     q_rows, kv_rows = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
-    qkv = ("self_attn.q_proj.", "self_attn.k_proj.", "self_attn.v_proj.")
-    rows = (q_rows, kv_rows, kv_rows)
-    rules = [
+
+    def qkv(kind: str, *columns: int) -> Rule:
+        rows = {"q": q_rows, "k": kv_rows, "v": kv_rows}
+        return _layer_rule(
+            ShardLayout.QKV,
+            (f"self_attention.linear_qkv.{kind}",),
+            {f"self_attn.{part}_proj.{kind}": (rows[part], *columns) for part in rows},
+            groups=a.num_kv_heads,
+        )
+
+    norms = ("q", "k") if a.qk_norm else ()
+    return [
         norm_rule(
             ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
             "input_layernorm.weight",
             a.hidden_size,
         ),
+        qkv("weight", a.hidden_size),
+        *([qkv("bias")] if a.qkv_bias else []),
+        *(
+            norm_rule(
+                (f"self_attention.{part}_layernorm.weight",),
+                f"self_attn.{part}_norm.weight",
+                a.head_dim,
+            )
+            for part in norms
+        ),
         _layer_rule(
-            ("self_attention.linear_qkv.weight",),
-            tuple(name + "weight" for name in qkv),
-            [(count, a.hidden_size) for count in rows],
-            ShardLayout.QKV,
-            groups=a.num_kv_heads,
+            ShardLayout.COLUMNS,
+            ("self_attention.linear_proj.weight",),
+            {"self_attn.o_proj.weight": (a.hidden_size, q_rows)},
         ),
     ]
-    if a.qkv_bias:
-        rules.append(
-            _layer_rule(
-                ("self_attention.linear_qkv.bias",),
-                tuple(name + "bias" for name in qkv),
-                [(count,) for count in rows],
-                ShardLayout.QKV,
-                groups=a.num_kv_heads,
-            )
-        )
-    if a.qk_norm:
-        for letter in ("q", "k"):
-            rules.append(
-                norm_rule(
-                    (f"self_attention.{letter}_layernorm.weight",),
-                    f"self_attn.{letter}_norm.weight",
-                    a.head_dim,
-                )
-            )
-    rules.append(
-        _layer_rule(
-            ("self_attention.linear_proj.weight",),
-            ("self_attn.o_proj.weight",),
-            [(a.hidden_size, q_rows)],
-            ShardLayout.COLUMNS,
-        )
-    )
-    return rules
+
+
+def _gated_rules(
+    a: Architecture,
+    width: int,
+    fc1: tuple[str, ...],
+    fc2: tuple[str, ...],
+    tensors: tuple[str, str, str],
+    *,
+    expert: bool = False,
+) -> list[Rule]:
+    """Fused gate/up and down projection; `tensors`: gate, up and down in the checkpoint."""
+    gate, up, down = tensors
+    rows = (width, a.hidden_size)
+    return [
+        _layer_rule(ShardLayout.GATE_UP, fc1, {gate: rows, up: rows}, expert=expert),
+        _layer_rule(ShardLayout.COLUMNS, fc2, {down: rows[::-1]}, expert=expert),
+    ]
 
 
 def mlp_rules(a: Architecture, norm: str = "post_attention_layernorm.weight") -> list[Rule]:
@@ -129,17 +134,12 @@ def mlp_rules(a: Architecture, norm: str = "post_attention_layernorm.weight") ->
         norm_rule(
             ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"), norm, a.hidden_size
         ),
-        _layer_rule(
+        *_gated_rules(
+            a,
+            a.ffn_size,
             ("mlp.linear_fc1.weight",),
-            ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
-            [(a.ffn_size, a.hidden_size)] * 2,
-            ShardLayout.GATE_UP,
-        ),
-        _layer_rule(
             ("mlp.linear_fc2.weight",),
-            ("mlp.down_proj.weight",),
-            [(a.hidden_size, a.ffn_size)],
-            ShardLayout.COLUMNS,
+            ("mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight"),
         ),
     ]
 
@@ -157,34 +157,21 @@ def expert_rules(
     """
     if a.experts is None:
         raise ValueError(f"{a.family} has no experts")
-    width = a.experts.ffn_size
     expert = f"{block}.experts.{{expert}}."
+    local = "mlp.experts.local_experts.{expert}."
     return [
         norm_rule(("pre_mlp_layernorm.weight",), "post_attention_layernorm.weight", a.hidden_size),
         _layer_rule(
-            ("mlp.router.weight",),
-            (f"{block}.gate.weight",),
-            [(a.experts.num, a.hidden_size)],
             ShardLayout.REPLICATED,
+            ("mlp.router.weight",),
+            {f"{block}.gate.weight": (a.experts.num, a.hidden_size)},
         ),
-        _layer_rule(
-            (
-                "mlp.experts.local_experts.{expert}.linear_fc1.weight",
-                "mlp.experts.linear_fc1.weight{expert}",
-            ),
-            (f"{expert}{gate}.weight", f"{expert}{up}.weight"),
-            [(width, a.hidden_size)] * 2,
-            ShardLayout.GATE_UP,
-            expert=True,
-        ),
-        _layer_rule(
-            (
-                "mlp.experts.local_experts.{expert}.linear_fc2.weight",
-                "mlp.experts.linear_fc2.weight{expert}",
-            ),
-            (f"{expert}{down}.weight",),
-            [(a.hidden_size, width)],
-            ShardLayout.COLUMNS,
+        *_gated_rules(
+            a,
+            a.experts.ffn_size,
+            (f"{local}linear_fc1.weight", "mlp.experts.linear_fc1.weight{expert}"),
+            (f"{local}linear_fc2.weight", "mlp.experts.linear_fc2.weight{expert}"),
+            (f"{expert}{gate}.weight", f"{expert}{up}.weight", f"{expert}{down}.weight"),
             expert=True,
         ),
     ]
@@ -196,6 +183,6 @@ def decoder_rules(
     """Embedding, attention and `feed_forward` of every layer, head."""
 
     def rules(a: Architecture) -> tuple[Rule, ...]:
-        return (*embedding_rules(a), *attention_rules(a), *feed_forward(a), *head_rules(a))
+        return (embedding_rule(a), *attention_rules(a), *feed_forward(a), *head_rules(a))
 
     return rules

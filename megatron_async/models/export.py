@@ -5,7 +5,7 @@ Invariants
   holds more than one bucket and one whole parameter beside its own shards.
 - A stage's leader (tensor rank 0 of the first replica) gathers its own stage: tensor shards over
   the tensor group, experts over the expert group. `stage_tensors` is that walk. To engines each
-  leader sends its own layers (`stage_buckets`); for a file that rank 0 writes, `export_buckets`
+  leader sends its own layers (`stage_buckets`); for a file that rank 0 writes, `sender_tensors`
   forwards every stage to it; `everywhere` gives all of them to every rank.
 - Collective: every rank must exhaust the iterator, whatever it yields there.
 - The tied head of the last stage is a copy and is not exported.
@@ -33,23 +33,18 @@ SENDER = 0
 
 @dataclass(frozen=True)
 class WalkStep:
-    """A parameter in a stage's walk; for experts, the same slot of every expert rank at once."""
+    """A parameter in a stage's walk; for experts, one of each expert rank at once."""
 
     rule: Rule
     layer: int = 0
-    slot: int = 0
+    experts: Sequence[int] = (0,)
 
-    def tensors(self, architecture: Architecture) -> list[tuple[str, tuple[int, ...]]]:
+    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Names and shapes of the Hugging Face tensors that this step yields, in order."""
-        if not self.rule.expert:
-            names = self.rule.tensor_names(self.layer, 0)
-            return list(zip(names, self.rule.shapes, strict=True))
-        result: list[tuple[str, tuple[int, ...]]] = []
-        per_rank = _experts_per_rank(architecture)
-        for rank in range(parallel_state.get_expert_model_parallel_world_size()):
-            names = self.rule.tensor_names(self.layer, rank * per_rank + self.slot)
-            result.extend(zip(names, self.rule.shapes, strict=True))
-        return result
+        for expert in self.experts:
+            yield from zip(
+                self.rule.tensor_names(self.layer, expert), self.rule.shapes, strict=True
+            )
 
 
 def stage_walk(architecture: Architecture, stage: int) -> Iterator[WalkStep]:
@@ -59,11 +54,15 @@ def stage_walk(architecture: Architecture, stage: int) -> Iterator[WalkStep]:
     if stage == 0:
         yield from (WalkStep(rule) for rule in rules if rule.place is Place.FIRST)
     first = first_layer_of_stage(architecture, stage)
+    experts = range(architecture.experts.num if architecture.experts else 0)
+    per_rank = len(experts) // parallel_state.get_expert_model_parallel_world_size()
     for layer in range(first, first + architecture.num_layers // stages):
         for rule in rules:
-            if rule.place is Place.LAYER:
-                slots = _experts_per_rank(architecture) if rule.expert else 1
-                yield from (WalkStep(rule, layer, slot) for slot in range(slots))
+            if rule.expert:
+                for slot in range(per_rank):
+                    yield WalkStep(rule, layer, experts[slot::per_rank])
+            elif rule.place is Place.LAYER:
+                yield WalkStep(rule, layer)
     if stage == stages - 1:
         yield from (WalkStep(rule) for rule in rules if rule.place is Place.LAST)
 
@@ -77,11 +76,11 @@ def stage_leader(stage: int) -> int:
 @torch.no_grad()
 def stage_tensors(
     chunks: Sequence[torch.nn.Module], architecture: Architecture, *, everywhere: bool = False
-) -> Iterator[list[NamedTensor]]:
+) -> Generator[NamedTensor, None, None]:
     """The Hugging Face tensors of this rank's stage, one walk step at a time.
 
-    Whole tensors on the stage's leader, empty lists on the ranks that give it their shards;
-    ranks of other replicas yield nothing. `everywhere`: whole tensors on every rank.
+    Whole tensors on the stage's leader, nothing on the ranks that give it their shards and on those
+    of other replicas. `everywhere`: whole tensors on every rank.
     """
     stage = parallel_state.get_pipeline_model_parallel_rank()
     leader = stage_leader(stage)
@@ -92,26 +91,21 @@ def stage_tensors(
         for placed in placed_parameters(chunks, architecture)
     }
     expert_rank = parallel_state.get_expert_model_parallel_rank()
-    first_expert = expert_rank * _experts_per_rank(architecture)
     for step in stage_walk(architecture, stage):
         rule = step.rule
         group = expert_group if rule.expert else tensor_group
         if not everywhere and leader not in dist.get_process_group_ranks(group):
             continue
-        shard = shard_of[rule, step.layer, first_expert + step.slot if rule.expert else 0]
+        shard = shard_of[rule, step.layer, step.experts[expert_rank if rule.expert else 0]]
         if rule.layout is ShardLayout.REPLICATED:
             shards = [shard] if everywhere or dist.get_rank() == leader else []
         else:
             shards = _gather(shard, None if everywhere else leader, group)
-        if not shards:
-            yield []
-            continue
-        pieces = (
-            [merge(rule, [whole]) for whole in shards] if rule.expert else [merge(rule, shards)]
-        )
-        tensors = [tensor for piece in pieces for tensor in piece]
-        names = [name for name, _ in step.tensors(architecture)]
-        yield list(zip(names, tensors, strict=True))
+        if shards:
+            wholes = [[whole] for whole in shards] if rule.expert else [shards]
+            tensors = [tensor for whole in wholes for tensor in merge(rule, whole)]
+            for (name, _), tensor in zip(step.tensors(), tensors, strict=True):
+                yield name, tensor
 
 
 def _gather(shard: Tensor, leader: int | None, group: dist.ProcessGroup) -> list[Tensor]:
@@ -130,12 +124,6 @@ def _gather(shard: Tensor, leader: int | None, group: dist.ProcessGroup) -> list
     return shards or []
 
 
-def _experts_per_rank(architecture: Architecture) -> int:
-    if architecture.experts is None:
-        return 0
-    return architecture.experts.num // parallel_state.get_expert_model_parallel_world_size()
-
-
 def stage_buckets(
     chunks: Sequence[torch.nn.Module],
     architecture: Architecture,
@@ -149,9 +137,10 @@ def stage_buckets(
     gets nothing. `everywhere`: the whole model in the same buckets on every rank, stage after
     stage. `convert` changes tensors on the way (precision, quantisation).
     """
-    tensors = (item for step in stage_tensors(chunks, architecture) for item in step)
     if everywhere:
         tensors = _everywhere(chunks, architecture)
+    else:
+        tensors = stage_tensors(chunks, architecture)
     return buckets(tensors if convert is None else convert(tensors), bucket_bytes)
 
 
@@ -163,16 +152,12 @@ def _everywhere(
     parameter = next(chunks[0].parameters())
     for stage, source in enumerate(dist.get_process_group_ranks(group)):
         if source == dist.get_rank():
-            tensors = (
-                item
-                for step in stage_tensors(chunks, architecture, everywhere=True)
-                for item in step
-            )
+            tensors = stage_tensors(chunks, architecture, everywhere=True)
         else:
             tensors = (
                 (name, torch.empty(shape, dtype=parameter.dtype, device=parameter.device))
                 for step in stage_walk(architecture, stage)
-                for name, shape in step.tensors(architecture)
+                for name, shape in step.tensors()
             )
         for name, tensor in tensors:
             whole = tensor.contiguous()
@@ -186,23 +171,22 @@ def sender_tensors(
 ) -> Iterator[NamedTensor]:
     """The whole model tensor by tensor on global rank 0, stage after stage; nothing elsewhere.
 
-    `dtype` casts on the way; None keeps the parameters' precision.
+    Every other rank must iterate too. `dtype` casts on the way; None keeps the parameters'
+    precision.
     """
-    stages = parallel_state.get_pipeline_model_parallel_world_size()
     parameter = next(chunks[0].parameters())
     dtype = dtype or parameter.dtype
     rank = dist.get_rank()
-    for tensors in stage_tensors(chunks, architecture):
-        for name, tensor in tensors:
-            if rank == SENDER:
-                yield name, tensor.to(dtype)
-            else:
-                dist.send(tensor.to(dtype).contiguous(), dst=SENDER)
+    for name, tensor in stage_tensors(chunks, architecture):
+        if rank == SENDER:
+            yield name, tensor.to(dtype)
+        else:
+            dist.send(tensor.to(dtype).contiguous(), dst=SENDER)
     if rank != SENDER:
         return
-    for stage in range(1, stages):
+    for stage in range(1, parallel_state.get_pipeline_model_parallel_world_size()):
         for step in stage_walk(architecture, stage):
-            for name, shape in step.tensors(architecture):
+            for name, shape in step.tensors():
                 received = torch.empty(shape, dtype=dtype, device=parameter.device)
                 dist.recv(received, src=stage_leader(stage))
                 yield name, received
@@ -221,16 +205,3 @@ def buckets(tensors: Iterable[NamedTensor], bucket_bytes: int) -> Iterator[list[
         held += size
     if bucket:
         yield bucket
-
-
-def export_buckets(
-    chunks: Sequence[torch.nn.Module],
-    architecture: Architecture,
-    bucket_bytes: int,
-    dtype: torch.dtype | None = None,
-) -> Iterator[list[NamedTensor]]:
-    """The whole model in buckets on global rank 0; every other rank must iterate too, and gets
-
-    nothing. Names and layouts are those of the Hugging Face checkpoint.
-    """
-    return buckets(sender_tensors(chunks, architecture, dtype), bucket_bytes)

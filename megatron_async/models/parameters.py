@@ -54,7 +54,9 @@ def placed_parameters(
     """Every parameter of this rank's chunks. Raises KeyError for one without a rule."""
     by_name = {name: rule for rule in rules_of(architecture) for name in rule.parameters}
     first_layer = first_layer_of_stage(architecture)
-    first_expert = first_expert_of_rank(architecture)
+    experts = architecture.experts.num if architecture.experts else 0
+    per_rank = experts // parallel_state.get_expert_model_parallel_world_size()
+    first_expert = parallel_state.get_expert_model_parallel_rank() * per_rank
     size = parallel_state.get_tensor_model_parallel_world_size()
     rank = parallel_state.get_tensor_model_parallel_rank()
     for chunk in chunks:
@@ -87,11 +89,3 @@ def first_layer_of_stage(architecture: Architecture, stage: int | None = None) -
     if stage is None:
         stage = parallel_state.get_pipeline_model_parallel_rank()
     return stage * (architecture.num_layers // stages)
-
-
-def first_expert_of_rank(architecture: Architecture) -> int:
-    """Global number of this rank's first expert."""
-    if architecture.experts is None:
-        return 0
-    size = parallel_state.get_expert_model_parallel_world_size()
-    return parallel_state.get_expert_model_parallel_rank() * (architecture.experts.num // size)

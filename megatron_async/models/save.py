@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from megatron_async.disk import force_to_disk, writing
 from megatron_async.errors import UserError
 from megatron_async.models.architecture import Architecture
-from megatron_async.models.export import SENDER, NamedTensor, export_buckets
+from megatron_async.models.export import SENDER, NamedTensor, buckets, sender_tensors
 from megatron_async.models.model_files import INDEX_FILE, SINGLE_FILE
 from megatron_async.models.parameters import unwrap
 
@@ -51,7 +51,7 @@ def save_hf(
     if exists[0]:
         raise UserError(f"export directory {destination} already exists")
     dtype = checkpoint_dtype(architecture)
-    stream = export_buckets(chunks, architecture, max_shard_bytes, dtype)
+    stream = buckets(sender_tensors(chunks, architecture, dtype), max_shard_bytes)
     if dist.get_rank() == SENDER:
         write_model_directory(stream, destination, Path(source))
     else:
