@@ -85,17 +85,13 @@ def device_adapter() -> Iterator[None]:
     from megatron.core.transformer.moe import token_dispatcher
 
     with ExitStack() as stack:
-        for name, replacement in _CUDA_ON_CPU.items():
-            stack.enter_context(mock.patch.object(torch.cuda, name, replacement))
-        stack.enter_context(
-            mock.patch.object(megatron_random, "_get_cuda_rng_state", _get_tracker_state)
-        )
-        stack.enter_context(
-            mock.patch.object(megatron_random, "_set_cuda_rng_state", _set_tracker_state)
-        )
-        stack.enter_context(
-            mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", _on_host)
-        )
+        for module, name, replacement in (
+            *((torch.cuda, name, replacement) for name, replacement in _CUDA_ON_CPU.items()),
+            (megatron_random, "_get_cuda_rng_state", _get_rng_state),
+            (megatron_random, "_set_cuda_rng_state", _set_rng_state),
+            (token_dispatcher, "maybe_move_tensor_to_cpu", _on_host),
+        ):
+            stack.enter_context(mock.patch.object(module, name, replacement))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(mock.patch.object(_CpuDeviceMode, "patched", True))
         stack.enter_context(_CpuDeviceMode())
@@ -170,54 +166,11 @@ class _NoStream:
         return None
 
 
-def _cpu_device() -> torch.device:
-    return torch.device("cpu")
-
-
-# One function for each name: torch.compile keeps a table of these names by the object behind them.
-def _set_device(_device: Any) -> None:
-    return None
-
-
-def _synchronize(_device: Any = None) -> None:
-    return None
-
-
-def _empty_cache() -> None:
-    return None
-
-
-def _current_stream(_device: Any = None) -> _NoStream:
-    return _NoStream()
-
-
-def _default_stream(_device: Any = None) -> _NoStream:
-    return _NoStream()
-
-
-def _stream_context(_stream: Any) -> Any:
-    return nullcontext()
-
-
-def _manual_seed(seed: int) -> None:
-    torch.manual_seed(seed)
-
-
-def _get_rng_state(device: Any = "cuda") -> torch.Tensor:
+def _get_rng_state(*_device: Any, **_options: Any) -> torch.Tensor:
     return torch.get_rng_state()
 
 
-def _set_rng_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
-    torch.set_rng_state(new_state)
-
-
-def _get_tracker_state(
-    device: Any = "cuda", clone: bool = False, graph_safe: bool = False
-) -> torch.Tensor:
-    return torch.get_rng_state()
-
-
-def _set_tracker_state(new_state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
+def _set_rng_state(new_state: torch.Tensor, *_device: Any, **_options: Any) -> None:
     torch.set_rng_state(new_state)
 
 
@@ -226,16 +179,17 @@ def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
+# One function for each name: torch.compile keeps a table of these names by the object behind them.
 _CUDA_ON_CPU: Mapping[str, Any] = {
-    "current_device": _cpu_device,
-    "set_device": _set_device,
-    "synchronize": _synchronize,
-    "empty_cache": _empty_cache,
+    "current_device": lambda: torch.device("cpu"),
+    "set_device": lambda _device: None,
+    "synchronize": lambda _device=None: None,
+    "empty_cache": lambda: None,
     "Stream": _NoStream,
-    "stream": _stream_context,
-    "current_stream": _current_stream,
-    "default_stream": _default_stream,
-    "manual_seed": _manual_seed,
+    "stream": lambda _stream: nullcontext(),
+    "current_stream": lambda _device=None: _NoStream(),
+    "default_stream": lambda _device=None: _NoStream(),
+    "manual_seed": lambda seed: torch.manual_seed(seed),
     "get_rng_state": _get_rng_state,
     "set_rng_state": _set_rng_state,
 }

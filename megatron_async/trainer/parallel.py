@@ -40,19 +40,11 @@ class RankLayout:
     """Position of this process in the layout."""
 
     rank: int
-    world_size: int
     tensor_rank: int
-    tensor_size: int
-    pipeline_rank: int
-    pipeline_size: int
     data_rank: int
     data_size: int
-    expert_rank: int
+    is_last_stage: bool
     device: torch.device
-
-    @property
-    def is_last_stage(self) -> bool:
-        return self.pipeline_rank == self.pipeline_size - 1
 
 
 def collective_limit(trainer: TrainerConfig, held_up_seconds: float) -> timedelta:
@@ -151,14 +143,10 @@ def rank_layout(device: torch.device) -> RankLayout:
     """Reads Megatron's parallel state."""
     return RankLayout(
         rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
-        tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
-        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
-        pipeline_size=parallel_state.get_pipeline_model_parallel_world_size(),
         data_rank=parallel_state.get_data_parallel_rank(),
         data_size=parallel_state.get_data_parallel_world_size(),
-        expert_rank=parallel_state.get_expert_model_parallel_rank(),
+        is_last_stage=parallel_state.is_pipeline_last_stage(),
         device=device,
     )
 
