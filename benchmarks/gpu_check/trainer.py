@@ -52,8 +52,8 @@ def _config(stage: Stage, config: Mapping[str, Any]) -> Mapping[str, Any]:
 def gradients_of(trainer: PolicyTrainer, batch: TokenBatch) -> dict[str, Tensor]:
     """Main gradients of the mean cross-entropy of `batch`, in float32 on the host."""
     from megatron_async.trainer.forward import PolicyRunner
+    from megatron_async.trainer.losses import sft_loss
     from megatron_async.trainer.optimizer import zero_gradients
-    from megatron_async.trainer.sft import sft_loss
 
     runner = PolicyRunner(
         trainer.wrapped,

@@ -326,7 +326,7 @@ _COSTS: Final = (
     *taken_back(
         "1.9",
         _PINNED,
-        f"{_TRAINER}/rl.py",
+        f"{_TRAINER}/losses.py",
         (
             "the reference policy gets new host memory each time",
             "own = self._snapshot(self._own)",

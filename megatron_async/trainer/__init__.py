@@ -3,11 +3,12 @@
 - step: `PolicyTrainer`: what one batch does to policy and optimizer. report: what it did.
 - optimizer: Adam or muon, the learning rate, clipping; an update that is not finite is skipped on
   every rank.
-- rl, sft: the losses of a batch. microbatch: sequences to microbatches, balanced by cost; pure.
+- losses: of a batch, for rl and sft; the reference policy.
+- microbatch: sequences to microbatches, balanced by cost; pure.
 - forward, packed: microbatches through Megatron's schedule, as packed token streams.
 - policy_model: GPTModel that ends in token log-probs, not logits.
 - layer_spec, hf_config: Megatron modules and configuration of an architecture.
-- attention, rope, norm, router, gemma_layers: modules that Megatron lacks or has for GPUs alone.
+- modules, rope: what Megatron lacks or has for GPUs alone: attention, norms, router, Gemma layers.
 - attention_kernels: the libraries that can attend over a packed stream, and the choice of one.
 - parallel: torch.distributed and Megatron's parallel state. replicas: copies that must be equal.
 - device: the device adapter, all that running on a CPU means. capabilities: TE, Apex, NCCL or not.

@@ -26,28 +26,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def packed_attention(
-    query_THD: Tensor,
-    key_TGD: Tensor,
-    value_TGD: Tensor,
-    cu_seqlens_S1: Tensor,
-    max_seqlen: int,
-    *,
-    scale: float,
-    window: int | None = None,
-) -> Tensor:
-    """softmax(scale · QKᵀ) V within each sequence, causal; [T, H, D] with G key/value heads.
+class Stream(NamedTuple):
+    """Queries, [T, H, D], of packed sequences, and their G key/value heads.
 
     `window` is the number of keys that a query sees, itself included; None for all before it.
     """
-    stream = Stream(query_THD, key_TGD, value_TGD, cu_seqlens_S1, max_seqlen, scale, window)
-    if not query_THD.is_cuda or query_THD.dtype not in (torch.float16, torch.bfloat16):
-        return _per_sequence(stream)
-    return choose_kernel(find).attend(stream)
-
-
-class Stream(NamedTuple):
-    """What `packed_attention` takes."""
 
     query_THD: Tensor
     key_TGD: Tensor
@@ -55,12 +38,20 @@ class Stream(NamedTuple):
     cu_seqlens_S1: Tensor
     max_seqlen: int
     scale: float
-    window: int | None
+    window: int | None = None
 
     @property
     def group(self) -> int:
         """Query heads per key/value head."""
         return self.query_THD.shape[1] // self.key_TGD.shape[1]
+
+
+def packed_attention(stream: Stream) -> Tensor:
+    """softmax(scale · QKᵀ) V within each sequence, causal."""
+    query_THD = stream.query_THD
+    if not query_THD.is_cuda or query_THD.dtype not in (torch.float16, torch.bfloat16):
+        return _per_sequence(stream)
+    return choose_kernel(find).attend(stream)
 
 
 class Kernel(NamedTuple):
@@ -167,7 +158,7 @@ def _block_mask(cu_seqlens_S1: Tensor, tokens: int, window: int | None) -> Any:
 def _per_sequence(stream: Stream) -> Tensor:
     lengths = torch.diff(stream.cu_seqlens_S1).tolist()
     window, grouped = stream.window, stream.group > 1
-    wide = stream[:3]
+    wide: tuple[Tensor, ...] = (stream.query_THD, stream.key_TGD, stream.value_TGD)
     if not stream.query_THD.is_cuda and stream.query_THD.dtype.itemsize == 2:
         # torch's backward pass on a CPU is five times slower in half precision.
         wide = tuple(x_THD.float() for x_THD in wide)

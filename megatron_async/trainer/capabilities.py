@@ -31,8 +31,6 @@ LayerBackend = Literal["local", "transformer_engine"]
 class Capabilities:
     """Versions of what is there (None: not installed; "broken: …": installed, does not import)."""
 
-    torch: str
-    megatron_core: str
     cuda: str | None
     device_name: str | None
     transformer_engine: str | None
@@ -51,33 +49,49 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class Backends:
-    """Backends of the trainer, each with the reason in one clause."""
+    """Backends of the trainer: the layers, with the reason in one clause, decide on the others."""
 
-    device: str
+    found: Capabilities
     layers: LayerBackend
     layers_reason: str
-    attention: str
-    norm: str
-    optimizer: str
-    logprob: str
-    policy_loss: str
-    gradient_accumulation_fusion: bool
-    rope_fusion: bool
+
+    @property
+    def transformer_engine(self) -> bool:
+        """Whether the layers, and the rope fused into them, are Transformer Engine's."""
+        return self.layers == "transformer_engine"
+
+    @property
+    def gradient_accumulation_fusion(self) -> bool:
+        """Megatron's own test for its fused weight-gradient kernel (Apex)."""
+        kernel = "fused_weight_gradient_mlp_cuda"
+        return self.found.cuda is not None and importlib.util.find_spec(kernel) is not None
 
     def lines(self) -> list[tuple[str, str]]:
         """(part, what and why) rows for `doctor`."""
+        found, norm = self.found, "torch rms_norm, sequence-parallel aware"
+        if found.cuda is None:
+            device = "CPU (no CUDA device); Megatron-core runs through the device adapter, gloo"
+            attention = PER_SEQUENCE.name
+        else:
+            device = f"{found.device_name} (CUDA {found.cuda}), NCCL"
+            attention = f"{found.attention} (float32: one call per sequence)"
+        if found.usable_apex:
+            optimizer = "Apex FusedAdam"
+        else:
+            optimizer = "torch Adam (neither Transformer Engine nor Apex is usable)"
+        if self.transformer_engine:
+            attention, norm = "Transformer Engine, packed", "Transformer Engine RMSNorm"
+            optimizer = "Transformer Engine FusedAdam"
+        fusion = "on" if self.gradient_accumulation_fusion else "off (needs Apex's CUDA extension)"
         return [
-            ("device", self.device),
+            ("device", device),
             ("layers", f"{self.layers} ({self.layers_reason})"),
-            ("attention", self.attention),
-            ("norm", self.norm),
-            ("optimizer", self.optimizer),
-            ("token log-probs", self.logprob),
-            ("policy loss", self.policy_loss),
-            (
-                "gradient accumulation fusion",
-                "on" if self.gradient_accumulation_fusion else "off (needs Apex's CUDA extension)",
-            ),
+            ("attention", attention),
+            ("norm", norm),
+            ("optimizer", optimizer),
+            ("token log-probs", describe_backend()),
+            ("policy loss", describe_loss(cuda=found.cuda is not None, triton=found.triton)),
+            ("gradient accumulation fusion", fusion),
         ]
 
 
@@ -107,8 +121,6 @@ def detect() -> Capabilities:
     cuda = has_cuda()
     kernel = choose_kernel(find) if cuda else PER_SEQUENCE
     return Capabilities(
-        torch=torch.__version__,
-        megatron_core=importlib.metadata.version("megatron-core"),
         cuda=torch.version.cuda if cuda else None,
         device_name=torch.cuda.get_device_name() if cuda else None,
         transformer_engine=_version_of("transformer_engine.pytorch", "transformer-engine"),
@@ -129,48 +141,14 @@ def choose(
     Raises UserError when `model.attention_backend` asks for what is not there.
     """
     found = capabilities or detect()
-    layers, reason = _layers(model, found, architecture)
-    engine = layers == "transformer_engine"
-    if found.cuda is None:
-        device = "CPU (no CUDA device); Megatron-core runs through the device adapter, gloo"
-        attention = PER_SEQUENCE.name
-    else:
-        device = f"{found.device_name} (CUDA {found.cuda}), NCCL"
-        attention = (
-            "Transformer Engine, packed"
-            if engine
-            else f"{found.attention} (float32: one call per sequence)"
-        )
-    if engine:
-        optimizer = "Transformer Engine FusedAdam"
-    elif found.usable_apex:
-        optimizer = "Apex FusedAdam"
-    else:
-        optimizer = "torch Adam (neither Transformer Engine nor Apex is usable)"
-    return Backends(
-        device=device,
-        layers=layers,
-        layers_reason=reason,
-        attention=attention,
-        norm="Transformer Engine RMSNorm" if engine else "torch rms_norm, sequence-parallel aware",
-        optimizer=optimizer,
-        logprob=describe_backend(),
-        policy_loss=describe_loss(cuda=found.cuda is not None, triton=found.triton),
-        gradient_accumulation_fusion=found.cuda is not None and _has_weight_gradient_fusion(),
-        rope_fusion=engine,
-    )
-
-
-def _layers(
-    model: ModelConfig, found: Capabilities, architecture: Architecture | None
-) -> tuple[LayerBackend, str]:
     wanted = model.attention_backend
     if wanted == "sdpa":
-        return "local", "model.attention_backend is sdpa"
+        return Backends(found, "local", "model.attention_backend is sdpa")
     if architecture is not None and architecture.post_norms:
         reason = f"{architecture.family} has layers of its own"
     elif found.usable_transformer_engine:
-        return "transformer_engine", f"Transformer Engine {found.transformer_engine} and a GPU"
+        reason = f"Transformer Engine {found.transformer_engine} and a GPU"
+        return Backends(found, "transformer_engine", reason)
     elif found.cuda is None:
         reason = "no CUDA device"
     elif found.transformer_engine is None:
@@ -179,9 +157,4 @@ def _layers(
         reason = f"Transformer Engine is {found.transformer_engine}"
     if wanted == "transformer_engine":
         raise UserError(f"model.attention_backend is transformer_engine, but {reason}")
-    return "local", reason
-
-
-def _has_weight_gradient_fusion() -> bool:
-    """Megatron's own test for its fused weight-gradient kernel (Apex)."""
-    return importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+    return Backends(found, "local", reason)

@@ -14,18 +14,14 @@ from torch import Tensor
 
 from megatron_async.config.model import ModelConfig, ParallelConfig, TrainerConfig
 from megatron_async.models.architecture import Architecture
-from megatron_async.models.layout import check_layout
 from megatron_async.trainer.capabilities import Backends
 from megatron_async.trainer.device import has_cuda
-
-__all__ = ["check_layout", "gelu_tanh", "parameter_dtype", "transformer_config"]
 
 
 def parameter_dtype(model: ModelConfig) -> torch.dtype:
     """`model.dtype`; `auto` is bfloat16 on CUDA and float32 elsewhere."""
-    if model.dtype == "auto":
-        return torch.bfloat16 if has_cuda() else torch.float32
-    return torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
+    bf16 = has_cuda() if model.dtype == "auto" else model.dtype == "bfloat16"
+    return torch.bfloat16 if bf16 else torch.float32
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
@@ -87,7 +83,7 @@ def transformer_config(
         "persist_layer_norm": False,
         "bias_activation_fusion": cuda and a.activation == "silu",
         "bias_dropout_fusion": cuda,
-        "apply_rope_fusion": backends.rope_fusion,
+        "apply_rope_fusion": backends.transformer_engine,
         "gradient_accumulation_fusion": backends.gradient_accumulation_fusion,
         # The gradient is the sum over tokens; dividing by the global count is the step's business.
         "calculate_per_token_loss": True,
@@ -104,7 +100,7 @@ def transformer_config(
             moe_router_pre_softmax=not a.experts.normalize_top_k,
             moe_router_load_balancing_type="none",
             moe_router_dtype="fp32",
-            moe_grouped_gemm=backends.layers == "transformer_engine",
+            moe_grouped_gemm=backends.transformer_engine,
         )
     if trainer.recompute_activations:
         settings.update(

@@ -27,18 +27,21 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from megatron_async.models.architecture import Architecture
-from megatron_async.trainer.attention import PackedAttention
 from megatron_async.trainer.capabilities import Backends
-from megatron_async.trainer.gemma_layers import LocalGlobalSelfAttention, RowParallelLinearNorm
-from megatron_async.trainer.norm import RMSNorm
-from megatron_async.trainer.router import TorchRouter
+from megatron_async.trainer.modules import (
+    LocalGlobalSelfAttention,
+    PackedAttention,
+    RMSNorm,
+    RowParallelLinearNorm,
+    TorchRouter,
+)
 
 
 def block_spec(
     architecture: Architecture, config: TransformerConfig, backends: Backends
 ) -> TransformerBlockSubmodules:
     """The layers of this pipeline stage and the final norm."""
-    if backends.layers == "transformer_engine":
+    if backends.transformer_engine:
         return _transformer_engine_block(architecture, config)
     layer = local_layer_spec(architecture)
     return TransformerBlockSubmodules(

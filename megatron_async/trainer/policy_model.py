@@ -127,9 +127,8 @@ class PolicyModel(GPTModel):
     def _packed_seq_params(self, stream: PackedInputs) -> PackedSeqParams:
         # `thd` makes Megatron squeeze the batch axis and rotate sequence by sequence, as
         # Transformer Engine's kernels want it; our attention takes [T, 1, heads, head_dim].
-        engine = self.backends.layers == "transformer_engine"
         return PackedSeqParams(
-            qkv_format="thd" if engine else "sbhd",
+            qkv_format="thd" if self.backends.transformer_engine else "sbhd",
             cu_seqlens_q=stream.cu_seqlens_S1,
             cu_seqlens_kv=stream.cu_seqlens_S1,
             max_seqlen_q=stream.max_seqlen,
@@ -140,7 +139,7 @@ class PolicyModel(GPTModel):
         device = stream.token_ids_T.device
         self._inv_freq = self._inv_freq.to(device)
         positions_T = stream.position_ids_T
-        if self.backends.rope_fusion:
+        if self.backends.transformer_engine:
             # The fused kernel restarts positions itself and reads one table for the longest.
             positions_T = torch.arange(stream.max_seqlen, device=device)
         angles = rotary_angles(self._inv_freq, positions_T)

@@ -34,6 +34,12 @@ from megatron_async.models.load import load_hf_weights
 from megatron_async.trainer.device import current_device
 from megatron_async.trainer.forward import LossFunction, PolicyRunner
 from megatron_async.trainer.hf_config import parameter_dtype
+from megatron_async.trainer.losses import (
+    ReferencePolicy,
+    mean_of,
+    policy_gradient_loss,
+    sft_loss,
+)
 from megatron_async.trainer.optimizer import (
     build_optimizer,
     guarded_step,
@@ -46,8 +52,6 @@ from megatron_async.trainer.parallel import rank_layout
 from megatron_async.trainer.policy_model import PolicyModel, build_policy
 from megatron_async.trainer.replicas import ReplicaCheck
 from megatron_async.trainer.report import StepReport
-from megatron_async.trainer.rl import ReferencePolicy, mean_of, policy_gradient_loss
-from megatron_async.trainer.sft import sft_loss
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import FloatArray, PolicyVersion
 

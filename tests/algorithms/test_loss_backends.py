@@ -171,5 +171,5 @@ def test_triton_refuses_more_rules_than_it_holds(count: int, fits: bool) -> None
 def test_doctor_shows_what_computes_the_loss(
     cuda: str | None, triton: str | None, line: str
 ) -> None:
-    found = Capabilities("2", "0.16", cuda, cuda and "a GPU", None, None, triton)
+    found = Capabilities(cuda, cuda and "a GPU", None, None, triton)
     assert ("policy loss", line) in choose(ModelConfig(), found).lines()

@@ -191,7 +191,7 @@ def test_float32_on_a_gpu_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(attention_kernels, "_per_sequence", lambda stream: stream.query_THD)
     with FakeTensorMode():
         query_THD = torch.empty(5, 4, 8, device="cuda")
-        out_THD = packed_attention(query_THD, query_THD, query_THD, query_THD, 3, scale=1.0)
+        out_THD = packed_attention(Stream(query_THD, query_THD, query_THD, query_THD, 3, 1.0))
     assert out_THD is query_THD
 
 

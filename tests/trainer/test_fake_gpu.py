@@ -40,8 +40,6 @@ TOKENS = 16
 # Of a tensor rank's 8 tokens each goes to two experts.
 ROUTED = 16
 NO_ENGINE = Capabilities(
-    torch=torch.__version__,
-    megatron_core="0.16.1",
     cuda="13.0",
     device_name="NVIDIA H100 80GB HBM3",
     transformer_engine=None,

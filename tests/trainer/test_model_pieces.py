@@ -15,7 +15,7 @@ from megatron_async.config.model import ModelConfig, ParallelConfig
 from megatron_async.errors import UserError
 from megatron_async.models.architecture import Architecture, Experts, Rope
 from megatron_async.models.layout import check_layout
-from megatron_async.trainer.attention_kernels import packed_attention
+from megatron_async.trainer.attention_kernels import Stream, packed_attention
 from megatron_async.trainer.capabilities import Capabilities, choose
 from megatron_async.trainer.device import device_adapter
 from megatron_async.trainer.packed import pack_inputs
@@ -36,8 +36,8 @@ DENSE = Architecture(
     rope=Rope(1e4),
     tied_head=False,
 )
-CPU_ONLY = Capabilities("2", "0.16", None, None, None, None, None)
-GPU = Capabilities("2", "0.16", "12.9", "a GPU", "2.9", None, "3")
+CPU_ONLY = Capabilities(None, None, None, None, None)
+GPU = Capabilities("12.9", "a GPU", "2.9", None, "3")
 
 
 class TestPacking:
@@ -74,7 +74,7 @@ class TestAttention:
             for count in (heads, groups, groups)
         )
         cu_S1 = torch.tensor([0, 4, 5, 12], dtype=torch.int32)
-        out = packed_attention(query, key, value, cu_S1, 7, scale=0.3, window=window)
+        out = packed_attention(Stream(query, key, value, cu_S1, 7, 0.3, window))
 
         sequence_T = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
         distance = torch.arange(total)[:, None] - torch.arange(total)[None, :]
@@ -166,7 +166,7 @@ class TestCapabilities:
         chosen = choose(ModelConfig(), CPU_ONLY)
         assert chosen.layers == "local"
         assert chosen.layers_reason == "no CUDA device"
-        assert not chosen.rope_fusion
+        assert not chosen.transformer_engine
 
     def test_transformer_engine_is_used_where_it_is_usable(self) -> None:
         assert choose(ModelConfig(), GPU).layers == "transformer_engine"

@@ -18,8 +18,7 @@ from megatron_async_kernels import token_logprob as head_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_async.trainer.forward import PolicyRunner
-from megatron_async.trainer.rl import policy_gradient_loss
-from megatron_async.trainer.sft import sft_loss
+from megatron_async.trainer.losses import policy_gradient_loss, sft_loss
 from megatron_async.trainer.step import PolicyTrainer
 from tests.trainer.cases import (
     ragged_batch,

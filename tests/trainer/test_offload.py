@@ -10,6 +10,7 @@ import torch
 
 from megatron_async.algorithms.transfer import HostBuffers
 from megatron_async.config.load import merge
+from megatron_async.trainer.losses import ReferencePolicy
 from megatron_async.trainer.offload import (
     AlwaysThere,
     DeviceMemory,
@@ -19,7 +20,6 @@ from megatron_async.trainer.offload import (
     trainer_memory,
     weight_tensors,
 )
-from megatron_async.trainer.rl import ReferencePolicy
 from megatron_async.trainer.step import PolicyTrainer
 from tests.trainer.cases import ragged_batch, settings, single_process, trainer_session, write_model
 

@@ -1,7 +1,6 @@
-"""Needs of a reinforcement-learning batch beside the optimizer: the loss of its microbatches,
-and the log-probs of a frozen reference policy.
+"""The losses of microbatches, of reinforcement learning and of fine-tuning; the reference policy.
 
-Invariant: the loss sees only trained rows, in the order of the packed stream, so nothing of the
+Invariant: a loss sees only trained rows, in the order of the packed stream, so nothing of the
 size of the prompts is moved or computed.
 """
 
@@ -12,13 +11,16 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
-from megatron_async_kernels.loss_types import Denominators, LossOutput
+from megatron_async_kernels import is_loss
+from megatron_async_kernels.loss_types import Denominators, LossConfig, LossInputs, LossOutput
 
 from megatron_async.algorithms.algorithm import Algorithm
 from megatron_async.algorithms.transfer import HostBuffers
 from megatron_async.trainer.forward import LossFunction, Microbatch
 from megatron_async.trainer.packed import TokenLogprobs
 from megatron_async.trajectory.batch import TokenBatch
+
+_CROSS_ENTROPY = LossConfig(surrogate="sft")
 
 
 def policy_gradient_loss(
@@ -35,6 +37,33 @@ def policy_gradient_loss(
             cu_seqlens=micro.cu_rows_S1,
         )
         return algorithm.loss(inputs, denominators, check=check)
+
+    return loss
+
+
+def sft_loss(batch: TokenBatch) -> LossFunction:
+    """Cross-entropy over the trained tokens of `batch`, averaged over all of them.
+
+    -(1/N) sum of log pi(token) over all N; its gradient with respect to a log-prob is -1/N. The
+    surrogate `sft` of the loss interface is exactly that.
+    """
+    trained = batch.loss_mask_T != 0
+    denominators = Denominators(tokens=float(trained.sum()), sequences=float(batch.num_sequences))
+
+    def loss(micro: Microbatch, output: TokenLogprobs, *, check: bool) -> LossOutput:
+        zeros_R = torch.zeros_like(output.logprobs_R, requires_grad=False)
+        return is_loss(
+            LossInputs(
+                logprobs_T=output.logprobs_R.detach(),
+                rollout_logprobs_T=zeros_R,
+                advantages_T=zeros_R,
+                mask_T=torch.ones_like(zeros_R),
+                cu_seqlens_S1=micro.cu_rows_S1,
+            ),
+            _CROSS_ENTROPY,
+            denominators,
+            check=check,
+        )
 
     return loss
 

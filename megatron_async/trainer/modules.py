@@ -1,0 +1,142 @@
+"""Modules of a layer that Megatron lacks, or has for GPUs or with Transformer Engine alone."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch import Tensor
+
+from megatron_async.trainer.attention_kernels import Stream, packed_attention
+
+
+class RMSNorm(torch.nn.Module):
+    """x / sqrt(mean(x²) + eps) · w (Zhang and Sennrich, 2019, equation 4); (1 + w) when the
+
+    config's `layernorm_zero_centered_gamma` is set. The weight carries `sequence_parallel`, by
+    which Megatron sums its gradient over the tensor ranks that each saw a part of the tokens.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: object
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.zero_centered = config.layernorm_zero_centered_gamma
+        self.weight = torch.nn.Parameter(
+            torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
+        )
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Normalises the last dimension; the result has the input's dtype."""
+        if self.zero_centered:
+            # Gemma multiplies in float32, before rounding to the storage type.
+            weight = 1.0 + self.weight.float()
+            return F.rms_norm(hidden.float(), weight.shape, weight, self.eps).type_as(hidden)
+        return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+
+
+class PackedAttention(MegatronModule):
+    """Core attention over a packed stream: causal, within each sequence only.
+
+    Takes [T, 1, heads, head_dim], gives [T, 1, heads * head_dim], as Megatron's SelfAttention
+    expects of a core attention. `packed_seq_params` must hold the borders (`cu_seqlens_q`).
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        cp_comm_type: str | None = None,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__(config=config)
+        head_dim = config.kv_channels
+        self.scale = 1.0 / math.sqrt(head_dim) if softmax_scale is None else softmax_scale
+        self.window: int | None = None
+        if is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        ):
+            # Megatron counts the keys to the left of a query, without the query itself.
+            self.window = config.window_size[0] + 1
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Attend within each sequence. Raises ValueError without `packed_seq_params`."""
+        if packed_seq_params is None:
+            raise ValueError("PackedAttention needs packed_seq_params with the sequence borders")
+        out_THD = packed_attention(
+            Stream(
+                query_THD=query.squeeze(1),
+                key_TGD=key.squeeze(1),
+                value_TGD=value.squeeze(1),
+                cu_seqlens_S1=packed_seq_params.cu_seqlens_q,
+                max_seqlen=int(packed_seq_params.max_seqlen_q),
+                scale=self.scale,
+                window=self.window,
+            )
+        )
+        return out_THD.reshape(out_THD.shape[0], 1, -1)
+
+
+class TorchRouter(TopKRouter):
+    """Megatron's top-k router with its gating product in plain torch.
+
+    Megatron 0.16.1 computes it with a Transformer Engine kernel whose name does not exist when
+    Transformer Engine is not installed.
+    """
+
+    def gating(self, input: Tensor) -> Tensor:
+        """Router logits [T, 1, experts] in float32, as `moe_router_dtype` asks."""
+        return F.linear(input.to(torch.float32), self.weight.to(torch.float32))
+
+
+class RowParallelLinearNorm(RowParallelLinear):
+    """A row-parallel linear layer whose reduced output is normalised before the residual."""
+
+    def __init__(self, input_size: int, output_size: int, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, **kwargs)
+        config = kwargs["config"]
+        self.post_layernorm = RMSNorm(config, output_size, eps=config.layernorm_epsilon)
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The normalised output; there is no bias to add later (Gemma 3 has none)."""
+        output, bias = super().forward(input_)
+        return self.post_layernorm(output), bias
+
+
+class LocalGlobalSelfAttention(SelfAttention):
+    """Self-attention that takes both ropes stacked, [2, T, 1, 1, head_dim], global first, and
+
+    uses its layer's own; the sliding window is the core attention's business.
+    """
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        is_local = is_layer_window_attention(
+            self.config.window_size, self.config.window_attn_skip_freq, self.layer_number
+        )
+        kwargs["rotary_pos_emb"] = kwargs["rotary_pos_emb"][int(is_local)]
+        return super().forward(hidden_states, attention_mask, **kwargs)
