@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -90,7 +90,6 @@ class Architecture:
     scale_embeddings: bool = False
     attention_scale: float | None = None
     dtype: str = "float32"
-    raw: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def padded_vocab_size(self, tensor_size: int) -> int:
         """Rows of the embedding over all tensor ranks: the next multiple of `tensor_size`."""
@@ -249,7 +248,6 @@ class ConfigReader:
             "norm_eps": self.number("rms_norm_eps", 1e-6),
             "tied_head": self.flag("tie_word_embeddings"),
             "dtype": self.dtype(),
-            "raw": self.raw,
         }
         if "rope" not in extra:
             fields["rope"] = self.rope()

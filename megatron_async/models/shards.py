@@ -107,11 +107,8 @@ def merge(rule: Rule, shards: Sequence[Tensor]) -> tuple[Tensor, ...]:
     if rule.layout is ShardLayout.COLUMNS:
         return (_concatenate(shards, 1),)
     if rule.layout is ShardLayout.GATE_UP:
-        halves = [shard.chunk(2) for shard in shards]
-        return (
-            _concatenate([gate for gate, _ in halves], 0),
-            _concatenate([up for _, up in halves], 0),
-        )
+        gates, ups = zip(*(shard.chunk(2) for shard in shards), strict=True)
+        return _concatenate(gates, 0), _concatenate(ups, 0)
     whole = _concatenate(shards, 0)
     if rule.layout is ShardLayout.VOCAB:
         return (whole[: rule.shapes[0][0]],)

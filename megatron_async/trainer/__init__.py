@@ -8,7 +8,7 @@
 - forward, packed: microbatches through Megatron's schedule, as packed token streams.
 - policy_model: GPTModel that ends in token log-probs, not logits.
 - layer_spec, hf_config: Megatron modules and configuration of an architecture.
-- modules, rope: what Megatron lacks or has for GPUs alone: attention, norms, router, Gemma layers.
+- modules: what Megatron lacks or has for GPUs alone: attention, norms, rotary embeddings, a router.
 - attention_kernels: the libraries that can attend over a packed stream, and the choice of one.
 - parallel: torch.distributed and Megatron's parallel state. replicas: copies that must be equal.
 - device: the device adapter, all that running on a CPU means. capabilities: TE, Apex, NCCL or not.

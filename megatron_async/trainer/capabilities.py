@@ -57,7 +57,7 @@ class Backends:
 
     @property
     def transformer_engine(self) -> bool:
-        """Whether the layers, and the rope fused into them, are Transformer Engine's."""
+        """The layers, and the rope fused into them, are Transformer Engine's."""
         return self.layers == "transformer_engine"
 
     @property

@@ -101,7 +101,7 @@ class PolicyRunner:
 
     def _microbatches(self, batch: TokenBatch) -> list[Microbatch]:
         """This rank's; as many as any other rank's."""
-        trained_S = np.flatnonzero(_rows_per_sequence(batch))
+        trained_S = np.flatnonzero(np.diff(_row_borders(batch)))
         plan = plan_microbatches(
             batch.lengths_S()[trained_S],
             data_parallel=self._layout.data_size,
@@ -229,11 +229,10 @@ def _first_reason(
     return "the loss is not finite"
 
 
-def _rows_per_sequence(batch: TokenBatch) -> IndexArray:
-    """Tokens with a loss mask of each sequence, [S]."""
-    running_T1 = np.concatenate([[0], np.cumsum(batch.loss_mask_T != 0)])
-    counts: IndexArray = np.diff(running_T1[batch.cu_seqlens_S1]).astype(np.int64)
-    return counts
+def _row_borders(batch: TokenBatch) -> IndexArray:
+    """Borders of the sequences among the tokens with a loss mask, [S + 1]."""
+    running_T1: IndexArray = np.concatenate([[0], np.cumsum(batch.loss_mask_T != 0)])
+    return running_T1[batch.cu_seqlens_S1]
 
 
 def build_microbatch(batch: TokenBatch, sequences: IndexArray, device: torch.device) -> Microbatch:
@@ -251,9 +250,9 @@ def build_microbatch(batch: TokenBatch, sequences: IndexArray, device: torch.dev
     starts_S = batch.cu_seqlens_S1[:-1][sequences].astype(np.int64)
     shift_S = starts_S - part.cu_seqlens_S1[:-1]
     where_T = np.repeat(shift_S, part.lengths_S()) + np.arange(part.num_tokens)
-    cu_rows_S1 = np.concatenate([[0], np.cumsum(_rows_per_sequence(part))])
     rows_R = where_T[mask_T]
-    return Microbatch(packed, rows_R, to_device(rows_R, device), to_device(cu_rows_S1, device))
+    cu_rows_S1 = to_device(_row_borders(part), device)
+    return Microbatch(packed, rows_R, to_device(rows_R, device), cu_rows_S1)
 
 
 def _dummy(device: torch.device) -> Microbatch:

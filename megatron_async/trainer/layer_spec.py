@@ -6,6 +6,8 @@ our RMSNorm. Transformer Engine's are used where `capabilities.choose` finds it 
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -41,11 +43,11 @@ def block_spec(
     architecture: Architecture, config: TransformerConfig, backends: Backends
 ) -> TransformerBlockSubmodules:
     """The layers of this pipeline stage and the final norm."""
+    layer, norm = local_layer_spec(architecture), RMSNorm
     if backends.transformer_engine:
-        return _transformer_engine_block(architecture, config)
-    layer = local_layer_spec(architecture)
+        layer, norm = _transformer_engine_layer_spec(architecture)
     return TransformerBlockSubmodules(
-        layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm
+        layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=norm
     )
 
 
@@ -97,10 +99,8 @@ def _local_feed_forward(architecture: Architecture, row_linear: type) -> ModuleS
     )
 
 
-def _transformer_engine_block(
-    architecture: Architecture, config: TransformerConfig
-) -> TransformerBlockSubmodules:
-    """Transformer Engine's layers (packed `thd` attention, norms inside the linear layers)."""
+def _transformer_engine_layer_spec(architecture: Architecture) -> tuple[ModuleSpec, Any]:
+    """Return its layer (packed `thd` attention, norms in the linear layers) and its norm."""
     from megatron.core.extensions.transformer_engine import TENorm
 
     layer = get_gpt_layer_with_transformer_engine_spec(
@@ -108,6 +108,4 @@ def _transformer_engine_block(
         moe_grouped_gemm=architecture.experts is not None,
         qk_layernorm=architecture.qk_norm,
     )
-    return TransformerBlockSubmodules(
-        layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=TENorm
-    )
+    return layer, TENorm

@@ -10,7 +10,7 @@ Invariants
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ class PackedInputs:
     """A packed microbatch: `token_ids_T`, `position_ids_T` int64, `cu_seqlens_S1` int32.
 
     `max_seqlen` is the longest sequence in tokens. `response_index_R` (int64) holds the positions
-    of the tokens whose log-prob is asked for, `target_ids_R` (int64) those tokens.
+    of the tokens whose log-prob is asked for.
     """
 
     token_ids_T: Tensor
@@ -31,7 +31,6 @@ class PackedInputs:
     cu_seqlens_S1: Tensor
     max_seqlen: int
     response_index_R: Tensor
-    target_ids_R: Tensor
 
     @property
     def num_tokens(self) -> int:
@@ -86,19 +85,10 @@ def pack_inputs(
     response_index_R = torch.nonzero(response_mask_T, as_tuple=True)[0]
     if bool((position_ids_T[response_index_R] == 0).any()):
         raise ValueError("the first token of a sequence has no log-prob and cannot be a response")
-    inputs = PackedInputs(
-        token_ids_T=token_ids_T,
-        position_ids_T=position_ids_T,
-        cu_seqlens_S1=cu_seqlens_S1,
+    return PackedInputs(
+        token_ids_T=to_device(token_ids_T, device),
+        position_ids_T=to_device(position_ids_T, device),
+        cu_seqlens_S1=to_device(cu_seqlens_S1, device),
         max_seqlen=int(lengths_S.max()) if num_tokens else 0,
-        response_index_R=response_index_R,
-        target_ids_R=token_ids_T[response_index_R],
+        response_index_R=to_device(response_index_R, device),
     )
-    return inputs if device is None else move_inputs(inputs, device)
-
-
-def move_inputs(inputs: PackedInputs, device: torch.device | str) -> PackedInputs:
-    """The same microbatch on `device`."""
-    values = {f.name: getattr(inputs, f.name) for f in fields(inputs)}
-    tensors = {name: x for name, x in values.items() if isinstance(x, Tensor)}
-    return replace(inputs, **{name: to_device(x, device) for name, x in tensors.items()})

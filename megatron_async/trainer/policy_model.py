@@ -32,9 +32,9 @@ from megatron_async.trainer.capabilities import Backends, choose
 from megatron_async.trainer.device import current_device
 from megatron_async.trainer.hf_config import transformer_config
 from megatron_async.trainer.layer_spec import block_spec
+from megatron_async.trainer.modules import inverse_frequencies, rotary_angles
 from megatron_async.trainer.packed import PackedInputs, TokenLogprobs
 from megatron_async.trainer.parallel import seed_everything
-from megatron_async.trainer.rope import inverse_frequencies, rotary_angles
 
 
 class PolicyModel(GPTModel):
@@ -63,12 +63,8 @@ class PolicyModel(GPTModel):
         self.logprob_chunk_tokens = logprob_chunk_tokens
         self._mark_experts()
         # Plain attributes: no state to save, and float32 whatever the model's precision.
-        self._inv_freq = inverse_frequencies(architecture.rope, architecture.head_dim)
-        self._local_inv_freq: Tensor | None = None
-        if architecture.local_rope is not None:
-            self._local_inv_freq = inverse_frequencies(
-                architecture.local_rope, architecture.head_dim
-            )
+        ropes = [rope for rope in (architecture.rope, architecture.local_rope) if rope is not None]
+        self._inv_freqs = [inverse_frequencies(rope, architecture.head_dim) for rope in ropes]
 
     def forward(
         self, packed: PackedInputs, *, temperature: float = 1.0, return_entropy: bool = False
@@ -137,16 +133,13 @@ class PolicyModel(GPTModel):
 
     def _rotary(self, stream: PackedInputs) -> Tensor:
         device = stream.token_ids_T.device
-        self._inv_freq = self._inv_freq.to(device)
         positions_T = stream.position_ids_T
         if self.backends.transformer_engine:
             # The fused kernel restarts positions itself and reads one table for the longest.
             positions_T = torch.arange(stream.max_seqlen, device=device)
-        angles = rotary_angles(self._inv_freq, positions_T)
-        if self._local_inv_freq is None:
-            return angles
-        self._local_inv_freq = self._local_inv_freq.to(device)
-        return torch.stack((angles, rotary_angles(self._local_inv_freq, positions_T)))
+        self._inv_freqs = [inv_freq.to(device) for inv_freq in self._inv_freqs]
+        angles = [rotary_angles(inv_freq, positions_T) for inv_freq in self._inv_freqs]
+        return torch.stack(angles) if len(angles) > 1 else angles[0]
 
     def _embedding_scale(self, dtype: torch.dtype) -> float:
         """sqrt(D), rounded to the model's precision as Gemma's published code does."""
@@ -157,7 +150,7 @@ class PolicyModel(GPTModel):
     ) -> TokenLogprobs:
         rows_R = stream.response_index_R - 1
         # Row t-1 predicts token t; rows that predict nothing wanted are skipped.
-        targets_T = torch.zeros_like(stream.token_ids_T).index_copy(0, rows_R, stream.target_ids_R)
+        targets_T = stream.token_ids_T.roll(-1)
         weight = self.head_weight()
         # The head's gradient is as large as the head: it goes to the main gradient at once, in its
         # precision. Megatron's layers need Apex for that, our kernel does not.

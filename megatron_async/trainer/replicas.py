@@ -15,9 +15,10 @@ Invariants
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -83,10 +84,9 @@ class Copies:
     """
 
     def __init__(self, described: Sequence[Sequence[tuple[int, int]]]) -> None:
-        owners: dict[int, set[int]] = {}
-        for part in described:
-            for key, owner in part:
-                owners.setdefault(key, set()).add(owner)
+        owners: defaultdict[int, set[int]] = defaultdict(set)
+        for key, owner in chain.from_iterable(described):
+            owners[key].add(owner)
         self.sent = [
             [slot for slot, (key, _) in enumerate(part) if len(owners[key]) > 1]
             for part in described
@@ -110,13 +110,12 @@ class Copies:
         found = []
         for key in np.unique(self._key_C[totals_C != totals_C[first_C]]):
             members = np.flatnonzero(self._key_E == key)
-            sides: dict[int, list[int]] = {}
-            for total, rank in zip(
-                totals_C[self._copy_E[members]], self._rank_E[members], strict=True
-            ):
-                sides.setdefault(int(total), []).append(int(rank))
-            rank, column = int(self._rank_E[members[0]]), int(self._column_E[members[0]])
-            found.append(DifferingEntry(rank, column, tuple(map(tuple, sides.values()))))
+            totals, ranks = totals_C[self._copy_E[members]].tolist(), self._rank_E[members].tolist()
+            sides: defaultdict[int, list[int]] = defaultdict(list)
+            for total, rank in zip(totals, ranks, strict=True):
+                sides[total].append(rank)
+            column = int(self._column_E[members[0]])
+            found.append(DifferingEntry(ranks[0], column, tuple(map(tuple, sides.values()))))
         return sorted(found)
 
 

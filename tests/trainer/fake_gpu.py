@@ -168,7 +168,7 @@ def fake_gpu(routed_tokens: int = 0) -> Iterator[None]:
         for name in ("_get_cuda_rng_state", "_set_cuda_rng_state"):
             stack.enter_context(
                 mock.patch.object(
-                    megatron_random, name, getattr(adapter, name.replace("cuda_rng", "tracker"))
+                    megatron_random, name, getattr(adapter, name.replace("cuda_", ""))
                 )
             )
         stack.enter_context(mock.patch.object(torch.Tensor, "_make_subclass", staticmethod(_made)))

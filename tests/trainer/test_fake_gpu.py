@@ -131,7 +131,7 @@ def packed(device: torch.device) -> PackedInputs:
         return torch.zeros(count, dtype=dtype, device=device)
 
     return PackedInputs(
-        integers(TOKENS), integers(TOKENS), integers(4, torch.int32), 7, integers(5), integers(5)
+        integers(TOKENS), integers(TOKENS), integers(4, torch.int32), 7, integers(5)
     )
 
 

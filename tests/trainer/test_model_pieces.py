@@ -18,8 +18,8 @@ from megatron_async.models.layout import check_layout
 from megatron_async.trainer.attention_kernels import Stream, packed_attention
 from megatron_async.trainer.capabilities import Capabilities, choose
 from megatron_async.trainer.device import device_adapter
+from megatron_async.trainer.modules import inverse_frequencies, rotary_angles
 from megatron_async.trainer.packed import pack_inputs
-from megatron_async.trainer.rope import inverse_frequencies, rotary_angles
 from tests.hf_models import build_hf_model
 
 DENSE = Architecture(
@@ -49,7 +49,7 @@ class TestPacking:
         )
         assert packed.position_ids_T.tolist() == [0, 1, 0, 1, 2]
         assert packed.response_index_R.tolist() == [1, 4]
-        assert packed.target_ids_R.tolist() == [6, 9]
+        assert packed.token_ids_T[packed.response_index_R].tolist() == [6, 9]
         assert packed.max_seqlen == 3
 
     def test_a_first_token_cannot_be_a_response(self) -> None:
