@@ -8,7 +8,7 @@ Invariants
 - A step with a non-finite loss or gradient norm on any rank is applied on no rank.
 
 Megatron chooses Transformer Engine's or Apex's fused Adam, norm and scaling where they are
-installed and torch's AdamW otherwise; `fused_optimizer_name` names it.
+installed and torch's AdamW otherwise; the log names it.
 """
 
 from __future__ import annotations

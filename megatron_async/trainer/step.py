@@ -34,12 +34,7 @@ from megatron_async.models.load import load_hf_weights
 from megatron_async.trainer.device import current_device
 from megatron_async.trainer.forward import LossFunction, PolicyRunner
 from megatron_async.trainer.hf_config import parameter_dtype
-from megatron_async.trainer.losses import (
-    ReferencePolicy,
-    mean_of,
-    policy_gradient_loss,
-    sft_loss,
-)
+from megatron_async.trainer.losses import ReferencePolicy, mean_of, policy_gradient_loss, sft_loss
 from megatron_async.trainer.optimizer import (
     build_optimizer,
     guarded_step,
