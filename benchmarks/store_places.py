@@ -37,7 +37,6 @@ from benchmarks.papers.report import table
 from megatron_async.file_system import file_system_of
 from megatron_async.store import schema as schema
 from megatron_async.store.recovery import copy_database
-from megatron_async.store.writer import insert_chunks
 
 _CHUNK, _AT_ONCE = 64, 64
 _STALL_SECONDS = 5.0
@@ -69,13 +68,13 @@ class Writer:
     def commit(self, *, durable: bool = False) -> float:
         """Seconds that it took."""
         rows = [
-            schema.sealed("chunks", (i, 0, self.committed, 0, 0, 0, "engine-0", 0, self._data))
+            schema.sealed(schema.ChunkRow(i, 0, self.committed, 0, 0, 0, "engine-0", 0, self._data))
             for i in range(_AT_ONCE)
         ]
         before = time.perf_counter()
         self.connection.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
         self.connection.execute("BEGIN IMMEDIATE")
-        insert_chunks(self.connection, rows)
+        schema.write_rows(self.connection, schema.ChunkRow, rows)
         self.connection.execute("COMMIT")
         took = time.perf_counter() - before
         self.committed += 1

@@ -26,7 +26,7 @@ import asyncio
 import json
 import sqlite3
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -38,10 +38,10 @@ from megatron_async.disk import reason
 from megatron_async.errors import ComponentFailure
 from megatron_async.store import export as export
 from megatron_async.store import schema as schema
-from megatron_async.store.lineage import Consumption, LineageTree, reached
+from megatron_async.store.lineage import Consumption, LineageTree
 from megatron_async.store.place import StorePlace
 from megatron_async.store.reader import Exported, read_group
-from megatron_async.store.schema import BatchRow, pack_ids
+from megatron_async.store.schema import BatchRow, DocumentRow, pack_ids, sealed, write_rows
 from megatron_async.store.state import StoreState
 from megatron_async.store.writer import StoreWriter
 from megatron_async.trajectory.types import PolicyVersion
@@ -49,18 +49,6 @@ from megatron_async.trajectory.types import PolicyVersion
 _CHUNKS_PER_REMOVAL = 2048  # about 3 ms; 20 when SQLite empties its log meanwhile
 _PAGES_GIVEN_BACK = 256  # at once: about 4 ms
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Situation:
-    """Material of a plan; `dropped` gives the reason of each dropped trajectory."""
-
-    tree: LineageTree
-    lineage: int
-    batches: Sequence[BatchRow]
-    checkpoints: Sequence[PolicyVersion]
-    groups: Mapping[int, range]
-    dropped: Mapping[int, str]
 
 
 @dataclass(frozen=True)
@@ -83,15 +71,21 @@ class Removal:
     exported: Exported
 
 
-def plan(now: Situation, kept: Sequence[int | PolicyVersion], compact_after: int) -> Plan:
+def plan(
+    tree: LineageTree,
+    lineage: int,
+    batches: Sequence[BatchRow],
+    groups: Mapping[int, range],
+    dropped: Collection[int],
+    kept: Sequence[PolicyVersion],
+    oldest: PolicyVersion | None,
+) -> Plan:
     """Plan what can be removed when `kept` can be restored (see the module's first invariant)."""
-    oldest = horizon(now.tree, now.lineage, now.checkpoints, compact_after)
     if oldest is None:
         return Plan()
-    points = restorable(now.tree, kept, now.batches)
-    full = [(batch, batch.ids()) for batch in now.batches if batch.trajectory_ids]
-    places = [Consumption.at(now.tree, now.lineage)]
-    places += [Consumption.at_checkpoint(now.tree, point) for point in [oldest, *points]]
+    full = [(batch, batch.ids()) for batch in batches if batch.trajectory_ids]
+    places = [Consumption.at(tree, lineage)]
+    places += [Consumption.at_checkpoint(tree, point) for point in [oldest, *kept]]
     consumed_by: dict[int, PolicyVersion] = {}
     for i, place in enumerate(places):
         found = {
@@ -107,10 +101,10 @@ def plan(now: Situation, kept: Sequence[int | PolicyVersion], compact_after: int
             batches_of.setdefault(trajectory_id, []).append(batch.id)
     removable = (
         group_id
-        for group_id, ids in now.groups.items()
-        if all(i in consumed_by or i in now.dropped for i in ids)
+        for group_id, ids in groups.items()
+        if all(i in consumed_by or i in dropped for i in ids)
     )
-    return Plan(tuple(removable), consumed_by, batches_of, tuple(points))
+    return Plan(tuple(removable), consumed_by, batches_of, tuple(kept))
 
 
 def horizon(
@@ -127,38 +121,26 @@ def restorable(
     tree: LineageTree, kept: Sequence[int | PolicyVersion], batches: Sequence[BatchRow]
 ) -> list[PolicyVersion]:
     """Checkpoints that may be restored. A bare step stands for every lineage that reached it."""
-    numbers = reached(tree, ((batch.lineage, batch.step) for batch in batches))
-    points: list[PolicyVersion] = []
-    for point in kept:
-        if isinstance(point, PolicyVersion):
-            points.append(point)
-            continue
-        points += [
-            PolicyVersion(lineage.number, point)
-            for lineage in tree.lineages()
-            if lineage.branch_step <= point <= numbers[lineage.number]
-        ]
-    return sorted(set(points))
+    made = [(batch.lineage, batch.step) for batch in batches]
+    points = {point for point in kept if isinstance(point, PolicyVersion)}
+    for step in (point for point in kept if not isinstance(point, PolicyVersion)):
+        points.update(PolicyVersion(lineage, step) for lineage in tree.holding(step, made))
+    return sorted(points)
 
 
-def removal(
-    chosen: Sequence[int],
-    whole: Plan,
-    now: Situation,
-    batches: Mapping[int, BatchRow],
-    exported: Exported,
-) -> Removal:
+def removal(chosen: Sequence[int], whole: Plan, state: StoreState) -> Removal:
     """The transaction that takes the groups `chosen` out of the plan `whole`."""
-    gone = {i for group_id in chosen for i in now.groups[group_id]}
+    gone = {i for group_id in chosen for i in state.groups[group_id].trajectory_ids}
     consumed_by = {i: whole.consumed_by[i] for i in gone if i in whole.consumed_by}
+    exported = state.exported
     reasons = Counter(exported.dropped)
-    reasons.update(now.dropped[i] for i in gone if i not in consumed_by)
+    reasons.update(str(state.records[i].drop_reason) for i in gone if i not in consumed_by)
     touched = sorted({key for i in gone for key in whole.batches_of.get(i, ())})
     return Removal(
         groups=tuple(chosen),
         batches=tuple(
-            batches[key]._replace(
-                trajectory_ids=pack_ids(i for i in batches[key].ids() if i not in gone)
+            state.batches[key]._replace(
+                trajectory_ids=pack_ids(i for i in state.batches[key].ids() if i not in gone)
             )
             for key in touched
         ),
@@ -168,7 +150,7 @@ def removal(
             batched=exported.batched + len(consumed_by),
             dropped=dict(reasons),
             groups=exported.with_groups(chosen),
-            at=[(p.lineage, p.number) for p in whole.restorable] if consumed_by else exported.at,
+            at=list(whole.restorable) if consumed_by else exported.at,
         ),
     )
 
@@ -178,13 +160,14 @@ def apply_removal(connection: sqlite3.Connection, change: Removal) -> None:
     with connection:  # commits, or rolls back what an error has stopped
         connection.execute("BEGIN IMMEDIATE")
         for group_id in change.groups:
-            group = read_group(connection, group_id)
-            ids = (group.first_trajectory, group.first_trajectory + group.size - 1)
-            connection.execute("DELETE FROM trajectories WHERE trajectory_id BETWEEN ? AND ?", ids)
+            ids = read_group(connection, group_id).trajectory_ids
+            bounds = (ids[0], ids[-1])
+            connection.execute(
+                "DELETE FROM trajectories WHERE trajectory_id BETWEEN ? AND ?", bounds
+            )
             connection.execute("DELETE FROM groups WHERE group_id = ?", (group_id,))
-        for batch in change.batches:
-            _replace(connection, "batches", batch)
-        _replace(connection, "document", change.exported.to_row())
+        write_rows(connection, BatchRow, [sealed(batch) for batch in change.batches])
+        write_rows(connection, DocumentRow, [sealed(change.exported.to_row())])
 
 
 def chunks_left(file: Path) -> list[int]:
@@ -208,11 +191,6 @@ def give_back_pages(connection: sqlite3.Connection) -> bool:
     # Not `execute`: it makes one step of a statement that has no columns, and that is one page.
     connection.executescript(f"PRAGMA incremental_vacuum({_PAGES_GIVEN_BACK})")
     return bool(connection.execute("PRAGMA freelist_count").fetchone()[0])
-
-
-def _replace(connection: sqlite3.Connection, table: str, values: schema.Row) -> None:
-    row = schema.sealed(table, values)
-    connection.execute(f"INSERT OR REPLACE INTO {table} VALUES ({', '.join('?' * len(row))})", row)
 
 
 class Compactor:
@@ -243,21 +221,16 @@ class Compactor:
 
     async def _compact(self, kept: Sequence[int | PolicyVersion]) -> None:
         state = self._state
-        now = Situation(
-            tree=state.tree,
-            lineage=state.lineage,
-            batches=list(state.batches.values()),
-            checkpoints=list(state.checkpoints),
-            groups={group_id: group.trajectory_ids for group_id, group in state.groups.items()},
-            dropped={
-                record.trajectory_id: record.drop_reason.value
-                for record in state.records.values()
-                if record.drop_reason is not None
-            },
+        oldest = horizon(state.tree, state.lineage, state.checkpoints, self._after)
+        batches = list(state.batches.values())
+        groups = {group_id: group.trajectory_ids for group_id, group in state.groups.items()}
+        dropped = {i for i, record in state.records.items() if record.drop_reason is not None}
+        points = restorable(state.tree, kept, batches)
+        whole = await asyncio.to_thread(
+            plan, state.tree, state.lineage, batches, groups, dropped, points, oldest
         )
-        whole = await asyncio.to_thread(plan, now, kept, self._after)
-        for groups in self._pieces(whole.groups):
-            change = removal(groups, whole, now, state.batches, state.exported)
+        for piece in self._pieces(whole.groups):
+            change = removal(piece, whole, state)
             if self._file is not None:
                 length = await self._write_lines(change, self._file)
                 change = replace(change, exported=replace(change.exported, bytes=length))

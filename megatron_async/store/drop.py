@@ -75,25 +75,21 @@ def _droppable(
                 f"--drop is {trajectory_id}, which was trained in step {consumed[trajectory_id]}; "
                 f"checkpoint {committed} holds that"
             )
-    group = content.groups[row.group_id]
-    members = range(group.first_trajectory, group.first_trajectory + group.size)
+    members = content.groups[row.group_id].trajectory_ids
     return [content.trajectories[i] for i in members if content.trajectories[i].drop_reason is None]
 
 
 def _write(path: Path, rows: list[TrajectoryRow]) -> None:
-    connection = schema.connect(path)
-    try:
+    dropped = [
+        row._replace(
+            revision=row.revision + 1,
+            state=TrajectoryState.DROPPED.value,
+            drop_reason=DropReason.USER.value,
+        )
+        for row in rows
+    ]
+    with closing(schema.connect(path)) as connection:
         connection.execute("PRAGMA synchronous=FULL")
         connection.execute("BEGIN IMMEDIATE")
-        for row in rows:
-            dropped = row._replace(
-                revision=row.revision + 1,
-                state=TrajectoryState.DROPPED.value,
-                drop_reason=DropReason.USER.value,
-            )
-            sealed = schema.sealed("trajectories", dropped)
-            places = ", ".join("?" * len(sealed))
-            connection.execute(f"REPLACE INTO trajectories VALUES ({places})", sealed)
+        schema.write_rows(connection, TrajectoryRow, [schema.sealed(row) for row in dropped])
         connection.execute("COMMIT")
-    finally:
-        connection.close()

@@ -22,7 +22,6 @@ import orjson
 
 from megatron_async.disk import writing
 from megatron_async.errors import UserError
-from megatron_async.store import schema as schema
 from megatron_async.store.reader import (
     Exported,
     StoreReader,
@@ -30,6 +29,7 @@ from megatron_async.store.reader import (
     assemble,
     read_chunks,
     read_group,
+    read_rows,
 )
 from megatron_async.store.schema import TrajectoryRow
 from megatron_async.trajectory.types import (
@@ -76,12 +76,10 @@ def _lines(
     connection: sqlite3.Connection, group_id: int, consumed_by: Mapping[int, PolicyVersion]
 ) -> Iterator[bytes]:
     group = read_group(connection, group_id)
-    found = connection.execute(
-        "SELECT * FROM trajectories WHERE trajectory_id BETWEEN ? AND ? ORDER BY trajectory_id",
-        (group.first_trajectory, group.first_trajectory + group.size - 1),
-    )
-    for values in found.fetchall():
-        row = TrajectoryRow(*schema.opened("trajectories", values))  # type: ignore[arg-type]
+    ids = group.trajectory_ids
+    for row in read_rows(
+        connection, TrajectoryRow, "trajectory_id BETWEEN ? AND ?", ids[0], ids[-1]
+    ):
         chunks = read_chunks(connection, [row.trajectory_id])
         tokens = assemble(row, chunks.get(row.trajectory_id, ()))
         batch = consumed_by.get(row.trajectory_id)

@@ -15,17 +15,21 @@ Invariants
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 from megatron_async.trajectory.types import PolicyVersion
 
+ALL: Final = sys.maxsize
+"""Larger than every step: the path does not leave this lineage."""
 
-@dataclass(frozen=True)
-class Lineage:
-    """A run between a (re)start and the next; the first one has no parent."""
 
-    number: int
+class Lineage(NamedTuple):
+    """Number `lineage`: a run between a (re)start and the next; the first one has no parent."""
+
+    lineage: int
     parent: int | None
     branch_step: int
 
@@ -35,18 +39,18 @@ class LineageTree:
 
     def __init__(self, lineages: Iterable[Lineage] = ()) -> None:
         self._lineages: dict[int, Lineage] = {}
-        for lineage in sorted(lineages, key=lambda lineage: lineage.number):
-            self.add(lineage)
+        for one in sorted(lineages, key=lambda one: one.lineage):
+            self.add(one)
 
-    def add(self, lineage: Lineage) -> None:
+    def add(self, one: Lineage) -> None:
         """Add a lineage. Raises ValueError if its number is not the largest, or no such parent."""
-        if self._lineages and lineage.number <= self.newest:
-            raise ValueError(f"lineage {lineage.number} is not newer than lineage {self.newest}")
-        if lineage.parent is not None and lineage.parent not in self._lineages:
+        if self._lineages and one.lineage <= self.newest:
+            raise ValueError(f"lineage {one.lineage} is not newer than lineage {self.newest}")
+        if one.parent is not None and one.parent not in self._lineages:
             raise ValueError(
-                f"lineage {lineage.number} continues lineage {lineage.parent}, which is unknown"
+                f"lineage {one.lineage} continues lineage {one.parent}, which is unknown"
             )
-        self._lineages[lineage.number] = lineage
+        self._lineages[one.lineage] = one
 
     def __contains__(self, lineage: int) -> bool:
         return lineage in self._lineages
@@ -63,53 +67,51 @@ class LineageTree:
         """Oldest first."""
         return list(self._lineages.values())
 
-    def path(self, lineage: int) -> dict[int, int | None]:
-        """Lineage -> the step at which the path to `lineage` leaves it (None: `lineage` itself)."""
-        limits: dict[int, int | None] = {}
+    def path(self, lineage: int) -> dict[int, int]:
+        """Lineage -> the step at which the path to `lineage` leaves it (ALL: `lineage` itself)."""
+        limits: dict[int, int] = {}
         here: int | None = lineage
-        limit: int | None = None
+        limit = ALL
         while here is not None:
             limits[here] = limit
-            step = self._lineages[here].branch_step
-            limit = step if limit is None else min(limit, step)
-            here = self._lineages[here].parent
+            _, parent, branch_step = self._lineages[here]
+            here, limit = parent, min(limit, branch_step)
         return limits
 
     def branch_points(self, lineage: int) -> dict[int, int]:
         """Every other lineage -> the policy number n0 at which it parted from `lineage`."""
-        path = self.path(lineage)
+        ours = self.path(lineage)
         points: dict[int, int] = {}
-        for other in self._lineages:
-            limit: int | None = None
-            here: int | None = other
-            while here is not None and here not in path:
-                step = self._lineages[here].branch_step
-                limit = step if limit is None else min(limit, step)
-                here = self._lineages[here].parent
-            if here is None:  # another root: nothing in common but the initial weights
-                points[other] = 0
-                continue
-            known = [value for value in (limit, path[here]) if value is not None]
-            if known:
-                points[other] = min(known)
+        for other in self._lineages.keys() - {lineage}:
+            theirs = self.path(other)
+            common = next((here for here in theirs if here in ours), None)
+            # With another root there is nothing in common but the initial weights.
+            points[other] = 0 if common is None else min(theirs[common], ours[common])
         return points
+
+    def holding(self, step: int, batches: Iterable[tuple[int, int]]) -> list[int]:
+        """Return the lineages that can have a checkpoint of `step`, by all (lineage, step)."""
+        numbers = reached(self, batches)
+        return [
+            one.lineage
+            for one in self.lineages()
+            if one.branch_step <= step <= numbers[one.lineage]
+        ]
 
 
 @dataclass(frozen=True)
 class Consumption:
     """Batches that are consumed at one place: policy number `number` on lineage `lineage`.
 
-    `number=None` means all of that lineage so far.
+    `number=ALL` means all of that lineage so far.
     """
 
-    limits: Mapping[int, int | None]
+    limits: Mapping[int, int]
 
     @classmethod
-    def at(cls, tree: LineageTree, lineage: int, number: int | None = None) -> Consumption:
+    def at(cls, tree: LineageTree, lineage: int, number: int = ALL) -> Consumption:
         """Return a lineage by its number. Raises KeyError for an unknown one."""
-        limits = tree.path(lineage)
-        limits[lineage] = number
-        return cls(limits)
+        return cls({**tree.path(lineage), lineage: number})
 
     @classmethod
     def at_checkpoint(cls, tree: LineageTree, checkpoint: PolicyVersion) -> Consumption:
@@ -118,20 +120,16 @@ class Consumption:
 
     def holds(self, lineage: int, step: int) -> bool:
         """Return whether batch (lineage, step) is consumed here."""
-        if lineage not in self.limits:
-            return False
-        limit = self.limits[lineage]
-        return limit is None or step < limit
+        return step < self.limits.get(lineage, 0)
 
     def reaches(self, lineage: int, number: int) -> bool:
         """Return whether policy (lineage, number) is on the path to this place."""
-        limit = self.limits.get(lineage, -1)
-        return limit is None or number <= limit
+        return number <= self.limits.get(lineage, -1)
 
 
 def reached(tree: LineageTree, batches: Iterable[tuple[int, int]]) -> dict[int, int]:
     """Return the largest policy number that each lineage can have made, from its batches."""
-    numbers = {lineage.number: lineage.branch_step for lineage in tree.lineages()}
+    numbers = {one.lineage: one.branch_step for one in tree.lineages()}
     for lineage, step in batches:
         if lineage in numbers:
             numbers[lineage] = max(numbers[lineage], step + 1)

@@ -18,9 +18,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from megatron_async.errors import UserError
 from megatron_async.store import schema as schema
@@ -28,10 +29,13 @@ from megatron_async.store.lineage import Consumption, Lineage, LineageTree
 from megatron_async.store.place import place_of_reader
 from megatron_async.store.schema import (
     BatchRow,
+    CheckpointRow,
     ChunkRow,
     DamagedStore,
+    DocumentRow,
     GroupRow,
-    Row,
+    ProgressRow,
+    R,
     TrajectoryRow,
 )
 from megatron_async.trajectory.types import (
@@ -45,58 +49,53 @@ from megatron_async.trajectory.types import (
 )
 
 
+class Document:
+    """A row of table `document`: a dataclass as JSON."""
+
+    ID: ClassVar[int]
+
+    def to_row(self) -> DocumentRow:
+        """Return the row to store."""
+        return DocumentRow(self.ID, json.dumps(asdict(self)))  # type: ignore[call-overload]
+
+    @classmethod
+    def read(cls, connection: sqlite3.Connection) -> Self | None:
+        """Inverse of `to_row`. Raises DamagedStore or sqlite3.DatabaseError."""
+        for row in read_rows(connection, DocumentRow, "id = ?", cls.ID):
+            return TypeAdapter(cls).validate_json(row.content)
+        return None
+
+
 @dataclass
-class Counters:
+class Counters(Document):
     """Counts that outlive rows; written by the event loop's side.
 
-    `lines` repeats the table of that name: (lineage, parent, branch step). `prompts` is how far the
-    prompt source has been read; it is smaller than `next_group` where groups were lost, whose
-    prompts are read again.
+    `lines` repeats the table of that name. `prompts` is how far the prompt source has been read; it
+    is smaller than `next_group` where groups were lost, whose prompts are read again.
     """
 
+    ID = 1
     next_group: int = 0
     next_trajectory: int = 0
     prompts: int = 0
     lost_trajectories: int = 0
-    lines: list[tuple[int, int | None, int]] = field(default_factory=list)
-
-    def to_row(self) -> tuple[int, str]:
-        """Row 1 of table `document`."""
-        return 1, json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Counters:
-        """Inverse of `to_row`."""
-        content = json.loads(text)
-        content["lines"] = [(a, b, c) for a, b, c in content["lines"]]
-        return cls(**content)
+    lines: list[Lineage] = field(default_factory=list)
 
 
 @dataclass
-class Exported:
+class Exported(Document):
     """Tallies of what compaction removed; written together with the removal.
 
     `bytes` is the length of the export file then, `groups` are closed intervals of group ids, `at`
     are the checkpoints that could be restored then.
     """
 
+    ID = 2
     bytes: int = 0
     batched: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
     groups: list[tuple[int, int]] = field(default_factory=list)
-    at: list[tuple[int, int]] = field(default_factory=list)
-
-    def to_row(self) -> tuple[int, str]:
-        """Row 2 of table `document`."""
-        return 2, json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Exported:
-        """Inverse of `to_row`."""
-        content = json.loads(text)
-        for name in ("groups", "at"):
-            content[name] = [(int(a), int(b)) for a, b in content[name]]
-        return cls(**content)
+    at: list[PolicyVersion] = field(default_factory=list)
 
     def holds(self, group_id: int) -> bool:
         """Return whether this group has been removed."""
@@ -136,11 +135,13 @@ class StoreContent:
         }
 
 
-def read_rows(connection: sqlite3.Connection, table: str) -> Iterator[Row]:
-    """All rows of a table by key, checked, without their CRC. Raises DamagedStore."""
-    key = schema.column_names(table)[0]
-    for row in connection.execute(f"SELECT * FROM {table} ORDER BY {key}"):
-        yield schema.opened(table, row)
+def read_rows(
+    connection: sqlite3.Connection, kind: type[R], where: str = "true", *parameters: int
+) -> Iterator[R]:
+    """Rows of a table by key, checked. Raises DamagedStore or sqlite3.DatabaseError."""
+    query = f"SELECT * FROM {schema.TABLES[kind]} WHERE {where} ORDER BY {kind._fields[0]}"
+    for values in connection.execute(query, parameters):
+        yield schema.opened(kind, values)
 
 
 @contextmanager
@@ -156,58 +157,31 @@ def at_one_moment(connection: sqlite3.Connection) -> Iterator[None]:
         connection.execute("COMMIT")
 
 
-def read_exported(connection: sqlite3.Connection) -> Exported:
-    """Raises DamagedStore or sqlite3.DatabaseError."""
-    documents = {row[0]: str(row[1]) for row in read_rows(connection, "document")}
-    return Exported.from_json(documents[2]) if 2 in documents else Exported()
-
-
-def read_counters(connection: sqlite3.Connection) -> Counters:
-    """Raises DamagedStore or sqlite3.DatabaseError, also when there are none."""
-    row = connection.execute("SELECT * FROM document WHERE id = 1").fetchone()
-    if row is None:
-        raise DamagedStore("the counters are missing")
-    return Counters.from_json(str(schema.opened("document", row)[1]))
-
-
 def read_position(connection: sqlite3.Connection) -> int:
     """Transactions ever committed. Raises DamagedStore or sqlite3.DatabaseError."""
-    progress = next(read_rows(connection, "progress"), None)
-    return 0 if progress is None else _integer(progress[1])
+    return max((row.position for row in read_rows(connection, ProgressRow)), default=0)
 
 
 def read_content(connection: sqlite3.Connection) -> StoreContent:
     """Raises DamagedStore or sqlite3.DatabaseError when anything is not what was written."""
     with at_one_moment(connection):
-        exported = read_exported(connection)
-        documents = {row[0]: str(row[1]) for row in read_rows(connection, "document")}
-        lineages = [Lineage(*row) for row in read_rows(connection, "lines")]  # type: ignore[arg-type]
-        if 1 not in documents and lineages:
+        tree = LineageTree(read_rows(connection, Lineage))
+        counters = Counters.read(connection)
+        if counters is None and tree:
             raise DamagedStore("the counters are missing")
         content = StoreContent(
             position=read_position(connection),
-            counters=Counters.from_json(documents[1]) if 1 in documents else Counters(),
-            exported=exported,
-            tree=LineageTree(lineages),
+            counters=counters or Counters(),
+            exported=Exported.read(connection) or Exported(),
+            tree=tree,
             checkpoints=[
-                PolicyVersion(_integer(row[1]), _integer(row[2]))
-                for row in read_rows(connection, "checkpoints")
+                PolicyVersion(row.lineage, row.step) for row in read_rows(connection, CheckpointRow)
             ],
-            batches=[BatchRow(*row) for row in read_rows(connection, "batches")],  # type: ignore[arg-type]
-            groups={
-                _integer(row[0]): GroupRow(*row)  # type: ignore[arg-type]
-                for row in read_rows(connection, "groups")
-            },
-            trajectories={
-                _integer(row[0]): TrajectoryRow(*row)  # type: ignore[arg-type]
-                for row in read_rows(connection, "trajectories")
-            },
+            batches=list(read_rows(connection, BatchRow)),
+            groups={row.group_id: row for row in read_rows(connection, GroupRow)},
+            trajectories={row.trajectory_id: row for row in read_rows(connection, TrajectoryRow)},
         )
-    members = {
-        i
-        for row in content.groups.values()
-        for i in range(row.first_trajectory, row.first_trajectory + row.size)
-    }
+    members = {i for row in content.groups.values() for i in row.trajectory_ids}
     if odd := members ^ content.trajectories.keys():
         raise DamagedStore(f"trajectory {min(odd)} or its group is missing")
     return content
@@ -215,23 +189,21 @@ def read_content(connection: sqlite3.Connection) -> StoreContent:
 
 def read_group(connection: sqlite3.Connection, group_id: int) -> GroupRow:
     """Read a group's row. Raises DamagedStore when it is not there."""
-    found = connection.execute("SELECT * FROM groups WHERE group_id = ?", (group_id,)).fetchone()
-    if found is None:
-        raise DamagedStore(f"group {group_id} is missing")
-    return GroupRow(*schema.opened("groups", found))  # type: ignore[arg-type]
+    for row in read_rows(connection, GroupRow, "group_id = ?", group_id):
+        return row
+    raise DamagedStore(f"group {group_id} is missing")
 
 
 def read_chunks(
     connection: sqlite3.Connection, trajectory_ids: Sequence[int]
 ) -> dict[int, list[ChunkRow]]:
     """Every chunk of these trajectories, of all attempts, checked. Raises DamagedStore."""
-    columns = ", ".join(f"chunks.{name}" for name in schema.column_names("chunks")[1:])
-    wanted = json.dumps(list(trajectory_ids))
+    query = (
+        f"SELECT {schema.columns(ChunkRow)} FROM json_each(?) JOIN chunks ON trajectory_id = value"
+    )
     found: dict[int, list[ChunkRow]] = {}
-    for row in connection.execute(
-        f"SELECT {columns} FROM json_each(?) JOIN chunks ON chunks.trajectory_id = value", (wanted,)
-    ):
-        chunk = ChunkRow(*schema.opened("chunks", row))  # type: ignore[arg-type]
+    for values in connection.execute(query, (json.dumps(list(trajectory_ids)),)):
+        chunk = schema.opened(ChunkRow, values)
         found.setdefault(chunk.trajectory_id, []).append(chunk)
     return found
 
@@ -333,13 +305,11 @@ class StoreReader:
         """`path` is RUN/trajectories.sqlite. Raises UserError when there is no readable store."""
         found = place_of_reader(path)
         self._run_file, self._path, self.note = path, found.file, found.note
-        try:
+        with self._naming_damage():
             self._connection = schema.connect(
                 found.file, read_only=True, immutable=found.is_replica
             )
             schema.check_identity(self._connection, found.file)
-        except sqlite3.Error as error:
-            raise _unreadable(found.file, error) from error
 
     def close(self) -> None:
         """Release the file."""
@@ -357,21 +327,17 @@ class StoreReader:
     def holds(self, trajectory_id: int) -> bool:
         """Return whether this trajectory is in the store now."""
         query = f"SELECT 1 FROM trajectories WHERE trajectory_id = {int(trajectory_id)}"
-        return any(True for _ in self._execute(query))
+        return bool(self._found(query))
 
     def exported(self) -> Exported:
         """Return what compaction has taken out by now. Raises UserError for a damaged file."""
-        try:
-            return read_exported(self._connection)
-        except (sqlite3.Error, DamagedStore) as error:
-            raise _unreadable(self._path, error) from error
+        with self._naming_damage():
+            return Exported.read(self._connection) or Exported()
 
     def content(self) -> StoreContent:
         """Everything but tokens, at one moment. Raises UserError for a damaged file."""
-        try:
+        with self._naming_damage():
             return read_content(self._connection)
-        except (sqlite3.Error, DamagedStore) as error:
-            raise _unreadable(self._path, error) from error
 
     def summaries(self, state: TrajectoryState | None = None) -> list[TrajectorySummary]:
         """All trajectories (of one state) by id. Raises UserError for a damaged file."""
@@ -396,10 +362,8 @@ class StoreReader:
                 f"trajectory {trajectory_id} is not in {self._path}: "
                 f"{self._why_missing(trajectory_id, content)}"
             )
-        try:
+        with self._naming_damage():
             chunks = read_chunks(self._connection, [trajectory_id])
-        except (sqlite3.Error, DamagedStore) as error:
-            raise _unreadable(self._path, error) from error
         tokens = assemble(row, chunks.get(trajectory_id, ()))
         batched = self._batched_steps(content).get(trajectory_id)
         return trajectory_of(row, prompt_of(content.groups[row.group_id]), tokens.segments, batched)
@@ -424,30 +388,26 @@ class StoreReader:
             "SELECT trajectory_id, attempt, lineage, number, environment, sum(length(data)) / 8 "
             "FROM chunks GROUP BY 1, 2, 3, 4, 5"
         )
-        for trajectory_id, attempt, lineage, number, environment, count in self._execute(query):
+        for trajectory_id, attempt, lineage, number, environment, count in self._found(query):
             tokens, versions = found.get((trajectory_id, attempt), (0, ()))
             if not environment:
                 versions = (*versions, PolicyVersion(lineage, number))
             found[trajectory_id, attempt] = tokens + count, versions
         return found
 
-    def _execute(self, query: str) -> Iterator[Any]:
+    def _found(self, query: str) -> list[Any]:
+        with self._naming_damage():
+            return self._connection.execute(query).fetchall()
+
+    @contextmanager
+    def _naming_damage(self) -> Iterator[None]:
         try:
-            yield from self._connection.execute(query)
-        except sqlite3.Error as error:
-            raise _unreadable(self._path, error) from error
+            yield
+        except (sqlite3.Error, DamagedStore) as error:
+            raise UserError(
+                f"trajectory store {self._path} is damaged ({error}); resuming the run goes on "
+                "from its replica"
+            ) from error
 
 
 _NO_PROMPT = Prompt(np.empty(0, dtype=np.int32), "")
-
-
-def _unreadable(path: Path, error: Exception) -> UserError:
-    return UserError(
-        f"trajectory store {path} is damaged ({error}); resuming the run goes on from its replica"
-    )
-
-
-def _integer(value: Any) -> int:
-    if not isinstance(value, int):
-        raise DamagedStore(f"an integer was expected, found {value!r}")
-    return value

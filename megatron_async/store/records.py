@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_async.store.reader import trajectory_of
 from megatron_async.store.schema import ChunkRow, TrajectoryRow, chunk_data
 from megatron_async.trajectory.types import (
     DropReason,
@@ -158,18 +159,7 @@ class TrajectoryRecord:
         if segments is None:
             assert self._segments is not None
             segments = tuple(segment.frozen() for segment in self._segments)
-        return Trajectory(
-            self.trajectory_id,
-            self.group_id,
-            prompt,
-            self.shown_state,
-            segments,
-            self.finish_reason,
-            self.reward,
-            dict(self.reward_detail),
-            self.batched_step,
-            None if self.batched_step is not None else self.drop_reason,
-        )
+        return trajectory_of(self.row(), prompt, segments, self.batched_step)
 
     # ------------------------------------------------------------ tokens
 

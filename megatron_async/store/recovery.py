@@ -24,22 +24,24 @@ import logging
 import secrets
 import socket
 import sqlite3
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from megatron_async.disk import force_to_disk, replace_durably
 from megatron_async.errors import ComponentFailure
 from megatron_async.file_lock import FileLock
 from megatron_async.store import schema as schema
+from megatron_async.store.lineage import Lineage
 from megatron_async.store.place import Record, StorePlace, read_record, write_record
 from megatron_async.store.reader import (
     Counters,
     StoreContent,
     read_chunks,
     read_content,
-    read_counters,
     read_position,
     read_rows,
 )
@@ -50,6 +52,7 @@ logger = logging.getLogger(__name__)
 _ID_GAP = 1_000_000  # ids left out when it is not known which have been given
 _PAGES_AT_ONCE = 1024  # 8 MiB
 _PART = ".part-"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,7 @@ def bring_here(place: StorePlace) -> str | None:
     elif record.names(place) and file.exists():
         here = record.file is None or record.host == socket.gethostname()
         # Another node may have a file of that name, from before the run went on elsewhere.
-        if here or _newest_lineage(file) == record.lineage:
+        if here or _as_far_as_readable(file, _newest_lineage) == record.lineage:
             return None
         logger.warning("removing %s: the run has gone on elsewhere since", file)
     for stale in schema.files_of(file):
@@ -121,7 +124,9 @@ def bring_here(place: StorePlace) -> str | None:
     database = record.database(place.run_file)
     if database != file and record.reachable(place.run_file):
         copy_database(database, file)
-    elif record.closed_at is not None and _position(place.replica) == record.closed_at:
+    elif record.closed_at is not None and record.closed_at == _as_far_as_readable(
+        place.replica, read_position, immutable=True
+    ):
         copy_database(place.replica, file, from_replica=True)
     elif record.host != socket.gethostname():
         return f"is {database} on {record.host}, which this node does not reach"
@@ -130,24 +135,18 @@ def bring_here(place: StorePlace) -> str | None:
     return None
 
 
-def restored(place: StorePlace) -> Path | None:
-    """A copy of the replica beside the database, if there is a replica that can be read."""
-    candidate = place.file.with_name(place.file.name + ".restored")
+def restore(place: StorePlace, copy: Path) -> bool:
+    """Copy the replica; False where there is none that can be read."""
     try:
-        for leftover in schema.files_of(candidate):
+        for leftover in schema.files_of(copy):
             leftover.unlink(missing_ok=True)
-        copy_database(place.replica, candidate, from_replica=True)
+        copy_database(place.replica, copy, from_replica=True)
     except FileNotFoundError:
-        return None
+        return False
     except (OSError, sqlite3.Error) as error:
         logger.warning("replica %s cannot be read: %s", place.replica, error)
-        return None
-    return candidate
-
-
-def put_in_place(copy: Path, file: Path) -> None:
-    """A database that was copied and closed gets its name. Durable."""
-    replace_durably(copy, file)
+        return False
+    return True
 
 
 def set_aside(file: Path) -> Path | None:
@@ -170,11 +169,11 @@ def counters_of(file: Path, needed: int) -> Counters | None:
 
     It must have got as far as transaction `needed`.
     """
-    try:
-        with closing(schema.connect(file, read_only=True)) as connection:
-            return read_counters(connection) if read_position(connection) >= needed else None
-    except (sqlite3.Error, DamagedStore, ValueError):
-        return None
+
+    def read(connection: sqlite3.Connection) -> Counters | None:
+        return Counters.read(connection) if read_position(connection) >= needed else None
+
+    return _as_far_as_readable(file, read)
 
 
 def continue_ids(counters: Counters, known: Counters | None) -> None:
@@ -187,61 +186,22 @@ def continue_ids(counters: Counters, known: Counters | None) -> None:
         counters.next_trajectory = max(counters.next_trajectory, known.next_trajectory)
 
 
-def _newest_lineage(file: Path) -> int | None:
-    try:
-        with closing(schema.connect(file, read_only=True)) as connection:
-            rows = read_rows(connection, "lines")
-            return max((int(str(row[0])) for row in rows), default=None)
-    except (sqlite3.Error, DamagedStore):
-        return None
+def _newest_lineage(connection: sqlite3.Connection) -> int | None:
+    return max((one.lineage for one in read_rows(connection, Lineage)), default=None)
 
 
-def _position(replica: Path) -> int | None:
+def _as_far_as_readable(
+    file: Path, read: Callable[[sqlite3.Connection], T], *, immutable: bool = False
+) -> T | None:
+    """Return what `read` finds in the file; None where it is damaged or cannot be opened."""
     try:
-        with closing(schema.connect(replica, read_only=True, immutable=True)) as connection:
-            return read_position(connection)
-    except (sqlite3.Error, DamagedStore):
+        with closing(schema.connect(file, read_only=True, immutable=immutable)) as connection:
+            return read(connection)
+    except (sqlite3.Error, DamagedStore, ValueError):
         return None
 
 
 # ---------------------------------------------------------------- the replica
-
-
-class Copying:
-    """A copy under way; `progress` grows while it comes on."""
-
-    def __init__(self, source: Path, target: Path, *, from_replica: bool = False) -> None:
-        self._source, self._target, self._immutable = source, target, from_replica
-        self._part = target.with_name(f"{target.name}{_PART}{secrets.token_hex(4)}")
-        self.progress = 0
-
-    def run(self) -> None:
-        """Raises OSError, sqlite3.Error."""
-        try:
-            self._copy()
-            replace_durably(self._part, self._target)
-        finally:
-            self._part.unlink(missing_ok=True)
-
-    def _copy(self) -> None:
-        # No locks: nobody else opens the file yet, and its file system may have none.
-        writing = f"{self._part.absolute().as_uri()}?vfs=unix-none"
-        with (
-            closing(
-                schema.connect(self._source, read_only=True, immutable=self._immutable)
-            ) as connection,
-            closing(sqlite3.connect(writing, uri=True, isolation_level=None)) as sink,
-        ):
-            sink.execute("PRAGMA journal_mode=OFF")
-            sink.execute("PRAGMA synchronous=OFF")
-            connection.execute("BEGIN")
-            connection.execute("SELECT count(*) FROM sqlite_master").fetchone()  # the moment
-            connection.backup(sink, pages=_PAGES_AT_ONCE, progress=self._come_on)
-
-    def _come_on(self, status: int, remaining: int, total: int) -> None:
-        """Force each step to disk; else the last one would force all of it at once."""
-        force_to_disk(self._part)
-        self.progress += 1
 
 
 def copy_database(source: Path, target: Path, *, from_replica: bool = False) -> None:
@@ -249,7 +209,34 @@ def copy_database(source: Path, target: Path, *, from_replica: bool = False) -> 
     if not source.exists():
         raise FileNotFoundError(source)
     _remove_parts(target)
-    Copying(source, target, from_replica=from_replica).run()
+    _copy(source, target, lambda: None, from_replica=from_replica)
+
+
+def _copy(
+    source: Path, target: Path, come_on: Callable[[], None], *, from_replica: bool = False
+) -> None:
+    """`come_on` is called after each part. Raises OSError, sqlite3.Error."""
+    part = target.with_name(f"{target.name}{_PART}{secrets.token_hex(4)}")
+
+    def on_disk(status: int, remaining: int, total: int) -> None:
+        force_to_disk(part)  # else the last one would force all of it at once
+        come_on()
+
+    # No locks: nobody else opens the file yet, and its file system may have none.
+    writing = f"{part.absolute().as_uri()}?vfs=unix-none"
+    try:
+        with (
+            closing(schema.connect(source, read_only=True, immutable=from_replica)) as connection,
+            closing(sqlite3.connect(writing, uri=True, isolation_level=None)) as sink,
+        ):
+            sink.execute("PRAGMA journal_mode=OFF")
+            sink.execute("PRAGMA synchronous=OFF")
+            connection.execute("BEGIN")
+            connection.execute("SELECT count(*) FROM sqlite_master").fetchone()  # the moment
+            connection.backup(sink, pages=_PAGES_AT_ONCE, progress=on_disk)
+        replace_durably(part, target)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _remove_parts(target: Path) -> None:
@@ -322,17 +309,18 @@ class Replicator:
         return good
 
     async def _copy(self) -> None:
-        copying, lock = Copying(self._place.file, self._place.replica), self._writer.share_lock()
+        progress, lock = threading.Event(), self._writer.share_lock()
 
         def work() -> None:
             with closing(lock):
-                copying.run()
+                _copy(self._place.file, self._place.replica, progress.set)
 
         done = asyncio.ensure_future(asyncio.to_thread(work))
-        limit, before = self._writer.stall_seconds, -1
+        limit = self._writer.stall_seconds
+        progress.set()
         while not done.done():
-            if copying.progress == before:
+            if not progress.is_set():
                 raise ComponentFailure(f"nothing was written for {limit:g} s")
-            before = copying.progress
+            progress.clear()
             await asyncio.wait({done}, timeout=limit)
         await done

@@ -5,7 +5,7 @@ Invariants
   `chunks` excepted). SQLite checks the structure of its pages, not their content; with the CRC a
   row is either what was written or is known to be damaged.
 - Rows are written whole and never updated in place by SQL expressions.
-- Bytes are in the last column before the CRC.
+- The columns of a table are the fields of its rows' class in order: the key first, bytes last.
 - Chunks are only ever appended in the order of arrival; a trajectory's are found by index.
 - A file of an older format is read as it is, and brought to this one before anything is written.
 """
@@ -16,18 +16,20 @@ import sqlite3
 import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar, get_type_hints
 
 import numpy as np
 
 from megatron_async.errors import UserError
 from megatron_async.file_system import file_system_of
+from megatron_async.store.lineage import Lineage
 from megatron_async.trajectory.types import FloatArray, IntArray, PolicyVersion
 
 FORMAT = 4
 APPLICATION_ID = 0x4D415453  # "MATS"
 PAGE_BYTES = 8192
 EXPORT_NAME = "trajectories.jsonl"
+_ROWS_PER_INSERT = 250  # one GIL hand-over for this many rows
 _CACHE_KIB = 64 * 1024
 _WAL_PAGES = 16 * 1024 * 1024 // PAGE_BYTES
 _NO_SHARED_MEMORY = (
@@ -38,74 +40,36 @@ _NO_SHARED_MEMORY = (
     sqlite3.SQLITE_IOERR_SHMMAP,
 )
 
-# name -> column definitions; the first column is the integer key, the last one the CRC
-TABLES: dict[str, tuple[str, ...]] = {
-    "progress": ("id INTEGER PRIMARY KEY", "position INTEGER", "crc INTEGER"),
-    "document": ("id INTEGER PRIMARY KEY", "content TEXT", "crc INTEGER"),
-    "lines": (
-        "lineage INTEGER PRIMARY KEY",
-        "parent INTEGER",
-        "branch_step INTEGER",
-        "crc INTEGER",
-    ),
-    "checkpoints": (
-        "id INTEGER PRIMARY KEY",
-        "lineage INTEGER",
-        "step INTEGER",
-        "position INTEGER",
-        "crc INTEGER",
-    ),
-    "batches": (
-        "id INTEGER PRIMARY KEY",
-        "lineage INTEGER",
-        "step INTEGER",
-        "drop_reason TEXT",
-        "trajectory_ids BLOB",
-        "crc INTEGER",
-    ),
-    "groups": (
-        "group_id INTEGER PRIMARY KEY",
-        "first_trajectory INTEGER",
-        "size INTEGER",
-        "task TEXT",
-        "payload TEXT",
-        "priority INTEGER",
-        "token_ids BLOB",
-        "crc INTEGER",
-    ),
-    "trajectories": (
-        "trajectory_id INTEGER PRIMARY KEY",
-        "group_id INTEGER",
-        "revision INTEGER",
-        "attempt INTEGER",
-        "chunks INTEGER",
-        "state TEXT",
-        "finish_reason TEXT",
-        "reward REAL",
-        "reward_detail TEXT",
-        "drop_reason TEXT",
-        "crc INTEGER",
-    ),
-    "chunks": (
-        "chunk_id INTEGER PRIMARY KEY",
-        "trajectory_id INTEGER",
-        "attempt INTEGER",
-        "seq INTEGER",
-        "segment INTEGER",
-        "lineage INTEGER",
-        "number INTEGER",
-        "engine_id TEXT",
-        "environment INTEGER",
-        "data BLOB",
-        "crc INTEGER",
-    ),
-}
 Value = int | float | str | bytes | None
 Row = tuple[Value, ...]
+R = TypeVar("R", bound=NamedTuple)
 
 
 class DamagedStore(Exception):
     """The file is not what was written; holds what was found."""
+
+
+class ProgressRow(NamedTuple):
+    """The only row: transactions ever committed."""
+
+    id: int
+    position: int
+
+
+class DocumentRow(NamedTuple):
+    """Counts that outlive rows, as JSON (`reader.Document`)."""
+
+    id: int
+    content: str
+
+
+class CheckpointRow(NamedTuple):
+    """A finalised checkpoint, and the position at which it was recorded."""
+
+    id: int
+    lineage: int
+    step: int
+    position: int
 
 
 class BatchRow(NamedTuple):
@@ -142,6 +106,10 @@ class GroupRow(NamedTuple):
     payload: str
     priority: int
     token_ids: bytes
+
+    @property
+    def trajectory_ids(self) -> range:
+        return range(self.first_trajectory, self.first_trajectory + self.size)
 
 
 class TrajectoryRow(NamedTuple):
@@ -195,6 +163,32 @@ def chunk_data(tokens: Sequence[IntArray], logprobs: Sequence[FloatArray]) -> by
     )
 
 
+Kind = type[NamedTuple]
+TABLES: dict[Kind, str] = {
+    ProgressRow: "progress",
+    DocumentRow: "document",
+    Lineage: "lines",
+    CheckpointRow: "checkpoints",
+    BatchRow: "batches",
+    GroupRow: "groups",
+    TrajectoryRow: "trajectories",
+    ChunkRow: "chunks",
+}
+_TYPES = {
+    int: "INTEGER",
+    int | None: "INTEGER",
+    float | None: "REAL",
+    str: "TEXT",
+    str | None: "TEXT",
+    bytes: "BLOB",
+}
+
+
+def columns(kind: Kind) -> str:
+    """The columns of a row with its CRC, for a statement."""
+    return ", ".join((*kind._fields, "crc"))
+
+
 def checksum(table: str, values: Sequence[Value]) -> int:
     """CRC-32 of a row (without its last column). Only the last of `values` may be bytes."""
     last = values[-1]
@@ -203,21 +197,29 @@ def checksum(table: str, values: Sequence[Value]) -> int:
     return zlib.crc32(repr((table, *values)).encode())
 
 
-def sealed(table: str, values: Sequence[Value]) -> Row:
+def sealed(row: NamedTuple) -> Row:
     """A row with its CRC, as it is written."""
-    return (*values, checksum(table, values))
+    return (*row, checksum(TABLES[type(row)], row))
 
 
-def opened(table: str, row: Sequence[Value]) -> Row:
+def opened(kind: type[R], values: Sequence[Value]) -> R:
     """A row without its CRC, after comparing it. Raises DamagedStore."""
-    if row[-1] != checksum(table, row[:-1]):
-        raise DamagedStore(f"a row of table {table} does not have its checksum (key {row[0]!r})")
-    return tuple(row[:-1])
+    table = TABLES[kind]
+    if values[-1] != checksum(table, values[:-1]):
+        raise DamagedStore(f"a row of table {table} does not have its checksum (key {values[0]!r})")
+    return kind._make(values[:-1])
 
 
-def column_names(table: str) -> list[str]:
-    """Columns of a table in order."""
-    return [definition.split()[0] for definition in TABLES[table]]
+def write_rows(connection: sqlite3.Connection, kind: Kind, rows: Sequence[Row]) -> None:
+    """Write sealed rows, each whole in place of the one with its key; many for each statement."""
+    into = f"INSERT OR REPLACE INTO {TABLES[kind]} ({columns(kind)})"
+    for start in range(0, len(rows), _ROWS_PER_INSERT):
+        part = rows[start : start + _ROWS_PER_INSERT]
+        one = f"({', '.join('?' * len(part[0]))})"
+        connection.execute(
+            f"{into} VALUES {', '.join([one] * len(part))}",
+            [value for row in part for value in row],
+        )
 
 
 def files_of(database: Path) -> tuple[Path, Path, Path]:
@@ -275,8 +277,14 @@ def _use_log(connection: sqlite3.Connection, path: Path) -> None:
 def create_tables(connection: sqlite3.Connection) -> None:
     """Make an empty store. No effect on one that has its tables."""
     connection.execute("BEGIN IMMEDIATE")
-    for name, columns in TABLES.items():
-        connection.execute(f"CREATE TABLE IF NOT EXISTS {name} ({', '.join(columns)})")
+    for kind, table in TABLES.items():
+        definitions = [f"{name} {_TYPES[hint]}" for name, hint in get_type_hints(kind).items()]
+        if kind is ChunkRow:
+            definitions.insert(0, "chunk_id INTEGER")
+        definitions[0] += " PRIMARY KEY"
+        connection.execute(
+            f"CREATE TABLE IF NOT EXISTS {table} ({', '.join(definitions)}, crc INTEGER)"
+        )
     connection.execute("CREATE INDEX IF NOT EXISTS chunks_of ON chunks (trajectory_id, attempt)")
     connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
     connection.execute(f"PRAGMA user_version={FORMAT}")

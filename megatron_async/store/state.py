@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from megatron_async.disk import replace_durably
 from megatron_async.errors import UserError
 from megatron_async.store import recovery as recovery
-from megatron_async.store.lineage import Consumption, Lineage, LineageTree, reached
+from megatron_async.store.lineage import Consumption, Lineage, LineageTree
 from megatron_async.store.place import StorePlace
 from megatron_async.store.reader import Counters, Exported, StoreContent, assemble, prompt_of
 from megatron_async.store.records import GroupRecord, TrajectoryRecord
@@ -103,14 +104,13 @@ def load_state(
 
 def first_writes(state: StoreState, writer: StoreWriter) -> None:
     """Write what opening has changed."""
-    rows = [(one.number, one.parent, one.branch_step) for one in state.tree.lineages()]
-    state.counters.lines = rows
-    writer.put("lines", rows[-1])
-    writer.put("document", state.counters.to_row())
+    state.counters.lines = state.tree.lineages()
+    writer.put(state.counters.lines[-1])
+    writer.put(state.counters.to_row())
     for batch in state.undone_batches:
         writer.execute("DELETE FROM batches WHERE id = ?", (batch.id,))
     for record in state.changed:
-        writer.put("trajectories", record.row())
+        writer.put(record.row())
     for group in state.set_aside:
         writer.execute("DELETE FROM groups WHERE group_id = ?", (group.group_id,))
         bounds = (group.trajectory_ids[0], group.trajectory_ids[-1])  # compaction has the chunks
@@ -141,19 +141,15 @@ def _replaced(
     """
     known = None if found is not None else recovery.counters_of(place.file, needed)
     replica, damaged = None, None
-    copy = recovery.restored(place)
-    if copy is not None:
+    copy = place.file.with_name(f"{place.file.name}.restored")
+    if recovery.restore(place, copy):
         replica, fault = _tried(read, copy)
         reason = reason if fault is None else f"{reason} and its replica {fault}"
-    if (
-        copy is not None
-        and replica is not None
-        and replica.position > (-1 if found is None else found.position)
-    ):
+    if replica is not None and (found is None or replica.position > found.position):
         state = replica
         instead = f"its replica takes its place, which ends at transaction {state.position}"
         damaged = recovery.set_aside(place.file)
-        recovery.put_in_place(copy, place.file)
+        replace_durably(copy, place.file)
     elif found is not None:
         state, instead = found, "it goes on from there"
     else:
@@ -202,13 +198,8 @@ def _read_state(
     )
     _begin_line(state, path, step, parent, behind=state.position < needed)
     undone = {i for batch in state.undone_batches for i in batch.ids()}
-    batched = {
-        trajectory_id: batched_step
-        for trajectory_id, batched_step in content.batched_steps(
-            Consumption.at(state.tree, lineage)
-        ).items()
-        if trajectory_id not in undone
-    }
+    consumed = content.batched_steps(Consumption.at(state.tree, lineage))
+    batched = {i: consumed_by for i, consumed_by in consumed.items() if i not in undone}
     live = [
         row.trajectory_id
         for row in content.trajectories.values()
@@ -266,7 +257,7 @@ def check_serves(
         )
     consumed = Consumption.at_checkpoint(tree, restored)
     if exported.at and not any(consumed.reaches(*point) for point in exported.at):
-        oldest = " or ".join(f"{a}.{b}" for a, b in exported.at)
+        oldest = " or ".join(map(str, exported.at))
         raise UserError(
             f"checkpoint {restored} cannot be resumed from: {path} has exported trajectories "
             f"that it would need; {oldest} and later can be"
@@ -278,13 +269,8 @@ def _parent_of(state: StoreState, step: int) -> int:
     recorded = [point.lineage for point in state.checkpoints if point.number == step]
     if recorded:
         return max(recorded)
-    numbers = reached(state.tree, ((b.lineage, b.step) for b in state.batches.values()))
-    holding = [
-        lineage.number
-        for lineage in state.tree.lineages()
-        if lineage.branch_step <= step <= numbers[lineage.number]
-    ]
-    return max(holding, default=state.tree.newest)
+    batches = ((batch.lineage, batch.step) for batch in state.batches.values())
+    return max(state.tree.holding(step, batches), default=state.tree.newest)
 
 
 def _fill(
@@ -294,8 +280,8 @@ def _fill(
     batched: Mapping[int, int],
 ) -> None:
     for row in content.groups.values():
-        ids = range(row.first_trajectory, row.first_trajectory + row.size)
-        state.groups[row.group_id] = GroupRecord(row.group_id, prompt_of(row), ids)
+        group = GroupRecord(row.group_id, prompt_of(row), row.trajectory_ids)
+        state.groups[row.group_id] = group
     for stored in content.trajectories.values():
         trajectory_id = stored.trajectory_id
         step = batched.get(trajectory_id)

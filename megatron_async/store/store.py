@@ -43,7 +43,7 @@ from megatron_async.store.place import StorePlace, lock_store, prepared_place, w
 from megatron_async.store.reader import assemble, read_chunks
 from megatron_async.store.records import GroupRecord, TrajectoryRecord, running
 from megatron_async.store.recovery import Recovery, Replicator
-from megatron_async.store.schema import BatchRow, GroupRow, pack_ids
+from megatron_async.store.schema import BatchRow, CheckpointRow, GroupRow, pack_ids
 from megatron_async.store.state import StoreState, first_writes, load_state
 from megatron_async.store.writer import StoreWriter
 from megatron_async.trajectory.packing import number_on_lineage
@@ -179,8 +179,8 @@ class TrajectoryStore:
             self._state.records[trajectory_id] = TrajectoryRecord.new(trajectory_id, group_id)
             self._put(self._state.records[trajectory_id])
         self._counts[TrajectoryState.PENDING] += size
-        self._writer.put("groups", row)
-        self._writer.put("document", self._state.counters.to_row())
+        self._writer.put(row)
+        self._writer.put(self._state.counters.to_row())
         return self.load_group(group_id)
 
     def begin_request(self, trajectory_id: int) -> RequestKey:
@@ -282,7 +282,10 @@ class TrajectoryStore:
         self._counted(before, record)
         self._due.pop(trajectory_id, None)
         self._put(record)
-        self._delete_old_attempts(record)
+        self._writer.execute(
+            "DELETE FROM chunks WHERE trajectory_id = ? AND attempt < ?",
+            (trajectory_id, record.attempt),
+        )
 
     def drop(self, trajectory_id: int, reason: DropReason) -> None:
         """Take it out of the run, for good and on every lineage."""
@@ -369,8 +372,7 @@ class TrajectoryStore:
         await self._compactor.finish()
         point = PolicyVersion(self.lineage, step)
         self._state.checkpoints.append(point)
-        row = (len(self._state.checkpoints), point.lineage, point.number, self.position())
-        self._writer.put("checkpoints", row)
+        self._writer.put(CheckpointRow(len(self._state.checkpoints), *point, self.position()))
         await self.sync()
         self._compactor.start([*kept, point])
 
@@ -449,25 +451,18 @@ class TrajectoryStore:
         self._counts[record.shown_state] += 1
 
     def _put(self, record: TrajectoryRecord) -> None:
-        self._writer.put("trajectories", record.row())
-
-    def _delete_old_attempts(self, record: TrajectoryRecord) -> None:
-        self._writer.execute(
-            "DELETE FROM chunks WHERE trajectory_id = ? AND attempt < ?",
-            (record.trajectory_id, record.attempt),
-        )
+        self._writer.put(record.row())
 
     def _set_batch(self, batch: BatchRow) -> None:
         self._state.batches[batch.id] = batch
-        self._writer.put("batches", batch)
+        self._writer.put(batch)
 
     def _flush(self, record: TrajectoryRecord, *, with_row: bool = False) -> None:
         """Hand over what is buffered; `with_row`: and what is stored of it, as one transaction."""
         self._due.pop(record.trajectory_id, None)
         chunk = record.take_chunk()
         if chunk is not None:
-            row, own = schema.sealed("chunks", chunk), record.row() if with_row else None
-            record.in_flight = self._writer.add_chunk(row, len(chunk.data), own)
+            record.in_flight = self._writer.add_chunk(chunk, record.row() if with_row else None)
         elif with_row:
             self._put(record)
 

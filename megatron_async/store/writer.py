@@ -16,19 +16,19 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from megatron_async.disk import reason
 from megatron_async.errors import ComponentFailure
 from megatron_async.file_lock import FileLock
 from megatron_async.store import schema as schema
-from megatron_async.store.schema import Row
+from megatron_async.store.schema import ChunkRow, Kind, ProgressRow, Row, TrajectoryRow
 
-_ROWS_PER_INSERT = 250  # one GIL hand-over for this many rows
 _LINGER_SECONDS = 0.005  # gathers small writes into one transaction when nobody waits for it
 Job = Callable[[sqlite3.Connection], Any]
 T = TypeVar("T")
@@ -39,16 +39,15 @@ class _Pending:
     """A future transaction."""
 
     chunks: list[Row] = field(default_factory=list)
-    rows: dict[tuple[str, int], Row] = field(default_factory=dict)
+    rows: dict[tuple[Kind, int], Row] = field(default_factory=dict)
     statements: list[tuple[str, tuple[Any, ...]]] = field(default_factory=list)
-    barriers: list[Future[int]] = field(default_factory=list)
     jobs: list[tuple[Job, Future[Any]]] = field(default_factory=list)
     size: int = 0
     durable: bool = False
 
     @property
     def writes(self) -> bool:
-        return bool(self.chunks or self.rows or self.statements)
+        return bool(self.chunks or self.rows or self.statements or self.durable)
 
 
 class StoreWriter:
@@ -75,8 +74,8 @@ class StoreWriter:
         self._closing = False
         self._submitted = 1  # number of the transaction being gathered
         self._committed = 0
-        self._waiters: list[asyncio.Future[int]] = []
-        self._acknowledging: asyncio.Task[None] | None = None
+        self._acknowledging: asyncio.Task[int] | None = None  # its barrier is under way
+        self._next: asyncio.Task[int] | None = None  # who asks now waits for this one
         self._thread = threading.Thread(target=self._run, name="trajectory-store", daemon=True)
         self._thread.start()
 
@@ -88,40 +87,39 @@ class StoreWriter:
             self._check()
             return self._lock.share()
 
-    def add_chunk(self, row: Row, size: int, trajectory: Row | None = None) -> int:
-        """Append one chunk row; returns the number of the transaction that it will be in.
-
-        The same one holds `trajectory`, the values of its row of that table, if they are given.
-        """
+    @contextmanager
+    def _gathering(self) -> Iterator[_Pending]:
+        """Gather what is handed over inside for one transaction, number `_submitted`."""
         with self._changed:
             self._check()
+            yield self._pending
+            self._changed.notify()
+
+    def add_chunk(self, chunk: ChunkRow, trajectory: TrajectoryRow | None = None) -> int:
+        """Append a chunk; returns the number of the transaction that it will be in.
+
+        The same one holds `trajectory`, its row of that table, if it is given.
+        """
+        row = schema.sealed(chunk)
+        with self._gathering():
             self._wait_for_room()
             self._pending.chunks.append(row)
-            self._pending.size += size
+            self._pending.size += len(chunk.data)
             if trajectory is not None:
-                self.put("trajectories", trajectory)  # the lock is held: no transaction ends here
-            self._changed.notify()
+                self.put(trajectory)
             return self._submitted
 
-    def put(self, table: str, values: schema.Row) -> int:
-        """Write a row whole; the last one of a key wins. Returns the transaction's number."""
-        row = schema.sealed(table, values)
-        key = values[0]
-        assert isinstance(key, int)
-        with self._changed:
-            self._check()
-            self._pending.rows[table, key] = row
-            self._pending.size += 64
-            self._changed.notify()
-            return self._submitted
+    def put(self, row: NamedTuple) -> None:
+        """Write a row whole; the last one of a key wins."""
+        values = schema.sealed(row)
+        with self._gathering() as pending:
+            pending.rows[type(row), row[0]] = values
+            pending.size += 64
 
-    def execute(self, statement: str, parameters: tuple[Any, ...]) -> int:
-        """A deletion, after all rows of the transaction. Returns the transaction's number."""
-        with self._changed:
-            self._check()
-            self._pending.statements.append((statement, parameters))
-            self._changed.notify()
-            return self._submitted
+    def execute(self, statement: str, parameters: tuple[Any, ...]) -> None:
+        """A deletion, after all rows of the transaction."""
+        with self._gathering() as pending:
+            pending.statements.append((statement, parameters))
 
     def is_committed(self, transaction: int) -> bool:
         """Return whether it is in the file. Raises ComponentFailure after an error."""
@@ -130,14 +128,9 @@ class StoreWriter:
 
     def barrier(self, *, durable: bool = False) -> Future[int]:
         """Done, with the position, when all before is committed; `durable`: survives power loss."""
-        future: Future[int] = Future()
-        with self._changed:
-            self._check()
-            self._pending.barriers.append(future)
-            self._pending.durable |= durable
-            self._urgent.set()
-            self._changed.notify()
-        return future
+        with self._gathering() as pending:
+            pending.durable |= durable
+            return self.run(lambda _: self.position)
 
     async def committed(self) -> int:
         """The position, once all handed over so far is committed. Raises ComponentFailure.
@@ -145,39 +138,23 @@ class StoreWriter:
         Whoever asks while a barrier is under way shares the next one: thousands of streams cost one
         acknowledgement for each transaction.
         """
-        loop = asyncio.get_running_loop()
-        waiter: asyncio.Future[int] = loop.create_future()
-        self._waiters.append(waiter)
-        if self._acknowledging is None:
-            self._acknowledging = loop.create_task(self._acknowledge())
-        return await waiter
+        if self._next is None or self._next.done():
+            self._next = asyncio.create_task(self._acknowledge(self._acknowledging))
+        return await asyncio.shield(self._next)
 
-    async def _acknowledge(self) -> None:
-        """Await one barrier after the other while somebody waits."""
-        try:
-            while self._waiters:
-                waiters, self._waiters = self._waiters, []
-                try:
-                    position = await self.wait(self.barrier())
-                except ComponentFailure as error:
-                    for waiter in waiters:
-                        if not waiter.done():
-                            waiter.set_exception(error)
-                else:
-                    for waiter in waiters:
-                        if not waiter.done():
-                            waiter.set_result(position)
-        finally:
-            self._acknowledging = None
+    async def _acknowledge(self, before: asyncio.Task[int] | None) -> int:
+        """Await a barrier, after the one `before`."""
+        if before is not None and not before.done():
+            await asyncio.wait([before])
+        self._acknowledging, self._next = self._next, None
+        return await self.wait(self.barrier())
 
     def run(self, job: Job) -> Future[Any]:
         """Run `job(connection)` on the writer's thread, after all before is committed."""
         future: Future[Any] = Future()
-        with self._changed:
-            self._check()
-            self._pending.jobs.append((job, future))
+        with self._gathering() as pending:
+            pending.jobs.append((job, future))
             self._urgent.set()
-            self._changed.notify()
         return future
 
     async def wait(self, future: Future[T]) -> T:
@@ -236,18 +213,12 @@ class StoreWriter:
     def _run(self) -> None:
         pending = _Pending()
         try:
-            connection = schema.connect(self._path)
-            try:
-                while True:
-                    taken = self._take()
-                    if taken is None:
-                        break
+            with closing(schema.connect(self._path)) as connection:
+                while (taken := self._take()) is not None:
                     pending = taken
                     self._commit(connection, pending)
                     for job, future in pending.jobs:
                         self._run_job(connection, job, future)
-            finally:
-                connection.close()
         except BaseException as error:  # noqa: BLE001 - kept, and raised at the next call
             self._fail(error, pending)
         finally:
@@ -257,12 +228,7 @@ class StoreWriter:
         """Take what has gathered; None when closing and empty."""
         with self._changed:
             self._changed.wait_for(
-                lambda: (
-                    self._closing
-                    or self._pending.writes
-                    or self._pending.barriers
-                    or self._pending.jobs
-                )
+                lambda: self._closing or self._pending.writes or self._pending.jobs
             )
         self._urgent.wait(_LINGER_SECONDS)
         with self._changed:
@@ -270,23 +236,21 @@ class StoreWriter:
             taken, self._pending = self._pending, _Pending()
             self._submitted += 1
             self._changed.notify_all()
-            if not (taken.writes or taken.barriers or taken.jobs):
-                return None if self._closing else taken
-            return taken
+            ended = self._closing and not (taken.writes or taken.jobs)
+            return None if ended else taken
 
     def _commit(self, connection: sqlite3.Connection, pending: _Pending) -> None:
         number = self._submitted - 1
-        if pending.writes or pending.durable:
+        if pending.writes:
             if pending.durable:
                 connection.execute("PRAGMA synchronous=FULL")
             connection.execute("BEGIN IMMEDIATE")
-            insert_chunks(connection, pending.chunks)
-            by_table: dict[str, list[Row]] = {}
-            for (table, _), row in pending.rows.items():
-                by_table.setdefault(table, []).append(row)
-            progress = schema.sealed("progress", (1, self.position + 1))
-            for table, rows in (*by_table.items(), ("progress", [progress])):
-                _insert(connection, f"INSERT OR REPLACE INTO {table}", rows)
+            rows: dict[Kind, list[Row]] = {ChunkRow: pending.chunks}
+            for (kind, _), row in pending.rows.items():
+                rows.setdefault(kind, []).append(row)
+            rows[ProgressRow] = [schema.sealed(ProgressRow(1, self.position + 1))]
+            for kind in rows:
+                schema.write_rows(connection, kind, rows[kind])
             for statement, parameters in pending.statements:
                 connection.execute(statement, parameters)
             connection.execute("COMMIT")
@@ -294,9 +258,6 @@ class StoreWriter:
                 connection.execute("PRAGMA synchronous=NORMAL")
             self.position += 1
         self._committed = number
-        for barrier in pending.barriers:
-            if barrier.set_running_or_notify_cancel():
-                barrier.set_result(self.position)
 
     @staticmethod
     def _run_job(connection: sqlite3.Connection, job: Job, future: Future[Any]) -> None:
@@ -315,28 +276,9 @@ class StoreWriter:
     def _fail(self, error: BaseException, pending: _Pending) -> None:
         with self._changed:
             self._error = error
-            waiting = [*pending.barriers, *self._pending.barriers]
-            waiting += [future for _, future in [*pending.jobs, *self._pending.jobs]]
+            waiting = [*pending.jobs, *self._pending.jobs]
             self._changed.notify_all()
-        for future in waiting:
+        for _, future in waiting:
             # What is not done was never begun, and its waiter may give it up at any moment.
             if not future.done() and future.set_running_or_notify_cancel():
                 future.set_exception(self._failure())
-
-
-def insert_chunks(connection: sqlite3.Connection, rows: Sequence[Row]) -> None:
-    """Append sealed chunk rows (without their automatic key)."""
-    _insert(
-        connection, f"INSERT INTO chunks ({', '.join(schema.column_names('chunks')[1:])})", rows
-    )
-
-
-def _insert(connection: sqlite3.Connection, into: str, rows: Sequence[Row]) -> None:
-    """Many rows for each statement, which begins with `into`."""
-    for start in range(0, len(rows), _ROWS_PER_INSERT):
-        part = rows[start : start + _ROWS_PER_INSERT]
-        one = f"({', '.join('?' * len(part[0]))})"
-        connection.execute(
-            f"{into} VALUES {', '.join([one] * len(part))}",
-            [value for row in part for value in row],
-        )

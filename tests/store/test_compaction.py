@@ -197,7 +197,7 @@ def test_commits_come_between_the_pieces_of_a_removal(
     def noted(connection: sqlite3.Connection, change: compaction.Removal) -> None:
         apply_removal(connection, change)
         commits.append(store.position())
-        store._writer.put("document", store._state.counters.to_row())
+        store._writer.put(store._state.counters.to_row())
 
     monkeypatch.setattr(compaction, "apply_removal", noted)
 
@@ -242,7 +242,7 @@ def test_a_large_group_is_removed_in_pieces_of_limited_size(
         remove_chunks(connection, keys)
         changed.append(connection.total_changes - before)
         commits.append(store.position())
-        store._writer.put("document", store._state.counters.to_row())
+        store._writer.put(store._state.counters.to_row())
 
     monkeypatch.setattr(compaction, "remove_chunks", counted)
 

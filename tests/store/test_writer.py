@@ -36,7 +36,8 @@ def test_a_waiter_that_gives_up_meanwhile_does_not_keep_the_error_from_the_other
     writer = StoreWriter(tmp_path / STORE, 0, lock_store(tmp_path / STORE))
     finished, barrier, job = Future[int](), Future[int](), Future[int]()
     finished.set_result(1)
-    pending = _Pending(barriers=[finished, GivenUp(), barrier], jobs=[(lambda _: 0, job)])
+    futures = (finished, GivenUp(), barrier, job)
+    pending = _Pending(jobs=[(lambda _: 0, future) for future in futures])
     writer._fail(OSError("the disk is full"), pending)
     for future in (barrier, job):
         with pytest.raises(ComponentFailure, match="the disk is full"):
