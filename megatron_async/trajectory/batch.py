@@ -1,6 +1,8 @@
 """`TokenBatch`: what one optimizer batch is, as packed token streams.
 
 Invariants
+- Names end in the shape: fields in `_T` have an entry for each token, those in `_S` for each
+  sequence (`select` goes by it).
 - All per-token arrays have length T (prompts and responses of S sequences end to end) and are
   aligned to the token itself: `rollout_logprobs_T[t]` is the behaviour policy's log-prob of
   token t given the earlier tokens of its sequence.
@@ -16,6 +18,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -80,29 +83,13 @@ class TokenBatch:
         token_T = (
             np.repeat(starts_S - cu_S1[:-1], lengths_S) + np.arange(cu_S1[-1], dtype=np.int64)
         ).astype(np.int64)
-
-        def optional(array_T: FloatArray | None) -> FloatArray | None:
-            return None if array_T is None else array_T[token_T]
-
-        return replace(
-            self,
-            token_ids_T=self.token_ids_T[token_T],
-            loss_mask_T=self.loss_mask_T[token_T],
-            rollout_logprobs_T=self.rollout_logprobs_T[token_T],
-            version_T=self.version_T[token_T],
-            lag_T=self.lag_T[token_T],
-            advantages_T=optional(self.advantages_T),
-            old_logprobs_T=optional(self.old_logprobs_T),
-            ref_logprobs_T=optional(self.ref_logprobs_T),
-            is_weights_T=optional(self.is_weights_T),
-            cu_seqlens_S1=cu_S1,
-            rewards_S=self.rewards_S[index_S],
-            group_ids_S=self.group_ids_S[index_S],
-            trajectory_ids_S=self.trajectory_ids_S[index_S],
-            prompt_lengths_S=self.prompt_lengths_S[index_S],
-            truncated_S=self.truncated_S[index_S],
-            resumed_S=self.resumed_S[index_S],
-        )
+        chosen: dict[str, Any] = {"cu_seqlens_S1": cu_S1}
+        for name, array in vars(self).items():
+            if name.endswith("_T") and array is not None:
+                chosen[name] = array[token_T]
+            elif name.endswith("_S"):
+                chosen[name] = array[index_S]
+        return replace(self, **chosen)
 
     def minibatches(self, count: int) -> list[TokenBatch]:
         """Split into `count` parts of whole groups, as even in groups as they can be."""

@@ -137,5 +137,4 @@ def _author_runs(trajectory: Trajectory) -> Iterable[Run]:
 
 
 def _concatenate(arrays: Iterable[np.ndarray], dtype: np.dtype) -> np.ndarray:
-    parts = list(arrays)
-    return np.concatenate(parts, dtype=dtype) if parts else np.empty(0, dtype=dtype)
+    return np.concatenate([np.empty(0, dtype), *arrays], dtype=dtype)
