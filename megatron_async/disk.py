@@ -204,13 +204,9 @@ class LineFile:
 
 def append_json_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
     """Append `rows` to a JSONL file, made where it is missing. Raises CannotWrite."""
-    file = LineFile(path)
-    try:
+    with contextlib.closing(LineFile(path)) as file:
         for row in rows:
             file.write(json.dumps(row) + "\n")
-        file.flush()
-    finally:
-        file.close()
 
 
 def json_lines(data: bytes) -> Iterator[dict[str, Any]]:

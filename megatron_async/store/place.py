@@ -28,10 +28,11 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megatron_async.disk import CannotWrite, reason, replace_durably, writing
+from megatron_async.disk import CannotWrite, reason
 from megatron_async.errors import UserError
 from megatron_async.file_lock import FileLock, Holder, LockHeld, NoLocks
 from megatron_async.file_system import existing, file_system_of
+from megatron_async.run_directory import write_atomically
 from megatron_async.store import schema as schema
 
 logger = logging.getLogger(__name__)
@@ -171,11 +172,7 @@ def write_record(place: StorePlace, lineage: int, closed_at: int | None = None) 
     """Record durably that this node's database counts from now on. Raises CannotWrite."""
     file = str(place.file) if place.away else None
     record = Record(socket.gethostname(), file, lineage, closed_at)
-    target = _record_file(place.run_file)
-    temporary = target.with_name(f".{target.name}.{socket.gethostname()}.{os.getpid()}")
-    with writing(target):
-        temporary.write_text(json.dumps(asdict(record)))
-        replace_durably(temporary, target)
+    write_atomically(_record_file(place.run_file), json.dumps(asdict(record)), durable=True)
 
 
 def _record_file(run_file: Path) -> Path:
