@@ -14,11 +14,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_async.store.reader import trajectory_of
 from megatron_async.store.schema import ChunkRow, TrajectoryRow, chunk_data
 from megatron_async.trajectory.types import (
     DropReason,
@@ -29,7 +28,6 @@ from megatron_async.trajectory.types import (
     Prompt,
     RequestKey,
     Segment,
-    Trajectory,
     TrajectoryState,
 )
 
@@ -48,11 +46,17 @@ class SupersededRequest(ValueError):
     """A request that is not the current one of its trajectory wanted to change it."""
 
 
-@dataclass(slots=True)
-class _GrowingSegment:
+class Author(NamedTuple):
+    """Who has written a segment, see `Segment`."""
+
     version: PolicyVersion
     engine_id: str
     from_environment: bool
+
+
+@dataclass(slots=True)
+class _GrowingSegment:
+    author: Author
     tokens: list[IntArray] = field(default_factory=list)
     logprobs: list[FloatArray] = field(default_factory=list)
     length: int = 0
@@ -62,9 +66,7 @@ class _GrowingSegment:
         if len(self.tokens) > 1:
             self.tokens = [np.concatenate(self.tokens)]
             self.logprobs = [np.concatenate(self.logprobs)]
-        return Segment(
-            self.tokens[0], self.logprobs[0], self.version, self.engine_id, self.from_environment
-        )
+        return Segment(self.tokens[0], self.logprobs[0], *self.author)
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,25 +96,14 @@ class TrajectoryRecord:
         self.batched_step: int | None = None
         self.request: RequestKey | None = None
         self.in_flight = 0  # transaction of the newest chunk
-        self._segments: list[_GrowingSegment] | None = None
-        if segments is not None:
-            self._segments = [
-                _GrowingSegment(
-                    s.version, s.engine_id, s.from_environment, [s.token_ids], [s.logprobs], len(s)
-                )
-                for s in segments
-            ]
-        self._open = False  # whether the last segment may grow
+        self.in_memory = segments is not None
+        self._segments: list[_GrowingSegment] = []
+        for s in segments or ():
+            author = Author(s.version, s.engine_id, s.from_environment)
+            self._segments.append(_GrowingSegment(author, [s.token_ids], [s.logprobs], len(s)))
+        self.author: Author | None = None  # of the last segment, while it may grow
         self._buffer: list[tuple[IntArray, FloatArray]] = []
         self.buffered = 0
-
-    @classmethod
-    def new(cls, trajectory_id: int, group_id: int) -> TrajectoryRecord:
-        """A pending trajectory without tokens."""
-        row = TrajectoryRow(
-            trajectory_id, group_id, 0, 0, 0, TrajectoryState.PENDING.value, None, None, "{}", None
-        )
-        return cls(row, ())
 
     @property
     def shown_state(self) -> TrajectoryState:
@@ -123,11 +114,6 @@ class TrajectoryRecord:
     def live(self) -> bool:
         """Neither consumed along the current lineage nor dropped."""
         return self.batched_step is None and self.state is not TrajectoryState.DROPPED
-
-    @property
-    def in_memory(self) -> bool:
-        """Return whether `trajectory` has the tokens."""
-        return self._segments is not None
 
     def move_to(self, state: TrajectoryState) -> None:
         """Check a change of state. Raises ValueError for one that a trajectory's life has not."""
@@ -154,52 +140,27 @@ class TrajectoryRecord:
             None if self.drop_reason is None else self.drop_reason.value,
         )
 
-    def trajectory(self, prompt: Prompt, segments: tuple[Segment, ...] | None) -> Trajectory:
-        """The public form; `segments` when the tokens are not in memory."""
-        if segments is None:
-            assert self._segments is not None
-            segments = tuple(segment.frozen() for segment in self._segments)
-        return trajectory_of(self.row(), prompt, segments, self.batched_step)
-
     # ------------------------------------------------------------ tokens
 
-    def continues(self, version: PolicyVersion, engine_id: str, from_environment: bool) -> bool:
-        """Return whether tokens of this author belong to the newest segment."""
-        if not self._open or not self._segments:
-            return False
-        last = self._segments[-1]
-        return (last.version, last.engine_id, last.from_environment) == (
-            version,
-            engine_id,
-            from_environment,
-        )
+    def segments(self) -> tuple[Segment, ...]:
+        """Return all tokens so far, of a trajectory that is in memory."""
+        return tuple(segment.frozen() for segment in self._segments)
 
-    def begin_segment(self, version: PolicyVersion, engine_id: str, from_environment: bool) -> None:
+    def begin_segment(self, author: Author) -> None:
         """The author of what is added next. The buffer must be empty."""
-        assert self._segments is not None
         assert not self._buffer
-        self._segments.append(_GrowingSegment(version, engine_id, from_environment))
-        self._open = True
-
-    def close_segment(self) -> None:
-        """Whatever comes next is a new segment."""
-        self._open = False
+        self._segments.append(_GrowingSegment(author))
+        self.author = author
 
     def response_end(self) -> tuple[int, int | None]:
         """Length of the response in memory, and its last token if the policy made it."""
-        segments = self._segments or []
-        length = sum([segment.length for segment in segments])
-        if not length or segments[-1].from_environment:
+        length = sum([segment.length for segment in self._segments])
+        if not length or self._segments[-1].author.from_environment:
             return length, None
-        return length, int(segments[-1].tokens[-1][-1])
-
-    def versions(self) -> set[PolicyVersion]:
-        """Return the versions of the policy segments in memory."""
-        return {s.version for s in self._segments or () if not s.from_environment}
+        return length, int(self._segments[-1].tokens[-1][-1])
 
     def add(self, tokens: IntArray, logprobs: FloatArray) -> None:
         """More tokens of the newest segment."""
-        assert self._segments is not None
         last = self._segments[-1]
         last.tokens.append(tokens)
         last.logprobs.append(logprobs)
@@ -211,17 +172,15 @@ class TrajectoryRecord:
         """The buffer as a chunk, for the writer; None when it is empty."""
         if not self._buffer:
             return None
-        assert self._segments is not None
-        last = self._segments[-1]
+        author = self._segments[-1].author
         chunk = ChunkRow(
             self.trajectory_id,
             self.attempt,
             self.chunks,
             len(self._segments) - 1,
-            last.version.lineage,
-            last.version.number,
-            last.engine_id,
-            int(last.from_environment),
+            *author.version,
+            author.engine_id,
+            int(author.from_environment),
             chunk_data([t for t, _ in self._buffer], [p for _, p in self._buffer]),
         )
         self.chunks += 1
@@ -231,7 +190,8 @@ class TrajectoryRecord:
 
     def forget_tokens(self) -> None:
         """Tokens are only on disk from now on."""
-        self._segments = None
+        self.in_memory, self.author = False, None
+        self._segments.clear()
         self._buffer.clear()
         self.buffered = 0
 
@@ -246,10 +206,8 @@ class TrajectoryRecord:
         self.move_to(TrajectoryState.PENDING)
         self.attempt += 1
         self.chunks = 0
-        self._segments = []
-        self._open = False
-        self._buffer.clear()
-        self.buffered = 0
+        self.forget_tokens()
+        self.in_memory = True
         self.finish_reason, self.reward, self.reward_detail = None, None, {}
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from megatron_async.errors import UserError
 from megatron_async.file_system import file_system_of
 from megatron_async.store.lineage import Lineage
-from megatron_async.trajectory.types import FloatArray, IntArray, PolicyVersion
+from megatron_async.trajectory.types import FloatArray, IntArray, PolicyVersion, TrajectoryState
 
 FORMAT = 4
 APPLICATION_ID = 0x4D415453  # "MATS"
@@ -117,14 +117,14 @@ class TrajectoryRow(NamedTuple):
 
     trajectory_id: int
     group_id: int
-    revision: int
-    attempt: int
-    chunks: int
-    state: str
-    finish_reason: str | None
-    reward: float | None
-    reward_detail: str
-    drop_reason: str | None
+    revision: int = 0
+    attempt: int = 0
+    chunks: int = 0
+    state: str = TrajectoryState.PENDING.value
+    finish_reason: str | None = None
+    reward: float | None = None
+    reward_detail: str = "{}"
+    drop_reason: str | None = None
 
 
 class ChunkRow(NamedTuple):

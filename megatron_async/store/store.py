@@ -40,10 +40,10 @@ from megatron_async.store import schema as schema
 from megatron_async.store.compaction import Compactor
 from megatron_async.store.export import cut_uncommitted
 from megatron_async.store.place import StorePlace, lock_store, prepared_place, write_record
-from megatron_async.store.reader import assemble, read_chunks
-from megatron_async.store.records import GroupRecord, TrajectoryRecord, running
+from megatron_async.store.reader import assemble, read_chunks, trajectory_of
+from megatron_async.store.records import Author, GroupRecord, TrajectoryRecord, running
 from megatron_async.store.recovery import Recovery, Replicator
-from megatron_async.store.schema import BatchRow, CheckpointRow, GroupRow, pack_ids
+from megatron_async.store.schema import BatchRow, CheckpointRow, GroupRow, TrajectoryRow, pack_ids
 from megatron_async.store.state import StoreState, first_writes, load_state
 from megatron_async.store.writer import StoreWriter
 from megatron_async.trajectory.packing import number_on_lineage
@@ -176,8 +176,9 @@ class TrajectoryStore:
         self._state.counters.prompts += 1
         self._state.groups[group_id] = GroupRecord(group_id, prompt, ids)
         for trajectory_id in ids:
-            self._state.records[trajectory_id] = TrajectoryRecord.new(trajectory_id, group_id)
-            self._put(self._state.records[trajectory_id])
+            pending = TrajectoryRow(trajectory_id, group_id)
+            self._state.records[trajectory_id] = TrajectoryRecord(pending, ())
+            self._writer.put(pending)
         self._counts[TrajectoryState.PENDING] += size
         self._writer.put(row)
         self._writer.put(self._state.counters.to_row())
@@ -197,7 +198,7 @@ class TrajectoryStore:
     def _turn(self, record: TrajectoryRecord, state: TrajectoryState) -> None:
         self._move(record, state)
         self._flush(record, with_row=True)
-        record.close_segment()
+        record.author = None
 
     def append(
         self,
@@ -227,10 +228,11 @@ class TrajectoryStore:
                 self.end(trajectory_id, end)
             return
         now = time.monotonic()
-        if not record.continues(version, engine_id, from_environment):
+        wrote = PolicyVersion(int(version[0]), int(version[1]))
+        author = Author(wrote, engine_id, from_environment)
+        if record.author != author:
             self._flush(record)
-            author = PolicyVersion(int(version[0]), int(version[1]))
-            record.begin_segment(author, engine_id, from_environment)
+            record.begin_segment(author)
         if not record.buffered:
             self._due[trajectory_id] = now
         record.add(tokens, values)
@@ -381,8 +383,9 @@ class TrajectoryStore:
     def load_trajectory(self, trajectory_id: int) -> Trajectory:
         """Load it with all tokens appended so far. Raises LookupError if it is not in the store."""
         record = self._record(trajectory_id)
-        tokens = None if record.in_memory else self._tokens_on_disk(record)
-        return record.trajectory(self._group(record.group_id).prompt, tokens)
+        segments = record.segments() if record.in_memory else self._tokens_on_disk(record)
+        prompt = self._group(record.group_id).prompt
+        return trajectory_of(record.row(), prompt, segments, record.batched_step)
 
     def response_end(self, trajectory_id: int) -> tuple[int, int | None]:
         """Length of a live trajectory's response, and its last token if the policy made it."""

@@ -32,6 +32,7 @@ from megatron_async.rollout.statistics import RolloutStatistics
 from megatron_async.scheduler import events as ev
 from megatron_async.store.reader import StoreReader
 from megatron_async.store.records import TrajectoryRecord
+from megatron_async.store.schema import TrajectoryRow
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.types import (
     FinishReason,
@@ -516,7 +517,7 @@ def test_only_what_the_policy_wrote_last_can_end_a_response() -> None:
     def reason(
         *segments: Segment, limit: int = LIMIT, stops: tuple[int, ...] = (STOP,)
     ) -> FinishReason | None:
-        record = TrajectoryRecord(TrajectoryRecord.new(0, 0).row(), segments)
+        record = TrajectoryRecord(TrajectoryRow(0, 0), segments)
         return end_of(*record.response_end(), limit, stops)
 
     def segment(*tokens: int, from_environment: bool = False) -> Segment:
