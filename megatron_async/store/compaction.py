@@ -134,7 +134,7 @@ def removal(chosen: Sequence[int], whole: Plan, state: StoreState) -> Removal:
     consumed_by = {i: whole.consumed_by[i] for i in gone if i in whole.consumed_by}
     exported = state.exported
     reasons = Counter(exported.dropped)
-    reasons.update(str(state.records[i].drop_reason) for i in gone if i not in consumed_by)
+    reasons.update(str(state.records[i].row.drop_reason) for i in gone if i not in consumed_by)
     touched = sorted({key for i in gone for key in whole.batches_of.get(i, ())})
     return Removal(
         groups=tuple(chosen),
@@ -224,7 +224,7 @@ class Compactor:
         oldest = horizon(state.tree, state.lineage, state.checkpoints, self._after)
         batches = list(state.batches.values())
         groups = {group_id: group.trajectory_ids for group_id, group in state.groups.items()}
-        dropped = {i for i, record in state.records.items() if record.drop_reason is not None}
+        dropped = {i for i, record in state.records.items() if record.row.drop_reason is not None}
         points = restorable(state.tree, kept, batches)
         whole = await asyncio.to_thread(
             plan, state.tree, state.lineage, batches, groups, dropped, points, oldest
@@ -254,7 +254,7 @@ class Compactor:
         for group_id in groups:
             piece.append(group_id)
             members = self._state.groups[group_id].trajectory_ids
-            rows += sum(1 + self._state.records[i].chunks for i in members)
+            rows += sum(1 + self._state.records[i].row.chunks for i in members)
             if rows >= _CHUNKS_PER_REMOVAL:
                 yield piece
                 piece, rows = [], 0

@@ -11,7 +11,6 @@ Invariants
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -20,8 +19,6 @@ import numpy as np
 
 from megatron_async.store.schema import ChunkRow, TrajectoryRow, chunk_data
 from megatron_async.trajectory.types import (
-    DropReason,
-    FinishReason,
     FloatArray,
     IntArray,
     PolicyVersion,
@@ -42,12 +39,15 @@ ALLOWED: dict[TrajectoryState, frozenset[TrajectoryState]] = {
 }
 
 
+_UNFINISHED = {"finish_reason": None, "reward": None, "reward_detail": "{}"}
+
+
 class SupersededRequest(ValueError):
     """A request that is not the current one of its trajectory wanted to change it."""
 
 
 class Author(NamedTuple):
-    """Who has written a segment, see `Segment`."""
+    """Author of a segment, see `Segment`."""
 
     version: PolicyVersion
     engine_id: str
@@ -83,16 +83,7 @@ class TrajectoryRecord:
 
     def __init__(self, row: TrajectoryRow, segments: tuple[Segment, ...] | None) -> None:
         """`segments=None`: the tokens are not in memory."""
-        self.trajectory_id = row.trajectory_id
-        self.group_id = row.group_id
-        self.revision = row.revision
-        self.attempt = row.attempt
-        self.chunks = row.chunks
-        self.state = TrajectoryState(row.state)
-        self.finish_reason = None if row.finish_reason is None else FinishReason(row.finish_reason)
-        self.reward = row.reward
-        self.reward_detail: dict[str, Any] = json.loads(row.reward_detail)
-        self.drop_reason = None if row.drop_reason is None else DropReason(row.drop_reason)
+        self.row = row
         self.batched_step: int | None = None
         self.request: RequestKey | None = None
         self.in_flight = 0  # transaction of the newest chunk
@@ -106,6 +97,11 @@ class TrajectoryRecord:
         self.buffered = 0
 
     @property
+    def state(self) -> TrajectoryState:
+        """The state as it is stored, of all lineages."""
+        return TrajectoryState(self.row.state)
+
+    @property
     def shown_state(self) -> TrajectoryState:
         """The state along the current lineage."""
         return TrajectoryState.BATCHED if self.batched_step is not None else self.state
@@ -115,30 +111,22 @@ class TrajectoryRecord:
         """Neither consumed along the current lineage nor dropped."""
         return self.batched_step is None and self.state is not TrajectoryState.DROPPED
 
-    def move_to(self, state: TrajectoryState) -> None:
-        """Check a change of state. Raises ValueError for one that a trajectory's life has not."""
+    def move_to(self, state: TrajectoryState, **changes: Any) -> None:
+        """Change the state, and what else `changes` in the row.
+
+        Raises ValueError for a state that cannot follow in a trajectory's life.
+        """
         if self.batched_step is not None or state not in ALLOWED[self.state]:
             raise ValueError(
-                f"trajectory {self.trajectory_id} is {self.shown_state}, it cannot become {state}"
+                f"trajectory {self.row.trajectory_id} is {self.shown_state}, it cannot become "
+                f"{state}"
             )
-        self.state = state
-        self.revision += 1
+        self._change(state, **changes)
         self.request = None
 
-    def row(self) -> TrajectoryRow:
-        """Return the row to store."""
-        return TrajectoryRow(
-            self.trajectory_id,
-            self.group_id,
-            self.revision,
-            self.attempt,
-            self.chunks,
-            self.state.value,
-            None if self.finish_reason is None else self.finish_reason.value,
-            self.reward,
-            json.dumps(self.reward_detail) if self.reward_detail else "{}",
-            None if self.drop_reason is None else self.drop_reason.value,
-        )
+    def _change(self, state: TrajectoryState, **changes: Any) -> None:
+        revision = self.row.revision + 1
+        self.row = self.row._replace(state=state.value, revision=revision, **changes)
 
     # ------------------------------------------------------------ tokens
 
@@ -174,16 +162,16 @@ class TrajectoryRecord:
             return None
         author = self._segments[-1].author
         chunk = ChunkRow(
-            self.trajectory_id,
-            self.attempt,
-            self.chunks,
+            self.row.trajectory_id,
+            self.row.attempt,
+            self.row.chunks,
             len(self._segments) - 1,
             *author.version,
             author.engine_id,
             int(author.from_environment),
             chunk_data([t for t, _ in self._buffer], [p for _, p in self._buffer]),
         )
-        self.chunks += 1
+        self.row = self.row._replace(chunks=self.row.chunks + 1)
         self._buffer.clear()
         self.buffered = 0
         return chunk
@@ -197,18 +185,13 @@ class TrajectoryRecord:
 
     def interrupt(self) -> None:
         """Make it partial, whatever it was: its process died, or its last tokens were lost."""
-        self.state = _S.PARTIAL
-        self.revision += 1
-        self.finish_reason, self.reward, self.reward_detail = None, None, {}
+        self._change(_S.PARTIAL, **_UNFINISHED)
 
     def restart(self) -> None:
         """Back to the prompt: all tokens and the reward are gone."""
-        self.move_to(TrajectoryState.PENDING)
-        self.attempt += 1
-        self.chunks = 0
+        self.move_to(_S.PENDING, attempt=self.row.attempt + 1, chunks=0, **_UNFINISHED)
         self.forget_tokens()
         self.in_memory = True
-        self.finish_reason, self.reward, self.reward_detail = None, None, {}
 
 
 def running(records: Mapping[int, TrajectoryRecord], request: RequestKey) -> TrajectoryRecord:

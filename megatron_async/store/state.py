@@ -110,7 +110,7 @@ def first_writes(state: StoreState, writer: StoreWriter) -> None:
     for batch in state.undone_batches:
         writer.execute("DELETE FROM batches WHERE id = ?", (batch.id,))
     for record in state.changed:
-        writer.put(record.row())
+        writer.put(record.row)
     for group in state.set_aside:
         writer.execute("DELETE FROM groups WHERE group_id = ?", (group.group_id,))
         bounds = (group.trajectory_ids[0], group.trajectory_ids[-1])  # compaction has the chunks
@@ -197,9 +197,8 @@ def _read_state(
         checkpoints=content.checkpoints,
     )
     _begin_line(state, path, step, parent, behind=state.position < needed)
-    undone = {i for batch in state.undone_batches for i in batch.ids()}
-    consumed = content.batched_steps(Consumption.at(state.tree, lineage))
-    batched = {i: consumed_by for i, consumed_by in consumed.items() if i not in undone}
+    content.batches = list(state.batches.values())
+    batched = content.batched_steps(Consumption.at(state.tree, lineage))
     live = [
         row.trajectory_id
         for row in content.trajectories.values()
@@ -290,10 +289,10 @@ def _fill(
             record.batched_step = step
         else:
             tokens = assemble(stored, chunks.get(trajectory_id, ()))
-            record = TrajectoryRecord(stored, tokens.segments)
+            row_found = stored._replace(chunks=len(tokens.chunks))
+            record = TrajectoryRecord(row_found, tokens.segments)
             if not tokens.complete:
                 raise DamagedStore(f"tokens of trajectory {trajectory_id} are missing")
-            record.chunks = len(tokens.chunks)
             if record.state is TrajectoryState.RUNNING:
                 record.interrupt()
                 state.changed.append(record)

@@ -25,9 +25,10 @@ import logging
 import math
 import sqlite3
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -259,8 +260,7 @@ class TrajectoryStore:
     def end(self, trajectory_id: int, reason: FinishReason) -> None:
         """Finish it: its last token has been appended. Its end is committed when `sync` returns."""
         record = self._record(trajectory_id)
-        self._move(record, TrajectoryState.FINISHED)
-        record.finish_reason = reason
+        self._move(record, TrajectoryState.FINISHED, finish_reason=reason.value)
         self._flush(record, with_row=True)
 
     async def set_reward(
@@ -270,33 +270,34 @@ class TrajectoryStore:
         if not math.isfinite(reward):
             raise ValueError(f"trajectory {trajectory_id}: reward {reward} is not finite")
         record = self._record(trajectory_id)
-        self._move(record, TrajectoryState.SCORED)
-        record.reward = float(reward) + 0.0  # SQLite has no negative zero
-        record.reward_detail = dict(detail or {})
-        self._put(record)
+        self._move(
+            record,
+            TrajectoryState.SCORED,
+            reward=float(reward) + 0.0,  # SQLite has no negative zero
+            reward_detail=json.dumps(dict(detail or {})),
+        )
+        self._writer.put(record.row)
         await self.sync()
 
     def restart(self, trajectory_id: int) -> None:
         """Forget all its tokens; it is pending again."""
         record = self._record(trajectory_id)
-        before = record.shown_state
-        record.restart()
-        self._counted(before, record)
+        with self._counted(record):
+            record.restart()
         self._due.pop(trajectory_id, None)
-        self._put(record)
+        self._writer.put(record.row)
         self._writer.execute(
             "DELETE FROM chunks WHERE trajectory_id = ? AND attempt < ?",
-            (trajectory_id, record.attempt),
+            (trajectory_id, record.row.attempt),
         )
 
     def drop(self, trajectory_id: int, reason: DropReason) -> None:
         """Take it out of the run, for good and on every lineage."""
         record = self._record(trajectory_id)
-        self._move(record, TrajectoryState.DROPPED)
+        self._move(record, TrajectoryState.DROPPED, drop_reason=reason.value)
         self._flush(record)
-        record.drop_reason = reason
         record.forget_tokens()
-        self._put(record)
+        self._writer.put(record.row)
 
     # ------------------------------------------------------------ batches and checkpoints
 
@@ -316,20 +317,19 @@ class TrajectoryStore:
             wrong += [r for r in of_group if r.batched_step is not None]
             if wrong:
                 raise ValueError(
-                    f"group {group_id} cannot be batched: trajectory {wrong[0].trajectory_id} is "
-                    f"{wrong[0].shown_state}"
+                    f"group {group_id} cannot be batched: trajectory "
+                    f"{wrong[0].row.trajectory_id} is {wrong[0].shown_state}"
                 )
             members += [r for r in of_group if r.live]
-        ids = pack_ids(record.trajectory_id for record in members)
+        ids = pack_ids(record.row.trajectory_id for record in members)
         if found is None:
             key, self._state.next_batch = self._state.next_batch, self._state.next_batch + 1
         else:
             key = found.id
         self._set_batch(BatchRow(key, self.lineage, step, None, ids))
         for record in members:
-            before = record.shown_state
-            record.batched_step = step
-            self._counted(before, record)
+            with self._counted(record):
+                record.batched_step = step
             record.forget_tokens()
 
     def drop_batch(self, step: int, reason: DropReason) -> int:
@@ -339,12 +339,10 @@ class TrajectoryStore:
             raise LookupError(f"step {step} of lineage {self.lineage} has no batch")
         for trajectory_id in (ids := batch.ids()):
             record = self._record(trajectory_id)
-            before = record.shown_state
-            record.batched_step = None
-            record.move_to(TrajectoryState.DROPPED)
-            self._counted(before, record)
-            record.drop_reason = reason
-            self._put(record)
+            with self._counted(record):
+                record.batched_step = None
+                record.move_to(TrajectoryState.DROPPED, drop_reason=reason.value)
+            self._writer.put(record.row)
         self._set_batch(batch._replace(drop_reason=reason.value, trajectory_ids=b""))
         return len(ids)
 
@@ -384,8 +382,8 @@ class TrajectoryStore:
         """Load it with all tokens appended so far. Raises LookupError if it is not in the store."""
         record = self._record(trajectory_id)
         segments = record.segments() if record.in_memory else self._tokens_on_disk(record)
-        prompt = self._group(record.group_id).prompt
-        return trajectory_of(record.row(), prompt, segments, record.batched_step)
+        prompt = self._group(record.row.group_id).prompt
+        return trajectory_of(record.row, prompt, segments, record.batched_step)
 
     def response_end(self, trajectory_id: int) -> tuple[int, int | None]:
         """Length of a live trajectory's response, and its last token if the policy made it."""
@@ -444,17 +442,18 @@ class TrajectoryStore:
             raise LookupError(f"group {group_id} is not in {self._place.file}")
         return group
 
-    def _move(self, record: TrajectoryRecord, state: TrajectoryState) -> None:
-        before = record.shown_state
-        record.move_to(state)
-        self._counted(before, record)
+    def _move(self, record: TrajectoryRecord, state: TrajectoryState, **changes: Any) -> None:
+        with self._counted(record):
+            record.move_to(state, **changes)
 
-    def _counted(self, before: TrajectoryState, record: TrajectoryRecord) -> None:
-        self._counts[before] -= 1
-        self._counts[record.shown_state] += 1
-
-    def _put(self, record: TrajectoryRecord) -> None:
-        self._writer.put(record.row())
+    @contextmanager
+    def _counted(self, record: TrajectoryRecord) -> Iterator[None]:
+        """Count its state anew after what is done to it inside."""
+        self._counts[record.shown_state] -= 1
+        try:
+            yield
+        finally:
+            self._counts[record.shown_state] += 1
 
     def _set_batch(self, batch: BatchRow) -> None:
         self._state.batches[batch.id] = batch
@@ -462,12 +461,12 @@ class TrajectoryStore:
 
     def _flush(self, record: TrajectoryRecord, *, with_row: bool = False) -> None:
         """Hand over what is buffered; `with_row`: and what is stored of it, as one transaction."""
-        self._due.pop(record.trajectory_id, None)
+        self._due.pop(record.row.trajectory_id, None)
         chunk = record.take_chunk()
         if chunk is not None:
-            record.in_flight = self._writer.add_chunk(chunk, record.row() if with_row else None)
+            record.in_flight = self._writer.add_chunk(chunk, record.row if with_row else None)
         elif with_row:
-            self._put(record)
+            self._writer.put(record.row)
 
     def _flush_due(self, now: float) -> None:
         """Write what has waited for `chunk_seconds`, and come back for what is waiting still."""
@@ -492,5 +491,5 @@ class TrajectoryStore:
             self._writer.barrier().result(_WAIT_SECONDS)
         if self._reading is None:
             self._reading = schema.connect(self._place.file, read_only=True)
-        chunks = read_chunks(self._reading, [record.trajectory_id])
-        return assemble(record.row(), chunks.get(record.trajectory_id, ())).segments
+        chunks = read_chunks(self._reading, [record.row.trajectory_id])
+        return assemble(record.row, chunks.get(record.row.trajectory_id, ())).segments
