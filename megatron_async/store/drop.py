@@ -17,9 +17,9 @@ from pathlib import Path
 from megatron_async.errors import UserError
 from megatron_async.store import schema as schema
 from megatron_async.store.lineage import Consumption
-from megatron_async.store.place import has_store, lock_store, prepared_place, write_record
-from megatron_async.store.reader import StoreContent
-from megatron_async.store.recovery import bring_here, copy_database, read_store
+from megatron_async.store.place import has_store, leave, lock_store, prepared_place
+from megatron_async.store.reader import StoreContent, read_content
+from megatron_async.store.recovery import bring_here, checked, copy_database
 from megatron_async.store.schema import DamagedStore, TrajectoryRow
 from megatron_async.trajectory.types import DropReason, PolicyVersion, TrajectoryState
 
@@ -41,14 +41,13 @@ def drop_group_of(
             unusable = bring_here(place)
             if unusable is not None:
                 raise DamagedStore(f"it {unusable}")
-            content = read_store(place.file)
-            rows = _droppable(content, trajectory_id, committed)
-            _write(place.file, rows)
+            with checked(place.file) as connection:
+                content = read_content(connection)
+                rows = _droppable(content, trajectory_id, committed)
+                _write(connection, rows)
             copy_database(place.file, place.replica)
             if place.away:  # as a stop leaves it
-                write_record(place, content.tree.newest, content.position)
-                for file in schema.files_of(place.file):
-                    file.unlink(missing_ok=True)
+                leave(place, content.tree.newest, content.position)
         except (DamagedStore, sqlite3.Error, OSError) as error:
             raise UserError(f"trajectory store {path} cannot be changed: {error}") from error
     return [row.trajectory_id for row in rows]
@@ -79,7 +78,7 @@ def _droppable(
     return [content.trajectories[i] for i in members if content.trajectories[i].drop_reason is None]
 
 
-def _write(path: Path, rows: list[TrajectoryRow]) -> None:
+def _write(connection: sqlite3.Connection, rows: list[TrajectoryRow]) -> None:
     dropped = [
         row._replace(
             revision=row.revision + 1,
@@ -88,8 +87,7 @@ def _write(path: Path, rows: list[TrajectoryRow]) -> None:
         )
         for row in rows
     ]
-    with closing(schema.connect(path)) as connection:
-        connection.execute("PRAGMA synchronous=FULL")
-        connection.execute("BEGIN IMMEDIATE")
-        schema.write_rows(connection, TrajectoryRow, [schema.sealed(row) for row in dropped])
-        connection.execute("COMMIT")
+    connection.execute("PRAGMA synchronous=FULL")
+    connection.execute("BEGIN IMMEDIATE")
+    schema.write_rows(connection, TrajectoryRow, [schema.sealed(row) for row in dropped])
+    connection.execute("COMMIT")

@@ -175,6 +175,12 @@ def write_record(place: StorePlace, lineage: int, closed_at: int | None = None) 
     write_atomically(_record_file(place.run_file), json.dumps(asdict(record)), durable=True)
 
 
+def leave(place: StorePlace, lineage: int, position: int) -> None:
+    """Remove this node's database, which the replica holds whole. Raises CannotWrite, OSError."""
+    write_record(place, lineage, position)
+    schema.remove(place.file)
+
+
 def _record_file(run_file: Path) -> Path:
     return run_file.with_name("store.json")
 

@@ -25,7 +25,7 @@ import secrets
 import socket
 import sqlite3
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,16 +36,13 @@ from megatron_async.errors import ComponentFailure
 from megatron_async.file_lock import FileLock
 from megatron_async.store import schema as schema
 from megatron_async.store.lineage import Lineage
-from megatron_async.store.place import Record, StorePlace, read_record, write_record
+from megatron_async.store.place import Record, StorePlace, leave, read_record
 from megatron_async.store.reader import (
     Counters,
-    StoreContent,
-    read_chunks,
-    read_content,
     read_position,
     read_rows,
 )
-from megatron_async.store.schema import ChunkRow, DamagedStore
+from megatron_async.store.schema import DamagedStore
 from megatron_async.store.writer import StoreWriter
 
 logger = logging.getLogger(__name__)
@@ -69,8 +66,9 @@ class Recovery:
     set_aside_trajectories: int = 0
 
 
-def read_store(path: Path) -> StoreContent:
-    """Check the file (made if there is none) and read all but tokens.
+@contextlib.contextmanager
+def checked(path: Path) -> Iterator[sqlite3.Connection]:
+    """Open a file (made if there is none) whose structure is sound.
 
     Raises DamagedStore or sqlite3.DatabaseError for a damaged file, UserError for a foreign one.
     """
@@ -82,13 +80,7 @@ def read_store(path: Path) -> StoreContent:
         if result != "ok":
             raise DamagedStore(" ".join(str(result).split()))
         schema.create_tables(connection)
-        return read_content(connection)
-
-
-def read_tokens(path: Path, trajectory_ids: Sequence[int]) -> Mapping[int, list[ChunkRow]]:
-    """Chunks of these trajectories. Raises DamagedStore or sqlite3.DatabaseError."""
-    with closing(schema.connect(path)) as connection:
-        return read_chunks(connection, trajectory_ids)
+        yield connection
 
 
 def is_damage(error: Exception) -> bool:
@@ -119,8 +111,7 @@ def bring_here(place: StorePlace) -> str | None:
         if here or _as_far_as_readable(file, _newest_lineage) == record.lineage:
             return None
         logger.warning("removing %s: the run has gone on elsewhere since", file)
-    for stale in schema.files_of(file):
-        stale.unlink(missing_ok=True)
+    schema.remove(file)
     database = record.database(place.run_file)
     if database != file and record.reachable(place.run_file):
         copy_database(database, file)
@@ -138,8 +129,7 @@ def bring_here(place: StorePlace) -> str | None:
 def restore(place: StorePlace, copy: Path) -> bool:
     """Copy the replica; False where there is none that can be read."""
     try:
-        for leftover in schema.files_of(copy):
-            leftover.unlink(missing_ok=True)
+        schema.remove(copy)
         copy_database(place.replica, copy, from_replica=True)
     except FileNotFoundError:
         return False
@@ -282,9 +272,7 @@ class Replicator:
             return
         with closing(self._lock):
             if self._complete_at is not None:
-                write_record(self._place, self._lineage, self._complete_at)
-                for file in schema.files_of(self._place.file):
-                    file.unlink(missing_ok=True)
+                leave(self._place, self._lineage, self._complete_at)
 
     async def finish(self) -> bool:
         """Wait for the copy that runs, if any; False when it has failed."""

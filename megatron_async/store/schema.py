@@ -16,7 +16,7 @@ import sqlite3
 import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar, get_type_hints
+from typing import NamedTuple, TypeVar, get_args, get_type_hints
 
 import numpy as np
 
@@ -174,14 +174,7 @@ TABLES: dict[Kind, str] = {
     TrajectoryRow: "trajectories",
     ChunkRow: "chunks",
 }
-_TYPES = {
-    int: "INTEGER",
-    int | None: "INTEGER",
-    float | None: "REAL",
-    str: "TEXT",
-    str | None: "TEXT",
-    bytes: "BLOB",
-}
+_TYPES = {int: "INTEGER", float: "REAL", str: "TEXT", bytes: "BLOB"}
 
 
 def columns(kind: Kind) -> str:
@@ -226,6 +219,12 @@ def files_of(database: Path) -> tuple[Path, Path, Path]:
     """The database, its log and the log's shared memory."""
     name = database.name
     return database, database.with_name(f"{name}-wal"), database.with_name(f"{name}-shm")
+
+
+def remove(database: Path) -> None:
+    """Remove a database that nobody has open, if it is there. Raises OSError."""
+    for file in files_of(database):
+        file.unlink(missing_ok=True)
 
 
 def connect(path: Path, *, read_only: bool = False, immutable: bool = False) -> sqlite3.Connection:
@@ -278,7 +277,10 @@ def create_tables(connection: sqlite3.Connection) -> None:
     """Make an empty store. No effect on one that has its tables."""
     connection.execute("BEGIN IMMEDIATE")
     for kind, table in TABLES.items():
-        definitions = [f"{name} {_TYPES[hint]}" for name, hint in get_type_hints(kind).items()]
+        definitions = [
+            f"{name} {_TYPES[(get_args(hint) or (hint,))[0]]}"  # of `str | None`: str
+            for name, hint in get_type_hints(kind).items()
+        ]
         if kind is ChunkRow:
             definitions.insert(0, "chunk_id INTEGER")
         definitions[0] += " PRIMARY KEY"

@@ -10,22 +10,24 @@ Invariants
 
 from __future__ import annotations
 
+import itertools
 import sqlite3
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from megatron_async.disk import replace_durably
 from megatron_async.errors import UserError
+from megatron_async.store import reader as reader
 from megatron_async.store import recovery as recovery
 from megatron_async.store.lineage import Consumption, Lineage, LineageTree
 from megatron_async.store.place import StorePlace
-from megatron_async.store.reader import Counters, Exported, StoreContent, assemble, prompt_of
+from megatron_async.store.reader import Counters, Exported, StoreContent
 from megatron_async.store.records import GroupRecord, TrajectoryRecord
 from megatron_async.store.recovery import Recovery
-from megatron_async.store.schema import BatchRow, ChunkRow, DamagedStore
+from megatron_async.store.schema import BatchRow, DamagedStore
 from megatron_async.store.writer import StoreWriter
 from megatron_async.trajectory.types import PolicyVersion, TrajectoryState
 
@@ -34,7 +36,7 @@ from megatron_async.trajectory.types import PolicyVersion, TrajectoryState
 class StoreState:
     """Everything but the writer. `batches` is keyed by row, of all lineages.
 
-    `next_batch` is larger than every row's key, those of `undone_batches` too: their deletion may
+    `batch_keys` are larger than every row's key, those of `undone_batches` too: their deletion may
     be in one transaction with the first new batch.
     """
 
@@ -44,7 +46,7 @@ class StoreState:
     exported: Exported
     position: int
     batches: dict[int, BatchRow]
-    next_batch: int
+    batch_keys: Iterator[int]
     checkpoints: list[PolicyVersion]
     groups: dict[int, GroupRecord] = field(default_factory=dict)
     records: dict[int, TrajectoryRecord] = field(default_factory=dict)
@@ -70,6 +72,14 @@ class StoreState:
             if on_path.holds(batch.lineage, batch.step)
             and (batch.trajectory_ids or batch.drop_reason is not None)
         }
+
+    def live_groups(self) -> list[GroupRecord]:
+        """Groups with a trajectory that is neither consumed nor dropped, in order of admission."""
+        return [
+            group
+            for group in self.groups.values()
+            if any(self.records[i].live for i in group.trajectory_ids)
+        ]
 
     def batch_at(self, step: int) -> BatchRow | None:
         """The batch of update `step` on the current lineage, dropped or not."""
@@ -185,37 +195,31 @@ def _replaced(
 def _read_state(
     path: Path, *, lineage: int, step: int, parent: int | None, needed: int
 ) -> StoreState:
-    content = recovery.read_store(path)
-    state = StoreState(
-        lineage=lineage,
-        tree=content.tree,
-        counters=content.counters,
-        exported=content.exported,
-        position=content.position,
-        batches={batch.id: batch for batch in content.batches},
-        next_batch=max((batch.id for batch in content.batches), default=0) + 1,
-        checkpoints=content.checkpoints,
-    )
-    _begin_line(state, path, step, parent, behind=state.position < needed)
-    content.batches = list(state.batches.values())
-    batched = content.batched_steps(Consumption.at(state.tree, lineage))
-    live = [
-        row.trajectory_id
-        for row in content.trajectories.values()
-        if row.trajectory_id not in batched and row.drop_reason is None
-    ]
-    _fill(state, content, recovery.read_tokens(path, live), batched)
+    with recovery.checked(path) as connection:
+        content = reader.read_content(connection)
+        state = StoreState(
+            lineage=lineage,
+            tree=content.tree,
+            counters=content.counters,
+            exported=content.exported,
+            position=content.position,
+            batches={batch.id: batch for batch in content.batches},
+            batch_keys=itertools.count(max((b.id for b in content.batches), default=0) + 1),
+            checkpoints=content.checkpoints,
+        )
+        _begin_line(state, path, step, parent, behind=state.position < needed)
+        content.batches = list(state.batches.values())
+        _fill(state, content, connection)
     return state
 
 
 def _set_aside(state: StoreState) -> list[GroupRecord]:
     """Take out every group that is not consumed: any of them may be in a batch that is missing."""
-    for group in list(state.groups.values()):
-        if any(state.records[i].live for i in group.trajectory_ids):
-            state.set_aside.append(group)
-            del state.groups[group.group_id]
-            for trajectory_id in group.trajectory_ids:
-                del state.records[trajectory_id]
+    state.set_aside = state.live_groups()
+    for group in state.set_aside:
+        del state.groups[group.group_id]
+        for trajectory_id in group.trajectory_ids:
+            del state.records[trajectory_id]
     return state.set_aside
 
 
@@ -272,14 +276,17 @@ def _parent_of(state: StoreState, step: int) -> int:
     return max(state.tree.holding(step, batches), default=state.tree.newest)
 
 
-def _fill(
-    state: StoreState,
-    content: StoreContent,
-    chunks: Mapping[int, Sequence[ChunkRow]],
-    batched: Mapping[int, int],
-) -> None:
+def _fill(state: StoreState, content: StoreContent, connection: sqlite3.Connection) -> None:
+    """Make the records of `content`, with the tokens of those that are live."""
+    batched = content.batched_steps(Consumption.at(state.tree, state.lineage))
+    live = [
+        row.trajectory_id
+        for row in content.trajectories.values()
+        if row.trajectory_id not in batched and row.drop_reason is None
+    ]
+    chunks = reader.read_chunks(connection, live)
     for row in content.groups.values():
-        group = GroupRecord(row.group_id, prompt_of(row), row.trajectory_ids)
+        group = GroupRecord(row.group_id, reader.prompt_of(row), row.trajectory_ids)
         state.groups[row.group_id] = group
     for stored in content.trajectories.values():
         trajectory_id = stored.trajectory_id
@@ -288,7 +295,7 @@ def _fill(
             record = TrajectoryRecord(stored, None)
             record.batched_step = step
         else:
-            tokens = assemble(stored, chunks.get(trajectory_id, ()))
+            tokens = reader.assemble(stored, chunks.get(trajectory_id, ()))
             row_found = stored._replace(chunks=len(tokens.chunks))
             record = TrajectoryRecord(row_found, tokens.segments)
             if not tokens.complete:

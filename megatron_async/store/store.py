@@ -322,10 +322,7 @@ class TrajectoryStore:
                 )
             members += [r for r in of_group if r.live]
         ids = pack_ids(record.row.trajectory_id for record in members)
-        if found is None:
-            key, self._state.next_batch = self._state.next_batch, self._state.next_batch + 1
-        else:
-            key = found.id
+        key = next(self._state.batch_keys) if found is None else found.id
         self._set_batch(BatchRow(key, self.lineage, step, None, ids))
         for record in members:
             with self._counted(record):
@@ -397,11 +394,7 @@ class TrajectoryStore:
 
     def unconsumed_groups(self) -> list[Group]:
         """Groups with a trajectory that is neither consumed nor dropped, in order of admission."""
-        return [
-            self.load_group(group.group_id)
-            for group in self._state.groups.values()
-            if any(self._state.records[i].live for i in group.trajectory_ids)
-        ]
+        return [self.load_group(group.group_id) for group in self._state.live_groups()]
 
     def branch_points(self) -> dict[int, int]:
         """Every other lineage -> the policy number at which it parted from this one."""

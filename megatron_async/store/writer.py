@@ -3,7 +3,7 @@
 Invariants
 - What is handed over between two swaps becomes one transaction, all of it or nothing, in order.
 - The event loop never waits for the disk: it appends to a list in memory. Only when
-  `max_pending_bytes` are waiting does it block, for `stall_seconds` at most.
+  `_MOST_PENDING_BYTES` are waiting does it block, for `stall_seconds` at most.
 - The first error ends the thread; it is raised at the next call and by every barrier and job that
   still waits, and nothing is written after it.
 - A barrier is done when everything handed over before it is committed (and, if `durable`, on disk).
@@ -30,6 +30,8 @@ from megatron_async.store import schema as schema
 from megatron_async.store.schema import ChunkRow, Kind, ProgressRow, Row, TrajectoryRow
 
 _LINGER_SECONDS = 0.005  # gathers small writes into one transaction when nobody waits for it
+_MOST_PENDING_BYTES = 64 * 1024 * 1024
+_STALL_SECONDS = 60.0
 Job = Callable[[sqlite3.Connection], Any]
 T = TypeVar("T")
 
@@ -53,20 +55,10 @@ class _Pending:
 class StoreWriter:
     """Owns the only connection that writes. All methods are called from one other thread."""
 
-    def __init__(
-        self,
-        path: Path,
-        position: int,
-        lock: FileLock,
-        *,
-        max_pending_bytes: int = 64 * 1024 * 1024,
-        stall_seconds: float = 60.0,
-    ) -> None:
-        self._path = path
+    def __init__(self, path: Path, position: int, lock: FileLock) -> None:
+        self._path, self._lock = path, lock
         self.position = position
-        self._lock = lock
-        self._max_pending = max_pending_bytes
-        self.stall_seconds = stall_seconds
+        self.stall_seconds = _STALL_SECONDS
         self._pending = _Pending()
         self._changed = threading.Condition()
         self._urgent = threading.Event()
@@ -195,10 +187,10 @@ class StoreWriter:
             raise ComponentFailure(f"trajectory store {self._path} is closed")
 
     def _wait_for_room(self) -> None:
-        if self._pending.size < self._max_pending:
+        if self._pending.size < _MOST_PENDING_BYTES:
             return
         roomy = self._changed.wait_for(
-            lambda: self._pending.size < self._max_pending or self._error is not None,
+            lambda: self._pending.size < _MOST_PENDING_BYTES or self._error is not None,
             self.stall_seconds,
         )
         self._check()
