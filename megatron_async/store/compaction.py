@@ -40,7 +40,7 @@ from megatron_async.store import export as export
 from megatron_async.store import schema as schema
 from megatron_async.store.lineage import Consumption, LineageTree
 from megatron_async.store.place import StorePlace
-from megatron_async.store.reader import Exported, read_group
+from megatron_async.store.reader import Exported, consumed_by, read_group
 from megatron_async.store.schema import BatchRow, DocumentRow, pack_ids, sealed, write_rows
 from megatron_async.store.state import StoreState
 from megatron_async.store.writer import StoreWriter
@@ -56,7 +56,7 @@ class Plan:
     """Groups that can go, in order; the batch that consumed each of their trajectories."""
 
     groups: tuple[int, ...] = ()
-    consumed_by: Mapping[int, PolicyVersion] = field(default_factory=dict)
+    consumed_by: Mapping[int, BatchRow] = field(default_factory=dict)
     batches_of: Mapping[int, Sequence[int]] = field(default_factory=dict)
     restorable: tuple[PolicyVersion, ...] = ()
 
@@ -67,7 +67,7 @@ class Removal:
 
     groups: tuple[int, ...]
     batches: tuple[BatchRow, ...]
-    consumed_by: Mapping[int, PolicyVersion]
+    consumed_by: Mapping[int, BatchRow]
     exported: Exported
 
 
@@ -83,28 +83,20 @@ def plan(
     """Plan what can be removed when `kept` can be restored (see the module's first invariant)."""
     if oldest is None:
         return Plan()
-    full = [(batch, batch.ids()) for batch in batches if batch.trajectory_ids]
     places = [Consumption.at(tree, lineage)]
     places += [Consumption.at_checkpoint(tree, point) for point in [oldest, *kept]]
-    consumed_by: dict[int, PolicyVersion] = {}
-    for i, place in enumerate(places):
-        found = {
-            trajectory_id: PolicyVersion(batch.lineage, batch.step)
-            for batch, ids in full
-            if place.holds(batch.lineage, batch.step)
-            for trajectory_id in ids
-        }
-        consumed_by = found if i == 0 else {k: v for k, v in consumed_by.items() if k in found}
+    here, *others = (consumed_by(batches, place) for place in places)
+    for_good = {i: batch for i, batch in here.items() if all(i in other for other in others)}
     batches_of: dict[int, list[int]] = {}
-    for batch, ids in full:
-        for trajectory_id in ids:
+    for batch in batches:
+        for trajectory_id in batch.ids():
             batches_of.setdefault(trajectory_id, []).append(batch.id)
     removable = (
         group_id
         for group_id, ids in groups.items()
-        if all(i in consumed_by or i in dropped for i in ids)
+        if all(i in for_good or i in dropped for i in ids)
     )
-    return Plan(tuple(removable), consumed_by, batches_of, tuple(kept))
+    return Plan(tuple(removable), for_good, batches_of, tuple(kept))
 
 
 def horizon(
@@ -131,10 +123,10 @@ def restorable(
 def removal(chosen: Sequence[int], whole: Plan, state: StoreState) -> Removal:
     """The transaction that takes the groups `chosen` out of the plan `whole`."""
     gone = {i for group_id in chosen for i in state.groups[group_id].trajectory_ids}
-    consumed_by = {i: whole.consumed_by[i] for i in gone if i in whole.consumed_by}
+    consumed = {i: whole.consumed_by[i] for i in gone if i in whole.consumed_by}
     exported = state.exported
     reasons = Counter(exported.dropped)
-    reasons.update(str(state.records[i].row.drop_reason) for i in gone if i not in consumed_by)
+    reasons.update(str(state.records[i].row.drop_reason) for i in gone if i not in consumed)
     touched = sorted({key for i in gone for key in whole.batches_of.get(i, ())})
     return Removal(
         groups=tuple(chosen),
@@ -144,13 +136,13 @@ def removal(chosen: Sequence[int], whole: Plan, state: StoreState) -> Removal:
             )
             for key in touched
         ),
-        consumed_by=consumed_by,
+        consumed_by=consumed,
         exported=replace(
             exported,
-            batched=exported.batched + len(consumed_by),
+            batched=exported.batched + len(consumed),
             dropped=dict(reasons),
             groups=exported.with_groups(chosen),
-            at=list(whole.restorable) if consumed_by else exported.at,
+            at=list(whole.restorable) if consumed else exported.at,
         ),
     )
 

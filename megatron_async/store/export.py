@@ -31,7 +31,7 @@ from megatron_async.store.reader import (
     read_group,
     read_rows,
 )
-from megatron_async.store.schema import TrajectoryRow
+from megatron_async.store.schema import BatchRow, TrajectoryRow
 from megatron_async.trajectory.types import (
     DropReason,
     FinishReason,
@@ -46,7 +46,7 @@ from megatron_async.trajectory.types import (
 def write_lines(
     connection: sqlite3.Connection,
     groups: Iterable[int],
-    consumed_by: Mapping[int, PolicyVersion],
+    consumed_by: Mapping[int, BatchRow],
     file: Path,
     committed: int,
 ) -> int:
@@ -73,7 +73,7 @@ def cut_uncommitted(path: Path, length: int) -> None:
 
 
 def _lines(
-    connection: sqlite3.Connection, group_id: int, consumed_by: Mapping[int, PolicyVersion]
+    connection: sqlite3.Connection, group_id: int, consumed_by: Mapping[int, BatchRow]
 ) -> Iterator[bytes]:
     group = read_group(connection, group_id)
     ids = group.trajectory_ids
@@ -97,7 +97,7 @@ def _lines(
             "finish_reason": row.finish_reason,
             "reward": row.reward,
             "reward_detail": orjson.Fragment(row.reward_detail),
-            "batch": None if batch is None else {"lineage": batch[0], "step": batch[1]},
+            "batch": None if batch is None else {"lineage": batch.lineage, "step": batch.step},
             "drop_reason": row.drop_reason if batch is None else None,
         }
         yield orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY)
@@ -138,10 +138,9 @@ def summaries(reader: StoreReader) -> list[TrajectorySummary]:
 
 def find(reader: StoreReader, trajectory_id: int) -> Trajectory:
     """Find it in the store or in its export. Raises UserError when it is in neither."""
-    if reader.holds(trajectory_id):
-        return reader.trajectory(trajectory_id)
-    for trajectory in _trajectories(reader.export_file, reader.exported(), only=trajectory_id):
-        return trajectory
+    if not reader.holds(trajectory_id):
+        for found in _trajectories(reader.export_file, reader.exported(), only=trajectory_id):
+            return found
     return reader.trajectory(trajectory_id)  # which has the reason why there is none
 
 

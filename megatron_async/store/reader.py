@@ -97,10 +97,6 @@ class Exported(Document):
     groups: list[tuple[int, int]] = field(default_factory=list)
     at: list[PolicyVersion] = field(default_factory=list)
 
-    def holds(self, group_id: int) -> bool:
-        """Return whether this group has been removed."""
-        return any(low <= group_id <= high for low, high in self.groups)
-
     def with_groups(self, group_ids: Iterable[int]) -> list[tuple[int, int]]:
         """The intervals with these groups added."""
         merged: list[tuple[int, int]] = []
@@ -127,12 +123,17 @@ class StoreContent:
 
     def batched_steps(self, consumption: Consumption) -> dict[int, int]:
         """Trajectory -> the step whose batch consumed it, as seen from one place."""
-        return {
-            trajectory_id: batch.step
-            for batch in self.batches
-            if batch.drop_reason is None and consumption.holds(batch.lineage, batch.step)
-            for trajectory_id in batch.ids()
-        }
+        return {i: batch.step for i, batch in consumed_by(self.batches, consumption).items()}
+
+
+def consumed_by(batches: Iterable[BatchRow], place: Consumption) -> dict[int, BatchRow]:
+    """Trajectory -> the batch that consumed it, as seen from one place."""
+    return {
+        trajectory_id: batch
+        for batch in batches
+        if place.holds(batch.lineage, batch.step)
+        for trajectory_id in batch.ids()
+    }
 
 
 def read_rows(

@@ -229,11 +229,10 @@ class TrajectoryStore:
                 self.end(trajectory_id, end)
             return
         now = time.monotonic()
-        wrote = PolicyVersion(int(version[0]), int(version[1]))
-        author = Author(wrote, engine_id, from_environment)
-        if record.author != author:
+        if record.author != (version, engine_id, from_environment):
             self._flush(record)
-            record.begin_segment(author)
+            author = PolicyVersion(int(version[0]), int(version[1]))
+            record.begin_segment(Author(author, engine_id, from_environment))
         if not record.buffered:
             self._due[trajectory_id] = now
         record.add(tokens, values)
