@@ -5,9 +5,10 @@ Invariants
   `chunks` excepted). SQLite checks the structure of its pages, not their content; with the CRC a
   row is either what was written or is known to be damaged.
 - Rows are written whole and never updated in place by SQL expressions.
-- The columns of a table are the fields of its rows' class in order: the key first, bytes last.
+- The columns of a table are the fields of its rows' class in order, the key first, bytes last: to
+  rename a field or to change its place is another format.
 - Chunks are only ever appended in the order of arrival; a trajectory's are found by index.
-- A file of an older format is read as it is, and brought to this one before anything is written.
+- A file of another format is refused, and nothing in it changes.
 """
 
 from __future__ import annotations

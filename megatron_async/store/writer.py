@@ -187,8 +187,6 @@ class StoreWriter:
             raise ComponentFailure(f"trajectory store {self._path} is closed")
 
     def _wait_for_room(self) -> None:
-        if self._pending.size < _MOST_PENDING_BYTES:
-            return
         roomy = self._changed.wait_for(
             lambda: self._pending.size < _MOST_PENDING_BYTES or self._error is not None,
             self.stall_seconds,
