@@ -245,4 +245,4 @@ def test_the_plan_of_the_file_as_shipped(name: str) -> None:
     plan = make_plan(settings, 1)
     gpus = config.parallel.ranks + config.engines.count * config.engines.tensor
     best = plan.candidates[0]
-    assert best.trainer.layout.gpus + best.engines.count * best.engines.tensor == gpus
+    assert best.trainer.layout.ranks + best.engines.count * best.engines.tensor == gpus

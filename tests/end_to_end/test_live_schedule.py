@@ -7,7 +7,6 @@ finds: tests/simulate/test_auto_concurrency.py.)
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from megatron_async.commands.evaluation import _evaluate
+from megatron_async.commands.evaluation import evaluate_checkpoints
 from megatron_async.config import RunConfig, build_config
 from megatron_async.config.load import merge, read_yaml
 from megatron_async.engines.sglang.process import SGLangProcess
@@ -235,6 +234,6 @@ def test_pools_length_penalties_and_evaluations_beside_training_act_and_are_reco
     assert len(evaluations) > 2, "some ran beside training"
 
     # The same by command (that the exported weights agree: tests/commands/test_quickstart.py).
-    (again,) = asyncio.run(_evaluate(config, [model], engine, lambda *_: None))
+    (again,) = evaluate_checkpoints(config, [model], tmp_path, lambda *_: None)
     kept = (directory.path / "evaluations" / f"heldout-{config.steps}.jsonl").open()
     assert [s["response"] for s in again.samples()] == [json.loads(s)["response"] for s in kept]
