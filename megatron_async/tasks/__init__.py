@@ -1,6 +1,6 @@
 """Sources of problems and what scores responses; plug-ins by import path.
 
-- base: the protocols of a task and of a source. build: from settings to them.
+- base: the protocols of a task, a source and a scorer. build: from settings to them.
 - text_task: single-turn text problems: chat template, tokens, stop tokens.
 - files, rows, layouts: problems from a user's files; every row is read before anything starts.
   kept_index: the index of a large one, for the next process.
@@ -13,6 +13,6 @@
 - tiny_model: the quickstart's tokenizer and model.
 """
 
-from megatron_async.tasks.build import build_source, build_task
+from megatron_async.tasks.build import build_scorer, build_source, build_task
 
-__all__ = ["build_source", "build_task"]
+__all__ = ["build_scorer", "build_source", "build_task"]

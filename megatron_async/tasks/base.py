@@ -1,4 +1,4 @@
-"""Tasks: prompts in a fixed order, held-out prompts, worked answers, scores.
+"""Tasks: prompts in a fixed order, held-out prompts, worked answers, a scorer.
 
 Invariants
 - Prompts are a pure function of (settings, position): a run that is resumed at a position asks
@@ -174,6 +174,13 @@ class ProblemSource(Protocol):
 
     def worked(self, count: int) -> list[tuple[Problem, str]]:
         """Training problems with answers whose steps are written out. UserError if it has none."""
+
+
+class Scorer(Protocol):
+    """Scores responses. May raise or hang: it runs in a process of its own (`verifier.py`)."""
+
+    def score(self, payload: dict[str, Any], text: str) -> ResponseScore:
+        """The score of a response's text, special tokens already removed."""
 
 
 def row_payload(question: str, answer: str, metadata: dict[str, Any]) -> dict[str, Any]:

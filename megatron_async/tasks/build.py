@@ -1,6 +1,6 @@
-"""From settings to a task and to its problems.
+"""From settings to a task, to its problems and to its scorer.
 
-Imports are local: problems need neither a tokenizer nor torch.
+Imports are local: a scorer process needs neither a tokenizer nor torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from megatron_async.config.rollout import TaskConfig
 
 if TYPE_CHECKING:
     from megatron_async.config.evaluation import EvalConfig
-    from megatron_async.tasks.base import ProblemSource, Task
+    from megatron_async.tasks.base import ProblemSource, Scorer, Task
 
 
 def build_task(config: TaskConfig, model_path: str, evaluation: EvalConfig | None = None) -> Task:
@@ -44,3 +44,10 @@ def build_source(config: TaskConfig, elsewhere: Collection[int] = ()) -> Problem
     from megatron_async.tasks.reasoning_gym import ReasoningGymProblems
 
     return ReasoningGymProblems(config)
+
+
+def build_scorer(config: TaskConfig) -> Scorer:
+    """The scorer of a procedural task. Raises UserError."""
+    from megatron_async.tasks.reasoning_gym import ReasoningGymScorer
+
+    return ReasoningGymScorer(config)

@@ -16,6 +16,7 @@ from megatron_async.config.base import Settings
 from megatron_async.config.reward import ScorerSettings
 from megatron_async.errors import UserError
 from megatron_async.tasks.answers import final_answer
+from megatron_async.tasks.build import build_scorer
 from megatron_async.tasks.rewards.sample import Returned, Sample
 
 _MARKER = (
@@ -126,13 +127,12 @@ class TaskReward(Settings):
                 )
             checker = _CHECKERS[task.name](answer_marker=task.answer_marker)
             return checker.bound(settings, limit_seconds)
-        from megatron_async.tasks.reasoning_gym import ReasoningGymScorer
-
-        scorer = ReasoningGymScorer(task)
+        scorer = build_scorer(task)
 
         def score(sample: Sample) -> Returned:
-            scored = scorer.score(sample.payload, sample.response)
-            assert scored.reward is not None
+            scored = scorer.score(dict(sample.payload), sample.response)
+            if scored.reward is None:
+                raise ValueError("the scorer returned no reward")
             return scored.reward, scored.detail
 
         return score
