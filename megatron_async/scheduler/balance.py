@@ -115,6 +115,9 @@ class ServingEngines:
         self.in_flight -= 1
 
 
+_Key = tuple[float, int, int]
+
+
 class Placement:
     """Chooses engines for submissions that follow each other with nothing in between.
 
@@ -126,7 +129,11 @@ class Placement:
     def __init__(self, serving: dict[str, EngineEntry], concurrency: int) -> None:
         self._serving = serving
         self._concurrency = concurrency
-        self._heap = [(*_key(engine), engine) for engine in serving.values() if engine.has_room]
+        self._heap = [
+            (engine.kv_tokens / engine.kv_capacity, len(engine.running), engine.index, engine)
+            for engine in serving.values()
+            if engine.max_running is None or engine.has_room
+        ]
         heapq.heapify(self._heap)
 
     def choose(self, group: GroupEntry) -> EngineEntry:
@@ -171,6 +178,6 @@ class Placement:
         return found
 
 
-def _key(engine: EngineEntry) -> tuple[float, int, int]:
+def _key(engine: EngineEntry) -> _Key:
     """Least loaded first; `index` makes it unique, so that engines themselves are not compared."""
     return (engine.kv_tokens / engine.kv_capacity, len(engine.running), engine.index)

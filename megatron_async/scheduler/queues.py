@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import itertools
 from typing import Any, Literal
 
 from megatron_async.scheduler.state import GroupEntry, TrajectoryEntry
@@ -33,6 +34,7 @@ class WorkQueue:
     def __init__(self, order: BufferOrder) -> None:
         self._order = order
         self._heap: list[_Item] = []
+        self._pushed: list[_Item] = []
         self._waiting = 0
         self._arrivals = 0
 
@@ -52,13 +54,15 @@ class WorkQueue:
             item = (0, priority, -order, -entry.index, place, entry)
         else:
             item = (0, priority, -entry.tokens, order, entry.index, place, entry)
-        heapq.heappush(self._heap, item)
-        if len(self._heap) > 2 * self._waiting + _SWEEP_FROM:
-            self._heap = self._valid()
+        self._pushed.append(item)
+        if len(self._heap) + len(self._pushed) > 2 * self._waiting + _SWEEP_FROM:
+            self._heap, self._pushed = self._valid(), []
             heapq.heapify(self._heap)
 
     def _valid(self) -> list[_Item]:
-        return [item for item in self._heap if item[-1].place == item[-2]]
+        return [
+            item for item in itertools.chain(self._heap, self._pushed) if item[-1].place == item[-2]
+        ]
 
     def remove(self, entry: TrajectoryEntry) -> None:
         """`entry` waits no more, if it did."""
@@ -68,12 +72,13 @@ class WorkQueue:
 
     def take(self, count: int) -> list[TrajectoryEntry]:
         """The next `count` trajectories in order, or as many as there are."""
-        if count > _FEW + len(self._heap) // _LARGE_PART:
+        if count > _FEW + (len(self._heap) + len(self._pushed)) // _LARGE_PART:
             valid = sorted(self._valid())
             taken = [item[-1] for item in valid[:count]]
             self._heap = valid[count:]  # sorted, therefore a heap
         else:
             taken = self._pop(count)
+        self._pushed = []
         for entry in taken:
             entry.place = 0
         self._waiting -= len(taken)
@@ -81,6 +86,8 @@ class WorkQueue:
 
     def _pop(self, count: int) -> list[TrajectoryEntry]:
         heap = self._heap
+        for item in self._pushed:
+            heapq.heappush(heap, item)
         taken: list[TrajectoryEntry] = []
         while heap and len(taken) < count:
             item = heapq.heappop(heap)
