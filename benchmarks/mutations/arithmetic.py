@@ -122,7 +122,7 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
             "segment_sum(kept_T, cu_seqlens_S1).clamp(min=1.0)\n    return",
             "segment_sum(torch.ones_like(kept_T), cu_seqlens_S1).clamp(min=1.0)\n    return",
         ),
-        ("generation_log_weight(ratio_T, stream.mask_T", "generation_log_weight(ratio_T, kept_T"),
+        ("raw_weights(ratio_T, stream.mask_T", "raw_weights(ratio_T, kept_T"),
         (
             "segment_sum(ratio_T * kept_T, stream.cu_seqlens_S1) / length_S",
             "segment_sum(ratio_T * kept_T, stream.cu_seqlens_S1)",
@@ -150,10 +150,10 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
             "torch.arange(batch + 1, device=old.device) * length",
             "torch.arange(batch + 1, device=old.device)",
         ),
-        ("bounded_exp(log_T)[0] * mask_T", "bounded_exp(-log_T)[0] * mask_T"),
+        ("raw_weights(log_T, mask_T, cu_S1, level)", "raw_weights(-log_T, mask_T, cu_S1, level)"),
         (
-            "spread(bounded_exp(total_S)[0], cu_S1) * mask_T",
-            "spread(bounded_exp(total_S)[0], cu_S1)",
+            "raw_weights(log_T, mask_T, cu_S1, level) * mask_T",
+            "raw_weights(log_T, mask_T, cu_S1, level)",
         ),
         ("weights_T, _, _ = truncate(raw_T, lower, upper)", "weights_T = raw_T"),
         ("weights_T / factor\n", "weights_T * factor\n"),
