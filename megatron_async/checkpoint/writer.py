@@ -167,7 +167,9 @@ class SaveJob:
             # Make room first: on a full disk the report itself would not fit.
             for path in self._own_files():
                 path.unlink(missing_ok=True)
-            self._report(RankStatus(error=reason_and_file(error)))
+            # A path may be no UTF-8, and a report is.
+            sentence = reason_and_file(error).encode(errors="backslashreplace").decode()
+            self._report(RankStatus(error=sentence))
             raise
         self._report(RankStatus(files, tensors))
 

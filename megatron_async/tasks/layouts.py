@@ -53,7 +53,10 @@ class Columns:
 
     @classmethod
     def of(cls, layout: str, settings: ColumnsConfig, template: str = "") -> Columns:
-        """The layout's, and what the settings call otherwise; `template`: the settings' own."""
+        """The layout's, and what the settings call otherwise; `template`: the settings' own.
+
+        Raises UserError for a template that cannot be read.
+        """
         changes: dict[str, Any] = settings.model_dump(exclude_none=True)
         if settings.prompt is not None:
             changes["prompt"] = (settings.prompt,)
@@ -61,7 +64,9 @@ class Columns:
             changes |= {"answer": (settings.answer,) if settings.answer else (), "solution": ()}
         if template:
             changes["template"] = template
-        return replace(LAYOUTS[layout], **changes)
+        columns = replace(LAYOUTS[layout], **changes)
+        _ = columns.named
+        return columns
 
     @cached_property
     def named(self) -> frozenset[str]:

@@ -126,6 +126,13 @@ class ScorerProcess:
         """Descriptor of the reply channel."""
         return self._replies.fileno()
 
+    def take(self) -> dict[str, Any] | None:
+        """A reply that has come, None when there is none. Raises ScorerCrash."""
+        while _ready(self._replies.fileno(), 0.0):
+            if (reply := self._packet()) is not None:
+                return reply
+        return None
+
     def take_stray(self) -> int:
         """Packets discarded since the last call."""
         count, self.stray = self.stray, 0
@@ -161,13 +168,13 @@ class ScorerProcess:
         """The reply with this id. Raises ScorerTimeout or ScorerCrash."""
         while True:
             self._wait(self._replies.fileno(), select.POLLIN, deadline)
-            reply = self.take()
+            reply = self._packet()
             if reply is not None:
                 if reply["id"] == number:
                     return reply
                 self.stray += 1
 
-    def take(self) -> dict[str, Any] | None:
+    def _packet(self) -> dict[str, Any] | None:
         """The next packet if it is a reply of the scorer's. Raises ScorerCrash."""
         packet, credentials, _, _ = self._replies.recvmsg(
             LARGEST_REPLY_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size)

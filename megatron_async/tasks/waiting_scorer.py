@@ -11,10 +11,11 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import time
 from contextlib import nullcontext
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from megatron_async.config.reward import ScorerSettings
 from megatron_async.tasks.base import ResponseScore
@@ -24,6 +25,7 @@ from megatron_async.tasks.scorer_work import Work, failed, scores_of
 
 _CANCEL_SECONDS: Final = 5.0
 _TRIES: Final = 3
+_PACKETS_AT_ONCE: Final = 64
 
 
 class WaitingScorer:
@@ -69,15 +71,18 @@ class WaitingScorer:
         return await asyncio.shield(self._link)  # bounded: a process start is
 
 
-class _Link(asyncio.BaseProtocol):
-    """The connection to one process, from when it is ready until it is closed."""
+class _Link:
+    """The connection to one process, from when it is ready until it is closed.
 
-    _requests: asyncio.WriteTransport
+    Its pipe is written to here, not by a transport: the process closes the pipe when it ends, and
+    uvloop would close the number of the descriptor again, which may be another file's by then.
+    """
 
     def __init__(self, process: ScorerProcess) -> None:
         self._process = process
         self._loop = asyncio.get_running_loop()
         self._replies: dict[str, asyncio.Future[dict[str, Any]]] = {}
+        self._unsent = bytearray()
         self.closed = False
         self._loop.add_reader(process.fileno(), self._readable)
 
@@ -85,17 +90,7 @@ class _Link(asyncio.BaseProtocol):
     async def start(cls, settings: ScorerSettings) -> _Link:
         process = await asyncio.to_thread(ScorerProcess, settings, WAITING)
         await asyncio.to_thread(process.ready)
-        loop = asyncio.get_running_loop()
-        _, link = await loop.connect_write_pipe(lambda: cls(process), process.requests)
-        return link
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep what requests are written to."""
-        self._requests = cast(asyncio.WriteTransport, transport)
-
-    def connection_lost(self, _: Exception | None) -> None:
-        """Close it: no process reads requests any more."""
-        self.close()
+        return cls(process)
 
     async def ask(self, work: Work, limit_seconds: float) -> dict[str, Any]:
         """Ask the process for scores. Raises ScorerTimeout or ScorerCrash."""
@@ -126,26 +121,43 @@ class _Link(asyncio.BaseProtocol):
         self.closed = True
         if not self._loop.is_closed():
             self._loop.remove_reader(self._process.fileno())
-            if not self._requests.is_closing():
-                self._requests.abort()
+            self._loop.remove_writer(self._process.requests.fileno())
         for reply in self._replies.values():
             if not reply.done():
                 reply.set_exception(ScorerCrash("it ended"))
         self._process.end()
 
     def _send(self, content: dict[str, Any]) -> None:
-        if not self.closed:
-            self._requests.write(request_frame(content))
+        if self.closed:
+            return
+        if not self._unsent:
+            self._loop.add_writer(self._process.requests.fileno(), self._writable)
+        self._unsent += request_frame(content)
 
-    def _readable(self) -> None:
+    def _writable(self) -> None:
+        descriptor = self._process.requests.fileno()
         try:
-            reply = self._process.take() or {}
-        except ScorerCrash:
+            del self._unsent[: os.write(descriptor, self._unsent)]
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
             self.close()
             return
-        future = self._replies.get(reply.get("id", ""))
-        if future is not None and not future.done():
-            future.set_result(reply)
+        if not self._unsent:
+            self._loop.remove_writer(descriptor)
+
+    def _readable(self) -> None:
+        for _ in range(_PACKETS_AT_ONCE):
+            try:
+                reply = self._process.take()
+            except ScorerCrash:
+                self.close()
+                return
+            if reply is None:
+                return
+            future = self._replies.get(reply["id"])
+            if future is not None and not future.done():
+                future.set_result(reply)
 
 
 def _since(began: float) -> float:

@@ -21,6 +21,15 @@ def with_parts(sample: Sample) -> tuple[float, dict[str, float]]:
     return by_hand(sample) - length, {"length": length, "level": float(sample.metadata["level"])}
 
 
+async def ends_its_process(sample: Sample, seconds: float = 0.0) -> float:
+    """Answer after `seconds`; `die` ends the process, a moment after the others' answers."""
+    await asyncio.sleep(seconds)
+    if sample.response == "die":
+        await asyncio.sleep(0.3)
+        os._exit(3)
+    return 1.0
+
+
 class Counting:
     """A class is made once in each scorer process."""
 
