@@ -13,8 +13,9 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
 from typing import Final
 
 STEP_SECONDS: Final = 0.5
@@ -43,33 +44,44 @@ class AwakeClock:
             await asyncio.sleep(STEP_SECONDS)
 
 
-@asynccontextmanager
-async def awake_timeout(seconds: float) -> AsyncIterator[None]:
+class AwakeTimeout:
     """`asyncio.timeout` for time that the event loop has run."""
-    loop = asyncio.get_running_loop()
-    handle: asyncio.TimerHandle
 
-    def wait(left: float) -> asyncio.TimerHandle:
-        step = min(left, STEP_SECONDS)
-        due = loop.time() + step
-        return loop.call_at(due, passed, left, step, due)
+    def __init__(self, seconds: float) -> None:
+        self._left = seconds
+        self._limit = asyncio.timeout(None)
+        self._due = 0.0
+        self._handle: asyncio.TimerHandle | None = None
 
-    def passed(left: float, step: float, due: float) -> None:
-        nonlocal handle
-        now = loop.time()
-        if now - due < STEP_SECONDS:
-            left -= step
-        if left > 0:
-            handle = wait(left)
+    async def __aenter__(self) -> AwakeTimeout:
+        await self._limit.__aenter__()
+        self._wait()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+        await self._limit.__aexit__(kind, error, trace)
+
+    def _wait(self) -> None:
+        loop = asyncio.get_running_loop()
+        step = min(self._left, STEP_SECONDS)
+        self._due = loop.time() + step
+        self._handle = loop.call_at(self._due, self._passed, step)
+
+    def _passed(self, step: float) -> None:
+        now = asyncio.get_running_loop().time()
+        if now - self._due < STEP_SECONDS:
+            self._left -= step
+        if self._left > 0:
+            self._wait()
         else:
-            limit.reschedule(now)
-
-    async with asyncio.timeout(None) as limit:
-        handle = wait(seconds)
-        try:
-            yield
-        finally:
-            handle.cancel()
+            self._limit.reschedule(now)
 
 
 class AwakeDeadline:

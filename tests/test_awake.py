@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from megatron_async.awake import STEP_SECONDS, AwakeClock, awake_timeout
+from megatron_async.awake import STEP_SECONDS, AwakeClock, AwakeTimeout
 
 
 def test_the_clock_leaves_out_what_passed_between_two_late_ticks() -> None:
@@ -29,7 +29,7 @@ def test_a_limit_ends_in_its_time_on_a_loop_that_runs() -> None:
     async def body() -> None:
         began = time.monotonic()
         with pytest.raises(TimeoutError):
-            async with awake_timeout(0.7):
+            async with AwakeTimeout(0.7):
                 await asyncio.Event().wait()
         assert time.monotonic() - began >= 0.7
 
@@ -41,7 +41,7 @@ def test_an_answer_that_came_while_the_process_stood_still_is_in_time() -> None:
 
     async def body() -> None:
         reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
-        async with awake_timeout(0.2):
+        async with AwakeTimeout(0.2):
             writer.write(b"?")
             asyncio.get_running_loop().call_later(0.05, time.sleep, 2.0)
             assert await reader.read(1) == b"!"

@@ -22,10 +22,10 @@ from typing import Any
 from megatron_async.awake import AwakeClock
 from megatron_async.config import RunConfig
 from megatron_async.disk import disk_failure
-from megatron_async.engines.interface import EngineClient, Verifier
+from megatron_async.engines.interface import EngineClient, EngineError, Verifier
 from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.admission import Admission, recovered_group
-from megatron_async.rollout.engine_slot import EngineSlot, ask_all
+from megatron_async.rollout.engine_slot import EngineSlot
 from megatron_async.rollout.generation import Generation, Reports
 from megatron_async.rollout.monitor import EngineMonitor
 from megatron_async.rollout.prompts import TaskPrompts
@@ -197,11 +197,16 @@ class RolloutDriver:
     async def ask(
         self, engines: Sequence[EngineClient], what: Callable[[EngineClient], Awaitable[None]]
     ) -> None:
-        """Ask engines, all at once; one that fails is taken out of service."""
-        _, failed = await ask_all(engines, what)
-        for engine_id, why in failed.items():
-            if not self._closed:  # else it belongs to a successor, or to nobody
-                self.engine_failed(engine_id, why)
+        """Ask engines, all at once; one that fails is taken out of service at once."""
+
+        async def one(engine: EngineClient) -> None:
+            try:
+                await what(engine)
+            except EngineError as error:
+                if not self._closed:  # else it belongs to a successor, or to nobody
+                    self.engine_failed(engine.engine_id, str(error))
+
+        await asyncio.gather(*map(one, engines))
 
     def fail(self, failure: ComponentFailure) -> None:
         """Keep the first failure; release every waiter."""

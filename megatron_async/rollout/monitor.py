@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 
-from megatron_async.awake import awake_timeout
+from megatron_async.awake import AwakeTimeout
 from megatron_async.config.rollout import EngineConfig
 from megatron_async.engines.interface import EngineError
 from megatron_async.rollout.engine_slot import EngineSlot
@@ -90,7 +90,7 @@ class EngineMonitor:
         engine_id, patience = slot.engine_id, self._settings.no_progress_seconds
         asked = slot.clock()
         try:
-            async with awake_timeout(patience):
+            async with AwakeTimeout(patience):
                 status = await slot.client.status()
         except TimeoutError:
             if not slot.watch.held_since(asked):

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_async.awake import awake_timeout
+from megatron_async.awake import AwakeTimeout
 from megatron_async.config.rollout import SamplingConfig
 from megatron_async.engines.interface import (
     EngineClient,
@@ -87,7 +87,7 @@ async def sample(
         for number, prompt in enumerate(prompts)
     ]
     try:
-        async with awake_timeout(timeout_seconds):
+        async with AwakeTimeout(timeout_seconds):
             found = await asyncio.gather(*(_continued(engine, r, version) for r in requests))
     except TimeoutError as error:
         raise EngineError(

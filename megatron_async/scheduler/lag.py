@@ -13,11 +13,12 @@ Invariants
 - What even waiting cannot save (more groups recovered, or oversampled, than batches fit) never
   blocks: only losses beyond the unavoidable ones do.
 
-Cost: O(1) to move a group, O(distinct versions), at most about k + 2, for `expired`; `may_emit`
-looks at all open groups.
+Cost: O(1) to move a group, O(distinct versions), at most about k + 2, for the rest.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from megatron_async.scheduler.state import GroupEntry
 
@@ -63,15 +64,17 @@ class LagLedger:
         versions = sorted(version for version in self._groups if version < floor)
         return [group for version in versions for group in list(self._groups[version].values())]
 
-    def may_emit(self) -> bool:
-        """Return whether a batch of the oldest complete groups may be emitted now."""
+    def may_emit(self, complete: Callable[[int], int]) -> bool:
+        """Return whether a batch of the oldest complete groups may be emitted now.
+
+        `complete(version)`: complete groups whose oldest token is of this version or an older one.
+        """
         if self._bound is None:
             return True
-        total = complete = unavoidable = lost = 0
+        total = unavoidable = lost = 0
         for version in sorted(self._groups):
             total += len(self._groups[version])
-            complete += sum(group.complete for group in self._groups[version].values())
             later_batches = max(0, version + self._bound - self.next_step) * self._batch
             unavoidable = max(unavoidable, total - later_batches - self._batch)
-            lost = max(lost, total - min(self._batch, complete) - later_batches)
+            lost = max(lost, total - min(self._batch, complete(version)) - later_batches)
         return lost <= unavoidable

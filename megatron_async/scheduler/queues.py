@@ -16,6 +16,7 @@ from __future__ import annotations
 import bisect
 import heapq
 import itertools
+from operator import itemgetter
 from typing import Any, Literal
 
 from megatron_async.scheduler.state import GroupEntry, TrajectoryEntry
@@ -96,6 +97,9 @@ class WorkQueue:
         return taken
 
 
+_OLDEST = itemgetter(0)
+
+
 class ReadyGroups:
     """Complete groups."""
 
@@ -106,6 +110,11 @@ class ReadyGroups:
     def count(self) -> int:
         """Complete groups."""
         return len(self._groups)
+
+    def up_to(self, version: int) -> int:
+        """Complete groups whose oldest token is of this version or an older one."""
+        first = bisect.bisect_left(self._groups, 0, key=_OLDEST)
+        return bisect.bisect_right(self._groups, version, key=_OLDEST) - first
 
     def add(self, group: GroupEntry) -> None:
         """A group became complete."""

@@ -241,7 +241,10 @@ class Scheduler:
         self._draining = False
         while self._trainer_ready():
             size = self._batch_size()
-            if not size or (self.config.on_stale == "wait" and not self._life.lag.may_emit()):
+            if not size or (
+                self.config.on_stale == "wait"
+                and not self._life.lag.may_emit(self._life.ready.up_to)
+            ):
                 return
             drains = self.config.boundary == "drain" and not self.config.overlap
             if drains and self._fleet.in_flight:

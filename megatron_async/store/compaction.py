@@ -213,14 +213,17 @@ class Compactor:
 
     async def _compact(self, kept: Sequence[int | PolicyVersion]) -> None:
         state = self._state
-        oldest = horizon(state.tree, state.lineage, state.checkpoints, self._after)
+        checkpoints = list(state.checkpoints)
         batches = list(state.batches.values())
         groups = {group_id: group.trajectory_ids for group_id, group in state.groups.items()}
         dropped = {i for i, record in state.records.items() if record.row.drop_reason is not None}
-        points = restorable(state.tree, kept, batches)
-        whole = await asyncio.to_thread(
-            plan, state.tree, state.lineage, batches, groups, dropped, points, oldest
-        )
+
+        def planned() -> Plan:
+            oldest = horizon(state.tree, state.lineage, checkpoints, self._after)
+            points = restorable(state.tree, kept, batches)
+            return plan(state.tree, state.lineage, batches, groups, dropped, points, oldest)
+
+        whole = await asyncio.to_thread(planned)
         for piece in self._pieces(whole.groups):
             change = removal(piece, whole, state)
             if self._file is not None:

@@ -66,8 +66,8 @@ class StoreWriter:
         self._closing = False
         self._submitted = 1  # number of the transaction being gathered
         self._committed = 0
-        self._acknowledging: asyncio.Task[int] | None = None  # its barrier is under way
-        self._next: asyncio.Task[int] | None = None  # who asks now waits for this one
+        self._waiters: list[asyncio.Future[int]] = []
+        self._acknowledging: asyncio.Task[None] | None = None
         self._thread = threading.Thread(target=self._run, name="trajectory-store", daemon=True)
         self._thread.start()
 
@@ -130,16 +130,30 @@ class StoreWriter:
         Whoever asks while a barrier is under way shares the next one: thousands of streams cost one
         acknowledgement for each transaction.
         """
-        if self._next is None or self._next.done():
-            self._next = asyncio.create_task(self._acknowledge(self._acknowledging))
-        return await asyncio.shield(self._next)
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[int] = loop.create_future()
+        self._waiters.append(waiter)
+        if self._acknowledging is None:
+            self._acknowledging = loop.create_task(self._acknowledge())
+        return await waiter
 
-    async def _acknowledge(self, before: asyncio.Task[int] | None) -> int:
-        """Await a barrier, after the one `before`."""
-        if before is not None and not before.done():
-            await asyncio.wait([before])
-        self._acknowledging, self._next = self._next, None
-        return await self.wait(self.barrier())
+    async def _acknowledge(self) -> None:
+        """Await one barrier after the other while somebody waits."""
+        try:
+            while self._waiters:
+                waiters, self._waiters = self._waiters, []
+                try:
+                    position = await self.wait(self.barrier())
+                except ComponentFailure as error:
+                    for waiter in waiters:
+                        if not waiter.done():
+                            waiter.set_exception(error)
+                else:
+                    for waiter in waiters:
+                        if not waiter.done():
+                            waiter.set_result(position)
+        finally:
+            self._acknowledging = None
 
     def run(self, job: Job) -> Future[Any]:
         """Run `job(connection)` on the writer's thread, after all before is committed."""

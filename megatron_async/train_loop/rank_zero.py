@@ -56,8 +56,10 @@ class RankZero:
         if dist.get_rank() == 0:
             try:
                 box[0] = work()
-            except Exception as error:  # noqa: BLE001 - raised on every rank
+            except Exception as error:
                 box[1] = error
+                dist.broadcast_object_list(box, src=0, group=self.group)
+                raise
         dist.broadcast_object_list(box, src=0, group=self.group)
         if box[1] is not None:
             raise box[1]

@@ -26,7 +26,7 @@ from typing import Any, Self
 import aiohttp
 import orjson
 
-from megatron_async.awake import awake_timeout
+from megatron_async.awake import AwakeTimeout
 from megatron_async.config.rollout import EngineConfig
 from megatron_async.engines.interface import (
     EngineError,
@@ -298,7 +298,7 @@ class SGLangClient:
         data = None if body is None else orjson.dumps(body)
         try:
             async with (
-                awake_timeout(seconds),
+                AwakeTimeout(seconds),
                 self._open_session().request(
                     method, f"{self.url}/{path}", data=data, headers=_JSON, timeout=limit
                 ) as response,

@@ -182,7 +182,7 @@ def simulated_command(settings: EngineConfig, model_path: Path, port: int) -> li
     ]
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)  # the settings hold a key
 class SGLangProcess:
     """An SGLang server: start, url, alive, stop. Not thread-safe; blocking.
 

@@ -12,7 +12,7 @@ lets SGLang load from `path`.
 from __future__ import annotations
 
 import asyncio
-import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
@@ -24,7 +24,7 @@ from fastapi.responses import JSONResponse
 from starlette.requests import Request
 
 from megatron_async.errors import ComponentFailure
-from megatron_async.weight_sync.receiver import NeedsFull, WeightReceiver, make_root, remove_roots
+from megatron_async.weight_sync.receiver import NeedsFull, WeightReceiver, make_root
 
 PATH = "/receive_weights"
 
@@ -48,14 +48,16 @@ def answer(receiver: WeightReceiver, body: dict[str, Any]) -> tuple[HTTPStatus, 
 def receiver_of(app: FastAPI) -> Iterator[None]:
     """Give `app` the endpoint; what it has received is removed at the end of the block."""
     receiver: WeightReceiver | None = None
+    root: Path | None = None
     one_at_a_time = asyncio.Lock()
 
     async def receive(request: Request) -> JSONResponse:
-        nonlocal receiver
+        nonlocal receiver, root
         body = await request.json()
         async with one_at_a_time:
             if receiver is None:  # most engines are never asked
-                receiver = WeightReceiver(make_root())
+                root = make_root()
+                receiver = WeightReceiver(root)
             status, content = await asyncio.to_thread(answer, receiver, body)
         return JSONResponse(content, status_code=status)
 
@@ -63,4 +65,5 @@ def receiver_of(app: FastAPI) -> Iterator[None]:
     try:
         yield
     finally:
-        remove_roots(os.getpid())
+        if root is not None:
+            shutil.rmtree(root, ignore_errors=True)
