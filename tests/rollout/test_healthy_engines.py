@@ -15,6 +15,7 @@ import pytest
 from aiohttp import web
 
 from megatron_async.engines.interface import (
+    EngineClient,
     EngineError,
     GenerationRequest,
     TokenChunk,
@@ -274,6 +275,29 @@ def test_a_broken_stream_of_an_engine_that_answers_costs_one_request(tmp_path: P
             await trainer.publish(0, step + 1)
         up, warnings = in_service(trainer)
         assert up == 1 and "engine_suspect" in warnings and "engine_failed" not in warnings
+        await trainer.manager.stop()
+
+    run(body())
+
+
+def test_an_engine_that_fails_is_given_up_though_another_has_not_answered(tmp_path: Path) -> None:
+    async def body() -> None:
+        trainer = trainer_of(tmp_path, config_of("copris", count=2), Engines())
+        await trainer.manager.start()
+        await trainer.begin(ResumePoint(0))
+        driver = trainer.manager._driver
+        answered = asyncio.Event()
+
+        async def what(engine: EngineClient) -> None:
+            if engine.engine_id == "engine0":
+                raise EngineError("it refuses")
+            await answered.wait()
+
+        asking = asyncio.create_task(driver.ask(driver.engines(), what))
+        await asyncio.sleep(0.1)
+        assert in_service(trainer)[0] == 1 and not asking.done()
+        answered.set()
+        await asking
         await trainer.manager.stop()
 
     run(body())
