@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from megatron_async.config.data import FileConfig
+from megatron_async.config.data import ColumnsConfig, FileConfig
 from megatron_async.config.rollout import TaskConfig
 from megatron_async.errors import UserError
 from megatron_async.tasks import build_task
+from megatron_async.tasks.layouts import Columns
 from megatron_async.tasks.text_task import TextTask
 from megatron_async.tasks.tiny_model import EOS_ID, character_tokenizer, write_character_tokenizer
 
@@ -183,3 +184,8 @@ def test_a_held_out_conversation_is_not_learned_in_another_form(tmp_path: Path) 
         texts.append({TOKENIZER.decode(one.tolist()) for one in ids})
     assert 60 < len(texts[1]) < len(texts[0]) < 180
     assert texts[1] <= texts[0]
+
+
+def test_a_template_that_cannot_be_read_is_refused_before_any_row() -> None:
+    with pytest.raises(UserError, match=r"task\.prompt_template '\{question': "):
+        Columns.of("rows", ColumnsConfig(), "{question")
