@@ -27,19 +27,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
-from megatron_async.engines.interface import (
-    EngineClient,
-    EngineError,
-    ForwardingClient,
-    PauseMode,
-)
+from megatron_async.engines.interface import EngineClient, ForwardingClient, PauseMode
 from megatron_async.trajectory.types import PolicyVersion
 
-T = TypeVar("T")
 _PAUSE = "pause"
 _UPDATE = "update"
 _CHECK = "check"
@@ -257,20 +250,3 @@ class _WatchedClient(ForwardingClient):
     async def resume(self) -> None:
         await super().resume()
         self._slot.release(_PAUSE)
-
-
-async def ask_all(
-    engines: Sequence[EngineClient], what: Callable[[EngineClient], Awaitable[T]]
-) -> tuple[list[tuple[EngineClient, T]], dict[str, str]]:
-    """Ask engines, all at once: the answers, and by id why others did not answer."""
-    answers = await asyncio.gather(*map(what, engines), return_exceptions=True)
-    found: list[tuple[EngineClient, T]] = []
-    failed: dict[str, str] = {}
-    for engine, answer in zip(engines, answers, strict=True):
-        if isinstance(answer, EngineError):
-            failed[engine.engine_id] = str(answer)
-        elif isinstance(answer, BaseException):
-            raise answer
-        else:
-            found.append((engine, answer))
-    return found, failed

@@ -14,17 +14,20 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
 from megatron_async.config import RunConfig
-from megatron_async.engines.interface import EngineClient
+from megatron_async.engines.interface import EngineClient, EngineError
 from megatron_async.rollout import probe
-from megatron_async.rollout.engine_slot import ask_all
 from megatron_async.trajectory.types import FloatArray, IntArray, PolicyVersion
 from megatron_async.weight_sync.verify import HeldVersion, RatioCheck, agreed_checksum, disagreement
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +67,7 @@ class WeightChecks:
             checksum = await engine.checksum()
             return HeldVersion(engine.engine_id, await engine.version(), checksum)
 
-        found, failed = await ask_all(engines, ask)
+        found, failed = await _ask_all(engines, ask)
         reports = [report for _, report in found]
         agreed = agreed_checksum(reports, version)
         if self._agreed is not None and self._agreed[0] == version:
@@ -108,7 +111,7 @@ class WeightChecks:
                 engine, prompts, sampling, version, weights.probe_tokens, weights.timeout_seconds
             )
 
-        found, failed = await ask_all(engines, ask)
+        found, failed = await _ask_all(engines, ask)
         good = [engine for engine, _ in found]
         return CheckedEngines(good, failed=failed), [one for _, samples in found for one in samples]
 
@@ -163,3 +166,20 @@ class WeightChecks:
         if self._config.weights.probe_tolerance is not None:
             return "(weights.probe_tolerance)"
         return "in float32" if exact else "of a gross error in half precision"
+
+
+async def _ask_all(
+    engines: Sequence[EngineClient], what: Callable[[EngineClient], Awaitable[T]]
+) -> tuple[list[tuple[EngineClient, T]], dict[str, str]]:
+    """Ask engines, all at once: the answers, and by id why others did not answer."""
+    answers = await asyncio.gather(*map(what, engines), return_exceptions=True)
+    found: list[tuple[EngineClient, T]] = []
+    failed: dict[str, str] = {}
+    for engine, answer in zip(engines, answers, strict=True):
+        if isinstance(answer, EngineError):
+            failed[engine.engine_id] = str(answer)
+        elif isinstance(answer, BaseException):
+            raise answer
+        else:
+            found.append((engine, answer))
+    return found, failed

@@ -13,7 +13,8 @@ Invariants
 - What even waiting cannot save (more groups recovered, or oversampled, than batches fit) never
   blocks: only losses beyond the unavoidable ones do.
 
-Cost: O(1) to move a group, O(distinct versions), at most about k + 2, for the rest.
+Cost: O(1) to move a group; for the rest O(distinct versions), at most about k + 2, each of which
+`may_emit` looks up in the complete groups (O(log n)).
 """
 
 from __future__ import annotations
