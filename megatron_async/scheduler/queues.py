@@ -101,7 +101,7 @@ _OLDEST = itemgetter(0)
 
 
 class ReadyGroups:
-    """Complete groups."""
+    """Complete groups, sorted by their oldest version (-1 where they have none)."""
 
     def __init__(self) -> None:
         self._groups: list[tuple[int, int, GroupEntry]] = []
@@ -112,7 +112,10 @@ class ReadyGroups:
         return len(self._groups)
 
     def up_to(self, version: int) -> int:
-        """Complete groups whose oldest token is of this version or an older one."""
+        """Complete groups whose oldest token is of this version or an older one.
+
+        Those without any token of the policy have no version and are not counted.
+        """
         first = bisect.bisect_left(self._groups, 0, key=_OLDEST)
         return bisect.bisect_right(self._groups, version, key=_OLDEST) - first
 
