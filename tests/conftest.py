@@ -7,11 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 from tests.small_disk import SmallDisk, small_disk
 
 if TYPE_CHECKING:
     from tests.engine import EngineUnderTest
+
+# No test depends on how fast the machine is: a first call may import or compile.
+settings.register_profile("any_machine", deadline=None)
+settings.load_profile("any_machine")
 
 
 @pytest.fixture(scope="session")

@@ -28,7 +28,6 @@ def fuzzed(examples: int) -> settings:
         max_examples=examples * max(1, FACTOR),
         derandomize=not FACTOR,
         database=None,
-        deadline=None,
         suppress_health_check=list(HealthCheck),
         print_blob=bool(FACTOR),
     )

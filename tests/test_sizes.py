@@ -6,7 +6,7 @@ from tests.sizes import ROOT, code_lines, lines_by_room, product_files
 
 MOST_LINES_OF_A_FILE = 499
 # Lower it when the count has fallen; raising it is a decision, with the reason in the commit.
-MOST_CODE_LINES = 32_259
+MOST_CODE_LINES = 33_059
 
 
 def test_comments_blank_lines_and_docstrings_are_no_code() -> None:

@@ -58,7 +58,7 @@ def run(case: Case, *, pad: bool, **settings_: Any) -> tuple[Any, ...]:
     rejection=rejections(),
     pad=st.booleans(),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_every_number_equals_the_oracle(
     case: Case,
     level: str | None,

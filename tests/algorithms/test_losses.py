@@ -50,7 +50,7 @@ def inputs_of(case: Case, dtype: torch.dtype = torch.float64) -> LossInputs:
 
 
 @given(case=cases(), config=loss_configs)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_value_gradients_and_every_metric_equal_the_oracle(case: Case, config: LossConfig) -> None:
     output = policy_loss(inputs_of(case), config, DENOMINATORS)
     expected = oracle.loss(case.rows, config, 17.0, 5.0, 1.25)
@@ -77,7 +77,7 @@ def test_value_gradients_and_every_metric_equal_the_oracle(case: Case, config: L
 
 
 @given(case=cases(min_trained=1), config=loss_configs)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_gradients_equal_float64_autograd(case: Case, config: LossConfig) -> None:
     inputs = inputs_of(case)
     output = policy_loss(inputs, config, DENOMINATORS)
@@ -123,7 +123,7 @@ def test_gradients_equal_finite_differences(surrogate: str, kl: str) -> None:
 
 
 @given(case=cases(min_trained=1), config=loss_configs, data=st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_split_into_microbatches_gives_the_same_gradient_and_metrics(
     case: Case, config: LossConfig, data: st.DataObject
 ) -> None:
@@ -148,7 +148,7 @@ def test_any_split_into_microbatches_gives_the_same_gradient_and_metrics(
 
 
 @given(case=cases(min_trained=1), config=loss_configs)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_float32_is_computed_as_float32_and_stays_close(case: Case, config: LossConfig) -> None:
     output = policy_loss(inputs_of(case, torch.float32), config, DENOMINATORS)
     expected = policy_loss(inputs_of(case), config, DENOMINATORS)

@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -48,7 +47,6 @@ def cut_tensors(draw: st.DrawFn) -> tuple[tuple[int, int], list[tuple[int, int, 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@hypothesis_settings(deadline=None)
 @given(cut=cut_tensors(), chunk=st.integers(1, 100))
 def test_pieces_add_up_to_the_whole(dtype: torch.dtype, cut: Any, chunk: int) -> None:
     """Modulo 2**64, and whatever the size of the chunks in which it is computed."""

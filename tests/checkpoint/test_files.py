@@ -45,7 +45,7 @@ def read(folder: Path, offsets: tuple[int, ...], shape: tuple[int, ...]) -> Tens
     return into
 
 
-@hypothesis_settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@hypothesis_settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     row_cuts=st.sets(st.integers(1, 4), max_size=3),
     col_cuts=st.sets(st.integers(1, 6), max_size=3),

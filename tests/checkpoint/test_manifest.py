@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from megatron_async.checkpoint import manifest as manifests
@@ -54,7 +53,6 @@ def latest_step(root: Path) -> int | None:
     return None if latest is None else latest.manifest.step
 
 
-@hypothesis_settings(deadline=None)
 @given(
     lineage=st.integers(0, 9),
     step=st.integers(0, 10**6),

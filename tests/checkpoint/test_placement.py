@@ -10,7 +10,6 @@ from tempfile import mkdtemp
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -48,7 +47,6 @@ def shard_of(slot: Slot, source: dict[str, Tensor], size: int, rank: int) -> Ten
 
 
 @pytest.mark.parametrize("case", FAMILIES)
-@hypothesis_settings(deadline=None)
 @given(data=st.data())
 def test_any_cut_of_the_shards_covers_every_parameter_exactly_once(
     case: str, data: st.DataObject

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_async.config import build_config, dump, load_config
@@ -100,7 +100,6 @@ def test_a_file_that_is_missing_or_no_mapping_is_refused(tmp_path: Path) -> None
         load_config(write(tmp_path / "bad.yaml", "a: [1\n"))
 
 
-@settings(deadline=None)  # a loaded machine is no defect
 @given(st.floats(1e-9, 1.0), st.sampled_from(list(SCHEDULE_PRESETS)), st.integers(1, 64))
 def test_dump_and_load_are_inverse(lr: float, preset: str, concurrency: int) -> None:
     import yaml

@@ -37,7 +37,7 @@ def _one_by_one(
     return torch.stack(results)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=12),
     heads=st.sampled_from([(1, 1), (4, 2), (6, 1), (4, 4)]),

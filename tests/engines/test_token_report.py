@@ -6,7 +6,7 @@ import pickle
 from dataclasses import replace
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_async.engines.interface import EngineError, RequestRefused, StreamEnd, TokenChunk
@@ -53,7 +53,6 @@ def test_an_empty_report_holds_nothing() -> None:
     assert list(Outbox(64).take(10).items()) == []
 
 
-@settings(deadline=None)  # a busy machine
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 90)), max_size=40), st.integers(1, 7))
 def test_what_is_put_in_comes_out_once_and_in_order(puts: list[tuple[int, int]], most: int) -> None:
     outbox, items = Outbox(64), []

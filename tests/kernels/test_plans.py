@@ -29,7 +29,7 @@ def problem(
     )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     tokens=st.integers(1, 100_000),
     vocab=st.integers(1, 300_000),

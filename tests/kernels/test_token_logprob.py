@@ -39,7 +39,7 @@ def gradients(
     return list(torch.autograd.grad(loss, inputs, allow_unused=True))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     tokens=st.integers(0, 17),
     vocab=st.integers(1, 70),

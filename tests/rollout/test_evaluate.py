@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_async.config import RunConfig
@@ -30,7 +30,6 @@ from tests.rollout.stand_ins import Fixed
 VERSION = PolicyVersion(0, 0)
 
 
-@settings(deadline=None)  # a loaded machine is no defect
 @given(st.integers(1, 8), st.data())
 def test_pass_at_k_is_the_share_of_all_draws_with_a_right_answer(
     samples: int, data: st.DataObject
@@ -57,7 +56,6 @@ def test_intervals_are_wilsons_and_never_empty() -> None:
     assert Estimate.of([0.4, 0.6] * 200).high - 0.5 < 0.02
 
 
-@settings(deadline=None)  # a loaded machine is no defect
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=30))
 def test_an_estimate_lies_in_its_interval(values: list[float]) -> None:
     found = Estimate.of(values)

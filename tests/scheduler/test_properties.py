@@ -32,7 +32,7 @@ weathers = st.builds(
     finish=st.sampled_from([0.1, 0.3, 0.6]),
 )
 seeds = st.integers(0, 2**32)
-relaxed = settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+relaxed = settings(suppress_health_check=list(HealthCheck), derandomize=True)
 
 
 @pytest.mark.slow

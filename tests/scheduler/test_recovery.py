@@ -53,7 +53,7 @@ def found_after_a_crash(config: ScheduleConfig, seed: int) -> tuple[int, list[ev
     return step, world._stored(step)
 
 
-@settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, max_examples=60)
+@settings(suppress_health_check=list(HealthCheck), derandomize=True, max_examples=60)
 @given(st.one_of(presets(), composed()), st.integers(0, 2**32), st.booleans())
 def test_the_order_in_which_groups_are_found_changes_nothing(
     config: ScheduleConfig, seed: int, engine_first: bool

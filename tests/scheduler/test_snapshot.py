@@ -65,7 +65,7 @@ def test_a_thawed_scheduler_goes_on_as_the_frozen_one(name: str) -> None:
         world.random_event()
 
 
-@settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, max_examples=40)
+@settings(suppress_health_check=list(HealthCheck), derandomize=True, max_examples=40)
 @given(st.one_of(presets(), composed()), st.integers(0, 2**32))
 def test_so_it_is_at_every_point_of_the_policy_space(config: ScheduleConfig, seed: int) -> None:
     world = Twins(config, WEATHER, seed)

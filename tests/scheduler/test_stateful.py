@@ -110,7 +110,6 @@ TestAnyOrder = pytest.mark.slow(Machine.TestCase)
 TestAnyOrder.settings = settings(
     max_examples=100,
     stateful_step_count=25,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
     derandomize=True,
 )

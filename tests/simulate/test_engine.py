@@ -70,7 +70,7 @@ def stepped(lengths: list[int], prompt: int) -> dict[int, float]:
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=20), st.integers(1, 500))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_completion_times_are_those_of_single_steps(lengths: list[int], prompt: int) -> None:
     engine = make()
     for i, length in enumerate(lengths):
@@ -84,7 +84,7 @@ def test_completion_times_are_those_of_single_steps(lengths: list[int], prompt: 
     reserve=st.integers(0, 50),
     slots=st.one_of(st.none(), st.integers(1, 10)),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_full_cache_preempts_and_loses_nothing(
     lengths: list[int], capacity: int, reserve: int, slots: int | None
 ) -> None:

@@ -61,7 +61,7 @@ def test_reached_is_one_past_the_newest_batch() -> None:
     assert reached(two_rollbacks(), [(0, 14), (1, 3)]) == {0: 15, 1: 10, 2: 20, 3: 10}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_consumption_equals_replaying_the_run(data: st.DataObject) -> None:
     """Against a plain simulation that carries the list of batches in each checkpoint."""

@@ -356,7 +356,6 @@ class StoreMachine(RuleBasedStateMachine):
 SETTINGS = settings(
     max_examples=20,
     stateful_step_count=80,
-    deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),
 )

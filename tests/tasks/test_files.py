@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_async.config.data import DataConfig, FileConfig
@@ -331,7 +331,6 @@ def test_a_damaged_parquet_file_is_one_sentence(tmp_path: Path) -> None:
 # ------------------------------------------------------------ several files
 
 
-@settings(deadline=None)  # a loaded machine is no defect
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=5), st.integers(0, 400))
 def test_files_take_turns_by_their_weights(weights: list[int], position: int) -> None:
     shares = [Fraction(weight) for weight in weights]

@@ -38,7 +38,7 @@ SCORER = ReasoningGymScorer(_config())
 
 
 @given(st.integers(0, 10**7))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_problem_depends_on_settings_and_index_only(index: int) -> None:
     assert PROBLEMS.train(index) == ReasoningGymProblems(_config()).train(index)
 

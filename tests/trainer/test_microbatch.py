@@ -26,7 +26,7 @@ def plan(lengths: list[int], data_parallel: int = 1, budget: int = 256) -> list[
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(lengths=LENGTHS, data_parallel=st.integers(1, 5), budget=st.integers(1, 600))
 def test_every_sequence_is_in_exactly_one_microbatch(
     lengths: list[int], data_parallel: int, budget: int
@@ -36,7 +36,7 @@ def test_every_sequence_is_in_exactly_one_microbatch(
     assert found == list(range(len(lengths)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(lengths=LENGTHS, data_parallel=st.integers(1, 5), budget=st.integers(1, 600))
 def test_all_ranks_run_the_same_number_of_microbatches_within_the_budget(
     lengths: list[int], data_parallel: int, budget: int
@@ -50,7 +50,7 @@ def test_all_ranks_run_the_same_number_of_microbatches_within_the_budget(
             assert tokens <= budget or len(micro) == 1
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(lengths=LENGTHS, data_parallel=st.integers(1, 4))
 def test_the_plan_is_a_function_of_the_lengths(lengths: list[int], data_parallel: int) -> None:
     first, second = plan(lengths, data_parallel), plan(lengths, data_parallel)
@@ -59,7 +59,7 @@ def test_the_plan_is_a_function_of_the_lengths(lengths: list[int], data_parallel
             np.testing.assert_array_equal(one, other)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(lengths=st.lists(st.integers(2, 400), min_size=1, max_size=60), parts=st.integers(1, 6))
 def test_costs_of_the_shards_are_within_grahams_bound(lengths: list[int], parts: int) -> None:
     """No shard costs more than the mean plus the costliest sequence (Graham 1969)."""

@@ -143,7 +143,7 @@ segments = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(st.lists(st.lists(segments, max_size=4), min_size=1, max_size=3), max_size=4),
     st.integers(12, 20),
@@ -203,7 +203,7 @@ def test_every_token_equals_the_plain_loop_definition(
     assert int(batch.cu_seqlens_S1[-1]) == len(rows)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=6), st.integers(1, 6))
 def test_minibatches_hold_whole_groups_and_lose_nothing(sizes: list[int], count: int) -> None:
     groups = [

@@ -126,7 +126,7 @@ def damage_once(w: World, where: str, position: int, mask: int) -> None:
         engine.before_receive = partial(damage, number)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.lists(OPERATIONS, min_size=1, max_size=8), st.sampled_from([1, 3, 100]))
 def test_whatever_happens_engines_hold_the_rounded_weights_or_what_they_held(
     operations: list[tuple], full_every: int

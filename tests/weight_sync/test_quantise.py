@@ -71,7 +71,7 @@ def reference(weight_RC: Float64) -> tuple[Float64, Float64, Float64]:
     return quantised_RC, scale_rc, margin_RC
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.integers(1, 300),
     st.integers(1, 300),
