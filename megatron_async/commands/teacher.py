@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import typer
 
@@ -35,6 +35,7 @@ from megatron_async.tasks.verifier import LocalVerifierPool
 
 _REPORTS = 10
 
+T = TypeVar("T")
 Ask: TypeAlias = Callable[[Problem, int], Awaitable[str]]
 """Returns an answer to a problem; the number differs for each. Raises ComponentFailure."""
 
@@ -123,8 +124,7 @@ async def _teach(
         return problem, [_row(problem, text) for text in dict.fromkeys(right)]
 
     try:
-        async with start as ask:
-            work = [asyncio.create_task(rows(ask, place)) for place in range(total)]
+        async with start as ask, _tasks(rows(ask, place) for place in range(total)) as work:
             for place, task in enumerate(work, start=1):
                 problem, found = await task
                 append_json_lines(kept, found)
@@ -140,6 +140,18 @@ async def _teach(
             "ways; set task.prompt_template for all of them"
         )
     return count, templates.pop()
+
+
+@asynccontextmanager
+async def _tasks(work: Iterable[Coroutine[Any, Any, T]]) -> AsyncIterator[list[asyncio.Task[T]]]:
+    """Run `work` at once; what is not awaited by the end is cancelled."""
+    tasks = [asyncio.create_task(one) for one in work]
+    try:
+        yield tasks
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _row(problem: Problem, response: str) -> dict[str, Any]:

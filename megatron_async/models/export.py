@@ -132,10 +132,11 @@ def stage_buckets(
     *,
     everywhere: bool = False,
 ) -> Iterator[list[NamedTensor]]:
-    """This stage's own layers in buckets on its leader; every other rank must iterate too, and
+    """Yield this stage's own layers in buckets on its leader.
 
-    gets nothing. `everywhere`: the whole model in the same buckets on every rank, stage after
-    stage. `convert` changes tensors on the way (precision, quantisation).
+    Every other rank must iterate too, and gets nothing. `everywhere`: the whole model in the same
+    buckets on every rank, stage after stage. `convert` changes tensors on the way (precision,
+    quantisation).
     """
     if everywhere:
         tensors = _everywhere(chunks, architecture)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
 from collections import Counter
@@ -134,7 +135,7 @@ def test_every_example_is_learned_once_before_one_is_again_and_epochs_are_a_limi
 
 
 def test_a_teacher_that_is_never_right_or_fails_ends_in_a_sentence(
-    tmp_path: Path, endpoint: Endpoint
+    tmp_path: Path, endpoint: Endpoint, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = settings(tmp_path, least_reward=2.0, samples=1, prompts=2)
     with pytest.raises(UserError, match="the reward accepted none of its answers"):
@@ -143,6 +144,8 @@ def test_a_teacher_that_is_never_right_or_fails_ends_in_a_sentence(
     endpoint.status = 500
     with pytest.raises(ComponentFailure, match=r"the teacher at http.* failed: .*status 500"):
         taught(config, RunDirectory(tmp_path), endpoint.url)
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 def test_a_teacher_that_cannot_be_asked_is_refused(tmp_path: Path) -> None:
