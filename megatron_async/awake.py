@@ -1,7 +1,7 @@
-"""Limits of time that leave out what this process did not live through.
+"""Limits of time that count only the seconds in which this process could run.
 
-A process that was stopped or starved finds every limit passed when it goes on, and what it had been
-waiting for unread in its sockets. That is no evidence about whoever was to answer.
+A process that was stopped or starved finds every limit passed when it continues, and what it had
+waited for unread in its sockets. That does not count against the peer.
 
 Invariants
 - Time is counted in steps. Of a step that ends much too late, no more than two are counted by the

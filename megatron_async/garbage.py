@@ -14,7 +14,7 @@ _FULL_SEARCH_EVERY = 1_000
 
 
 def search_rarely() -> None:
-    """Let what lives now live on unsearched, and search all the rest a hundredth as often."""
+    """Freeze existing objects; collect fully 100 times less often."""
     gc.freeze()
     young, middle, _ = gc.get_threshold()
     gc.set_threshold(young, middle, _FULL_SEARCH_EVERY)

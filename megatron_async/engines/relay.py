@@ -8,8 +8,7 @@ Invariants
 - A stream is read on only while less than a chunk of it is unacknowledged, and what is read is
   acknowledged when whoever iterates asks for more, which is after the store has committed it. So
   the loss of the actor costs a stream one chunk, and a slow disk slows the engines.
-- The longer news waits, the fewer messages there are: it waits as long as `Pace` allows, which is
-  little for few streams.
+- Longer pauses mean fewer messages: `Pace` sets the pause, which is short for few streams.
 - A failure belongs to its stream; one of the relay itself reaches every open stream. None waits
   for a relay that is gone.
 """

@@ -10,14 +10,14 @@ Invariants
   The first alone is not enough: an engine that is given up may well live (it was slow, its report
   was lost, its weights were suspect) and go on streaming; a stream that is cancelled ends only at
   its task's next turn; and what the scheduler submits while an engine is being given up runs
-  nowhere. Whatever of this is overlooked here, a second writer's tokens are refused at the store's
-  edge and cannot be mixed into a response, whose log-probs would look right.
+  nowhere. The store also refuses a second writer: mixed into a response, its tokens would have
+  log-probs that look right.
 - What an engine sends after the end of a response is ignored, with a warning.
 - A failure counts against what there is evidence about (docs/failures.md, "What an engine is
   given up for"): a refused request against its prompt alone; a broken stream first asks the engine
   whether it is alive; failures of several prompts in a row, without a token between them, count
-  against the engine, and failures of one prompt alone against that prompt; so does, in the end, the
-  death of engine after engine while they had a prompt to begin with, and others made tokens.
+  against the engine, and failures of one prompt alone against that prompt. Six engines
+  that fail in a row on one prompt drop it, if others make progress.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _BEGUN_IN_A_TURN = 64
 class RunningRequest:
     """A submitted request; `abort_wanted` is seen by one that has not been sent yet.
 
-    `begun` names it for the store from the turn of the event loop on in which it begins.
+    `begun` is its key in the store, set when it begins.
     `group_id` is known once it is sent. `read_at` is the reading of its engine's request clock at
     its start or its newest tokens. `prefills`: it was sent to an engine that nobody suspected, and
     has made no token there.

@@ -147,7 +147,7 @@ class WeightChecks:
                 f"{version}: log-probs of its own tokens differ by {error.mean:.2e} on average, "
                 f"and {self._rule.limit(exact=exact):.2e} is the limit {self._limit_is(exact)}"
             )
-        if not outcome.good:  # what they agreed on was not these weights, and binds nobody
+        if not outcome.good:  # they agreed on other weights: that is ignored
             self._agreed = None
         means = [error.mean for error in errors.values()]
         largest = [error.largest for error in errors.values()]

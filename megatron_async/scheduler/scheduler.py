@@ -381,4 +381,4 @@ _HANDLERS: dict[type, Callable[[Scheduler, Any, Actions], None]] = {
     ev.WeightsPublished: Scheduler._weights_published,
 }
 _ENDS = frozenset({ev.Finished, ev.Aborted, ev.Refused, ev.RewardReady})
-"""After these `_advance_unless_waiting`; the others say themselves what they make possible."""
+"""After these `_advance_unless_waiting`; all other handlers call `_advance`."""

@@ -1,4 +1,4 @@
-"""A virtual clock around the real scheduler: engines, verifier, prompts and trainer by cost model.
+"""A virtual clock around the real scheduler: engines, scorers, prompts and trainer by cost model.
 
 It plays the part that `rollout/driver.py` and the trainer's loop play in a live run: it carries out
 the scheduler's actions and reports to it what happened. The scheduler is the same object.
@@ -12,7 +12,7 @@ Invariants
 - A run is a function of its settings: no real clock, no randomness but the group source's.
 - Responses are scored in the order in which they finished, each by one scorer for
   `simulate.reward.verifier_seconds`.
-- How many work follows the queue by the live pools' own rule (`tasks.scorer_count`); a scorer
+- The queue sets the number of scorers, by the live pools' own rule (`tasks.scorer_count`); a scorer
   starts and ends in no time.
 """
 

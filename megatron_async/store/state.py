@@ -2,8 +2,8 @@
 
 Invariants
 - Opening an intact file changes two things: the new lineage is recorded, and what ran is partial.
-- At most once comes before nothing lost: in a store that is behind what the run has seen, groups
-  that are not known to be consumed are set aside, never trained a second time.
+- Losing data is preferred to training it twice: in a store that is behind what the run has seen,
+  groups that are not known to be consumed are set aside.
 - A lineage continues a checkpoint that the store can still serve, or opening is refused. What is
   behind may not have the checkpoint's lineage; the new one then continues the newest that it has.
 """

@@ -2,7 +2,7 @@
 
 Invariants
 - One quantity to an axis; every panel has a title and a unit.
-- A metric that a run does not have is left out of its panel, a panel without any out of the page.
+- Metrics that a run does not have are omitted, and so are empty panels.
 - Steps have their numbers of metrics.jsonl, from 0.
 """
 

@@ -8,7 +8,7 @@ Invariants
 - What is no HTTP/1.1 answer is a `BadReport`, a connection that ends in the middle of one a
   `ConnectionError`, which also a closed pool raises for what is still read.
 - A connection is used again only after a whole answer, and not when the server may be closing it.
-- Of what nobody asks for no more is read than `_MOST_UNREAD` bytes and what comes with them.
+- Unread data is bounded by `_MOST_UNREAD` bytes and one read of the socket.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ Invariants
   refuses one that it has.
 - A dead engine does not hang the sender: broadcasts are polled together with the HTTP calls that
   announce them, up to the deadline; the first failure of either ends the update. What may block
-  inside NCCL (a group's first broadcast, its end) runs on a thread that is left behind if need be.
+  inside NCCL (a group's first broadcast, its end) runs on a thread that is abandoned if it hangs.
 - While one bucket travels, the next is gathered; while an engine loads one, the next travels
   (`receive_ahead.py` is the engine's end). An engine has one announcement at a time.
 """
