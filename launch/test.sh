@@ -34,7 +34,7 @@ if [ $# -eq 0 ]; then
   typos
   mypy megatron_async kernels benchmarks
   vulture
-  pytest -q -m "not slow and not engine"
+  pytest -q -n 2 -m "not slow and not engine" # processes of the slow ones need both cores
   exec pytest -q -m "slow or engine"
 fi
 exec pytest "$@"
