@@ -53,6 +53,7 @@ from megatron_async.engines.interface import EngineClient
 from megatron_async.engines.relay import Pace, RelayedEngine, StreamRelay
 from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.garbage import search_rarely
+from megatron_async.launcher.rollout_side import make_ray_token
 from megatron_async.rollout.manager import ResumePoint, RolloutManager
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.tasks.base import Score
@@ -383,9 +384,9 @@ def main() -> None:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     folder = Path(tempfile.mkdtemp(prefix="streams-"))
-    os.environ["RAY_AUTH_MODE"] = "disabled"
     actors: list[Any] = []
     if not arguments.direct:
+        make_ray_token(folder / "ray-token")
         # By default Ray's workers give way to every other process; in a run they do not either.
         ray.init(
             address="local",

@@ -57,6 +57,8 @@ class RunDirectory:
     events = _Place("events")
     """Recorded scheduler events, one file for each lineage."""
     logs = _Place("logs")
+    ray_token_file = _Place("ray-token")
+    """The key to a Ray of the run's own, on one machine, while that runs."""
     lock_file = _Place("run.lock")
     """Held by the launch that the run belongs to."""
     hf_export = _Place("hf")

@@ -53,6 +53,13 @@ _NCCL: Final = {
 _INTERFACES: Final = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
+def use_ray_token(file: Path) -> None:
+    """Have Ray's processes from here on show the token in `file`, and answer to no other."""
+    os.environ["RAY_AUTH_MODE"] = "token"
+    os.environ["RAY_AUTH_TOKEN_PATH"] = str(file)
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+
 def init_ray(**arguments: Any) -> Any:
     """`ray.init` that leaves SIGTERM as it was: Ray's own handler prints its C++ stack.
 
@@ -64,6 +71,7 @@ def init_ray(**arguments: Any) -> Any:
     import ray
 
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         context = ray.init(**arguments)
@@ -81,6 +89,7 @@ def init_ray(**arguments: Any) -> Any:
         raise UserError(f"{what} ({one_line(error)}): {remedy}") from error
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, on_sigterm)
+    ray_directory()  # a Ray that starts opens it to everybody
     return context
 
 

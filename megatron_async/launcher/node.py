@@ -34,6 +34,7 @@ from megatron_async.engines.nodes import (
     free_port,
     node_address,
     ray_directory,
+    use_ray_token,
 )
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.launcher.claim import RunInUse, claimed
@@ -66,9 +67,7 @@ class Node:
 
     def use_token(self) -> None:
         """Ray's processes from here on show the session's token."""
-        os.environ["RAY_AUTH_MODE"] = "token"
-        os.environ["RAY_AUTH_TOKEN_PATH"] = str(self.session.token_file)
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        use_ray_token(self.session.token_file)
 
     @contextmanager
     def ray_node(self, *arguments: str) -> Iterator[Child]:
@@ -146,6 +145,7 @@ def _join_rollout(node: Node) -> int:
     node.use_token()
     with node.ray_node(f"--address={address}") as ray_node:
         while not node.session.closed() and node.session.is_current():
+            ray_directory()  # Ray opens it to everybody as it starts
             if ray_node.exit_code() is not None:
                 raise ray_node.failure(f"Ray on {node.name}")
             time.sleep(_POLL_SECONDS)
@@ -169,7 +169,7 @@ def drive_rollout(
             _check_trainer_nodes(directory)
         return outcome
 
-    with rollout_side(config, directory, ray_address, private=False) as (rollout, _):
+    with rollout_side(config, directory, ray_address) as (rollout, _):
         try:
             rollout.start()
             if session is not None:

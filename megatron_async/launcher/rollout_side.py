@@ -12,6 +12,7 @@ Invariants
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 from ray.exceptions import (
     ActorUnavailableError,
     GetTimeoutError,
@@ -29,11 +31,11 @@ from ray.exceptions import (
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megatron_async.config import RunConfig, dump
-from megatron_async.engines.nodes import init_ray, ray_directory
+from megatron_async.engines.nodes import init_ray, ray_directory, use_ray_token
 from megatron_async.errors import ComponentFailure, UserError, one_line
 from megatron_async.launcher.devices import VISIBLE_VARIABLE
 from megatron_async.rollout.actors import MANAGER_NAME, NAMESPACE, ManagerActor
-from megatron_async.run_directory import RunDirectory
+from megatron_async.run_directory import RunDirectory, write_atomically
 from megatron_async.store.place import place_of_writer
 
 _CALL_SECONDS = 20.0
@@ -41,15 +43,22 @@ _CALL_SECONDS = 20.0
 _COPY_SECONDS = 120.0
 
 
-def connect_ray(address: str | None, *, private: bool = True, gpus: str | None = None) -> str:
-    """Join the Ray cluster at `address` (None: start one on this machine); returns its address.
+def make_ray_token(file: Path) -> None:
+    """Make a token for this user alone; a Ray that this process starts answers only to it."""
+    write_atomically(file, secrets.token_hex(32), private=True)
+    use_ray_token(file)
+    Config.initialize("")  # Ray read its environment when it was imported
+    AuthenticationTokenLoader.instance().reset_cache()  # of an earlier Ray of this process
 
-    `private`: a cluster for this user on the loopback needs no token. `gpus`: what a cluster that
-    is started here may hand out, as in CUDA_VISIBLE_DEVICES; None: all that there are.
+
+def start_ray(token_file: Path, *, gpus: str | None = None) -> str:
+    """Start a Ray cluster on this machine and return its address.
+
+    Ray listens on every interface, whatever address it is given: only who can read `token_file`,
+    which is made here, can use it. `gpus`: what the cluster may hand out, as in
+    CUDA_VISIBLE_DEVICES; None: all that there are.
     """
-    if private:
-        os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    make_ray_token(token_file)
     # Not None: Ray would join whatever cluster `ray start` left a note of on this machine.
     own: dict[str, Any] = {
         "address": "local",
@@ -61,14 +70,18 @@ def connect_ray(address: str | None, *, private: bool = True, gpus: str | None =
     }
     if gpus is not None:
         own["num_gpus"] = len(gpus.split(","))
-    with _visible(None if address else gpus):
-        context = init_ray(
-            **({"address": address} if address else own),
-            namespace=NAMESPACE,
-            log_to_driver=False,
-            logging_level="error",
-            configure_logging=True,
-        )
+    with _visible(gpus):
+        return _connect(own)
+
+
+def _connect(arguments: dict[str, Any]) -> str:
+    context = init_ray(
+        **arguments,
+        namespace=NAMESPACE,
+        log_to_driver=False,
+        logging_level="error",
+        configure_logging=True,
+    )
     return str(context.address_info["gcs_address"])
 
 
@@ -93,11 +106,16 @@ def rollout_side(
     directory: RunDirectory,
     ray_address: str | None,
     *,
-    private: bool = True,
     gpus: str | None = None,
 ) -> Iterator[tuple[RolloutSide, str]]:
-    """A rollout side to be started, in a Ray cluster as in `connect_ray`; ended with the block."""
-    address = connect_ray(ray_address, private=private, gpus=gpus)
+    """A rollout side to be started, ended with the block.
+
+    It is in the Ray cluster at `ray_address` (None: one of its own, as in `start_ray`).
+    """
+    if ray_address is None:
+        address = start_ray(directory.ray_token_file, gpus=gpus)
+    else:
+        address = _connect({"address": ray_address})
     side = RolloutSide(config, directory)
     try:
         yield side, address
@@ -106,6 +124,7 @@ def rollout_side(
             side.stop()
         finally:
             ray.shutdown()
+            directory.ray_token_file.unlink(missing_ok=True)
 
 
 class RolloutSide:

@@ -18,12 +18,12 @@ NODES, RESTARTS = 3, 3
 
 
 @pytest.fixture
-def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def nodes(tmp_path: Path) -> Iterator[str]:
     """A Ray cluster of three nodes; this process is on the first. Gives the first one's id."""
     import ray
     from ray.cluster_utils import Cluster
 
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    rollout_side.make_ray_token(tmp_path / "ray-token")
     cluster = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}
     )

@@ -22,11 +22,13 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
-def local_ray() -> Iterator[None]:
+def local_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     ray = pytest.importorskip("ray")
-    os.environ["RAY_AUTH_MODE"] = "disabled"
+    from megatron_async.launcher.rollout_side import make_ray_token
+
     started = not ray.is_initialized()
     if started:
+        make_ray_token(tmp_path_factory.mktemp("ray") / "token")
         ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
     yield
     if started:

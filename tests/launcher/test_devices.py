@@ -159,13 +159,15 @@ def test_a_trainer_with_fewer_gpus_than_ranks_is_refused_whatever_the_engines_us
 
 
 @pytest.mark.slow
-def test_ray_hands_out_the_engines_gpus_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_hands_out_the_engines_gpus_and_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import ray
 
-    from megatron_async.launcher.rollout_side import connect_ray
+    from megatron_async.launcher.rollout_side import start_ray
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    connect_ray(None, gpus="2,3")
+    start_ray(tmp_path / "ray-token", gpus="2,3")
     try:
 
         @ray.remote(num_gpus=1)

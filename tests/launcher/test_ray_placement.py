@@ -40,12 +40,12 @@ class Host:
 
 
 @pytest.fixture(scope="module")
-def node_of_eight() -> Iterator[None]:
+def node_of_eight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     import ray
 
-    from megatron_async.launcher.rollout_side import connect_ray
+    from megatron_async.launcher.rollout_side import start_ray
 
-    connect_ray(None, gpus=",".join(GPUS))
+    start_ray(tmp_path_factory.mktemp("ray") / "token", gpus=",".join(GPUS))
     try:
         yield
     finally:

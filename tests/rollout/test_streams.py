@@ -15,10 +15,12 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def actors(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+def actors(tmp_path: Path) -> Iterator[list[Any]]:
     """Two processes that read streams."""
     ray = pytest.importorskip("ray")
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    from megatron_async.launcher.rollout_side import make_ray_token
+
+    make_ray_token(tmp_path / "ray-token")
     ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
     yield [ray.remote(num_cpus=0)(Relays).remote() for _ in range(2)]
     ray.shutdown()

@@ -176,17 +176,13 @@ def test_the_pool_scores_tokens_concurrently_and_leaves_no_process(tmp_path: Pat
 @pytest.mark.slow
 def test_the_ray_pool_scores_the_same_and_leaves_no_process(tmp_path: Path) -> None:
     ray = pytest.importorskip("ray")
+    from megatron_async.launcher.rollout_side import start_ray
+
     write_character_tokenizer(tmp_path)
     config = TaskConfig(answer_marker="#", verifier_workers=2)
     tokenizer = character_tokenizer()
     pairs = ReasoningGymProblems(config).worked(10)
-    ray.init(
-        address="local",
-        num_cpus=1,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-    )
+    start_ray(tmp_path / "ray-token")
     try:
         pool = RayVerifierPool(ScorerSettings(task=config), str(tmp_path))
 
