@@ -59,6 +59,7 @@ class RunDirectory:
     logs = _Place("logs")
     ray_token_file = _Place("ray-token")
     """The key to a Ray of the run's own, on one machine, while that runs."""
+    lineage_file = _Place("lineage")
     lock_file = _Place("run.lock")
     """Held by the launch that the run belongs to."""
     hf_export = _Place("hf")
@@ -137,10 +138,26 @@ class RunDirectory:
 
     def next_lineage(self) -> int:
         """A number that no lineage of this run has had: 0 for the first, then 1, 2, ... Durable."""
-        counter = self.path / "lineage"
-        lineage = int(counter.read_text()) + 1 if counter.exists() else 0
-        write_atomically(counter, str(lineage), durable=True)
+        lineage = self.lineages_so_far()
+        write_atomically(self.lineage_file, str(lineage), durable=True)
         return lineage
+
+    def lineages_so_far(self) -> int:
+        """Return how many lineages the run has had. Raises UserError when that is lost.
+
+        A number that was used twice would make one token's policy version stand for two policies.
+        """
+        counter = self.lineage_file
+        text = counter.read_text(errors="replace") if counter.exists() else ""
+        if text.strip().isdecimal():
+            return int(text) + 1
+        if not counter.exists() and not self.store_file.exists() and not self._has_trained():
+            return 0
+        what = f"holds {text[:40]!r}, no number" if counter.exists() else "is gone"
+        raise UserError(
+            f"{counter}, the number of the run's newest lineage, {what}: write it there again (the "
+            f"last line of {self.metrics_file} has it as 'lineage'; a larger one is safe too)"
+        )
 
     def report_failure(self, sentence: str, exit_code: int, attempt: int = 0) -> None:
         """Leave one sentence for whoever started this process.

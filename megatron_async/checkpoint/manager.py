@@ -7,7 +7,7 @@ Invariants
   `checkpoint.timeout_seconds`.
 - A save that failed raises on every rank at the next of these calls, and no earlier checkpoint
   has changed. Pruning happens only after a commit.
-- Finding verifies every file (ranks share the reading); a corrupt checkpoint is reported and the
+- Finding verifies every file (ranks share the reading); one with a damaged file is reported and the
   one before it is used.
 - Loading verifies every tensor: what the ranks hold afterwards is what they held at the save.
 """
@@ -30,6 +30,7 @@ from megatron_async.checkpoint.manifest import (
     Checkpoint,
     CorruptCheckpoint,
     Manifest,
+    check_manifests,
     first_intact,
     list_checkpoints,
     prune,
@@ -178,13 +179,20 @@ class CheckpointManager:
         """The newest intact checkpoint, every file verified; None when there is none at all.
 
         Collective where torch.distributed is initialised. Raises UserError when there are
-        checkpoints and every one of them is corrupt.
+        checkpoints and every one of them is corrupt, or the newest's manifest is.
         """
+        check_manifests(self._root)
         candidates = list_checkpoints(self._root)
         found = first_intact(candidates, partial(shared_faults, group=self._group))
         if found is None and candidates:
             raise UserError(f"every checkpoint in {self._root} is corrupt")
         return found
+
+    def newer_than(self, checkpoint: Checkpoint | None) -> list[Checkpoint]:
+        """Return the checkpoints that `newest` passed over for this one."""
+        version = None if checkpoint is None else checkpoint.manifest.version
+        found = list_checkpoints(self._root)
+        return [one for one in found if version is not None and one.manifest.version > version]
 
     def load(self, trainer: Checkpointable, checkpoint: Checkpoint) -> None:
         """Weights, optimizer, progress; random states where the layout is the one that saved.

@@ -8,7 +8,10 @@ Invariants
 - It lists every tensor with a checksum of what the trainer held (`checkpoint.checksum`), which does
   not depend on files or layout: what is loaded is compared with it, so that a save or a load that
   puts values into wrong places is found too.
-- It has a checksum of its own content: counters and the store's position are loaded too.
+- It has a checksum of its own content, since counters and the store's position are loaded too, and
+  stands there twice: one that is damaged is read from its copy.
+- No damaged manifest is passed over in silence: what could be the newest commit is refused by name,
+  since to go on before it would be to train the same trajectories again.
 - A checkpoint of another format is refused by name, never passed over as a corrupt one.
 - Checkpoints are ordered by (lineage, step): after a rollback the surviving lineage is newer,
   however far the abandoned one had come.
@@ -36,6 +39,8 @@ from megatron_async.trajectory.types import PolicyVersion
 logger = logging.getLogger(__name__)
 
 MANIFEST_NAME = "manifest.json"
+COPY_NAME = "manifest.copy.json"
+"""Written before the manifest, which alone is the commit."""
 FORMAT = 3
 _WITHOUT_ITS_OWN_CHECKSUM = 2
 # 1: torch.distributed.checkpoint's files, without checksums of tensors
@@ -210,9 +215,11 @@ def finalise(temporary: Path, target: Path, manifest: Manifest) -> Checkpoint:
     Raises OSError, in which case no manifest exists at `target`.
     """
     remove(target)
+    content = manifest.to_json().encode()
+    write_atomically(temporary / COPY_NAME, content)
     temporary.rename(target)
     force_to_disk(target.parent)
-    write_atomically(target / MANIFEST_NAME, manifest.to_json().encode())
+    write_atomically(target / MANIFEST_NAME, content)
     return Checkpoint(target, manifest)
 
 
@@ -246,13 +253,21 @@ def faults(path: Path, files: Mapping[str, FileRecord]) -> list[str]:
 def read_checkpoint(path: Path) -> Checkpoint:
     """Read and check a manifest, but not the files. Raises CorruptCheckpoint, OtherFormat."""
     try:
-        text = file_in(path, MANIFEST_NAME).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise CorruptCheckpoint(f"{MANIFEST_NAME} cannot be read: {error}") from error
+        return _read(path, MANIFEST_NAME)
+    except (CorruptCheckpoint, OtherFormat) as error:  # the damage may be in the format's number
+        if not (path / COPY_NAME).exists():
+            raise
+        logger.warning("checkpoint %s: %s; its copy is used", path, error)
+        return _read(path, COPY_NAME)
+
+
+def _read(path: Path, name: str) -> Checkpoint:
     try:
-        return Checkpoint(path, Manifest.from_json(text))
+        return Checkpoint(path, Manifest.from_json(file_in(path, name).read_text()))
     except OtherFormat as error:
         raise OtherFormat(f"checkpoint {path}: {error}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise CorruptCheckpoint(f"{name} cannot be read: {error}") from error
 
 
 def list_checkpoints(root: Path | str) -> list[Checkpoint]:
@@ -260,7 +275,43 @@ def list_checkpoints(root: Path | str) -> list[Checkpoint]:
 
     Raises OtherFormat: to pass over what another version wrote would be to start afresh.
     """
-    found = []
+    found, damaged = _scan(root)
+    for path, reason in damaged.items():
+        logger.warning("checkpoint %s is corrupt and is ignored: %s", path, reason)
+    return found
+
+
+def damaged_after(root: Path | str, step: int) -> dict[Path, str]:
+    """Checkpoints of later steps whose manifest cannot be read, newest first, with the reason."""
+    return {
+        path: reason
+        for path, reason in reversed(_scan(root)[1].items())
+        if path.name > step_directory(root, step).name
+    }
+
+
+def check_manifests(root: Path | str) -> None:
+    """Refuse to go on where the newest commit may be a manifest that is damaged. Raises UserError.
+
+    What was never finalised (its writer was killed) has no manifest and is no commit.
+    """
+    kept = [checkpoint.step for checkpoint in _scan(root)[0]]
+    for path, reason in damaged_after(root, max(kept, default=-1)).items():
+        remedy = (
+            f"go on from an older checkpoint by --from-step (kept: {', '.join(map(str, kept))}), "
+            "which sets this one aside"
+            if kept
+            else "no other is kept"
+        )
+        raise UserError(
+            f"checkpoint {path} is damaged: {reason}; restore the file, or {remedy}, or start a "
+            "new run under another name"
+        )
+
+
+def _scan(root: Path | str) -> tuple[list[Checkpoint], dict[Path, str]]:
+    """Checkpoints, newest first, and those whose manifest cannot be read, oldest first."""
+    found, damaged = [], {}
     for path in sorted(Path(root).glob("step_*")) if Path(root).is_dir() else []:
         if not (path / MANIFEST_NAME).exists():
             logger.warning("checkpoint %s was never finalised and is ignored", path)
@@ -268,13 +319,28 @@ def list_checkpoints(root: Path | str) -> list[Checkpoint]:
         try:
             found.append(read_checkpoint(path))
         except CorruptCheckpoint as error:
-            logger.warning("checkpoint %s is corrupt and is ignored: %s", path, error)
-    return sorted(found, key=lambda checkpoint: checkpoint.manifest.version, reverse=True)
+            damaged[path] = str(error)
+    found.sort(key=lambda checkpoint: checkpoint.manifest.version, reverse=True)
+    return found, damaged
 
 
 def all_faults(checkpoint: Checkpoint) -> list[str]:
     """Return a sentence for each fault of a checkpoint's files."""
     return faults(checkpoint.path, checkpoint.manifest.files)
+
+
+def size_faults(checkpoint: Checkpoint) -> list[str]:
+    """Return files that are missing or have another size: what is found without reading them."""
+    found = []
+    for name, record in sorted(checkpoint.manifest.files.items()):
+        try:
+            size = file_in(checkpoint.path, name).stat().st_size
+        except (CorruptCheckpoint, OSError) as error:
+            found.append(f"{name} cannot be read ({error})")
+            continue
+        if size != record.size:
+            found.append(f"{name} has {size} bytes, by its manifest {record.size}")
+    return found
 
 
 FindFaults: TypeAlias = Callable[[Checkpoint], list[str]]

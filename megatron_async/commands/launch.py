@@ -102,7 +102,7 @@ def launch_run(
     """
     if resume is not None:
         directory, config = RunDirectory.find(resume, overrides, "--resume")
-        check_resume(directory, config)
+        check_resume(directory, config, from_step)
     else:
         assert config_file is not None
         config = load_config(config_file, overrides)

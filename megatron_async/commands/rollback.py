@@ -18,7 +18,12 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_async.checkpoint.manifest import Checkpoint, list_checkpoints, open_checkpoint
+from megatron_async.checkpoint.manifest import (
+    Checkpoint,
+    damaged_after,
+    list_checkpoints,
+    open_checkpoint,
+)
 from megatron_async.disk import force_to_disk
 from megatron_async.errors import UserError
 from megatron_async.run_directory import RunDirectory
@@ -29,14 +34,17 @@ from megatron_async.store.state import check_serves
 
 @dataclass(frozen=True)
 class Rollback:
-    """The checkpoint to go on from, and the newer ones, newest first."""
+    """The checkpoint to go on from, and the directories of newer ones with their new names.
+
+    `newer`: newest first, after those whose manifest is damaged.
+    """
 
     target: Checkpoint
-    newer: tuple[Checkpoint, ...]
+    newer: tuple[tuple[Path, Path], ...]
 
     def carry_out(self) -> list[Path]:
         """Set the newer ones aside; returns where they are now. Raises UserError."""
-        return [_set_aside(checkpoint) for checkpoint in self.newer]
+        return [_set_aside(*names) for names in self.newer]
 
 
 def rollback_to(directory: RunDirectory, step: int) -> Rollback:
@@ -53,14 +61,21 @@ def rollback_to(directory: RunDirectory, step: int) -> Rollback:
     with closing(StoreReader(directory.store_file)) as reader:
         content = reader.content()
     check_serves(directory.store_file, content.tree, content.exported, target.manifest.version)
-    newer = tuple(kept[:place])
-    for checkpoint in newer:
-        if (taken := _place_aside(checkpoint)).exists():
+    damaged = {
+        path: path.with_name(f"abandoned_damaged_{path.name}")
+        for path in damaged_after(directory.checkpoints, step)
+    }
+    newer = {
+        one.path: one.path.with_name(f"abandoned_{one.manifest.version}") for one in kept[:place]
+    }
+    moves = tuple((damaged | newer).items())
+    for path, taken in moves:
+        if taken.exists():
             raise UserError(
-                f"--from-step is {step}, and checkpoint {checkpoint.path} cannot be set aside: "
-                f"{taken} exists already"
+                f"--from-step is {step}, and checkpoint {path} cannot be set aside: {taken} exists "
+                "already"
             )
-    return Rollback(target, newer)
+    return Rollback(target, moves)
 
 
 def _steps(kept: Sequence[Checkpoint]) -> str:
@@ -70,18 +85,13 @@ def _steps(kept: Sequence[Checkpoint]) -> str:
     return f"step{'s' if len(steps) > 1 else ''} {', '.join(map(str, steps))}"
 
 
-def _place_aside(checkpoint: Checkpoint) -> Path:
-    return checkpoint.path.with_name(f"abandoned_{checkpoint.manifest.version}")
-
-
-def _set_aside(checkpoint: Checkpoint) -> Path:
-    place = _place_aside(checkpoint)
+def _set_aside(path: Path, place: Path) -> Path:
     try:
-        checkpoint.path.rename(place)
+        path.rename(place)
         # else a power loss may bring it back, and a plain resume would go on from it
         force_to_disk(place.parent)
         return place
     except OSError as error:
         raise UserError(
-            f"checkpoint {checkpoint.path} cannot be set aside as {place}: {error.strerror}"
+            f"checkpoint {path} cannot be set aside as {place}: {error.strerror}"
         ) from error

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import typer
 
-from megatron_async.checkpoint.manifest import list_checkpoints
+from megatron_async.checkpoint.manifest import first_intact, list_checkpoints, size_faults
 from megatron_async.commands.report import show_closing
 from megatron_async.commands.rollback import Rollback, rollback_to
 from megatron_async.config import RunConfig
@@ -48,7 +48,7 @@ def resume_command(run: Path, overrides: Sequence[str], from_step: int | None) -
     with ExitStack() as stack:
         stack.enter_context(claimed(directory, "megatron-async train --resume"))
         checked, devices = _checked(settings, directory)
-        check_resume(directory, settings)
+        check_resume(directory, settings, from_step)
         back = None if from_step is None else rollback_to(directory, from_step)
         show_notices(checked)
         for line in resume_lines(directory, before, checked.config, back):
@@ -89,7 +89,8 @@ def resume_lines(
     directory: RunDirectory, before: RunConfig, after: RunConfig, back: Rollback | None
 ) -> list[str]:
     """Lines on where the run goes on, which steps it repeats, and what was changed."""
-    newest = back.target if back else next(iter(list_checkpoints(directory.checkpoints)), None)
+    kept = list_checkpoints(directory.checkpoints)
+    newest = back.target if back else first_intact(kept, size_faults)
     start = 0 if newest is None else newest.step
     trained = read_metrics(directory.metrics_file)
     done = 1 + int(trained[-1]["step"]) if trained else 0

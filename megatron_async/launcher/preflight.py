@@ -14,7 +14,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_async.checkpoint.manifest import MANIFEST_NAME, list_checkpoints, open_checkpoint
+from megatron_async.checkpoint.manifest import (
+    MANIFEST_NAME,
+    check_manifests,
+    list_checkpoints,
+    open_checkpoint,
+)
 from megatron_async.config import RunConfig
 from megatron_async.config.rollout import EngineConfig
 from megatron_async.errors import ComponentFailure, UserError
@@ -121,8 +126,15 @@ def _check_checkpoint(path: Path) -> None:
     open_checkpoint(path, "model.checkpoint", lambda _: [])
 
 
-def check_resume(directory: RunDirectory, config: RunConfig) -> None:
-    """Refuse checkpoints of another version's format, or of another optimizer. Raises UserError."""
+def check_resume(directory: RunDirectory, config: RunConfig, from_step: int | None = None) -> None:
+    """Refuse what a run left that cannot be gone on from. Raises UserError.
+
+    Checkpoints of another version's format or another optimizer, a damaged manifest of what may be
+    the newest (which going back to `from_step` sets aside), a lost number of the lineage.
+    """
+    directory.lineages_so_far()
+    if from_step is None:
+        check_manifests(directory.checkpoints)
     for checkpoint in list_checkpoints(directory.checkpoints)[:1]:
         name, saved = config.optimizer.name, checkpoint.manifest.optimizer
         if saved not in (None, name):

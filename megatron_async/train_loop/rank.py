@@ -91,6 +91,9 @@ def train(directory: RunDirectory, config: RunConfig, ray_address: str, stop: St
             trackers = start_trackers(config.telemetry, run)
             metrics = MetricsWriter(directory.metrics_file, trackers, lineage=lineage)
             stack.callback(metrics.close)
+            for damaged in checkpoints.newer_than(newest):
+                message = f"{damaged.path} is damaged (trainer.log has the fault) and passed over"
+                metrics.warn(max(0, resume.step - 1), "checkpoint_damaged", message)
         rank_zero.does(lambda: link.attach(resume) if link is not None else None)
         trainer = trainer or build()
         publisher = WeightPublisher(config, trainer.model, directory.path / "weights")

@@ -13,9 +13,12 @@ from hypothesis import strategies as st
 
 from megatron_async.checkpoint import manifest as manifests
 from megatron_async.checkpoint.manifest import (
+    COPY_NAME,
+    MANIFEST_NAME,
     CorruptCheckpoint,
     Manifest,
     SavedLayout,
+    check_manifests,
     faults,
     finalise,
     find_latest,
@@ -110,7 +113,8 @@ def test_another_format_is_refused_by_a_sentence_that_names_both(
     manifest_file = write(tmp_path, 2) / "manifest.json"
     content = json.loads(manifest_file.read_text())
     assert content["format"] == 3
-    manifest_file.write_text(json.dumps({**content, "format": found}))
+    for name in (MANIFEST_NAME, COPY_NAME):
+        (manifest_file.parent / name).write_text(json.dumps({**content, "format": found}))
     refusal = (
         f"step_000002: it has format {found}, and this version of megatron_async reads formats 2 "
         "and 3"
@@ -144,7 +148,7 @@ def test_a_directory_without_manifest_is_no_checkpoint(tmp_path: Path) -> None:
     assert latest_step(tmp_path) == 1
 
 
-@pytest.mark.parametrize("damage", ["truncate", "flip", "delete", "manifest"])
+@pytest.mark.parametrize("damage", ["truncate", "flip", "delete"])
 def test_a_damaged_checkpoint_is_passed_over_with_a_message(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -155,14 +159,64 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_message(
         data.write_bytes(b"weigh")
     elif damage == "flip":
         data.write_bytes(b"weighTs")
-    elif damage == "delete":
-        data.unlink()
     else:
-        (newest / "manifest.json").write_text('{"format": 1,')
+        data.unlink()
     with caplog.at_level(logging.WARNING):
         assert latest_step(tmp_path) == 1
     assert "step_000002" in caplog.text
     assert "corrupt" in caplog.text
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_any_flipped_byte_of_a_manifest_is_read_from_its_copy(tmp_path: Path, older: bool) -> None:
+    if older:
+        write(tmp_path, 1)
+    path = write(tmp_path, 2) / MANIFEST_NAME
+    intact = path.read_bytes()
+    for place in range(0, len(intact), 7):
+        path.write_bytes(bytes([*intact[:place], intact[place] ^ 0x10, *intact[place + 1 :]]))
+        check_manifests(tmp_path)
+        assert list_checkpoints(tmp_path)[0].step == 2, place
+    path.write_bytes(intact.replace(b'"format": 3', b'"format": 7'))
+    assert latest_step(tmp_path) == 2
+    for size in (0, 1, len(intact) // 2, len(intact) - 1):
+        path.write_bytes(intact[:size])
+        assert latest_step(tmp_path) == 2
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_a_manifest_without_an_intact_copy_is_refused_and_nothing_is_touched(
+    tmp_path: Path, older: bool
+) -> None:
+    """An earlier version of this program wrote no copy."""
+    if older:
+        write(tmp_path, 1)
+    newest = write(tmp_path, 2)
+    (newest / COPY_NAME).unlink()
+    path = newest / MANIFEST_NAME
+    intact = path.read_bytes()
+    for content in (b"", intact[:-3], intact.replace(b'"step": 2', b'"step": 3')):
+        path.write_bytes(content)
+        before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+        remedy = r"--from-step \(kept: 1\)" if older else "no other is kept"
+        with pytest.raises(UserError, match=rf"step_000002 is damaged: manifest\.json .*{remedy}"):
+            check_manifests(tmp_path)
+        after = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+        assert before == after
+
+
+def test_what_is_older_than_an_intact_checkpoint_hinders_nobody(tmp_path: Path) -> None:
+    for name in (MANIFEST_NAME, COPY_NAME):
+        (write(tmp_path, 1) / name).write_text("{")
+    write(tmp_path, 2)
+    check_manifests(tmp_path)
+    assert latest_step(tmp_path) == 2
+
+
+def test_a_writer_that_was_killed_before_the_commit_has_made_no_checkpoint(tmp_path: Path) -> None:
+    (write(tmp_path, 2) / MANIFEST_NAME).unlink()
+    check_manifests(tmp_path)
+    assert list_checkpoints(tmp_path) == []
 
 
 def test_a_checkpoint_that_a_person_names_must_be_there_and_intact(tmp_path: Path) -> None:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 
+from megatron_async.checkpoint.manifest import (
+    Manifest,
+    SavedLayout,
+    finalise,
+    hash_file,
+    step_directory,
+)
 from megatron_async.commands import train as command
 from megatron_async.commands.sft import own_name
 from megatron_async.config import build_config
@@ -23,18 +29,34 @@ def run(tmp_path: Path) -> RunDirectory:
     return directory
 
 
-def test_it_names_the_checkpoint_the_steps_and_the_changes(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    newest = Mock(step=20, path=run.checkpoints / "step_20")
-    monkeypatch.setattr(command, "list_checkpoints", lambda _: [newest])
+def save(run: RunDirectory, step: int) -> Path:
+    """A finalised checkpoint with one file."""
+    temporary = run.checkpoints / ".saving"
+    temporary.mkdir(parents=True)
+    (temporary / "weights").write_bytes(b"weights")
+    files = {"weights": hash_file(temporary / "weights")}
+    manifest = Manifest(lineage=0, step=step, layout=SavedLayout(1, 1, 1), files=files)
+    return finalise(temporary, step_directory(run.checkpoints, step), manifest).path
+
+
+def test_it_names_the_checkpoint_the_steps_and_the_changes(run: RunDirectory) -> None:
+    save(run, 20)
     before = build_config({"optimizer": {"lr": 2e-4}})
     after = build_config({"optimizer": {"lr": 5e-5}})
     assert command.resume_lines(run, before, after, None) == [
-        "a goes on from checkpoint step_20, made after step 19",
+        "a goes on from checkpoint step_000020, made after step 19",
         "repeated: steps 20 to 24 are trained again",
         "changed: optimizer.lr 0.0002 → 5e-05",
     ]
+
+
+def test_one_with_a_file_that_is_cut_off_is_not_the_one_that_is_named(run: RunDirectory) -> None:
+    save(run, 10)
+    (save(run, 20) / "weights").write_bytes(b"weigh")
+    same = build_config({})
+    assert command.resume_lines(run, same, same, None)[0] == (
+        "a goes on from checkpoint step_000010, made after step 9"
+    )
 
 
 def test_without_a_checkpoint_it_begins_again(run: RunDirectory) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron_async.checkpoint.manifest import (
+    COPY_NAME,
     MANIFEST_NAME,
     Manifest,
     SavedLayout,
@@ -90,6 +91,7 @@ def run(tmp_path: Path) -> RunDirectory:
     asyncio.run(train())
     for step in (2, 4, 6):
         save(directory, 0, step)
+    directory.lineage_file.write_text("0")
     return directory
 
 
@@ -183,6 +185,34 @@ def test_a_corrupt_checkpoint_is_refused_and_the_newer_ones_stay(run: RunDirecto
     assert resume(run) == (0, 6)
 
 
+def test_a_damaged_manifest_is_refused_and_going_back_sets_it_aside(run: RunDirectory) -> None:
+    for name in (MANIFEST_NAME, COPY_NAME):
+        (step_directory(run.checkpoints, 6) / name).write_text("{")
+    with pytest.raises(UserError, match=r"step_000006 is damaged: .*--from-step \(kept: 4, 2\)"):
+        check_resume(run, build_config({}))
+    check_resume(run, build_config({}), from_step=4)
+    assert [place.name for place in rollback_to(run, 4).carry_out()] == [
+        "abandoned_damaged_step_000006"
+    ]
+    check_resume(run, build_config({}))
+    assert resume(run) == (0, 4)
+
+
+@pytest.mark.parametrize("content", [None, "", "\0\0", "-1", "two"])
+def test_a_lost_number_of_the_lineage_is_refused_by_name(
+    run: RunDirectory, content: str | None
+) -> None:
+    if content is None:
+        run.lineage_file.unlink()
+    else:
+        run.lineage_file.write_text(content)
+    for refused in (lambda: check_resume(run, build_config({})), run.next_lineage):
+        with pytest.raises(UserError, match=r"lineage, the number of the run's newest lineage, "):
+            refused()
+    run.lineage_file.write_text("4")
+    assert run.next_lineage() == 5
+
+
 def test_a_run_that_goes_on_is_refused(run: RunDirectory) -> None:
     with lineage_of(run, 1, PolicyVersion(0, 6)), pytest.raises(UserError, match=r"is in use by"):
         rollback_to(run, 2)
@@ -209,8 +239,9 @@ def test_checkpoints_of_another_format_are_refused_before_anything_starts(
     run: RunDirectory,
 ) -> None:
     check_resume(run, build_config({}))
-    manifest = step_directory(run.checkpoints, 6) / MANIFEST_NAME
-    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 1}))
+    for name in (MANIFEST_NAME, COPY_NAME):
+        manifest = step_directory(run.checkpoints, 6) / name
+        manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 1}))
     with pytest.raises(UserError, match=r"step_000006: it has format 1, .* reads formats 2 and 3"):
         check_resume(run, build_config({}))
 

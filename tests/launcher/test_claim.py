@@ -56,6 +56,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 @pytest.fixture
 def run(config: RunConfig, tmp_path: Path) -> RunDirectory:
     directory = RunDirectory.create(config.model_copy(update={"root": str(tmp_path)}))
+    directory.lineage_file.write_text("0")
     with MetricsWriter(directory.metrics_file, lineage=0) as metrics:
         metrics.write(0, {"rollout/lag_max": 0, "train/trained_tokens": 1})
     asyncio.run(TrajectoryStore.open(directory.store_file).close())
