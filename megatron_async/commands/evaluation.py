@@ -19,6 +19,7 @@ from megatron_async.engines.sglang.process import SGLangProcess
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.launcher.derived import Machine, derive
 from megatron_async.launcher.preflight import check_evaluation
+from megatron_async.models.model_files import vocabulary_of
 from megatron_async.rollout.evaluate import Evaluation, EvaluationEngines, Evaluator
 from megatron_async.tasks import build_task
 from megatron_async.tasks.verifier import LocalVerifierPool
@@ -65,7 +66,9 @@ def evaluate_checkpoints(
 
     async def evaluate(url: str) -> list[Evaluation]:
         task = build_task(config.task, str(checkpoints[0]), config.eval)
-        client = await SGLangClient.connect("eval", url, config.engines)
+        client = await SGLangClient.connect(
+            "eval", url, config.engines, vocabulary_of(str(checkpoints[0]))
+        )
         verifier = LocalVerifierPool(config.scorers, str(checkpoints[0]))
         evaluator, engines = Evaluator(config, task, verifier), EvaluationEngines(lambda: [client])
         results = []

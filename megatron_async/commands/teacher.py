@@ -25,6 +25,7 @@ from megatron_async.engines.interface import EngineClient, EngineError, Generati
 from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.engines.sglang.process import SGLangProcess
 from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.models.model_files import vocabulary_of
 from megatron_async.run_directory import RunDirectory
 from megatron_async.tasks.base import Problem, ProblemSource
 from megatron_async.tasks.build import build_task
@@ -188,7 +189,7 @@ async def _endpoint(config: RunConfig, url: str, task: TextTask) -> AsyncIterato
 
 @asynccontextmanager
 async def _engine(config: RunConfig, path: str, process: SGLangProcess) -> AsyncIterator[Ask]:
-    client = await SGLangClient.connect("teacher", process.url, config.engines)
+    client = await SGLangClient.connect("teacher", process.url, config.engines, vocabulary_of(path))
     try:
         task = build_task(config.task, path)
         assert isinstance(task, TextTask)

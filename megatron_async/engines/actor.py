@@ -29,6 +29,7 @@ from megatron_async.engines.sglang.process import SGLangProcess, resolve_device
 from megatron_async.engines.token_report import TokenReport
 from megatron_async.errors import ComponentFailure, ProcessKilled, one_line
 from megatron_async.garbage import search_rarely
+from megatron_async.models.model_files import vocabulary_of
 from megatron_async.weight_sync.seats import gpus_of
 
 _CALL_SECONDS = 30.0
@@ -51,8 +52,12 @@ class EngineHost:
         in_place: bool,
         chunk_tokens: int,
         shared_index: int | None = None,
+        vocabulary: int | None = None,
     ) -> None:
-        """`shared_index`: the engine's, on GPUs that it shares with trainer ranks."""
+        """`shared_index`: the engine's, on GPUs that it shares with trainer ranks.
+
+        `vocabulary`: tokens of the model; None: not known.
+        """
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         self._engine_id = engine_id
         settings = EngineConfig.model_validate_json(settings_json)
@@ -60,6 +65,7 @@ class EngineHost:
             settings = settings.model_copy(update={"host": node_address()})
         self._settings = settings
         self._chunk_tokens = chunk_tokens
+        self._vocabulary = vocabulary
         gpus = None
         if shared_index is not None:
             gpus = gpus_of(shared_index, settings.tensor, os.environ.get("CUDA_VISIBLE_DEVICES"))
@@ -76,11 +82,11 @@ class EngineHost:
     async def start(self) -> str:
         """Start the server; returns its URL. Raises ComponentFailure."""
         await asyncio.to_thread(self._server.start)
-        return self.serve(self._server.url)
+        return await self.serve(self._server.url)
 
-    def serve(self, url: str) -> str:
-        """Relay the streams of the server at `url`."""
-        client = SGLangClient(self._engine_id, url, self._settings)
+    async def serve(self, url: str) -> str:
+        """Relay the streams of the server at `url`. Raises EngineError."""
+        client = await SGLangClient.connect(self._engine_id, url, self._settings, self._vocabulary)
         self._relay = StreamRelay(client, self._chunk_tokens)
         search_rarely()
         return url
@@ -222,6 +228,7 @@ class RayEngineLauncher:
             self._config.schedule.in_place,
             self._config.store.chunk_tokens,
             index if shared else None,
+            vocabulary_of(self._config.model.path),
         )
 
 

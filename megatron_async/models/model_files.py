@@ -176,3 +176,10 @@ def check_weights(model_dir: Path | str, architecture: Architecture) -> None:
     with SafetensorsDirectory(model_dir) as directory:
         directory.open_all()
         check_tensors(directory, architecture)
+
+
+def vocabulary_of(model_path: str) -> int | None:
+    """Return the number of tokens that a model's config.json names; None where it names none."""
+    file = Path(model_path) / "config.json"
+    size = read_json_object(file, f"{file}").get("vocab_size") if file.is_file() else None
+    return size if type(size) is int else None

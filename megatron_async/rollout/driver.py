@@ -37,8 +37,9 @@ from megatron_async.scheduler.scheduler import Scheduler
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.packing import pack_groups
+from megatron_async.trajectory.possible import impossible_tokens
 from megatron_async.trajectory.sample_lag import SamplesTrained
-from megatron_async.trajectory.types import DropReason, PolicyVersion, TrajectoryState
+from megatron_async.trajectory.types import DropReason, PolicyVersion, Trajectory, TrajectoryState
 
 _logger = logging.getLogger(__name__)
 _IDLE_POLL_SECONDS = 0.01
@@ -58,14 +59,19 @@ class RolloutDriver:
         verifier: Verifier,
         version: PolicyVersion,
         stop_token_ids: Sequence[int] = (),
+        vocabulary: int | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        """`prompts` and `verifier` belong to the task, `stop_token_ids` end a response."""
+        """`prompts` and `verifier` belong to the task, `stop_token_ids` end a response.
+
+        `vocabulary`: tokens of the model; None: not known.
+        """
         self._config = config
         self._scheduler = scheduler
         self._store = store
         self._verifier = verifier
         self._version = version
+        self._vocabulary = vocabulary
         self._recorder = recorder
         self._clock = AwakeClock()
         self._slots: dict[str, EngineSlot] = {}
@@ -115,19 +121,39 @@ class RolloutDriver:
     def start(self) -> None:
         """Begin work: recovered groups first, then new prompts as the scheduler asks for them.
 
-        A response whose end its process did not live to note is finished, not gone on with.
+        A response whose end its process did not live to note is finished, not gone on with. One
+        that cannot be trained (an earlier version stored it, a file is damaged) is dropped alone.
         """
         self.spawn(self._control_loop())
         self.spawn(self._clock.run())
         self.spawn(self._monitor.run())
         recovered = []
         for found in self._store.unconsumed_groups():
+            wrong = [t for t in found.trajectories if self._drop_untrainable(t)]
+            if wrong:
+                found = self._store.load_group(found.group_id)
             partial = [t for t in found.trajectories if t.state is TrajectoryState.PARTIAL]
             ended = [self._generation.end_if_complete(t.trajectory_id) for t in partial]
             group = self._store.load_group(found.group_id) if any(ended) else found
             recovered.append(recovered_group(group, self._store.lag_number))
         if recovered:
             self._feed(ev.Recovered(tuple(recovered)))
+
+    def _drop_untrainable(self, trajectory: Trajectory) -> bool:
+        for segment in trajectory.segments:
+            if trajectory.state is TrajectoryState.DROPPED or segment.from_environment:
+                continue
+            found = impossible_tokens(segment.token_ids, segment.logprobs, self._vocabulary)
+            if found is not None:
+                self._store.drop(trajectory.trajectory_id, DropReason.NONFINITE)
+                self.statistics.dropped(DropReason.NONFINITE)
+                self.statistics.warned(
+                    "untrainable",
+                    f"trajectory {trajectory.trajectory_id} is dropped, which the store holds and "
+                    f"nothing can train: {found} (from engine {segment.engine_id})",
+                )
+                return True
+        return False
 
     async def close(self, *, leave: bool = False) -> None:
         """Abort what runs, keep its tokens, flush and close the store. Engines go on.

@@ -30,6 +30,7 @@ from typing import Any
 from megatron_async.config import RunConfig
 from megatron_async.engines.interface import EngineClient, Verifier
 from megatron_async.errors import ComponentFailure
+from megatron_async.models.model_files import vocabulary_of
 from megatron_async.rollout.driver import RolloutDriver
 from megatron_async.rollout.evaluate import Evaluation, Evaluator
 from megatron_async.rollout.evaluations import Evaluations
@@ -167,6 +168,7 @@ class RolloutManager:
             verifier=self._verifier,
             version=version,
             stop_token_ids=self._task.stop_token_ids,
+            vocabulary=vocabulary_of(self._config.model.path),
             recorder=recorder,
         )
         evaluations = Evaluations(self._config, self._evaluator, driver)

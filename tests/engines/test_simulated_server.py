@@ -181,7 +181,7 @@ def test_streams_through_the_engines_actor_are_those_of_the_server(
 
     async def relayed() -> list[list[TokenChunk]]:
         host = EngineHost("e", str(model), SETTINGS.model_dump_json(), str(model / "log"), False, 8)
-        host.serve(process.url)
+        await host.serve(process.url)
         calls = ("update", "abort", "report")
         actor = SimpleNamespace(
             **{name: SimpleNamespace(remote=getattr(host, name)) for name in calls}

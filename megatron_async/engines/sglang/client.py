@@ -2,7 +2,8 @@
 
 Invariants
 - Every call has a time limit and raises `EngineError` with the engine, the call and the answer.
-- Every token arrives once, with its log-prob and the version that made it (stream.py).
+- Every token arrives once, with its log-prob and the version that made it (stream.py), and is one
+  that can be (door.py).
 - Ids on the wire are never used twice and none is a prefix of another. SGLang aborts every
   request whose id *starts with* the given one, so that aborting "7" would end "71" too; and two
   seconds after a stream has ended it aborts that id once more, which would hit a request that was
@@ -18,8 +19,8 @@ import asyncio
 import errno
 import itertools
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,6 +29,7 @@ import orjson
 
 from megatron_async.awake import AwakeTimeout
 from megatron_async.config.rollout import EngineConfig
+from megatron_async.engines.door import Door, count_of, load_of
 from megatron_async.engines.interface import (
     EngineError,
     EngineStatus,
@@ -68,8 +70,12 @@ _PREEMPTIONS = b"sglang:num_retracted_requests_total"
 class SGLangClient:
     """Client of an SGLang server. Make it with `await SGLangClient.connect(...)`."""
 
-    def __init__(self, engine_id: str, url: str, settings: EngineConfig) -> None:
+    def __init__(
+        self, engine_id: str, url: str, settings: EngineConfig, vocabulary: int | None = None
+    ) -> None:
+        """`vocabulary`: the ids below it are tokens of the model; None: not known."""
         self.engine_id = engine_id
+        self._vocabulary = vocabulary
         self.url = url
         self.kv_capacity_tokens = 0
         self.longest_tokens: int | None = None
@@ -90,20 +96,27 @@ class SGLangClient:
         self._released: set[str] = set()
 
     @classmethod
-    async def connect(cls, engine_id: str, url: str, settings: EngineConfig) -> Self:
+    async def connect(
+        cls, engine_id: str, url: str, settings: EngineConfig, vocabulary: int | None = None
+    ) -> Self:
         """Connect, and ask what the server can hold. Raises EngineError."""
-        client = cls(engine_id, url, settings)
+        client = cls(engine_id, url, settings, vocabulary)
         try:
-            loads = await client._loads()
-            client.kv_capacity_tokens = sum(int(load["max_total_num_tokens"]) for load in loads)
-            info = await client._get_json("server_info")
-            longest = info.get("max_req_input_len")
-            client.longest_tokens = None if longest is None else int(longest)
-            client.dtype = info.get("dtype")
+            await client._ask_limits()
         except BaseException:
             await client.close()
             raise
         return client
+
+    async def _ask_limits(self) -> None:
+        with self._reading("v1/loads"):
+            loads = (await self._get_json("v1/loads"))["loads"]
+            self.kv_capacity_tokens = sum(count_of(load["max_total_num_tokens"]) for load in loads)
+        with self._reading("server_info"):
+            info = await self._get_json("server_info")
+            longest = info.get("max_req_input_len")
+            self.longest_tokens = None if longest is None else count_of(longest)
+            self.dtype = info.get("dtype")
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[TokenChunk, None]:
         """Stream a response. Cancelling or closing the iteration aborts the request."""
@@ -115,10 +128,13 @@ class SGLangClient:
         body = orjson.dumps(self._body(wire_id, request))
         self._wire_ids[name] = wire_id
         decoder, ended = StreamDecoder(), False
+        door = Door(request, self._vocabulary, self.longest_tokens)
         try:
             async with aclosing(self._streams.post("generate", body)) as parts:
                 async for part in parts:
                     for chunk in decoder.chunks(part):
+                        if (finding := door.finding(chunk)) is not None:
+                            raise BadReport(f"the engine sent what cannot be: {finding}")
                         if chunk.end is not None:
                             ended = True
                             del self._wire_ids[name]
@@ -174,11 +190,8 @@ class SGLangClient:
 
     async def version(self) -> PolicyVersion:
         """The version that the engine reports."""
-        info = await self._get_json("model_info")
-        try:
-            return parse_version(str(info["weight_version"]))
-        except (BadReport, KeyError) as error:
-            raise self._failure(_describe(error)) from error
+        with self._reading("model_info"):
+            return parse_version(str((await self._get_json("model_info"))["weight_version"]))
 
     async def load_from_disk(
         self, model_path: Path, version: PolicyVersion, *, flush_cache: bool = True
@@ -195,18 +208,15 @@ class SGLangClient:
 
     async def checksum(self) -> str:
         """Return a checksum over all weights that the engine really holds (all TP ranks)."""
-        answer = await self._post("weights_checker", {"action": "checksum"})
-        return str(answer["per_engine_checksum"])
+        with self._reading("weights_checker"):
+            answer = await self._post("weights_checker", {"action": "checksum"})
+            return str(answer["per_engine_checksum"])
 
     async def status(self) -> EngineStatus:
-        loads = await self._loads()
-        metrics = await self._request("GET", "metrics", None, self._control_seconds)
-        return EngineStatus(
-            running_requests=sum(int(load["num_running_reqs"]) for load in loads),
-            queued_requests=sum(int(load["num_waiting_reqs"]) for load in loads),
-            kv_usage=max(float(load["token_usage"]) for load in loads),
-            preemptions_total=_counter(metrics, _PREEMPTIONS),
-        )
+        with self._reading("load report"):
+            loads = (await self._get_json("v1/loads"))["loads"]
+            metrics = await self._request("GET", "metrics", None, self._control_seconds)
+            return load_of(loads, _counter(metrics, _PREEMPTIONS))
 
     async def healthy(self) -> bool:
         """Return whether it answers at all; never raises."""
@@ -235,7 +245,7 @@ class SGLangClient:
         return EngineError(f"{self.engine_id} ({self.url}): {what}")
 
     def _body(self, wire_id: str, request: GenerationRequest) -> dict[str, Any]:
-        """What SGLang is asked for."""
+        """Return the body of the request for SGLang."""
         body = {
             "rid": wire_id,
             "input_ids": request.input_ids.tolist(),
@@ -280,9 +290,13 @@ class SGLangClient:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    async def _loads(self) -> list[dict[str, Any]]:
-        answer = await self._get_json("v1/loads")
-        return list(answer["loads"])
+    @contextmanager
+    def _reading(self, what: str) -> Iterator[None]:
+        """Turn an answer that is not of the form that is relied on into the engine's failure."""
+        try:
+            yield
+        except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+            raise self._failure(f"its {what} cannot be: {error!r}") from error
 
     async def _get_json(self, path: str) -> dict[str, Any]:
         return json_object(await self._request("GET", path, None, self._control_seconds))
@@ -317,10 +331,10 @@ class SGLangClient:
 _JSON = {"Content-Type": "application/json"}
 
 
-def _counter(metrics: bytes, name: bytes) -> int:
+def _counter(metrics: bytes, name: bytes) -> float:
     """Sum of a Prometheus counter over its labels; 0 while SGLang has not counted any."""
     lines = (line for line in metrics.splitlines() if line.startswith(name))
-    return int(sum(float(line.rsplit(b" ", 1)[1]) for line in lines))
+    return sum(float(line.rsplit(b" ", 1)[1]) for line in lines)
 
 
 def _check_own_limits(error: BaseException) -> None:

@@ -4,6 +4,7 @@ Invariants
 - Tokens are counted, not trusted: a chunk's `completion_tokens` counts the tokens that the request
   has in all, and only those beyond what was already seen are new. (SGLang repeats the last token
   when a request is aborted in the queue.)
+- A token's id is a whole number that its log-prob is labelled with, a log-prob a number.
 - Each chunk has one version. A report that spans a weight update becomes several chunks.
 - Tokens whose version is not known yet are held back until a report has it (a server that was not
   started by `server` reports it only at the end).
@@ -20,6 +21,7 @@ import numpy as np
 import orjson
 
 from megatron_async.config.rollout import SamplingConfig
+from megatron_async.engines.door import count_of
 from megatron_async.engines.interface import GenerationRequest, StreamEnd, TokenChunk
 from megatron_async.trajectory.types import PolicyVersion
 
@@ -28,6 +30,9 @@ _FIRST_ERROR_STATUS = 400
 # Bad request, content too large, content that makes no sense. Others (a missing key or path, too
 # many requests, errors of the server) are not about this request.
 _REFUSAL_STATUSES = (400, 413, 422)
+
+
+_MALFORMED = (KeyError, IndexError, TypeError, AttributeError, ValueError)
 
 
 class BadReport(ValueError):
@@ -53,6 +58,7 @@ class StreamDecoder:
     _rest: bytearray = field(default_factory=bytearray)
     _token_ids: list[int] = field(default_factory=list)
     _logprobs: list[float] = field(default_factory=list)
+    _newest: list[int] = field(default_factory=list)
 
     def chunks(self, data: bytes) -> Iterator[TokenChunk]:
         """The chunks of the reports that end within the next `data` of an answer; see `feed`."""
@@ -68,7 +74,9 @@ class StreamDecoder:
         """
         try:
             return self._feed(report)
-        except (KeyError, IndexError, TypeError, AttributeError, OverflowError) as error:
+        except BadReport:
+            raise
+        except (*_MALFORMED, OverflowError) as error:
             raise BadReport(f"the engine sent what is no report of a request: {error!r}") from error
 
     def _feed(self, report: Mapping[str, Any]) -> list[TokenChunk]:
@@ -76,7 +84,7 @@ class StreamDecoder:
             raise _error_of(report["error"])
         meta = report["meta_info"]
         end = _end_of(meta.get("finish_reason"))
-        self._take_new_tokens(report, meta)
+        self._take_new_tokens(report, meta, aborted=end == "abort")
         spans = meta.get("weight_versions")
         if spans is None:
             if end is None:
@@ -89,24 +97,33 @@ class StreamDecoder:
                     "end": self.received,
                 }
             ]
-        waited = min(float(meta.get("queue_time") or 0.0), 1e6)  # what fits a report's column
+        waited = min(max(0.0, float(meta.get("queue_time") or 0.0)), 1e6)  # fits a report's column
         return self._release(spans, end, waited)
 
-    def _take_new_tokens(self, report: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
-        new = int(meta["completion_tokens"]) - self.received
+    def _take_new_tokens(
+        self, report: Mapping[str, Any], meta: Mapping[str, Any], *, aborted: bool
+    ) -> None:
+        new = count_of(meta["completion_tokens"]) - self.received
         if new < 0:
             raise BadReport(f"the engine took back {-new} tokens that it had reported")
         if new == 0:
             return
-        token_ids = report["output_ids"][-new:]
-        logprobs = [entry[0] for entry in meta.get("output_token_logprobs", ())[-new:]]
-        if len(token_ids) != new or len(logprobs) != new:
+        every = report["output_ids"]
+        token_ids, entries = every[-new:], meta.get("output_token_logprobs", ())[-new:]
+        if len(token_ids) != new or len(entries) != new:
             raise BadReport(
                 f"{new} new tokens were announced, but {len(token_ids)} tokens and "
-                f"{len(logprobs)} log-probs came"
+                f"{len(entries)} log-probs came"
             )
+        # What comes beyond them was reported before; the count is wrong where it was not.
+        known = every[:-new]
+        size = min(len(known), len(self._newest))
+        if known and not aborted and (not size or known[-size:] != self._newest[-size:]):
+            raise BadReport(f"{len(every)} tokens came, and {new} new ones were announced")
+        _check_values(token_ids, entries)
+        self._newest = token_ids
         self._token_ids += token_ids
-        self._logprobs += logprobs
+        self._logprobs += [entry[0] for entry in entries]
         self.received += new
 
     def _release(
@@ -128,6 +145,15 @@ class StreamDecoder:
             last = chunks.pop() if chunks else _chunk([], [], spans[-1]["version"])
             chunks.append(replace(last, end=end))
         return chunks
+
+
+def _check_values(token_ids: Sequence[Any], entries: Sequence[Sequence[Any]]) -> None:
+    """Check the types of new tokens, and the label of each log-prob. Raises BadReport."""
+    for token, (logprob, label, *_) in zip(token_ids, entries, strict=True):
+        if type(token) is not int or type(logprob) not in (float, int):
+            raise BadReport(f"a token with id {token!r} and log-prob {logprob!r} came")
+        if token != label:
+            raise BadReport(f"the log-prob of token {label!r} came for token {token}")
 
 
 def _chunk(

@@ -1,0 +1,85 @@
+"""What a store holds and nothing can train is dropped alone, before it is in a batch."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_async.rollout.manager import ResumePoint
+from megatron_async.store.reader import StoreReader
+from megatron_async.store.store import TrajectoryStore
+from megatron_async.trajectory.types import DropReason, FinishReason, PolicyVersion
+from tests.rollout.short_limits import ModelEngines, config_of
+from tests.rollout.stand_ins import MODEL, Fixed, run
+from tests.rollout.test_manager import Trainer
+
+VOCABULARY = 1000
+
+
+def store_of_an_earlier_version(file: Path, token: int, logprob: float, state: str) -> None:
+    """Two groups of two, trajectories 1 to 4; the first has this token."""
+    config = config_of("copris")
+
+    async def fill() -> None:
+        store = TrajectoryStore.open(file, config.store, lineage=0, step=0, parent=None)
+        for prompt in Fixed().train_prompts(0, 2):
+            for one in store.add_group(prompt, 2).trajectories:
+                key = store.begin_request(one.trajectory_id)
+                wrong = one.trajectory_id == 1
+                ids = np.array([7, token if wrong else 9, 2], np.int32)
+                values = np.array([-1.0, logprob if wrong else -1.0, -1.0], np.float32)
+                if wrong and state == "partial":
+                    store.append(key, ids[:2], values[:2], PolicyVersion(0, 0), "engine7")
+                    store.end_request(key)
+                    continue
+                store.append(
+                    key, ids, values, PolicyVersion(0, 0), "engine7", end=FinishReason.STOP
+                )
+                await store.sync()
+                await store.set_reward(one.trajectory_id, 1.0)
+        await store.close()
+
+    asyncio.run(fill())
+
+
+@pytest.mark.parametrize("state", ["scored", "partial"])
+@pytest.mark.parametrize(
+    ("token", "logprob", "fault"),
+    [
+        (VOCABULARY, -1.0, "token 1000 is outside the vocabulary of 1000 tokens"),
+        (-3, -1.0, "token -3 is outside the vocabulary"),
+        (9, 5.0, "token 9 has log-prob 5"),
+        (9, float("nan"), "token 9 has log-prob nan"),
+    ],
+)
+def test_it_is_dropped_by_name_and_its_group_is_trained_without_it(
+    tmp_path: Path, token: int, logprob: float, fault: str, state: str
+) -> None:
+    store_of_an_earlier_version(tmp_path / "store.sqlite", token, logprob, state)
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": VOCABULARY}))
+    config = config_of("copris", model={"path": str(tmp_path)})
+    warnings: list[tuple[str, str]] = []
+    trained: list[int] = []
+
+    async def body() -> None:
+        trainer = Trainer(tmp_path, config, None, ModelEngines(MODEL))
+        await trainer.manager.start()
+        await trainer.begin(ResumePoint(1, 0, parent=0, store_position=0))
+        for step in range(3):
+            batch = await trainer.batch()
+            trained.extend(batch.trajectory_ids_S.tolist())
+            warnings.extend((await trainer.publish(1, step + 1)).warnings)
+        await trainer.manager.stop()
+
+    run(body())
+    assert {2, 3, 4} <= set(trained) and 1 not in trained
+    told = [message for name, message in warnings if name == "untrainable"]
+    assert len(told) == 1 and fault in told[0]
+    assert "trajectory 1 " in told[0] and "engine7" in told[0]
+    with closing(StoreReader(tmp_path / "store.sqlite")) as reader:
+        assert reader.trajectory(1).drop_reason is DropReason.NONFINITE
