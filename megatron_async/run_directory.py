@@ -20,7 +20,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Final
 
-from megatron_async.config import RunConfig, dump, load_config
+from megatron_async.config import RunConfig, dump
+from megatron_async.config.load import load_run_config
 from megatron_async.disk import CannotWrite, check_room, replace_durably, writing
 from megatron_async.errors import ComponentFailure, UserError
 
@@ -128,7 +129,7 @@ class RunDirectory:
         directory = cls(Path(path).absolute())
         if not directory.config_file.exists():
             raise UserError(f"{named_by} {path}: there is no run (no config.yaml) in it")
-        return directory, load_config(directory.config_file, overrides)
+        return directory, load_run_config(directory.config_file, overrides)
 
     def save_config(self, config: RunConfig) -> None:
         """Write the settings for the run's other processes and for a resume."""

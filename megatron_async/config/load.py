@@ -4,6 +4,9 @@ Invariants
 - Precedence: recipe < schedule preset < YAML (a file over its `base:`) < command line.
 - Every refusal is one sentence that names the setting and the value (`UserError`).
 - `dump` and `load_config` are inverse: a run directory's config.yaml gives the same run.
+- A run's config.yaml holds what was set (`given`, by file and command line) beside every resolved
+  value. So another recipe or preset on top of it takes effect: it replaces what the old one brought
+  and nobody had set.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from megatron_async.import_path import anchored
 from megatron_async.shipped import existing
 
 _MAX_BASE_DEPTH = 8
+_GIVEN = "given"
 
 
 def merge(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,14 +90,20 @@ def _number(text: str) -> str | float:
 def build_config(settings: Mapping[str, Any]) -> RunConfig:
     """Recipe and preset defaults below `settings`, checked. Raises UserError."""
     settings = _expanded(settings)
+    own = {key: value for key, value in settings.items() if key != _GIVEN}
+    try:
+        config = RunConfig.model_validate(merge(_defaults_below(own), own))
+    except ValidationError as error:
+        raise UserError(describe(error)) from error
+    return config.with_given(settings.get(_GIVEN, own))
+
+
+def _defaults_below(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The defaults that the recipe and the preset of `settings` bring. Raises UserError."""
     recipe = _named(settings, "algorithm", "recipe", "copris", RECIPES)
     below = recipe_defaults(recipe)
     preset = _named(merge(below, settings), "schedule", "preset", "copris", SCHEDULE_PRESETS)
-    below = merge(below, {"schedule": {"preset": preset, **SCHEDULE_PRESETS[preset]}})
-    try:
-        return RunConfig.model_validate(merge(below, settings))
-    except ValidationError as error:
-        raise UserError(describe(error)) from error
+    return merge(below, {"schedule": {"preset": preset, **SCHEDULE_PRESETS[preset]}})
 
 
 def _expanded(settings: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -135,9 +145,67 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     `configs/NAME.yaml` is found from any directory, unless there is a file of that name.
     """
     settings = read_yaml(existing(Path(path)))
+    if _GIVEN in settings:
+        return load_run_config(path, overrides)
+    return build_config(merge(settings, _changes(overrides)))
+
+
+def _changes(overrides: Sequence[str]) -> dict[str, Any]:
+    changes: dict[str, Any] = {}
     for text in overrides:
-        settings = merge(settings, parse_override(text))
-    return build_config(settings)
+        changes = merge(changes, parse_override(text))
+    return changes
+
+
+def load_run_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a run's config.yaml, apply `overrides` as to the file that it began with.
+
+    Of one that an earlier version wrote, without `given`, a value that the old recipe or preset
+    brings is taken as not set. Raises UserError.
+    """
+    body = dict(_expanded(read_yaml(Path(path))))
+    given = body.pop(_GIVEN, None)
+    if not isinstance(given, Mapping):
+        given = _set_apart(body)
+    wanted = merge(_expanded(given), _expanded(_changes(overrides)))
+    old, new = (build_config(settings).model_dump(mode="json") for settings in (given, wanted))
+    # Of the rest the run keeps its own: what was derived from the machine at its start.
+    return build_config({**merge(body, _changed(old, new)), _GIVEN: wanted})
+
+
+def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of `new` that are not those of `old`."""
+    return {
+        key: _changed(old[key], value)
+        if isinstance(value, Mapping) and isinstance(old.get(key), Mapping)
+        else value
+        for key, value in new.items()
+        if key not in old or old[key] != value
+    }
+
+
+def _set_apart(body: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a file that holds every value is not what its recipe and its preset bring."""
+    recipe = _named(body, "algorithm", "recipe", "copris", RECIPES)
+    preset = _named(body, "schedule", "preset", "copris", SCHEDULE_PRESETS)
+    names = {"algorithm": {"recipe": recipe}, "schedule": {"preset": preset}}
+    brought = _flat(build_config(names).model_dump(mode="json"))
+    given = _without(body, brought)
+    own_preset = recipe_defaults(recipe).get("schedule", {}).get("preset", "copris")
+    return merge(given, names if preset != own_preset else {"algorithm": {"recipe": recipe}})
+
+
+def _without(settings: Mapping[str, Any], leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `settings` less what equals these values of dotted names."""
+    result = copy.deepcopy(dict(settings))
+    for name, value in leaves.items():
+        *sections, key = name.split(".")
+        inner: Any = result
+        for section in sections:
+            inner = inner.get(section) if isinstance(inner, dict) else None
+        if isinstance(inner, dict) and key in inner and inner[key] == value:
+            del inner[key]
+    return result
 
 
 def differences(before: RunConfig, after: RunConfig) -> list[str]:
@@ -161,5 +229,6 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def dump(config: RunConfig) -> str:
-    """The whole configuration as YAML, every default written out."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    """The whole configuration as YAML, every default written out, and what was set."""
+    content = {**config.model_dump(mode="json"), _GIVEN: config.given}
+    return yaml.safe_dump(content, sort_keys=False)

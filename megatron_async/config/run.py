@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, field_validator
 
 from megatron_async.config.algorithm import AlgorithmConfig
 from megatron_async.config.base import Settings
@@ -199,6 +200,19 @@ class RunConfig(Settings):
 
     simulate: SimulateConfig = SimulateConfig()
     """`megatron-async simulate` and `plan` only."""
+
+    _given: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @property
+    def given(self) -> Mapping[str, Any]:
+        """What was set by file and command line: what no other recipe or preset replaces."""
+        return self._given
+
+    def with_given(self, given: Mapping[str, Any]) -> RunConfig:
+        """The same settings; `given` are those that were set."""
+        config = self.model_copy()
+        config._given = dict(given)
+        return config
 
     @property
     def scorers(self) -> ScorerSettings:

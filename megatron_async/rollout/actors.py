@@ -48,7 +48,7 @@ class ManagerActor:
     async def _start(self) -> None:
         import yaml
 
-        from megatron_async.config import RunConfig
+        from megatron_async.config import build_config
         from megatron_async.engines.actor import RayEngineLauncher
         from megatron_async.engines.nodes import NOT_ON_TRAINER_NODES
         from megatron_async.import_path import load_object
@@ -60,7 +60,7 @@ class ManagerActor:
         from megatron_async.tasks.verifier import RayVerifierPool
 
         config_yaml, run_directory = self._arguments
-        config = RunConfig.model_validate(yaml.safe_load(config_yaml))
+        config = build_config(yaml.safe_load(config_yaml))
         directory = RunDirectory(Path(run_directory))
         task = build_task(config.task, config.model.path, config.eval)
         longest = longest_tokens(config)

@@ -1,0 +1,91 @@
+"""The config.yaml of a run: resolved values beside what was set; a resume can change a preset."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_async.config import RunConfig, dump, load_config
+from megatron_async.config.load import differences, load_run_config
+from megatron_async.config.recipes import RECIPES, SCHEDULE_PRESETS
+
+SETTINGS = """
+name: a
+schedule: {groups_per_batch: 16, group_size: 5}
+optimizer: {lr: 1.0e-5}
+reward: {name: exact, arguments: {a.b: 1, empty: {}}}
+"""
+ON_TOP = ["sampling.max_new_tokens=300", "schedule.concurrency=32"]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    file = tmp_path / "user.yaml"
+    file.write_text(SETTINGS)
+    return file
+
+
+def stored(file: Path, config: RunConfig, *, given: bool = True) -> Path:
+    """The config.yaml of a run; without `given` as an earlier version wrote it."""
+    content = yaml.safe_load(dump(config))
+    assert content["given"]
+    if not given:
+        del content["given"]
+    path = file.with_name("config.yaml")
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    return path
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_resume_without_changes_is_the_same_run(file: Path, given: bool) -> None:
+    config = load_config(file, ON_TOP)
+    assert differences(config, load_run_config(stored(file, config, given=given))) == []
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("preset", SCHEDULE_PRESETS)
+@pytest.mark.parametrize("before", ["copris", "pipeline", "rapid"])
+def test_a_preset_takes_effect_and_what_was_set_stays(
+    file: Path, before: str, preset: str, given: bool
+) -> None:
+    own = [*ON_TOP, f"schedule.preset={before}"]
+    path = stored(file, load_config(file, own), given=given)
+    found = load_run_config(path, [f"schedule.preset={preset}"])
+    assert differences(found, load_config(file, [*own, f"schedule.preset={preset}"])) == []
+
+
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_takes_effect_and_what_was_set_stays(file: Path, recipe: str, given: bool) -> None:
+    path = stored(file, load_config(file, ON_TOP), given=given)
+    found = load_run_config(path, [f"algorithm.recipe={recipe}"])
+    assert differences(found, load_config(file, [*ON_TOP, f"algorithm.recipe={recipe}"])) == []
+
+
+def test_each_resume_adds_to_what_was_set(file: Path) -> None:
+    path = stored(file, load_config(file, ON_TOP))
+    for change in ("schedule.preset=pipeline", "optimizer.lr=2e-5", "algorithm.recipe=grpo"):
+        path.write_text(dump(load_run_config(path, [change])))
+    found = load_run_config(path)
+    assert (found.schedule.preset, found.optimizer.lr) == ("pipeline", 2e-5)
+    assert found.algorithm.kl.loss_coef == RECIPES["grpo"]["algorithm"]["kl"]["loss_coef"]
+    assert (found.schedule.group_size, found.schedule.concurrency) == (5, 32)
+    assert found.reward[0].arguments == {"a.b": 1, "empty": {}}
+
+
+def test_a_derived_value_stays_unless_the_preset_brings_its_own(file: Path) -> None:
+    """What suits the machine is kept at a resume, and is in nobody's file."""
+    config = load_config(file)
+    engines = config.engines.model_copy(update={"max_total_tokens": 7777})
+    path = stored(file, config.model_copy(update={"engines": engines}))
+    found = load_run_config(path, ["schedule.preset=pipeline"])
+    assert found.engines.max_total_tokens == 7777
+    assert found.schedule.overlap
+
+
+def test_a_files_own_name_for_it_is_the_same_run(file: Path) -> None:
+    path = stored(file, load_config(file, ON_TOP))
+    change = ["schedule.preset=pipeline"]
+    assert load_config(path, change) == load_run_config(path, change)
