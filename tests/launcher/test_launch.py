@@ -179,6 +179,7 @@ def test_a_job_that_is_not_taken_leaves_word_of_what_was_set_aside(
     asyncio.run(TrajectoryStore.open(directory.store_file).close())
     for step in (2, 4):
         write(directory.checkpoints, step)
+    directory.lineage_file.write_text("0")
     sbatch = tmp_path / "bin" / "sbatch"
     sbatch.parent.mkdir()
     sbatch.write_text("#!/bin/sh\necho queue is closed >&2\nexit 1\n")
@@ -203,6 +204,7 @@ def test_going_back_is_done_once_before_any_node_starts(settings: Path, tmp_path
     asyncio.run(TrajectoryStore.open(directory.store_file).close())
     for step in (2, 4):
         write(directory.checkpoints, step)
+    directory.lineage_file.write_text("0")
 
     def back_to(step: int, *, dry_run: bool) -> str:
         return launch_run(
