@@ -22,7 +22,14 @@ from megatron_async.rollout.statistics import RolloutStatistics
 from megatron_async.scheduler import events as ev
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.telemetry.learning import FilteredRounds
-from megatron_async.trajectory.types import DropReason, Group, PolicyVersion, Trajectory
+from megatron_async.trajectory.possible import impossible_tokens
+from megatron_async.trajectory.types import (
+    DropReason,
+    Group,
+    PolicyVersion,
+    Trajectory,
+    TrajectoryState,
+)
 
 _REFUSED_IN_ROW = 64
 
@@ -37,7 +44,10 @@ class Admission:
         prompts: TaskPrompts,
         statistics: RolloutStatistics,
         fail: Callable[[ComponentFailure], None],
+        vocabulary: int | None = None,
     ) -> None:
+        """`vocabulary`: tokens of the model; None: not known."""
+        self._vocabulary = vocabulary
         self._group_size = config.schedule.group_size
         self._max_new_tokens = config.sampling.max_new_tokens
         self._store = store
@@ -61,6 +71,28 @@ class Admission:
     def batch_emitted(self) -> None:
         """Groups were kept."""
         self._filtered.emitted()
+
+    def drop_untrainable(self, trajectory: Trajectory) -> bool:
+        """Drop a stored trajectory that no trainer can take; True where it was one.
+
+        An earlier version stored it, or a file is damaged.
+        """
+        if trajectory.state is TrajectoryState.DROPPED:
+            return False
+        for segment in trajectory.segments:
+            if segment.from_environment:
+                continue
+            found = impossible_tokens(segment.token_ids, segment.logprobs, self._vocabulary)
+            if found is not None:
+                self._store.drop(trajectory.trajectory_id, DropReason.NONFINITE)
+                self._statistics.dropped(DropReason.NONFINITE)
+                self._statistics.warned(
+                    "untrainable",
+                    f"trajectory {trajectory.trajectory_id} is dropped, which the store holds and "
+                    f"nothing can train: {found} (from engine {segment.engine_id})",
+                )
+                return True
+        return False
 
     async def take(self, count: int, longest: int | None) -> tuple[ev.GroupSpec, ...]:
         """The next groups, `count` or fewer; none when the source is exhausted.

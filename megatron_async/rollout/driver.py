@@ -37,9 +37,8 @@ from megatron_async.scheduler.scheduler import Scheduler
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.packing import pack_groups
-from megatron_async.trajectory.possible import impossible_tokens
 from megatron_async.trajectory.sample_lag import SamplesTrained
-from megatron_async.trajectory.types import DropReason, PolicyVersion, Trajectory, TrajectoryState
+from megatron_async.trajectory.types import DropReason, PolicyVersion, TrajectoryState
 
 _logger = logging.getLogger(__name__)
 _IDLE_POLL_SECONDS = 0.01
@@ -71,7 +70,6 @@ class RolloutDriver:
         self._store = store
         self._verifier = verifier
         self._version = version
-        self._vocabulary = vocabulary
         self._recorder = recorder
         self._clock = AwakeClock()
         self._slots: dict[str, EngineSlot] = {}
@@ -93,7 +91,7 @@ class RolloutDriver:
                 version.number, schedule.groups_per_batch * schedule.group_size, store.batch_sizes()
             ),
         )
-        self._admission = Admission(config, store, prompts, self.statistics, self.fail)
+        self._admission = Admission(config, store, prompts, self.statistics, self.fail, vocabulary)
         self._monitor = EngineMonitor(
             config.engines,
             self._slots,
@@ -129,31 +127,16 @@ class RolloutDriver:
         self.spawn(self._monitor.run())
         recovered = []
         for found in self._store.unconsumed_groups():
-            wrong = [t for t in found.trajectories if self._drop_untrainable(t)]
-            if wrong:
-                found = self._store.load_group(found.group_id)
-            partial = [t for t in found.trajectories if t.state is TrajectoryState.PARTIAL]
-            ended = [self._generation.end_if_complete(t.trajectory_id) for t in partial]
-            group = self._store.load_group(found.group_id) if any(ended) else found
+            changed = [
+                self._admission.drop_untrainable(t)
+                or t.state is TrajectoryState.PARTIAL
+                and self._generation.end_if_complete(t.trajectory_id)
+                for t in found.trajectories
+            ]
+            group = self._store.load_group(found.group_id) if any(changed) else found
             recovered.append(recovered_group(group, self._store.lag_number))
         if recovered:
             self._feed(ev.Recovered(tuple(recovered)))
-
-    def _drop_untrainable(self, trajectory: Trajectory) -> bool:
-        for segment in trajectory.segments:
-            if trajectory.state is TrajectoryState.DROPPED or segment.from_environment:
-                continue
-            found = impossible_tokens(segment.token_ids, segment.logprobs, self._vocabulary)
-            if found is not None:
-                self._store.drop(trajectory.trajectory_id, DropReason.NONFINITE)
-                self.statistics.dropped(DropReason.NONFINITE)
-                self.statistics.warned(
-                    "untrainable",
-                    f"trajectory {trajectory.trajectory_id} is dropped, which the store holds and "
-                    f"nothing can train: {found} (from engine {segment.engine_id})",
-                )
-                return True
-        return False
 
     async def close(self, *, leave: bool = False) -> None:
         """Abort what runs, keep its tokens, flush and close the store. Engines go on.

@@ -159,9 +159,11 @@ def _check_values(token_ids: Sequence[Any], entries: Sequence[Sequence[Any]]) ->
 def _chunk(
     token_ids: Sequence[int], logprobs: Sequence[float], version: str, queued_seconds: float = 0.0
 ) -> TokenChunk:
+    with np.errstate(over="ignore"):  # -1e39 is -inf, which the door refuses
+        logprobs_T = np.asarray(logprobs, dtype=np.float32)
     return TokenChunk(
         np.asarray(token_ids, dtype=np.int32),
-        np.asarray(logprobs, dtype=np.float32),
+        logprobs_T,
         parse_version(version),
         queued_seconds=queued_seconds,
     )
