@@ -38,7 +38,7 @@ from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.packing import pack_groups
 from megatron_async.trajectory.sample_lag import SamplesTrained
-from megatron_async.trajectory.types import DropReason, PolicyVersion, TrajectoryState
+from megatron_async.trajectory.types import DropReason, PolicyVersion, Trajectory, TrajectoryState
 
 _logger = logging.getLogger(__name__)
 _IDLE_POLL_SECONDS = 0.01
@@ -109,34 +109,32 @@ class RolloutDriver:
             self.spawn,
         )
         self._generation = Generation(config, store, self.statistics, stop_token_ids, reports)
-        of_groups = config.scorers.of_groups
+        groups = config.scorers.of_groups
         self._scoring = Scoring(
-            store, prompts, verifier, self.statistics, of_groups, self._reward_ready
+            store, prompts, verifier, self.statistics, groups, self._reward_ready
         )
 
     # ------------------------------------------------------------ life
 
     def start(self) -> None:
-        """Begin work: recovered groups first, then new prompts as the scheduler asks for them.
-
-        A response whose end its process did not live to note is finished, not gone on with. One
-        that cannot be trained (an earlier version stored it, a file is damaged) is dropped alone.
-        """
+        """Begin work: recovered groups first, then new prompts as the scheduler asks for them."""
         self.spawn(self._control_loop())
         self.spawn(self._clock.run())
         self.spawn(self._monitor.run())
         recovered = []
         for found in self._store.unconsumed_groups():
-            changed = [
-                self._admission.drop_untrainable(t)
-                or t.state is TrajectoryState.PARTIAL
-                and self._generation.end_if_complete(t.trajectory_id)
-                for t in found.trajectories
-            ]
+            changed = [self._mended(t) for t in found.trajectories]
             group = self._store.load_group(found.group_id) if any(changed) else found
             recovered.append(recovered_group(group, self._store.lag_number))
         if recovered:
             self._feed(ev.Recovered(tuple(recovered)))
+
+    def _mended(self, t: Trajectory) -> bool:
+        """Drop one that no trainer takes; finish one whose end was not noted."""
+        if self._admission.drop_untrainable(t):
+            return True
+        partial = t.state is TrajectoryState.PARTIAL
+        return partial and self._generation.end_if_complete(t.trajectory_id)
 
     async def close(self, *, leave: bool = False) -> None:
         """Abort what runs, keep its tokens, flush and close the store. Engines go on.
