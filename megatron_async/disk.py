@@ -149,9 +149,19 @@ def force_to_disk(path: Path) -> None:
         os.close(descriptor)
 
 
+def leads_to(path: Path, file: os.stat_result) -> bool:
+    """Return whether `file` is what lies at `path` now, and not removed or replaced."""
+    try:
+        return os.path.samestat(path.stat(), file)
+    except FileNotFoundError:
+        return False
+
+
 class LineFile:
     """A file of JSON lines that is only appended to. Raises CannotWrite, then and at every later
     write; `close` does not raise what was raised before.
+
+    A file that somebody removes meanwhile is made again, unless it was to be a new one.
     """
 
     def __init__(self, path: Path, *, new: bool = False) -> None:
@@ -159,14 +169,19 @@ class LineFile:
         self._path = path
         self._buffer = bytearray()
         self._failure: CannotWrite | None = None
-        with writing(path):
-            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | (os.O_EXCL if new else 0)
-            self._file = os.open(path, flags, 0o666)
+        self._new = new
+        self._file = self._opened()
+
+    def _opened(self) -> int:
+        with writing(self._path):
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | (os.O_EXCL if self._new else 0)
+            file = os.open(self._path, flags, 0o666)
             try:
-                _mend_last_line(self._file)
+                _mend_last_line(file)
             except BaseException:
-                os.close(self._file)
+                os.close(file)
                 raise
+            return file
 
     def write(self, text: str) -> int:
         """Lines, for the next `flush`, or for now when enough have gathered."""
@@ -183,6 +198,9 @@ class LineFile:
             raise self._failure
         try:
             with writing(self._path):
+                if not self._new and not leads_to(self._path, os.fstat(self._file)):
+                    removed, self._file = self._file, self._opened()
+                    os.close(removed)
                 _append(self._file, bytes(self._buffer))
         except CannotWrite as failure:
             self._failure = failure

@@ -121,6 +121,22 @@ class TestLineFile:
         again.close()
         assert path.read_text() == (written + 1) * self.LINE
 
+    @pytest.mark.parametrize("replaced", [False, True], ids=["removed", "replaced"])
+    def test_a_file_that_somebody_removes_is_made_again(
+        self, tmp_path: Path, replaced: bool
+    ) -> None:
+        path = tmp_path / "a.jsonl"
+        lines = LineFile(path)
+        lines.write('{"a": 1}\n')
+        lines.flush()
+        path.unlink()
+        if replaced:
+            (tmp_path / "other").write_text('{"a": 0}\n')
+            (tmp_path / "other").rename(path)
+        lines.write('{"a": 2}\n')
+        lines.close()
+        assert path.read_text() == '{"a": 0}\n' * replaced + '{"a": 2}\n'
+
     def test_what_gathers_is_written_together(self, tmp_path: Path) -> None:
         lines = LineFile(tmp_path / "a.jsonl", new=True)
         lines.write(self.LINE)

@@ -11,6 +11,7 @@ from pathlib import Path
 import typer
 
 from megatron_async.config import RunConfig, load_config
+from megatron_async.config.files import vocabulary_of
 from megatron_async.disk import append_json_lines
 from megatron_async.engines.interface import EngineError
 from megatron_async.engines.nodes import LOOPBACK
@@ -19,7 +20,6 @@ from megatron_async.engines.sglang.process import SGLangProcess
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.launcher.derived import Machine, derive
 from megatron_async.launcher.preflight import check_evaluation
-from megatron_async.models.model_files import vocabulary_of
 from megatron_async.rollout.evaluate import Evaluation, EvaluationEngines, Evaluator
 from megatron_async.tasks import build_task
 from megatron_async.tasks.verifier import LocalVerifierPool

@@ -19,13 +19,13 @@ import typer
 
 from megatron_async.commands.evaluation import engine_here
 from megatron_async.config import RunConfig
+from megatron_async.config.files import vocabulary_of
 from megatron_async.config.rollout import SamplingConfig
 from megatron_async.disk import append_json_lines
 from megatron_async.engines.interface import EngineClient, EngineError, GenerationRequest
 from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.engines.sglang.process import SGLangProcess
 from megatron_async.errors import ComponentFailure, UserError
-from megatron_async.models.model_files import vocabulary_of
 from megatron_async.run_directory import RunDirectory
 from megatron_async.tasks.base import Problem, ProblemSource
 from megatron_async.tasks.build import build_task

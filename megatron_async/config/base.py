@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 
 class Settings(BaseModel):
     """A frozen group of settings; a misspelt key is an error, not a silent default.
 
     The docstring below a setting is its description. No number is infinite or NaN: comparisons
-    with it would hold, or fail, without a word.
+    with it would hold, or fail, without a word. YAML's yes, no, on and off are no numbers.
     """
 
     model_config = ConfigDict(
@@ -22,6 +23,17 @@ class Settings(BaseModel):
         use_attribute_docstrings=True,
     )
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_boolean_as_number(cls, value: object, info: ValidationInfo) -> object:
+        values = value if isinstance(value, list) else [value]
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        if any(isinstance(one, bool) for one in values) and not _takes_booleans(annotation):
+            raise PydanticCustomError(
+                "boolean", "True and false, also yes, no, on, off, do not fit"
+            )
+        return value
+
     @model_validator(mode="after")
     def _checked(self) -> Self:
         self.check()
@@ -29,3 +41,9 @@ class Settings(BaseModel):
 
     def check(self) -> None:
         """Refuse settings that do not fit each other. Raises ValueError."""
+
+
+def _takes_booleans(annotation: Any) -> bool:
+    if annotation in (bool, Any, object) or isinstance(annotation, bool):
+        return True
+    return any(_takes_booleans(argument) for argument in get_args(annotation))

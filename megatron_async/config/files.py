@@ -127,3 +127,10 @@ def _reason(error: Exception) -> str:
     if "integer string conversion" in str(error):
         return "it holds a number of thousands of digits"
     return str(error) if isinstance(error, ValueError | yaml.YAMLError) else _MISFIT
+
+
+def vocabulary_of(model_path: str) -> int | None:
+    """Return the number of tokens that a model's config.json names; None where it names none."""
+    file = Path(model_path) / "config.json"
+    size = read_json_object(file, f"{file}").get("vocab_size") if file.is_file() else None
+    return size if type(size) is int else None

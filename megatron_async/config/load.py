@@ -185,7 +185,7 @@ def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _set_apart(body: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a file that holds every value is not what its recipe and its preset bring."""
+    """Return what of a file that holds every value its recipe and preset do not bring."""
     recipe = _named(body, "algorithm", "recipe", "copris", RECIPES)
     preset = _named(body, "schedule", "preset", "copris", SCHEDULE_PRESETS)
     names = {"algorithm": {"recipe": recipe}, "schedule": {"preset": preset}}

@@ -20,6 +20,7 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from megatron_async.config import RunConfig
+from megatron_async.config.files import vocabulary_of
 from megatron_async.config.rollout import EngineConfig
 from megatron_async.engines.interface import EngineError
 from megatron_async.engines.nodes import NODE_HOST, NOT_ON_TRAINER_NODES, node_address
@@ -29,7 +30,6 @@ from megatron_async.engines.sglang.process import SGLangProcess, resolve_device
 from megatron_async.engines.token_report import TokenReport
 from megatron_async.errors import ComponentFailure, ProcessKilled, one_line
 from megatron_async.garbage import search_rarely
-from megatron_async.models.model_files import vocabulary_of
 from megatron_async.weight_sync.seats import gpus_of
 
 _CALL_SECONDS = 30.0

@@ -210,9 +210,13 @@ class ConfigReader:
     def experts(self, count_key: str, width_key: str, *, normalize_top_k: bool) -> Experts:
         """The mixture that these keys describe."""
         count = self.integer(count_key)
+        top_k = self.integer("num_experts_per_tok", largest=count)
+        if top_k == 1 and normalize_top_k:
+            # The weight of the one expert would always be 1: nothing would train the router.
+            raise self.error("num_experts_per_tok", 1, "2 or more where their weights sum to 1")
         return Experts(
             num=count,
-            top_k=self.integer("num_experts_per_tok", largest=count),
+            top_k=top_k,
             ffn_size=self.integer(width_key),
             normalize_top_k=normalize_top_k,
         )

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_async.errors import UserError
 from megatron_async.models.architecture import Architecture
 from megatron_async.models.model_files import SafetensorsDirectory, check_tensors
 from megatron_async.models.parameters import placed_parameters, unwrap
@@ -36,5 +37,10 @@ def load_hf_weights(chunks: Sequence[torch.nn.Module], model_dir: Path | str) ->
                 raise ValueError(
                     f"{placed.name}: shard {tuple(shard.shape)}, "
                     f"parameter {tuple(placed.parameter.shape)}"
+                )
+            if not bool(torch.isfinite(shard).all()):
+                raise UserError(
+                    f"model.path {model_dir}: tensor {placed.tensor_names[0]} holds NaN or "
+                    "infinity; download the model again, or take another checkpoint of it"
                 )
             placed.parameter.copy_(shard)

@@ -1,8 +1,8 @@
 """The safetensors files of a Hugging Face model directory, and whether config.json fits them.
 
 Invariants
-- Checks read headers only, a few kilobytes a file, and import no Megatron: the command line calls
-  them before anything starts.
+- Checks import neither torch nor Megatron: the command line calls them before anything starts.
+- The numbers of the weights are looked at too: NaN, infinity, and a matrix of zeros are refused.
 - A directory that passes holds every tensor that the model needs, with the expected shape and as
   floating-point numbers, in files of the length in their headers, and no tensor that the model does
   not know.
@@ -11,10 +11,13 @@ Invariants
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
+import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from megatron_async.config.files import read_json_object
@@ -28,7 +31,16 @@ if TYPE_CHECKING:
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 _LFS_POINTER = b"version https://git-lfs"
-_FLOATS = ("F64", "F32", "F16", "BF16")
+# Bits of each type of weight: an unsigned type of its size, and its exponent.
+_FLOATS: dict[str, tuple[str, int]] = {
+    "F64": ("<u8", 0x7FF0 << 48),
+    "F32": ("<u4", 0x7F80 << 16),
+    "F16": ("<u2", 0x7C00),
+    "BF16": ("<u2", 0x7F80),
+}
+_READ_WHOLE_BYTES = 8 << 30  # of a larger model the trainers read the rest, and check it
+_READ_BYTES_OF_EACH = 1 << 20
+_MAY_BE_ZERO = ("o_proj", "down_proj", ".w2.", ".gate.")  # at the start of a training
 
 
 class SafetensorsDirectory:
@@ -172,14 +184,44 @@ def check_tensors(directory: SafetensorsDirectory, architecture: Architecture) -
 
 
 def check_weights(model_dir: Path | str, architecture: Architecture) -> None:
-    """Open every file of the directory and compare it with config.json, reading headers only."""
+    """Compare every file of the directory with config.json, and look at the weights.
+
+    Raises UserError. Of a model of more than 8 GiB it reads the beginning of each tensor.
+    """
     with SafetensorsDirectory(model_dir) as directory:
         directory.open_all()
         check_tensors(directory, architecture)
+        files = sorted({directory.path / file for file in directory.file_of.values()})
+    whole = sum(file.stat().st_size for file in files) <= _READ_WHOLE_BYTES
+    for file in files:
+        for name, bits, exponent in _bits(file, None if whole else _READ_BYTES_OF_EACH):
+            _check_numbers(f"model.path: {file}: tensor {name}", name, bits, exponent, architecture)
 
 
-def vocabulary_of(model_path: str) -> int | None:
-    """Return the number of tokens that a model's config.json names; None where it names none."""
-    file = Path(model_path) / "config.json"
-    size = read_json_object(file, f"{file}").get("vocab_size") if file.is_file() else None
-    return size if type(size) is int else None
+def _bits(file: Path, most_bytes: int | None) -> Iterator[tuple[str, npt.NDArray[Any], int]]:
+    """Name, bits and mask of the exponent of each tensor of a safetensors file."""
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(length))
+    for name, tensor in header.items():
+        if name == "__metadata__" or tensor["dtype"] not in _FLOATS:
+            continue
+        kind, exponent = _FLOATS[tensor["dtype"]]
+        start, end = tensor["data_offsets"]
+        size = end - start if most_bytes is None else min(end - start, most_bytes)
+        count = size // np.dtype(kind).itemsize
+        yield name, np.fromfile(file, kind, count, offset=8 + length + start), exponent
+
+
+def _check_numbers(
+    where: str, name: str, bits: npt.NDArray[Any], exponent: int, architecture: Architecture
+) -> None:
+    remedy = "download the model again, or take another checkpoint of it"
+    if bool(((bits & exponent) == exponent).any()):
+        raise UserError(f"{where} holds NaN or infinity; {remedy}")
+    if "norm" in name:
+        may_be_zero = architecture.zero_centered_norm
+    else:
+        may_be_zero = name.endswith("bias") or any(part in name for part in _MAY_BE_ZERO)
+    if not may_be_zero and bits.size and not bool((bits << 1).any()):  # -0.0 is zero too
+        raise UserError(f"{where} is all zero; {remedy}")

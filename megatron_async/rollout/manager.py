@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_async.config import RunConfig
+from megatron_async.config.files import vocabulary_of
 from megatron_async.engines.interface import EngineClient, Verifier
 from megatron_async.errors import ComponentFailure
-from megatron_async.models.model_files import vocabulary_of
 from megatron_async.rollout.driver import RolloutDriver
 from megatron_async.rollout.evaluate import Evaluation, Evaluator
 from megatron_async.rollout.evaluations import Evaluations
@@ -49,6 +49,12 @@ from megatron_async.trajectory.types import DropReason, FloatArray, IntArray, Po
 from megatron_async.weight_sync.http import EngineAddress
 
 _logger = logging.getLogger(__name__)
+
+
+_STORE_LOST = (
+    "{} was removed or replaced while the run writes it: trajectories since the last checkpoint "
+    "end with the rollout manager; end the run with Ctrl-C and resume it"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -245,6 +251,8 @@ class RolloutManager:
         if batch is not None and self._devices.shared:
             await driver.until_idle(limit)  # what was ended early is on its way out
         await self._devices.rest(driver.engines())
+        if (lost := session.store.take_loss()) is not None:
+            driver.statistics.warned("store_lost", _STORE_LOST.format(lost))
         more = session.prompts.take_metrics()
         if batch is None or not more:
             return batch

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from megatron_async.disk import reason
+from megatron_async.disk import leads_to, reason
 from megatron_async.errors import ComponentFailure
 from megatron_async.file_lock import FileLock
 from megatron_async.store import schema as schema
@@ -57,6 +57,7 @@ class StoreWriter:
 
     def __init__(self, path: Path, position: int, lock: FileLock) -> None:
         self._path, self._lock = path, lock
+        self._file = path.stat()
         self.position = position
         self.stall_seconds = _STALL_SECONDS
         self._pending = _Pending()
@@ -72,6 +73,11 @@ class StoreWriter:
         self._thread.start()
 
     # ------------------------------------------------------------ called by the event loop
+
+    @property
+    def lost(self) -> bool:
+        """Somebody has removed or replaced the database: what is written ends with the process."""
+        return not leads_to(self._path, self._file)
 
     def share_lock(self) -> FileLock:
         """The store stays locked until this is closed too. For who writes beside it."""

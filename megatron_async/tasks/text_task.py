@@ -17,7 +17,7 @@ import numpy as np
 
 from megatron_async.config.data import DataConfig, FileConfig
 from megatron_async.config.evaluation import HELDOUT
-from megatron_async.config.files import read_json_object
+from megatron_async.config.files import read_json_object, vocabulary_of
 from megatron_async.errors import UserError, shown
 from megatron_async.tasks.base import (
     Message,
@@ -314,16 +314,26 @@ def _named_class(model_path: str) -> str:
 
 
 def stop_tokens(model_path: str, tokenizer: Any) -> tuple[int, ...]:
-    """The tokenizer's end of text and those of `generation_config.json`, ascending."""
+    """Return the tokens that end a response, ascending, of the tokenizer and two config files.
+
+    SGLang ends at all of them. Raises UserError for one that is no token of the model.
+    """
+    vocabulary = vocabulary_of(model_path) or 1 << 31
     stops = {int(tokenizer.eos_token_id)}
-    file = Path(model_path) / "generation_config.json"
-    if file.is_file():
+    if max(stops) >= vocabulary:
+        raise UserError(
+            f"model.path {model_path!r}: the tokenizer's end-of-text token is {max(stops)}, and "
+            f"config.json has vocab_size {vocabulary}: they are of different models"
+        )
+    for file in (Path(model_path) / name for name in ("generation_config.json", "config.json")):
+        if not file.is_file():
+            continue
         more = read_json_object(file, f"model.path: {file}").get("eos_token_id")
         ids = more if isinstance(more, list) else [] if more is None else [more]
-        if not all(type(token) is int and 0 <= token < 1 << 31 for token in ids):
+        if not all(type(token) is int and 0 <= token < vocabulary for token in ids):
             raise UserError(
                 f"model.path: {file}: eos_token_id is {shown(more)}; it must be a token or a list "
-                "of tokens"
+                f"of tokens, from 0 to {vocabulary - 1}"
             )
         stops.update(ids)
     return tuple(sorted(stops))

@@ -10,6 +10,7 @@ Invariants
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections import deque
@@ -147,6 +148,8 @@ class Progress:
         if not self._metrics_file.exists():
             return []
         with self._metrics_file.open("rb") as file:
+            if file.seek(0, os.SEEK_END) < self._offset:  # somebody removed it: this one is new
+                self._offset = 0
             file.seek(self._offset)
             data = file.read()
         whole = data[: data.rfind(b"\n") + 1]

@@ -76,6 +76,15 @@ def test_every_preset_is_a_legal_configuration(preset: str) -> None:
             ["sft.optimizer.min_lr=1", "sft.optimizer.schedule=cosine"],
             r"sft\.optimizer: min_lr 1 is above lr ",
         ),
+        (["steps=yes"], r"steps is True: true and false, also yes, no"),
+        (
+            ["optimizer.betas=[no, 0.9]"],
+            r"optimizer\.betas is \[False, 0\.9\]: true and false, also yes, no",
+        ),
+        (
+            ["engines.max_total_tokens=on"],
+            r"engines\.max_total_tokens is True: true and false, also yes, no",
+        ),
         (["seed=-1"], r"seed is -1: input should be greater than or equal to 0"),
         (["sampling.max_new_tokens=99999999"], r"does not fit into engines\.max_total_tokens"),
         (["nonsense"], r"override 'nonsense' is not of the form"),

@@ -80,12 +80,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def write_model(folder: Path, family: str) -> Path:
-    """A directory with config, weights of zeros and a tokenizer."""
+    """A directory with config, weights of ones and a tokenizer."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIGS[family]))
     write_character_tokenizer(folder)
     tensors = {
-        name: np.zeros(shape, np.float32)
+        name: np.ones(shape, np.float32)
         for name, shape in expected_tensors(read_architecture(folder))
     }
     save_file(tensors, folder / "model.safetensors")

@@ -11,7 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from megatron_async import cli
 from tests.inputs.model_directories import CONFIGS, write_model
@@ -39,6 +41,17 @@ def _cut_weights(folder: Path) -> None:
     os.truncate(folder / "model.safetensors", 1000)
 
 
+def _weights(name: str, value: float, *, whole: bool = False) -> Damage:
+    """One number of a tensor is `value`, or all are."""
+
+    def write(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        tensors[name].view(-1)[slice(None) if whole else slice(7, 8)] = value
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return write
+
+
 DAMAGES: dict[str, tuple[Damage, str]] = {
     "wrong hidden size": (_config(hidden_size=16, head_dim=4), "config.json asks for (128, 16)"),
     "wrong layer count": (_config(num_hidden_layers=3), "config.json asks for 3 layers"),
@@ -51,6 +64,26 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "odd generation config": (
         _bytes("generation_config.json", b'{"eos_token_id": ["x"]}'),
         "eos_token_id is ['x']; it must be a token",
+    ),
+    **{
+        f"end of text {value!r}": (
+            _bytes(file, json.dumps({"eos_token_id": value}).encode()),
+            f"eos_token_id is {value!r}; it must be a token or a list of tokens, from 0 to",
+        )
+        for file, value in (("generation_config.json", 1000000), ("generation_config.json", [-3]))
+    },
+    "end of text as text in config.json": (_config(eos_token_id="</s>"), "eos_token_id is '</s>'"),
+    "end of text of another model": (_config(eos_token_id=128), "eos_token_id is 128; it must"),
+    "a NaN": (_weights("model.norm.weight", np.nan), "tensor model.norm.weight holds NaN or inf"),
+    "an infinity": (
+        _weights("model.layers.1.mlp.down_proj.weight", -np.inf),
+        "tensor model.layers.1.mlp.down_proj.weight holds NaN or infinity",
+    ),
+    "zeros": (_weights("model.embed_tokens.weight", 0.0, whole=True), "weight is all zero"),
+    "a norm of zeros": (_weights("model.norm.weight", 0.0, whole=True), "norm.weight is all zero"),
+    "yes as a number": (
+        _bytes("run.yaml", b"steps: yes\n"),
+        "steps is True: true and false, also yes, no",
     ),
     "deep run file": (_bytes("run.yaml", b"[" * 2000), "is nested too deeply"),
     "line separators and a bad line": (

@@ -149,6 +149,16 @@ def test_a_config_that_cannot_be_is_one_sentence(
     assert str(folder) in str(caught.value)
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_one_expert_whose_weight_is_always_one_is_refused_at_the_start(
+    folders: dict[str, Path], family: str
+) -> None:
+    folder = folders[family]
+    (folder / "config.json").write_text(json.dumps({**CONFIGS[family], "num_experts_per_tok": 1}))
+    with pytest.raises(UserError, match="num_experts_per_tok is 1; it must be 2 or more where"):
+        check_run(_run_config(folder))
+
+
 def test_a_config_that_is_not_utf8_is_one_sentence_and_a_byte_order_mark_is_read(
     folder: Path,
 ) -> None:

@@ -265,6 +265,25 @@ LATE: dict[str, Callable[[RolloutManager], Any]] = {
 }
 
 
+def test_a_database_that_somebody_removes_is_named_once(tmp_path: Path) -> None:
+    warnings: list[tuple[str, str]] = []
+
+    async def body() -> None:
+        trainer = Trainer(tmp_path, settings("copris"), None, Engines())
+        await trainer.manager.start()
+        await trainer.begin(ResumePoint(0))
+        for step in range(4):
+            await trainer.batch()
+            report = await trainer.publish(0, step + 1)
+            warnings.extend(report.warnings)
+            (tmp_path / "store.sqlite").unlink(missing_ok=True)
+        await trainer.manager.stop()
+
+    run(body())
+    found = [message for name, message in warnings if name == "store_lost"]
+    assert len(found) == 1 and str(tmp_path / "store.sqlite") in found[0]
+
+
 @pytest.mark.parametrize("call", LATE)
 def test_a_call_that_a_replaced_trainer_makes_later_is_refused(tmp_path: Path, call: str) -> None:
     """It was at work, outside of any call, when its successor attached."""

@@ -69,6 +69,21 @@ def test_progress_prints_each_step_once(tmp_path: Path, capsys) -> None:  # type
     assert out.count("queue_underflow") == 1
 
 
+def test_progress_goes_on_with_a_file_that_was_removed_and_made_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, numbers = tmp_path / "m.jsonl", {"train/loss": 0.5, "train/tokens_per_second": 1200}
+    with Progress(path, 10, "lines") as progress, MetricsWriter(path, lineage=0) as writer:
+        for step in range(3):
+            writer.write(step, numbers, kind="sft")
+        progress.update({})
+        path.unlink()
+        writer.write(3, numbers, kind="sft")
+        progress.update({})
+    out = capsys.readouterr().out
+    assert [out.count(f"sft    {step}/9") for step in range(4)] == [1, 1, 1, 1]
+
+
 def test_without_a_terminal_the_start_is_shown_as_lines_until_the_first_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
