@@ -4,6 +4,7 @@ aiohttp's own RuntimeError would count as a defect and end the run.
 """
 
 import asyncio
+import re
 
 import numpy as np
 import orjson
@@ -67,6 +68,68 @@ def test_a_stream_whose_connection_breaks_is_an_engine_error(last_words: bytes) 
         await asyncio.sleep(0.3)
         with pytest.raises(EngineError, match="generation of request t1-1; failed"):
             await anext(stream)
+        await client.close()
+        server.close()
+
+    asyncio.run(asyncio.wait_for(body(), 30))
+
+
+class ForgetfulServer:
+    """Answers one call on each connection, and resets the connection at the next."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for kept in (False, True):
+            head = (await reader.readuntil(b"\r\n\r\n")).decode()
+            length = re.search(r"Content-Length: (\d+)", head)
+            await reader.readexactly(int(length[1]) if length else 0)
+            if kept:
+                writer.transport.abort()
+                return
+            self.calls.append(head.split()[1])
+            body = b'{"weight_version": "0.7"}'
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+
+
+def test_a_call_on_a_connection_that_was_reset_meanwhile_is_made_again() -> None:
+    """A server that stood still for a while closes what was kept; a call says so first."""
+
+    async def body() -> None:
+        forgetful = ForgetfulServer()
+        server = await asyncio.start_server(forgetful.serve, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        client = SGLangClient("engine0", url, EngineConfig())
+        await client.flush_cache()
+        for call in (client.flush_cache, client.version, client.resume):
+            await call()
+            await client.healthy()  # leaves a connection to be reset
+        assert [name.split("?")[0] for name in forgetful.calls[:2]] == ["/flush_cache"] * 2
+        with pytest.raises(EngineError, match="release_memory_occupation failed"):
+            await client.release_memory()  # SGLang refuses what it may have done already
+        await client.close()
+        server.close()
+
+    asyncio.run(asyncio.wait_for(body(), 30))
+
+
+def test_a_server_that_is_gone_is_asked_twice_and_then_named() -> None:
+    async def body() -> None:
+        asked = 0
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            nonlocal asked
+            asked += 1
+            await reader.readuntil(b"\r\n\r\n")
+            writer.transport.abort()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        client = SGLangClient("engine0", url, EngineConfig())
+        with pytest.raises(EngineError, match="POST /flush_cache"):
+            await client.flush_cache()
+        assert asked == 2
         await client.close()
         server.close()
 

@@ -59,7 +59,9 @@ _FLUSH_SECONDS = 20
 _CONTROL_SECONDS = 60.0
 _HEALTH_SECONDS = 30.0
 _ABORT_AGAIN_SECONDS = 0.5
-_ABORT_ATTEMPTS = 20
+_ABORT_SELDOM_SECONDS = 2.0
+# A call that is made twice is one that SGLang refuses the second time.
+_ONCE = ("release_memory_occupation", "resume_memory_occupation")
 _CONTROL_ERRORS = (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError)
 # What SGLang calls the parts of its memory.
 _WEIGHTS = "weights"
@@ -93,6 +95,8 @@ class SGLangClient:
         self._unique = uuid.uuid4().hex
         self._serial = itertools.count()
         self._background: set[asyncio.Task[None]] = set()
+        self._unwanted: dict[str, str] = {}  # of `_wire_ids`; what has ended goes at the next look
+        self._insisting: asyncio.Task[None] | None = None
         self._released: set[str] = set()
 
     @classmethod
@@ -160,7 +164,9 @@ class SGLangClient:
         running = {name: self._wire_ids[name] for name in request_ids if name in self._wire_ids}
         if running:
             await self._abort_running(running)
-            self._in_background(self._insist_on_abort(running))
+            self._unwanted |= running
+            if self._insisting is None or self._insisting.done():
+                self._insisting = self._in_background(self._insist_on_aborts())
 
     async def pause(self, mode: PauseMode) -> None:
         await self._post("pause_generation", {"mode": mode})
@@ -263,16 +269,18 @@ class SGLangClient:
             bodies = [{"abort_all": True}]  # one call instead of thousands
         await asyncio.gather(*(self._post("abort_request", body) for body in bodies))
 
-    async def _insist_on_abort(self, running: Mapping[str, str]) -> None:
-        """Repeat an abort while its stream goes on."""
+    async def _insist_on_aborts(self) -> None:
+        """Repeat aborts while their streams go on, more and more rarely."""
+        pause = _ABORT_AGAIN_SECONDS
         # The streams themselves report a dead engine to whoever reads them.
         with suppress(EngineError):
-            for _ in range(_ABORT_ATTEMPTS):
-                await asyncio.sleep(_ABORT_AGAIN_SECONDS)
-                left = {n: rid for n, rid in running.items() if self._wire_ids.get(n) == rid}
-                if not left:
-                    return
-                await self._abort_running(left)
+            while self._unwanted:
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _ABORT_SELDOM_SECONDS)
+                running = self._wire_ids
+                self._unwanted = {n: i for n, i in self._unwanted.items() if running.get(n) == i}
+                if self._unwanted:
+                    await self._abort_running(self._unwanted)
 
     async def _abort_unread(self, wire_id: str) -> None:
         """Abort a request whose stream has lost its reader.
@@ -285,10 +293,11 @@ class SGLangClient:
             await asyncio.sleep(_ABORT_AGAIN_SECONDS)
             await self._post("abort_request", {"rid": wire_id})
 
-    def _in_background(self, work: Any) -> None:
+    def _in_background(self, work: Any) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+        return task
 
     @contextmanager
     def _reading(self, what: str) -> Iterator[None]:
@@ -308,17 +317,18 @@ class SGLangClient:
         self, method: str, path: str, body: dict[str, Any] | None, seconds: float
     ) -> bytes:
         """The answer's body. Raises EngineError unless the status is 200."""
-        limit = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
         data = None if body is None else orjson.dumps(body)
+        session = self._open_session()
         try:
-            async with (
-                AwakeTimeout(seconds),
-                self._open_session().request(
-                    method, f"{self.url}/{path}", data=data, headers=_JSON, timeout=limit
-                ) as response,
-            ):
-                answer = await response.read()
-                status = response.status
+            async with AwakeTimeout(seconds):
+                try:
+                    status, answer = await self._ask(session, method, path, data)
+                except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+                    # A server that stood still for a while closes the connections that were kept.
+                    if path in _ONCE:
+                        raise
+                    async with aiohttp.ClientSession(headers=session.headers) as fresh:
+                        status, answer = await self._ask(fresh, method, path, data)
         except _CONTROL_ERRORS as error:
             _check_own_limits(error)
             raise self._failure(f"{method} /{path} failed: {_describe(error)}") from error
@@ -326,6 +336,14 @@ class SGLangClient:
             text = answer[:500].decode(errors="replace")
             raise self._failure(f"{method} /{path} answered {status}: {text}")
         return answer
+
+    async def _ask(
+        self, session: aiohttp.ClientSession, method: str, path: str, data: bytes | None
+    ) -> tuple[int, bytes]:
+        limit = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
+        url = f"{self.url}/{path}"
+        async with session.request(method, url, data=data, headers=_JSON, timeout=limit) as answer:
+            return answer.status, await answer.read()
 
 
 _JSON = {"Content-Type": "application/json"}
