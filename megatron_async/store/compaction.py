@@ -223,6 +223,7 @@ class Compactor:
             points = restorable(state.tree, kept, batches)
             return plan(state.tree, state.lineage, batches, groups, dropped, points, oldest)
 
+        await self._writer.committed()  # lines are read from the file: it must have these drops
         whole = await asyncio.to_thread(planned)
         for piece in self._pieces(whole.groups):
             change = removal(piece, whole, state)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import sqlite3
 import threading
+import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,31 @@ def test_dropped_trajectories_leave_with_their_reason(tmp_path: Path) -> None:
             assert reader.exported().dropped == {"nonfinite": 2}
         assert store.counts()["dropped"] == 3
         assert [g.group_id for g in store.unconsumed_groups()] == [waiting.group_id]
+        await store.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_reason_that_a_slow_disk_has_not_written_yet_is_exported_all_the_same(
+    tmp_path: Path,
+) -> None:
+    """Lines are read from the file, and what may leave is known from memory."""
+
+    async def scenario() -> None:
+        store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(compact_after_checkpoints=1))
+        group = await scored_group(store, 2)
+        await store.sync(durable=True)
+        await store.checkpoint_finalised(0, [0])
+        await store._compactor.finish()
+        begun = threading.Event()
+        busy = store._writer.run(lambda _: (begun.set(), time.sleep(0.5)))
+        await asyncio.to_thread(begun.wait, 10)
+        for trajectory in group.trajectories:
+            store.drop(trajectory.trajectory_id, DropReason.STALE)
+        store._compactor.start([0])
+        await store._compactor.finish()
+        assert busy.done()
+        assert [line["drop_reason"] for line in exported(tmp_path)] == ["stale", "stale"]
         await store.close()
 
     asyncio.run(scenario())
