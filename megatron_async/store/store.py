@@ -118,7 +118,7 @@ class TrajectoryStore:
         self._timer: asyncio.TimerHandle | None = None
         self._reading: sqlite3.Connection | None = None
         self._writer = StoreWriter(place.file, state.position, lock)
-        self._told_of_loss = False
+        self._loss_reported = False
         self._compactor = Compactor(place, state, self._writer, settings)
         self._replicator = Replicator(place, self._writer, state.lineage)
         first_writes(state, self._writer)
@@ -354,9 +354,9 @@ class TrajectoryStore:
 
     def take_loss(self) -> Path | None:
         """The database, once, after somebody has removed or replaced it."""
-        if self._told_of_loss or not self._writer.lost:
+        if self._loss_reported or not self._writer.lost:
             return None
-        self._told_of_loss = True
+        self._loss_reported = True
         return self._place.file
 
     def replicate(self) -> None:

@@ -94,7 +94,7 @@ class ForgetfulServer:
 
 
 def test_a_call_on_a_connection_that_was_reset_meanwhile_is_made_again() -> None:
-    """A server that stood still for a while closes what was kept; a call says so first."""
+    """A server that stood still for a while has closed the connections that were kept."""
 
     async def body() -> None:
         forgetful = ForgetfulServer()

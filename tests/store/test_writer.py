@@ -33,6 +33,7 @@ class GivenUp(Future[int]):
 def test_a_waiter_that_gives_up_meanwhile_does_not_keep_the_error_from_the_others(
     tmp_path: Path,
 ) -> None:
+    (tmp_path / STORE).touch()
     writer = StoreWriter(tmp_path / STORE, 0, lock_store(tmp_path / STORE))
     finished, barrier, job = Future[int](), Future[int](), Future[int]()
     finished.set_result(1)
