@@ -153,8 +153,8 @@ class ExperimentConfig(Settings):
 class RunConfig(Settings):
     """A run: `megatron-async train --config FILE`."""
 
-    name: str = Field("run", min_length=1)
-    """Directory name under `root`."""
+    name: str = Field("run", min_length=1, max_length=200)
+    """Directory name under `root`, without `/`."""
     root: str = "runs"
     """Where run directories are made."""
     seed: int = Field(1, ge=0)
@@ -240,6 +240,11 @@ class RunConfig(Settings):
 
     def check(self) -> None:
         check_labels(self.reward)
+        if "/" in self.name or self.name in (".", ".."):
+            raise ValueError(
+                f"name is {self.name!r}; it must be the name of one directory, which is made in "
+                f"root {self.root!r}: set root to have it elsewhere"
+            )
         limit = self.engines.max_total_tokens
         if limit is not None and self.sampling.max_new_tokens >= limit:
             raise ValueError(

@@ -76,6 +76,9 @@ def test_every_preset_is_a_legal_configuration(preset: str) -> None:
             ["sft.optimizer.min_lr=1", "sft.optimizer.schedule=cosine"],
             r"sft\.optimizer: min_lr 1 is above lr ",
         ),
+        (["name=../evil"], r"name is '\.\./evil'; .* set root to have it elsewhere"),
+        (["name=/tmp/evil"], r"name is '/tmp/evil'; it must be the name of one directory"),
+        (["name=.."], r"name is '\.\.'; it must be the name of one directory"),
         (["steps=yes"], r"steps is True: true and false, also yes, no"),
         (
             ["optimizer.betas=[no, 0.9]"],
