@@ -27,7 +27,7 @@ from megatron_async.launcher.preflight import (
     check_store,
 )
 from megatron_async.launcher.supervisor import Supervisor
-from megatron_async.run_directory import RunDirectory
+from megatron_async.run_directory import RunDirectory, RunOutcome
 from megatron_async.telemetry.metrics import read_metrics
 
 
@@ -47,6 +47,14 @@ def resume_command(run: Path, overrides: Sequence[str], from_step: int | None) -
     _, settings = RunDirectory.find(run, list(overrides), "--resume")
     with ExitStack() as stack:
         stack.enter_context(claimed(directory, "megatron-async train --resume"))
+        complete = directory.outcome() is RunOutcome.COMPLETE
+        if complete and from_step is None and settings.steps <= before.steps:
+            typer.echo(
+                f"{directory.path.name} is complete after {before.steps} steps, nothing is "
+                f"started: set steps to more, megatron-async train --resume {directory.path} "
+                f"steps={2 * before.steps}"
+            )
+            return
         checked, devices = _checked(settings, directory)
         check_resume(directory, settings, from_step)
         back = None if from_step is None else rollback_to(directory, from_step)
