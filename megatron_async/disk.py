@@ -150,11 +150,13 @@ def force_to_disk(path: Path) -> None:
 
 
 def leads_to(path: Path, file: os.stat_result) -> bool:
-    """Return whether `file` is what lies at `path` now, and not removed or replaced."""
+    """Return whether `file` is what lies at `path` now, and not known to be removed or replaced."""
     try:
         return os.path.samestat(path.stat(), file)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
+    except OSError:  # a disk that does not answer: reads and writes of the open file decide
+        return True
 
 
 class LineFile:
