@@ -123,3 +123,17 @@ def test_a_class_name_occurs_once() -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places.setdefault(node.name, []).append(str(file.relative_to(PACKAGE.parent)))
     assert {name: files for name, files in places.items() if len(files) > 1} == {}
+
+
+def test_only_responses_and_the_samples_of_the_check_call_generate() -> None:
+    """One owner of a response's prefix, budget and end (clients of engines are below it)."""
+    callers = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in PACKAGE.rglob("*.py")
+        if path.relative_to(PACKAGE).parts[0] != "engines"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "generate"
+    }
+    assert callers == {"rollout/respond.py", "rollout/probe.py"}

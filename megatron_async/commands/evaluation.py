@@ -20,7 +20,8 @@ from megatron_async.engines.sglang.process import SGLangProcess
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.launcher.derived import Machine, derive
 from megatron_async.launcher.preflight import check_evaluation
-from megatron_async.rollout.evaluate import Evaluation, EvaluationEngines, Evaluator
+from megatron_async.rollout.evaluate import Evaluation, Evaluator
+from megatron_async.rollout.respond import SharedEngines
 from megatron_async.tasks import build_task
 from megatron_async.tasks.verifier import LocalVerifierPool
 from megatron_async.trajectory.types import PolicyVersion
@@ -70,7 +71,7 @@ def evaluate_checkpoints(
             "eval", url, config.engines, vocabulary_of(str(checkpoints[0]))
         )
         verifier = LocalVerifierPool(config.scorers, str(checkpoints[0]))
-        evaluator, engines = Evaluator(config, task, verifier), EvaluationEngines(lambda: [client])
+        evaluator, engines = Evaluator(config, task, verifier), SharedEngines(lambda: [client])
         results = []
         try:
             for number, path in enumerate(checkpoints):

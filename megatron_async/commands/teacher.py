@@ -22,10 +22,11 @@ from megatron_async.config import RunConfig
 from megatron_async.config.files import vocabulary_of
 from megatron_async.config.rollout import SamplingConfig
 from megatron_async.disk import append_json_lines
-from megatron_async.engines.interface import EngineClient, EngineError, GenerationRequest
+from megatron_async.engines.interface import EngineError
 from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.engines.sglang.process import SGLangProcess
 from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.rollout.respond import SharedEngines, Wanted, respond
 from megatron_async.run_directory import RunDirectory
 from megatron_async.tasks.base import Problem, ProblemSource
 from megatron_async.tasks.build import build_task
@@ -199,26 +200,20 @@ async def _engine(config: RunConfig, path: str, process: SGLangProcess) -> Async
             max_new_tokens=config.sampling.max_new_tokens,
             allow_biased_behaviour=True,
         )
-        yield partial(ask_engine, client, task, sampling)
+        wanted = Wanted(sampling, sampling.max_new_tokens, tuple(task.stop_token_ids))
+        yield partial(ask_engine, SharedEngines(lambda: [client]), task, wanted)
     finally:
         await client.close()
 
 
 async def ask_engine(
-    client: EngineClient, task: TextTask, sampling: SamplingConfig, problem: Problem, number: int
+    engines: SharedEngines, task: TextTask, wanted: Wanted, problem: Problem, number: int
 ) -> str:
-    """Return an engine's answer to a problem. Raises ComponentFailure."""
-    request = GenerationRequest(
-        f"teacher-{number};",
-        task.prompt_ids(problem),
-        sampling.max_new_tokens,
-        sampling,
-        task.stop_token_ids,
-    )
-    ids: list[int] = []
+    """Return the text that an engine generates for a problem. Raises ComponentFailure."""
     try:
-        async for chunk in client.generate(request):
-            ids += chunk.token_ids.tolist()
+        found = await respond(wanted, task.prompt_ids(problem), f"teacher-{number}", engines)
     except EngineError as error:
         raise ComponentFailure(f"the teacher's engine failed: {error}") from error
-    return task.text(ids)
+    if found is None:
+        raise ComponentFailure(f"the teacher's engine refuses the prompt {problem.question!r:.200}")
+    return task.text(found.token_ids)

@@ -2,16 +2,19 @@
 
 - driver: the asyncio driver. Every event reaches the scheduler here, one at a time.
 - generation: running requests; a partial trajectory is resumed here. One writer a trajectory.
+- respond: a response: what is wanted of it, one request towards it, and requests to its end.
 - admission, prompt_lengths: prompts become groups; what no engine can take is dropped, and counted.
 - prompts: training prompts in order, some passed over by their pass rate.
 - scoring: from a finished response to its reward in the store.
 - fleet: starts engines, notices the dead, restarts them, gives up with one sentence.
-- monitor: load reports and silence as evidence about an engine.
-- engine_slot: an engine as the driver sees it: its silence, and which versions' tokens are taken.
+- evidence: what counts against an engine, a request or a prompt; no I/O.
+- monitor: asks engines for their load, and after a failure whether they live.
+- engine_slot: an engine as the driver sees it: held or not, and which versions' tokens are taken.
+- background: the driver's tasks, and the first failure, which ends the run.
 - weight_checks, probe: engines verified after an update, by the rules of `weight_sync.verify`.
 - shared_devices: turns on devices that engines share with the trainer.
 - manager: the whole side behind a handful of calls. actors: the same as Ray actors.
 - messages: what a trainer and the manager send each other.
-- evaluate: accuracy on held-out problems, and the requests for it. evaluations: when.
+- evaluate: accuracy on held-out problems. evaluations: when.
 - statistics: counts of the rollout side, and the metrics of each batch.
 """

@@ -3,11 +3,9 @@
 Invariants
 - A prompt that is too long for the engines is a group in the store, dropped as `refused`: the
   number of groups is how far the task has been read.
-- A refusal counts against its prompt alone. When many prompts in a row are refused and none is
-  accepted, the settings are at fault, not the prompts: the run ends with a sentence about that.
-  Of prompts that are too long, however many may come before one that fits (of a task sorted by
-  length): the run ends when so many have come that a whole epoch is among them.
-- So it does when dynamic sampling drops group after group and keeps none: no batch would ever come.
+- When the settings are at fault and not the prompts (`evidence.py`), the run ends with a sentence
+  about that. So it does when dynamic sampling drops group after group and keeps none: no batch
+  would ever come.
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ from collections.abc import Callable
 
 from megatron_async.config import RunConfig
 from megatron_async.errors import ComponentFailure
+from megatron_async.rollout.evidence import PromptEvidence, hopeless
 from megatron_async.rollout.prompts import TaskPrompts
 from megatron_async.rollout.statistics import RolloutStatistics
 from megatron_async.scheduler import events as ev
@@ -30,8 +29,6 @@ from megatron_async.trajectory.types import (
     Trajectory,
     TrajectoryState,
 )
-
-_REFUSED_IN_ROW = 64
 
 
 class Admission:
@@ -54,8 +51,7 @@ class Admission:
         self._prompts = prompts
         self._statistics = statistics
         self._fail = fail
-        self._refused: set[int] = set()  # groups, since a request was accepted
-        self._too_long = 0  # prompts, since one that fits
+        self.evidence = PromptEvidence()
         self._hopeless = False
         batch = config.schedule.groups_per_batch * self._group_size
         self._filtered = FilteredRounds(batch, config.trainer.max_filtered_rounds)
@@ -72,7 +68,25 @@ class Admission:
         """Groups were kept."""
         self._filtered.emitted()
 
-    def drop_untrainable(self, trajectory: Trajectory) -> bool:
+    def recovered(self, end_if_complete: Callable[[int], bool]) -> tuple[ev.RecoveredGroup, ...]:
+        """Return what the scheduler must know of the groups that the store still holds.
+
+        One that no trainer can take is dropped before; `end_if_complete` finishes a trajectory
+        whose end was not noted.
+        """
+
+        def mended(t: Trajectory) -> bool:
+            partial = t.state is TrajectoryState.PARTIAL
+            return self._drop_untrainable(t) or (partial and end_if_complete(t.trajectory_id))
+
+        groups = []
+        for found in self._store.unconsumed_groups():
+            changed = [mended(t) for t in found.trajectories]
+            group = self._store.load_group(found.group_id) if any(changed) else found
+            groups.append(_recovered(group, self._store.lag_number))
+        return tuple(groups)
+
+    def _drop_untrainable(self, trajectory: Trajectory) -> bool:
         """Drop a stored trajectory that no trainer can take; True where it was one.
 
         An earlier version stored it, or a file is damaged.
@@ -110,7 +124,7 @@ class Admission:
                 if longest is not None and length > longest:
                     self._drop(group, longest)
                     continue
-                self._too_long = 0
+                self.evidence.too_long = 0
                 specs.append(_spec(group))
             await asyncio.sleep(0)  # thousands may be too long, and the loop has other work too
         return tuple(specs)
@@ -119,26 +133,26 @@ class Admission:
         for trajectory in group.trajectories:
             self._store.drop(trajectory.trajectory_id, DropReason.REFUSED)
             self._statistics.dropped(DropReason.REFUSED)
-        self._too_long += 1
-        # Each epoch has an order of its own: a whole one is among twice as many in a row.
-        most = max(_REFUSED_IN_ROW, 2 * (self._prompts.in_epoch or 0))
+        self.evidence.too_long += 1
+        in_row = self.evidence.too_long
         why = (
             f"with sampling.max_new_tokens {self._max_new_tokens} it is longer than the "
             f"{longest} tokens that an engine takes (engines.context_length, "
             "engines.max_total_tokens)"
         )
-        self._report(group.trajectories[0], why, self._too_long, most)
+        last = hopeless(in_row, self._prompts.in_epoch)
+        self._report(group.trajectories[0], why, in_row, last=last)
 
     def refused(self, trajectory_id: int, group_id: int, why: str) -> None:
         """A request of this group will never be accepted."""
-        if group_id in self._refused:
-            return
-        self._refused.add(group_id)
-        trajectory = self._store.load_trajectory(trajectory_id)
-        self._report(trajectory, why, len(self._refused), _REFUSED_IN_ROW)
+        in_row = self.evidence.refused(group_id)
+        if in_row is not None:
+            self._report(
+                self._store.load_trajectory(trajectory_id), why, in_row, last=hopeless(in_row)
+            )
 
-    def _report(self, trajectory: Trajectory, why: str, in_row: int, most: int) -> None:
-        """A prompt was refused, `in_row` with those before; after `most` the run ends."""
+    def _report(self, trajectory: Trajectory, why: str, in_row: int, *, last: bool) -> None:
+        """A prompt was refused, `in_row` with those before; with the `last` the run ends."""
         prompt = trajectory.prompt
         self._statistics.warned(
             "prompt_refused",
@@ -146,15 +160,10 @@ class Admission:
             f"{len(prompt.token_ids)} tokens (megatron-async trajectories RUN --show "
             f"{trajectory.trajectory_id}): {why}",
         )
-        if in_row < most:
-            return
-        self._hopeless = True
-        sentence = f"{in_row} prompts in a row were refused and none was accepted; the last: {why}"
-        self._fail(ComponentFailure(sentence))
-
-    def accepted(self) -> None:
-        """An engine has made tokens for a request."""
-        self._refused.clear()
+        if last:
+            self._hopeless = True
+            sentence = f"{in_row} prompts in a row were refused and none was accepted; the last: "
+            self._fail(ComponentFailure(sentence + why))
 
 
 def _spec(group: Group) -> ev.GroupSpec:
@@ -163,9 +172,7 @@ def _spec(group: Group) -> ev.GroupSpec:
     return ev.GroupSpec(group.group_id, ids, len(prompt.token_ids), prompt.priority)
 
 
-def recovered_group(group: Group, lag_number: Callable[[PolicyVersion], int]) -> ev.RecoveredGroup:
-    """Return what the scheduler must know of a group that the store still holds."""
-
+def _recovered(group: Group, lag_number: Callable[[PolicyVersion], int]) -> ev.RecoveredGroup:
     def recovered(trajectory: Trajectory) -> ev.RecoveredTrajectory:
         own = [segment for segment in trajectory.segments if not segment.from_environment]
         numbers = [lag_number(segment.version) for segment in own]

@@ -7,26 +7,25 @@ Invariants
 - Pausing, allowing an update and resuming are carried out one after the other, never at once.
 - A stale engine (new, restarted, or one that missed an update) serves nothing: it is `EngineUp`
   only when it holds the current version.
-- The first failure that cannot be mended is kept in `failure`, and every waiter gets it.
+- Calls go down, from here to `generation`, `admission` and `monitor`; what comes back are events
+  and engines that are given up.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from megatron_async.awake import AwakeClock
 from megatron_async.config import RunConfig
-from megatron_async.disk import disk_failure
 from megatron_async.engines.interface import EngineClient, EngineError, Verifier
-from megatron_async.errors import ComponentFailure
-from megatron_async.rollout.admission import Admission, recovered_group
+from megatron_async.rollout.admission import Admission
+from megatron_async.rollout.background import Background
 from megatron_async.rollout.engine_slot import EngineSlot
-from megatron_async.rollout.generation import Generation, Reports
+from megatron_async.rollout.generation import Generation
 from megatron_async.rollout.monitor import EngineMonitor
 from megatron_async.rollout.prompts import TaskPrompts
 from megatron_async.rollout.scoring import Scoring, part_means
@@ -38,10 +37,8 @@ from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.packing import pack_groups
 from megatron_async.trajectory.sample_lag import SamplesTrained
-from megatron_async.trajectory.types import DropReason, PolicyVersion, Trajectory, TrajectoryState
+from megatron_async.trajectory.types import DropReason, PolicyVersion
 
-_logger = logging.getLogger(__name__)
-_IDLE_POLL_SECONDS = 0.01
 _GROUPS_AT_A_TIME = 16  # a start wants hundreds, and the event loop has other work too
 
 
@@ -73,7 +70,6 @@ class RolloutDriver:
         self._recorder = recorder
         self._clock = AwakeClock()
         self._slots: dict[str, EngineSlot] = {}
-        self._tasks: set[asyncio.Task[Any]] = set()
         self._aborted: list[tuple[int]] = []
         self._control: asyncio.Queue[ev.Action] = asyncio.Queue()
         self._batches: asyncio.Queue[TokenBatch] = asyncio.Queue()
@@ -81,8 +77,7 @@ class RolloutDriver:
         self._stale = asyncio.Event()
         self._closed = False
         self._quiet = False
-        self.failure: ComponentFailure | None = None
-        self.failed = asyncio.Event()
+        self.background = Background(self.describe)
         self.lost_engines: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
         schedule = config.schedule
         self.statistics = RolloutStatistics(
@@ -91,24 +86,22 @@ class RolloutDriver:
                 version.number, schedule.groups_per_batch * schedule.group_size, store.batch_sizes()
             ),
         )
-        self._admission = Admission(config, store, prompts, self.statistics, self.fail, vocabulary)
+        self._admission = Admission(
+            config, store, prompts, self.statistics, self.background.fail, vocabulary
+        )
         self._monitor = EngineMonitor(
-            config.engines,
-            self._slots,
-            lambda: self._generation,
+            config.engines, self._slots, self.statistics, self._feed, self.engine_failed
+        )
+        self._generation = Generation(
+            config,
+            store,
             self.statistics,
+            stop_token_ids,
+            self._admission,
+            self._monitor,
+            self.background,
             self._feed,
-            self.engine_failed,
         )
-        reports = Reports(
-            self._feed,
-            self._monitor.suspect,
-            self._monitor.give_up,
-            self._admission.refused,
-            self._admission.accepted,
-            self.spawn,
-        )
-        self._generation = Generation(config, store, self.statistics, stop_token_ids, reports)
         groups = config.scorers.of_groups
         self._scoring = Scoring(
             store, prompts, verifier, self.statistics, groups, self._reward_ready
@@ -118,23 +111,11 @@ class RolloutDriver:
 
     def start(self) -> None:
         """Begin work: recovered groups first, then new prompts as the scheduler asks for them."""
-        self.spawn(self._control_loop())
-        self.spawn(self._clock.run())
-        self.spawn(self._monitor.run())
-        recovered = []
-        for found in self._store.unconsumed_groups():
-            changed = [self._mended(t) for t in found.trajectories]
-            group = self._store.load_group(found.group_id) if any(changed) else found
-            recovered.append(recovered_group(group, self._store.lag_number))
+        for work in (self._control_loop(), self._clock.run(), self._watch_engines()):
+            self.background.spawn(work)
+        recovered = self._admission.recovered(self._generation.end_if_complete)
         if recovered:
-            self._feed(ev.Recovered(tuple(recovered)))
-
-    def _mended(self, t: Trajectory) -> bool:
-        """Drop one that no trainer takes; finish one whose end was not noted."""
-        if self._admission.drop_untrainable(t):
-            return True
-        partial = t.state is TrajectoryState.PARTIAL
-        return partial and self._generation.end_if_complete(t.trajectory_id)
+            self._feed(ev.Recovered(recovered))
 
     async def close(self, *, leave: bool = False) -> None:
         """Abort what runs, keep its tokens, flush and close the store. Engines go on.
@@ -142,14 +123,13 @@ class RolloutDriver:
         `leave`: see `TrajectoryStore.close`.
         """
         self._closed = True
+        self.background.close()
         self._quiet = True  # first: what still ends meanwhile must start nothing
         self._monitor.close()
         try:
             await self._generation.close()
         finally:
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await self.background.cancel()
             await self._store.close(leave=leave)
 
     # ------------------------------------------------------------ engines
@@ -199,7 +179,7 @@ class RolloutDriver:
 
     def serving(self) -> list[EngineClient]:
         """Engines that generate with a verified version now."""
-        return [s.client for s in self._slots.values() if s.up and not s.watch.held]
+        return [s.client for s in self._slots.values() if s.up and not s.evidence.held]
 
     async def ask(
         self, engines: Sequence[EngineClient], what: Callable[[EngineClient], Awaitable[None]]
@@ -215,11 +195,12 @@ class RolloutDriver:
 
         await asyncio.gather(*map(one, engines))
 
-    def fail(self, failure: ComponentFailure) -> None:
-        """Keep the first failure; release every waiter."""
-        if self.failure is None:
-            self.failure = failure
-            self.failed.set()
+    async def _watch_engines(self) -> None:
+        settings = self._config.engines
+        while True:
+            await asyncio.sleep(settings.health_interval_seconds)
+            for slot in await self._monitor.look():
+                self._generation.end_silent(slot, settings.request_timeout_seconds)
 
     # ------------------------------------------------------------ the trainer's side
 
@@ -228,7 +209,9 @@ class RolloutDriver:
 
         Raises ComponentFailure when the rollout side has failed or nothing came in time.
         """
-        batch = await self._wait_for(self._batches.get(), self._stale.wait(), timeout, "a batch")
+        batch = await self.background.wait_for(
+            self._batches.get(), timeout, "a batch", other=self._stale.wait()
+        )
         if not isinstance(batch, TokenBatch):
             return None
         self._feed(ev.BatchTaken(batch.step, time.monotonic()))
@@ -243,7 +226,7 @@ class RolloutDriver:
         if version != self._version and any(slot.up for slot in self._slots.values()):
             allowed = self._allowed.setdefault(version.number, asyncio.Event())
             self._feed(ev.UpdateRequested(version.number))
-            await self._wait_for(allowed.wait(), None, timeout, f"engines to take {version}")
+            await self.background.wait_for(allowed.wait(), timeout, f"engines to take {version}")
         if version != self._version:
             self.statistics.update_began()
         receivers = [s for s in self._slots.values() if version != self._version or not s.up]
@@ -292,16 +275,9 @@ class RolloutDriver:
             self._stale.clear()
 
     async def until_idle(self, timeout: float) -> None:
-        """No request runs. Raises ComponentFailure when one still does after `timeout`."""
-        deadline = time.monotonic() + timeout
-        while len(self._generation):
-            if self.failure is not None:
-                raise self.failure
-            if time.monotonic() > deadline:
-                raise ComponentFailure(
-                    f"waited {timeout:.0f} s for running requests to end; {self.describe()}"
-                )
-            await asyncio.sleep(_IDLE_POLL_SECONDS)
+        """Wait until no request runs. Raises ComponentFailure when one does after `timeout`."""
+        idle = self._generation.until_idle()
+        await self.background.wait_for(idle, timeout, "running requests to end")
 
     async def quiesce(self) -> None:
         """Start nothing more; what runs goes on, also where an update has paused it."""
@@ -319,37 +295,12 @@ class RolloutDriver:
         count = self._store.drop_batch(step, reason)
         self.statistics.batch_dropped(step, reason, count)
 
-    async def _wait_for(
-        self,
-        wanted: Coroutine[Any, Any, Any],
-        other: Coroutine[Any, Any, Any] | None,
-        timeout: float,
-        what: str,
-    ) -> Any:
-        """Result of `wanted`, or None when `other` came first; a failure or the limit raises."""
-        first = asyncio.ensure_future(wanted)
-        waiters = {first, asyncio.ensure_future(self.failed.wait())}
-        if other is not None:
-            waiters.add(asyncio.ensure_future(other))
-        done, pending = await asyncio.wait(
-            waiters, timeout=timeout, return_when=asyncio.FIRST_COMPLETED
-        )
-        for waiter in pending:
-            waiter.cancel()
-        if first in done:
-            return first.result()
-        if self.failure is not None:
-            raise self.failure
-        if not done:
-            raise ComponentFailure(f"waited {timeout:.0f} s for {what}; {self.describe()}")
-        return None
-
     # ------------------------------------------------------------ scheduler in the middle
 
     def _feed(self, event: ev.Event) -> None:
         if isinstance(event, ev.Aborted):
             if not self._aborted:
-                self.spawn(self._feed_aborted())
+                self.background.spawn(self._feed_aborted())
             self._aborted.append((event.trajectory_id,))
             return
         if not isinstance(event, (ev.TokensArrived, ev.LeftQueue)):  # of others: these have ended
@@ -360,7 +311,7 @@ class RolloutDriver:
         self._step_aborted()
 
     def _step_aborted(self) -> None:
-        """What has ended early in this turn of the event loop: at a boundary hundreds do."""
+        """Report all that ended early in this turn of the event loop: at a boundary hundreds do."""
         if self._aborted:
             ended, self._aborted = self._aborted, []
             self._step(ev.ManyAborted(tuple(ended)) if len(ended) > 1 else ev.Aborted(*ended[0]))
@@ -378,7 +329,7 @@ class RolloutDriver:
         unwanted = [action.trajectory_id for action in actions if isinstance(action, ev.Abort)]
         requests = self._generation.mark_unwanted(unwanted)
         if requests:
-            self.spawn(self._generation.abort(requests))
+            self.background.spawn(self._generation.abort(requests))
 
     def _carry_out(self, action: ev.Action) -> None:
         match action:
@@ -386,12 +337,12 @@ class RolloutDriver:
                 slot = self._slots[action.engine_id]
                 self._generation.submit(action.trajectory_id, slot)
             case ev.Score():
-                self.spawn(self._scoring.score(action.trajectory_id))
+                self.background.spawn(self._scoring.score(action.trajectory_id))
             case ev.RequestPrompts():
-                self.spawn(self._fetch_prompts(action.count))
+                self.background.spawn(self._fetch_prompts(action.count))
             case ev.EmitBatch():
                 self._admission.batch_emitted()
-                self.spawn(self._emit(action))
+                self.background.spawn(self._emit(action))
             case ev.Drop():
                 self._store.drop(action.trajectory_id, action.reason)
                 self.statistics.dropped(action.reason)
@@ -455,29 +406,7 @@ class RolloutDriver:
         if self._recorder is not None:
             self._recorder.flush()
 
-    # ------------------------------------------------------------ tasks and reports
-
-    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Have `work` done beside; `close` cancels it, and a defect in it ends the run."""
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(self._report_crash)
-        return task
-
-    def _report_crash(self, task: asyncio.Task[Any]) -> None:
-        """A defect in a background task must end the run, not vanish."""
-        error = None if task.cancelled() else task.exception()
-        if error is not None and self._closed:  # no run is left to end
-            _logger.error("the rollout driver failed while it closed", exc_info=error)
-        elif isinstance(error, ComponentFailure):
-            self.fail(error)
-        elif error is not None:
-            failure = disk_failure(error) or ComponentFailure(
-                f"the rollout driver failed: {error!r}"
-            )
-            failure.__cause__ = error
-            self.fail(failure)
+    # ------------------------------------------------------------ reports
 
     def status(self) -> dict[str, Any]:
         """Queue and buffer sizes, counters and warnings, for a person."""

@@ -6,11 +6,8 @@ Invariants
 - Each set's problems come in a fixed order; the same call asks the same ones.
 - What has no score (it failed, or engines refuse the prompt) counts as wrong; how many is reported.
 - The sets are asked together, so that one's longest responses do not hold up another.
-- At most `slots` requests run on an engine at once, beside those of the rollouts.
-- None runs between the end of `hold` and `release`: weights never change under a request, and every
-  token is of a version that has been verified. What was generated is kept, and the response goes on
-  from it, on any engine and before any new one; each has the versions of its tokens.
-- An engine that fails costs no response before `_TRIES` failures of that response.
+- Weights never change under a request: every token is of a version that has been verified
+  (`SharedEngines`), and each response has the versions of its tokens.
 """
 
 from __future__ import annotations
@@ -19,157 +16,22 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
 
 from megatron_async.config import RunConfig
 from megatron_async.config.evaluation import HELDOUT, EvalSet
-from megatron_async.engines.interface import (
-    EngineClient,
-    EngineError,
-    GenerationRequest,
-    RequestRefused,
-    Verifier,
-)
+from megatron_async.engines.interface import Verifier
+from megatron_async.rollout.respond import ResponseTokens, SharedEngines, Wanted, respond
 from megatron_async.tasks.answers import final_answer
 from megatron_async.tasks.base import Task
-from megatron_async.trajectory.types import PolicyVersion, Prompt
+from megatron_async.trajectory.types import FinishReason, PolicyVersion, Prompt
 
 T = TypeVar("T")
-IN_FLIGHT_PER_ENGINE = 128
-_TRIES = 3
-_POLL_SECONDS = 0.01
-_END_SECONDS = 30.0
 _Z = 1.959964  # 95 % of a normal distribution
-
-
-@dataclass
-class EvalResponse:
-    """Tokens of a response; by version, how many. `truncated` at the longest length."""
-
-    token_ids: list[int] = field(default_factory=list)
-    versions: Counter[PolicyVersion] = field(default_factory=Counter)
-    truncated: bool = False
-
-    def complete(self, asked: GenerationRequest) -> bool:
-        """Return whether nothing follows, by the tokens alone: a request that was cut off behind
-        its last token has reported no end."""
-        stopped = self.token_ids[-1:] and self.token_ids[-1] in asked.stop_token_ids
-        self.truncated = len(self.token_ids) >= asked.max_new_tokens and not stopped
-        return bool(stopped) or self.truncated
-
-
-class EvaluationEngines:
-    """Engines as an evaluation uses them."""
-
-    def __init__(
-        self,
-        serving: Callable[[], Sequence[EngineClient]],
-        slots: int = IN_FLIGHT_PER_ENGINE,
-        failed: Callable[[EngineClient, EngineError], Awaitable[None]] | None = None,
-    ) -> None:
-        """`serving`: those that may be asked now; `failed` is called with one that has failed."""
-        self.slots = slots
-        self._serving = serving
-        self._failed = failed
-        self._load: Counter[str] = Counter()
-        self._running: dict[str, tuple[EngineClient, asyncio.Timeout]] = {}
-        self._open = asyncio.Event()
-        self._open.set()
-        self._turn = asyncio.Lock()
-        self._resuming = 0
-
-    async def hold(self) -> None:
-        """Returns when no request runs. One that an engine does not end is read no further."""
-        self._open.clear()
-        running = list(self._running.items())
-        end = asyncio.get_running_loop().time() + _END_SECONDS
-        for _, (_, limit) in running:
-            limit.reschedule(end)
-        for engine in {engine for _, (engine, _) in running}:
-            try:
-                await engine.abort([name for name, (its, _) in running if its is engine])
-            except EngineError:
-                continue  # its streams report it
-        while self._running:
-            await asyncio.sleep(_POLL_SECONDS)
-
-    def release(self) -> None:
-        """Let requests run again."""
-        self._open.set()
-
-    async def respond(self, asked: GenerationRequest) -> EvalResponse | None:
-        """The whole response, by as many requests as it takes; None when engines refuse the prompt.
-
-        Raises EngineError.
-        """
-        response, failures, requests = EvalResponse(), 0, 0
-        while not response.complete(asked):
-            engine = await self._take(resumes=requests > 0)
-            try:
-                ended = await self._read(engine, asked, requests, response)
-                if ended:
-                    response.truncated = ended == "length"
-                    return response
-            except RequestRefused:
-                return None
-            except EngineError as error:
-                failures += 1
-                if self._failed is not None:
-                    await self._failed(engine, error)
-                if failures == _TRIES:
-                    raise
-            finally:
-                self._load[engine.engine_id] -= 1
-            requests += 1
-        return response
-
-    async def _take(self, *, resumes: bool) -> EngineClient:
-        """An engine with a free slot, the emptiest. One new response looks for it, others queue."""
-        self._resuming += resumes
-        try:
-            async with nullcontext() if resumes else self._turn:
-                while True:
-                    await self._open.wait()
-                    free = [e for e in self._serving() if self._load[e.engine_id] < self.slots]
-                    # It may be held again since the wait ended.
-                    if free and self._open.is_set() and (resumes or not self._resuming):
-                        engine = min(free, key=lambda e: self._load[e.engine_id])
-                        self._load[engine.engine_id] += 1
-                        return engine
-                    await asyncio.sleep(_POLL_SECONDS)
-        finally:
-            self._resuming -= resumes
-
-    async def _read(
-        self, engine: EngineClient, asked: GenerationRequest, number: int, response: EvalResponse
-    ) -> str | None:
-        """Add what a request brings; its end, None if it was cut off by `hold`."""
-        # The terminator keeps any name from being a prefix of another.
-        name = f"{asked.request_id}.{number};"
-        ids = np.concatenate([asked.input_ids, response.token_ids]).astype(np.int32)
-        left = asked.max_new_tokens - len(response.token_ids)
-        request = replace(asked, request_id=name, input_ids=ids, max_new_tokens=left)
-        end = None
-        try:
-            async with asyncio.timeout(None) as limit:
-                self._running[name] = engine, limit
-                async for chunk in engine.generate(request):
-                    if len(chunk.token_ids):
-                        response.token_ids += chunk.token_ids.tolist()
-                        response.versions[chunk.version] += len(chunk.token_ids)
-                    end = chunk.end or end
-        except TimeoutError as error:
-            raise EngineError(f"engine {engine.engine_id} did not end request {name}") from error
-        finally:
-            self._running.pop(name, None)
-        if end == "abort" and self._open.is_set():
-            raise EngineError(f"engine {engine.engine_id} aborted evaluation request {name}")
-        return None if end == "abort" else end
 
 
 @dataclass(frozen=True)
@@ -327,7 +189,7 @@ class Evaluator:
         self._verifier = verifier
         self._prompts: dict[str, list[Prompt]] = {}
 
-    async def evaluate(self, engines: EvaluationEngines, version: PolicyVersion) -> Evaluation:
+    async def evaluate(self, engines: SharedEngines, version: PolicyVersion) -> Evaluation:
         """Every prompt of every set as often as its settings ask for, begun with `version`.
 
         Raises EngineError when engines fail again and again.
@@ -342,17 +204,13 @@ class Evaluator:
             self._prompts[one.name] = self._task.eval_prompts(one.prompts, one.name)
         return self._prompts[one.name]
 
-    async def _evaluate_set(self, one: EvalSet, engines: EvaluationEngines, tag: str) -> EvalResult:
-        async def response(number: int) -> EvalResponse | None:
-            return await engines.respond(
-                GenerationRequest(
-                    f"{tag}-{one.name}-{number}",
-                    prompts[number // one.samples].token_ids,
-                    one.sampling.max_new_tokens,
-                    one.sampling,
-                    tuple(self._task.stop_token_ids),
-                )
-            )
+    async def _evaluate_set(self, one: EvalSet, engines: SharedEngines, tag: str) -> EvalResult:
+        stops = tuple(self._task.stop_token_ids)
+        wanted = Wanted(one.sampling, one.sampling.max_new_tokens, stops)
+
+        async def response(number: int) -> ResponseTokens | None:
+            ids = prompts[number // one.samples].token_ids
+            return await respond(wanted, ids, f"{tag}-{one.name}-{number}", engines)
 
         async def alone(number: int) -> Answered:
             prompt = prompts[number // one.samples]
@@ -370,7 +228,7 @@ class Evaluator:
         return self._result(one.name, prompts, grouped, time.monotonic() - began)
 
     async def _scored(
-        self, prompt: Prompt, responses: Sequence[EvalResponse | None]
+        self, prompt: Prompt, responses: Sequence[ResponseTokens | None]
     ) -> list[Answered]:
         whole = [response for response in responses if response is not None]
         if self._config.scorers.of_groups and whole:
@@ -379,7 +237,11 @@ class Evaluator:
             scores = [await self._verifier.score(prompt, r.token_ids) for r in whole]
         found = iter(
             Answered(
-                self._task.text(r.token_ids), *score, len(r.token_ids), r.truncated, r.versions
+                self._task.text(r.token_ids),
+                *score,
+                length=len(r.token_ids),
+                truncated=r.end is FinishReason.LENGTH,
+                versions=r.versions,
             )
             for r, score in zip(whole, scores, strict=True)
         )

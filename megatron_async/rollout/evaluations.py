@@ -17,12 +17,8 @@ from megatron_async.config import RunConfig
 from megatron_async.engines.interface import EngineClient, EngineError
 from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.driver import RolloutDriver
-from megatron_async.rollout.evaluate import (
-    IN_FLIGHT_PER_ENGINE,
-    Evaluation,
-    EvaluationEngines,
-    Evaluator,
-)
+from megatron_async.rollout.evaluate import Evaluation, Evaluator
+from megatron_async.rollout.respond import IN_FLIGHT_PER_ENGINE, SharedEngines
 from megatron_async.trajectory.types import PolicyVersion
 
 
@@ -36,7 +32,7 @@ class Evaluations:
         self._begun: PolicyVersion | None = None
         self._beside: asyncio.Task[None] | None = None
         self._done: list[Evaluation] = []
-        self._engines = EvaluationEngines(driver.serving, config.eval.slots, self._failed)
+        self._engines = SharedEngines(driver.serving, config.eval.slots, self._failed)
 
     async def hold(self) -> None:
         """Let no request of an evaluation run from before an update until `updated`."""
@@ -60,7 +56,7 @@ class Evaluations:
             )
             return False
         self._begun = version
-        self._beside = self._driver.spawn(self._evaluate_beside(version))
+        self._beside = self._driver.background.spawn(self._evaluate_beside(version))
         return False
 
     def _due(self, number: int) -> bool:
@@ -89,7 +85,7 @@ class Evaluations:
             self._engines.slots = IN_FLIGHT_PER_ENGINE  # nothing else is waited for
             await asyncio.wait([self._beside])
             self._engines.slots = self._config.eval.slots
-        engines = EvaluationEngines(living, failed=self._failed)
+        engines = SharedEngines(living, failed=self._failed)
         await self._evaluate(engines, version)
         self._begun = version
 
@@ -99,7 +95,7 @@ class Evaluations:
         except ComponentFailure as failure:
             self._driver.statistics.warned("evaluation_failed", str(failure))
 
-    async def _evaluate(self, engines: EvaluationEngines, version: PolicyVersion) -> None:
+    async def _evaluate(self, engines: SharedEngines, version: PolicyVersion) -> None:
         limit = self._config.eval.timeout_seconds
         try:
             async with asyncio.timeout(limit):

@@ -139,7 +139,7 @@ class Fleet:
                 driver.add_engine(member.client)
                 return
         if not any(o.client is not None or self._may_restart(o) for o in self._members):
-            driver.fail(
+            driver.background.fail(
                 ComponentFailure(
                     f"no inference engine is left: {member.lost_because} (restarted "
                     f"{member.restarts} times, engines.max_restarts is "
@@ -157,4 +157,4 @@ def _report_crash(driver: RolloutDriver, watcher: asyncio.Task[None]) -> None:
     if error is not None:
         failure = ComponentFailure(f"an engine could not be mended: {error!r}")
         failure.__cause__ = error
-        driver.fail(failure)
+        driver.background.fail(failure)

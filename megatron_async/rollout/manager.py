@@ -189,7 +189,7 @@ class RolloutManager:
         session, self._session = self._session, None
         self._fleet.detach()
         if session is not None:
-            session.driver.fail(why(session))  # nothing will come for those that wait
+            session.driver.background.fail(why(session))  # nothing will come for those that wait
             try:
                 await session.driver.close(leave=leave)
             finally:
@@ -237,7 +237,7 @@ class RolloutManager:
         """Queue and buffer sizes and counters, for the progress display; empty before `attach`."""
         if self._session is None:
             return {}
-        failure = self._driver.failure
+        failure = self._driver.background.failure
         return {**self._driver.status(), "failure": None if failure is None else str(failure)}
 
     # ------------------------------------------------------------ batches

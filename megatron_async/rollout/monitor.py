@@ -1,9 +1,9 @@
 """Liveness of engines: load reports, silence, and the question after a failure.
 
 Invariants
-- An engine is given up on evidence about the engine: it does not answer (asked twice), it answers
-  nothing for `engines.no_progress_seconds`, or it makes no token for that long although it has
-  requests. What it leaves unanswered while it is held (paused, receiving weights) is no evidence.
+- An engine is given up on evidence about the engine (`evidence.py`): it does not answer (asked
+  twice), it answers nothing for `engines.no_progress_seconds`, or it makes no token for that long
+  although it has requests.
 - Restarts are the fleet's business.
 """
 
@@ -16,7 +16,6 @@ from megatron_async.awake import AwakeTimeout
 from megatron_async.config.rollout import EngineConfig
 from megatron_async.engines.interface import EngineError
 from megatron_async.rollout.engine_slot import EngineSlot
-from megatron_async.rollout.generation import Generation
 from megatron_async.rollout.statistics import RolloutStatistics
 from megatron_async.scheduler import events as ev
 
@@ -30,25 +29,22 @@ class EngineMonitor:
         self,
         settings: EngineConfig,
         slots: Mapping[str, EngineSlot],
-        generation: Callable[[], Generation],
         statistics: RolloutStatistics,
         feed: Callable[[ev.Event], None],
         failed: Callable[[str, str], None],
     ) -> None:
-        """`slots`: those of the driver, by engine id. `failed` takes an engine out of service."""
+        """`slots`: those of the driver, by engine id; it gets events, and `failed` engines."""
         self._settings = settings
         self._slots = slots
-        self._generation = generation
         self._statistics = statistics
         self._feed = feed
         self._failed = failed
 
-    async def run(self) -> None:
-        """Ask the engines that serve for their load, for ever."""
-        while True:
-            await asyncio.sleep(self._settings.health_interval_seconds)
-            up = [slot for slot in self._slots.values() if slot.up and not slot.watch.held]
-            await asyncio.gather(*(self._look_at(slot) for slot in up))
+    async def look(self) -> list[EngineSlot]:
+        """Ask the engines that serve for their load; returns those that answer and work."""
+        up = [slot for slot in self._slots.values() if slot.up and not slot.evidence.held]
+        found = await asyncio.gather(*map(self._works, up))
+        return [slot for slot, works in zip(up, found, strict=True) if works]
 
     def close(self) -> None:
         """No question that is under way has an effect any more."""
@@ -83,36 +79,32 @@ class EngineMonitor:
             else:
                 self._statistics.warned("engine_suspect", f"{why}; but it answers")
                 return
-        if not slot.watch.held_since(asked):
+        if not slot.evidence.held_since(asked):
             self.give_up(slot, why if answer in why else f"{why}; and then: {answer}")
 
-    async def _look_at(self, slot: EngineSlot) -> None:
+    async def _works(self, slot: EngineSlot) -> bool:
         engine_id, patience = slot.engine_id, self._settings.no_progress_seconds
         asked = slot.clock()
         try:
             async with AwakeTimeout(patience):
                 status = await slot.client.status()
         except TimeoutError:
-            if not slot.watch.held_since(asked):
+            if not slot.evidence.held_since(asked):
                 self.give_up(slot, f"engine {engine_id} did not answer for {patience:g} s")
-            return
+            return False
         except EngineError as error:
             await self.suspect(slot, str(error))
-            return
+            return False
         if not self._serves(slot):
-            return
+            return False
         now = slot.clock()
         seen, slot.preemptions_seen = slot.preemptions_seen, status.preemptions_total
         preemptions = 0 if seen is None else max(0, status.preemptions_total - seen)
         self._statistics.loaded(engine_id, status.kv_usage, preemptions)
         self._feed(ev.EngineLoad(engine_id, status.kv_usage, preemptions))
-        slot.watch.queue(status.queued_requests, now)
-        silent = slot.watch.silence(now)
+        slot.evidence.queue(status.queued_requests, now)
+        silent = slot.evidence.silence(now)
         if silent > patience:
-            self.give_up(
-                slot,
-                f"engine {engine_id} made no token for {silent:.0f} s, with "
-                f"{slot.watch.requests} requests",
-            )
-        else:
-            self._generation().end_silent(slot, self._settings.request_timeout_seconds)
+            why = f"made no token for {silent:.0f} s, with {slot.evidence.requests} requests"
+            self.give_up(slot, f"engine {engine_id} {why}")
+        return silent <= patience

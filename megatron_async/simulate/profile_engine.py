@@ -41,8 +41,9 @@ import yaml
 
 from megatron_async.config.rollout import EngineConfig, SamplingConfig
 from megatron_async.disk import writing
-from megatron_async.engines.interface import EngineClient, EngineError, GenerationRequest
+from megatron_async.engines.interface import EngineClient, EngineError, TokenChunk
 from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.rollout.respond import Wanted, read
 from megatron_async.simulate.engine_costs import FORMAT, FORMAT_VERSION, fit_engine_costs
 
 _TOKEN_IDS = 32
@@ -186,18 +187,16 @@ class EngineProfiler:
     async def _generate(self, context: int, new_tokens: int) -> list[Arrival]:
         """Run a request to its end; returns its chunks with the tokens so far."""
         self._serial += 1
-        request = GenerationRequest(
-            request_id=f"profile-{self._serial}",
-            input_ids=self._rng.integers(1, _TOKEN_IDS, context).astype(np.int32),
-            max_new_tokens=new_tokens,
-            sampling=SamplingConfig(),
-            ignore_eos=True,
-        )
+        prompt_ids = self._rng.integers(1, _TOKEN_IDS, context).astype(np.int32)
+        wanted = Wanted(SamplingConfig(), new_tokens, exact=True)
         arrivals: list[Arrival] = []
-        tokens = 0
-        async for chunk in self._client.generate(request):
-            tokens += len(chunk.token_ids)
-            arrivals.append(Arrival(time.monotonic(), tokens))
+
+        async def take(chunk: TokenChunk) -> bool:
+            before = arrivals[-1].tokens if arrivals else 0
+            arrivals.append(Arrival(time.monotonic(), before + len(chunk.token_ids)))
+            return True
+
+        await read(self._client, wanted.request(f"profile-{self._serial};", prompt_ids), take)
         return arrivals
 
 

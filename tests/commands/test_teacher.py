@@ -23,6 +23,7 @@ from megatron_async.config.rollout import EngineConfig, SamplingConfig
 from megatron_async.config.run import SFTConfig
 from megatron_async.engines.simulated.engine import SimulatedEngine, SimulatedEngineModel
 from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.rollout.respond import SharedEngines, Wanted
 from megatron_async.run_directory import RunDirectory
 from megatron_async.tasks import build_source, build_task
 from megatron_async.tasks.text_task import TextTask
@@ -168,7 +169,9 @@ def test_a_teacher_on_an_engine_gets_tokens_and_gives_text(tmp_path: Path) -> No
 
     async def ask() -> list[str]:
         engine = SimulatedEngine("teacher", SimulatedEngineModel(mean_length=8, step_seconds=0.0))
-        answers = (ask_engine(engine, task, sampling, problem, number) for number in range(3))
+        engines = SharedEngines(lambda: [engine])
+        wanted = Wanted(sampling, sampling.max_new_tokens, tuple(task.stop_token_ids))
+        answers = (ask_engine(engines, task, wanted, problem, number) for number in range(3))
         return await asyncio.gather(*answers)
 
     assert all(isinstance(text, str) for text in asyncio.run(ask()))

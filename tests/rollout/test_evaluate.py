@@ -18,12 +18,12 @@ from megatron_async.rollout.evaluate import (
     Answered,
     Estimate,
     Evaluation,
-    EvaluationEngines,
     Evaluator,
     estimates,
     majority_is_right,
     pass_at_k,
 )
+from megatron_async.rollout.respond import SharedEngines
 from megatron_async.trajectory.types import PolicyVersion, Prompt
 from tests.rollout.stand_ins import Fixed
 
@@ -110,8 +110,8 @@ class Sets(Fixed):
         return float(response_ids[0] % 2), {"part": 0.5}
 
 
-def alone(engine: Echo) -> EvaluationEngines:
-    return EvaluationEngines(lambda: [engine])  # type: ignore[list-item]
+def alone(engine: Echo) -> SharedEngines:
+    return SharedEngines(lambda: [engine])  # type: ignore[list-item]
 
 
 def evaluated(**settings: Any) -> tuple[Evaluation, Echo]:

@@ -33,6 +33,7 @@ class Driver:
         self.engines: list[Engine] = []
         self.failures: list[str] = []
         self.lost_engines: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+        self.background = self
 
     def add_engine(self, client: Engine) -> None:
         self.engines.append(client)

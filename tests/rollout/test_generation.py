@@ -18,6 +18,7 @@ import pytest
 
 from megatron_async.config import RunConfig, build_config
 from megatron_async.config.load import merge
+from megatron_async.config.rollout import SamplingConfig
 from megatron_async.engines.interface import (
     EngineError,
     GenerationRequest,
@@ -25,9 +26,12 @@ from megatron_async.engines.interface import (
     TokenChunk,
 )
 from megatron_async.engines.simulated.engine import SimulatedEngine
+from megatron_async.rollout.background import Background
 from megatron_async.rollout.engine_slot import EngineSlot
-from megatron_async.rollout.generation import Generation, Reports, end_of
+from megatron_async.rollout.evidence import PromptEvidence
+from megatron_async.rollout.generation import Generation
 from megatron_async.rollout.manager import ResumePoint
+from megatron_async.rollout.respond import Wanted
 from megatron_async.rollout.statistics import RolloutStatistics
 from megatron_async.scheduler import events as ev
 from megatron_async.store.reader import StoreReader
@@ -110,18 +114,25 @@ class Bench:
         statistics = RolloutStatistics(overlap=config.schedule.overlap)
         suspected, given_up, refused = list[str](), list[str](), list[str]()
 
-        async def suspect(slot: EngineSlot, why: str) -> None:
-            suspected.append(why)  # and it answers
+        class Seen:
+            """Admission and monitor: what is reported to them; the engine answers."""
 
-        reports = Reports(
-            events.append,
-            suspect,
-            lambda _, why: given_up.append(why),
-            lambda _, __, why: refused.append(why),
-            lambda: None,
-            asyncio.create_task,
+            evidence = PromptEvidence()
+
+            def refused(self, _id: int, _group: int, why: str) -> None:
+                refused.append(why)
+
+            def give_up(self, _slot: EngineSlot, why: str) -> None:
+                given_up.append(why)
+
+            async def suspect(self, _slot: EngineSlot, why: str) -> None:
+                suspected.append(why)
+
+        seen: Any = Seen()
+        background = Background(lambda: "a test")
+        generation = Generation(
+            config, store, statistics, (STOP,), seen, seen, background, events.append
         )
-        generation = Generation(config, store, statistics, (STOP,), reports)
         engine = Scripted(list(script))
         slot = verified_slot(engine)
         trajectory_id = group.trajectories[0].trajectory_id
@@ -253,7 +264,7 @@ def test_the_old_stream_of_a_lost_engine_is_not_heard_when_its_trajectory_runs_a
         monkeypatch.setattr(bench.store, "sync", lost_and_restarted_meanwhile)
         kept = await bench.one_request()
         assert (kept.state, kept.segments) == (TrajectoryState.RUNNING, ())
-        assert bench.slot.failed_prompts == set()
+        assert bench.slot.evidence.failed_prompts == set()
         await bench.store.close()
 
     run(body())
@@ -294,10 +305,10 @@ def test_a_stream_that_is_read_no_further_is_closed_before_its_request_has_ended
                 order.append("closed")
 
         bench.engine.generate = noting  # type: ignore[method-assign]
-        feed = bench.generation._reports.feed
-        bench.generation._reports = replace(
-            bench.generation._reports,
-            feed=lambda event: (order.append(type(event).__name__), feed(event)),  # type: ignore[func-returns-value]
+        feed = bench.generation._feed
+        bench.generation._feed = lambda event: (  # type: ignore[method-assign]
+            order.append(type(event).__name__),
+            feed(event),
         )
         await bench.one_request()
         assert order == ["closed", "Aborted"]
@@ -346,7 +357,7 @@ def test_an_engine_that_is_lost_while_the_last_tokens_are_committed_has_finished
         committed = bench.store.sync
 
         async def lost_meanwhile() -> int:
-            if bench.slot.watch.requests:
+            if bench.slot.evidence.requests:
                 monkeypatch.undo()
                 bench.generation.forget_engine(bench.slot, failed=True)
             return await committed()
@@ -368,7 +379,9 @@ def test_a_refused_request_ends_as_such_and_is_nobody_elses_fault(tmp_path: Path
         assert bench.outcomes == [ev.Refused(bench.trajectory_id)]
         assert kept.state is TrajectoryState.PARTIAL  # until the scheduler drops its group
         assert bench.refused == ["too long"]
-        assert bench.suspected == bench.given_up == [] and bench.slot.failed_prompts == set()
+        assert (
+            bench.suspected == bench.given_up == [] and bench.slot.evidence.failed_prompts == set()
+        )
         await bench.store.close()
 
     run(body())
@@ -413,7 +426,7 @@ def test_an_engine_on_which_several_prompts_in_a_row_fail_is_given_up(tmp_path: 
         for prompts in range(1, 4):
             assert bench.given_up == []
             await bench.one_request()
-            assert len(bench.slot.failed_prompts) == prompts
+            assert len(bench.slot.evidence.failed_prompts) == prompts
             group = bench.store.add_group(Prompt(np.array([5, prompts], np.int32), "fixed"), 1)
             bench.trajectory_id = group.trajectories[0].trajectory_id
         [why] = bench.given_up
@@ -440,11 +453,11 @@ class Quiet(Scripted):
 async def quiet(bench: Bench) -> EngineSlot:
     """A request that has generated (7) on a `Quiet` engine with a clock in `bench.now`."""
     slot = verified_slot(Quiet([chunk(7)]), lambda: bench.now)
-    slot.watch.queue(0, 0.0)
+    slot.evidence.queue(0, 0.0)
     bench.generation.submit(bench.trajectory_id, slot)
     while bench.statistics.counts.tokens < 1:
         await asyncio.sleep(0)
-    while slot.watch.request_clock(2.0) == slot.watch.request_clock(1.0):
+    while slot.evidence.request_clock(2.0) == slot.evidence.request_clock(1.0):
         await asyncio.sleep(0)  # its clock stands still until the token is stored
     return slot
 
@@ -453,8 +466,8 @@ def test_a_silent_response_is_cut_off_and_its_engine_stays(tmp_path: Path) -> No
     async def body() -> None:
         bench = Bench.of(tmp_path, config_of())
         slot = await quiet(bench)
-        slot.watch.hold("pause", 100.0)
-        slot.watch.release("pause", 900.0)
+        slot.evidence.hold("pause", 100.0)
+        slot.evidence.release("pause", 900.0)
         bench.now = 1399.0
         bench.generation.end_silent(slot, 600.0)
         assert bench.outcomes == []
@@ -518,7 +531,7 @@ def test_only_what_the_policy_wrote_last_can_end_a_response() -> None:
         *segments: Segment, limit: int = LIMIT, stops: tuple[int, ...] = (STOP,)
     ) -> FinishReason | None:
         record = TrajectoryRecord(TrajectoryRow(0, 0), segments)
-        return end_of(*record.response_end(), limit, stops)
+        return Wanted(SamplingConfig(), limit, stops).end(*record.response_end())
 
     def segment(*tokens: int, from_environment: bool = False) -> Segment:
         values = np.zeros(len(tokens), np.float32)

@@ -82,7 +82,7 @@ def test_engines_that_are_given_up_and_live(tmp_path: Path, seed: int, slow_disk
         store.sync = slow  # type: ignore[method-assign]
         await give_up_some(trainer, seed)
         driver = trainer.manager._driver
-        assert driver.failure is None
+        assert driver.background.failure is None
         assert "superseded_append" not in driver.statistics.warnings, "only the store stopped it"
         await trainer.manager.stop()
 
@@ -113,7 +113,7 @@ def test_a_stream_that_nobody_stopped_is_refused_by_the_store(tmp_path: Path) ->
         before = driver.statistics.counts.tokens
         while driver.statistics.counts.tokens < before + 300:
             await asyncio.sleep(0.005)
-        assert driver.failure is None
+        assert driver.background.failure is None
         assert "is superseded" in driver.statistics.warnings["superseded_append"]
         await trainer.manager.stop()
 

@@ -11,7 +11,8 @@ from hypothesis import given
 
 from megatron_async.config import RunConfig
 from megatron_async.engines.interface import GenerationRequest, RequestRefused, TokenChunk
-from megatron_async.rollout.evaluate import EvaluationEngines, Evaluator
+from megatron_async.rollout.evaluate import Evaluator
+from megatron_async.rollout.respond import SharedEngines
 from megatron_async.trajectory.types import PolicyVersion, RequestKey
 from tests.rollout.stand_ins import Fixed
 
@@ -48,7 +49,7 @@ def test_evaluation_names_are_no_prefixes_and_a_refusal_is_a_wrong_answer() -> N
     engine, task = Asked(), Fixed()
     config = RunConfig.model_validate({"eval": {"prompts": 12}})
     evaluator = Evaluator(config, task, task)  # type: ignore[arg-type]
-    engines = EvaluationEngines(lambda: [engine])  # type: ignore[list-item]
+    engines = SharedEngines(lambda: [engine])  # type: ignore[list-item]
     work = evaluator.evaluate(engines, PolicyVersion(0, 0))
     (result,) = asyncio.run(work).results
     assert len(set(engine.names)) == 12 and not ambiguous(engine.names)

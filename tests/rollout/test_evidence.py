@@ -1,0 +1,251 @@
+"""What counts against an engine, a request or a prompt: silences, and the table of the docs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from megatron_async.rollout.evidence import EngineEvidence, PromptEvidence, hopeless
+
+
+def test_an_idle_engine_is_not_silent_when_it_gets_work() -> None:
+    engine = EngineEvidence()
+    assert engine.silence(500.0) == 0.0
+    engine.request_began(500.0)
+    assert engine.silence(503.0) == 3.0
+
+
+def test_a_token_begins_the_silence_anew() -> None:
+    engine = EngineEvidence()
+    engine.request_began(0.0)
+    engine.request_began(4.0)
+    engine.token(5.0)
+    assert engine.silence(7.0) == 2.0
+
+
+def test_the_end_of_the_last_request_ends_it() -> None:
+    engine = EngineEvidence()
+    engine.request_began(0.0)
+    engine.request_ended(90.0)
+    assert engine.silence(100.0) == 0.0
+    engine.request_began(100.0)
+    assert engine.silence(101.0) == 1.0
+
+
+def test_a_held_engine_is_not_silent_and_starts_anew_when_all_who_hold_it_are_done() -> None:
+    engine = EngineEvidence()
+    engine.request_began(0.0)
+    engine.hold("pause", 10.0)
+    engine.hold("update", 11.0)
+    assert engine.held and engine.silence(700.0) == 10.0
+    engine.release("update", 700.0)
+    assert engine.held and engine.silence(800.0) == 10.0
+    engine.release("pause", 800.0)
+    engine.release("pause", 900.0)  # nothing to release
+    assert not engine.held and engine.silence(803.0) == 3.0
+
+
+def test_no_silence_grows_while_tokens_wait_for_a_disk() -> None:
+    engine = EngineEvidence()
+    engine.queue(0, 0.0)
+    engine.request_began(0.0)
+    engine.request_began(0.0)
+    engine.store_begins(10.0)
+    engine.store_begins(11.0)
+    assert (engine.silence(400.0), engine.request_clock(400.0)) == (10.0, 10.0)
+    engine.store_ends(400.0)
+    assert (engine.silence(500.0), engine.request_clock(500.0)) == (10.0, 10.0)
+    engine.store_ends(500.0)
+    assert (engine.silence(503.0), engine.request_clock(503.0)) == (13.0, 13.0)
+
+
+def test_what_was_asked_before_a_hold_or_in_it_is_no_evidence() -> None:
+    engine = EngineEvidence()
+    assert not engine.held_since(0.0)
+    engine.hold("update", 5.0)
+    assert engine.held_since(4.0) and engine.held_since(6.0)
+    engine.release("update", 9.0)
+    assert engine.held_since(4.0) and not engine.held_since(9.5)
+
+
+def test_the_clock_of_requests_stands_while_the_engine_is_held_or_has_a_queue() -> None:
+    engine = EngineEvidence()
+    assert engine.request_clock(50.0) == 0.0, "what the queue is like is not known yet"
+    engine.queue(0, 50.0)
+    assert engine.request_clock(60.0) == 10.0
+    engine.queue(3, 60.0)
+    assert engine.request_clock(100.0) == 10.0
+    engine.queue(0, 100.0)
+    engine.hold("pause", 105.0)
+    assert engine.request_clock(200.0) == 15.0
+    engine.release("pause", 200.0)
+    assert engine.request_clock(201.0) == 16.0
+
+
+HAPPENINGS = st.lists(
+    st.tuples(
+        st.sampled_from(["begin", "end", "token", "hold", "release", "busy", "free"]),
+        st.integers(0, 20),
+    ),
+    max_size=40,
+)
+
+
+@given(HAPPENINGS)
+def test_it_is_what_counting_second_by_second_gives(happenings: list[tuple[str, int]]) -> None:
+    engine, now = EngineEvidence(), 0
+    requests, held, free, silence, clock = 0, False, False, 0, 0
+    for what, seconds in happenings:
+        if what == "begin":
+            requests += 1
+            engine.request_began(now)
+        elif what == "end" and requests:
+            requests -= 1
+            engine.request_ended(now)
+            silence = silence if requests else 0
+        elif what == "token":
+            silence = 0
+            engine.token(now)
+        elif what == "hold":
+            held = True
+            engine.hold("it", now)
+        elif what == "release" and held:
+            held, silence = False, 0
+            engine.release("it", now)
+        elif what in ("busy", "free"):
+            free = what == "free"
+            engine.queue(0 if free else 1, now)
+        now += seconds
+        silence += seconds * (requests > 0 and not held)
+        clock += seconds * (free and not held)
+        assert (engine.silence(now), engine.request_clock(now)) == (silence, clock)
+
+
+DOCS = Path(__file__).parents[2] / "docs" / "failures.md"
+
+
+def working() -> EngineEvidence:
+    """An engine with a request since second 0, and an empty queue."""
+    engine = EngineEvidence()
+    engine.queue(0, 0.0)
+    engine.request_began(0.0)
+    return engine
+
+
+def paused_at(second: float) -> EngineEvidence:
+    engine = working()
+    engine.hold("pause", second)
+    return engine
+
+
+def broken_by(*groups: int | None) -> bool:
+    """Requests of these groups fail on an engine, one after the other; None: a token comes."""
+    engine, shown = working(), False
+    for group in groups:
+        if group is None:
+            engine.token(1.0)
+        else:
+            shown = engine.failed(group)
+    return shown
+
+
+def own_fault(*tokens_between: bool) -> bool:
+    """A request fails once more than there are elements; True: a token comes in between."""
+    prompts = PromptEvidence()
+    shown = prompts.failed(7)
+    for token in tokens_between:
+        if token:
+            prompts.token(7, 1)
+        shown = prompts.failed(7)
+    return shown
+
+
+def ended_engines(*others_made_tokens: bool) -> bool:
+    """Engines fail one after the other before the first token of group 1."""
+    prompts, tokens, fatal = PromptEvidence(), 0, set[int]()
+    for made in others_made_tokens:
+        tokens += made
+        fatal = prompts.engine_died({1}, tokens)
+    return fatal == {1}
+
+
+def refused(groups: int, accepted_at: int = -1) -> bool:
+    prompts, in_row = PromptEvidence(), 0
+    for group in range(groups):
+        if group == accepted_at:
+            prompts.token(99, 99)
+        in_row = prompts.refused(group) or in_row
+        assert prompts.refused(group) is None, "its other requests are no second refusal"
+    return hopeless(in_row)
+
+
+# Each row of the table: what is enough, and what is nearly enough; or the test that shows it.
+ROWS: dict[str, tuple[Callable[[], bool], Callable[[], bool]] | str] = {
+    "its process has ended": "rollout/test_fleet.py::test_lost_engines_are_mended_side_by_side",
+    "a connection or a stream breaks": (
+        lambda: not working().held_since(5.0),
+        lambda: not paused_at(6.0).held_since(5.0),
+    ),
+    "its load report does not come for `engines.no_progress_seconds`": (
+        lambda: not working().held_since(5.0),
+        lambda: not paused_at(4.0).held_since(5.0),
+    ),
+    "it makes no token for `engines.no_progress_seconds` although it has requests": (
+        lambda: working().silence(20.1) > 20.0,
+        lambda: paused_at(19.0).silence(99.0) > 20.0,
+    ),
+    "it answers, but requests of three different prompts in a row fail on it": (
+        lambda: broken_by(1, 1, 2, 3),
+        lambda: broken_by(1, 2, None, 3, 3, 1),
+    ),
+    "a pause, a weight update or a checksum fails on it": (
+        "rollout/test_manager.py::"
+        "test_a_late_error_of_an_engine_that_was_replaced_does_not_count_against_its_successor"
+    ),
+    "its checksum or its log-probs are not the trainer's, twice": (
+        "rollout/test_weight_checks.py::test_after_the_second_the_engine_is_replaced"
+    ),
+    "it refuses a request": (lambda: refused(64), lambda: refused(127, accepted_at=64)),
+    "a prompt is too long for the engines": (
+        lambda: hopeless(200, epoch=100),
+        lambda: hopeless(199, epoch=100),
+    ),
+    "one request fails six times in a row where others do not": (
+        lambda: own_fault(*[False] * 5),
+        lambda: own_fault(*[False] * 4, True),
+    ),
+    "six engines in a row fail while a prompt's requests are sent there": (
+        lambda: ended_engines(*[True] * 6),
+        lambda: ended_engines(*[True] * 5, False),
+    ),
+    "one response is silent for `engines.request_timeout_seconds`": (
+        "rollout/test_generation.py::test_a_silent_response_is_cut_off_and_its_engine_stays"
+    ),
+    "a request does not end when it is aborted": (
+        "rollout/test_generation.py::test_what_is_not_aborted_is_cut_off_and_its_engine_stays"
+    ),
+}
+
+
+def test_the_table_of_the_docs_is_this_one() -> None:
+    section = DOCS.read_text().partition("## What an engine is given up for")[2]
+    table = section.partition("| what is seen |")[2].partition("\n\n")[0]
+    seen = [line.split(" | ")[0].removeprefix("| ") for line in table.splitlines()[2:]]
+    assert len(seen) == len(ROWS)
+    for row, known in zip(seen, ROWS, strict=True):
+        assert row.startswith(known)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_each_row_holds_and_a_little_less_shows_nothing(row: str) -> None:
+    shown = ROWS[row]
+    if isinstance(shown, str):
+        path, _, name = shown.partition("::")
+        assert f"def {name}(" in (DOCS.parents[1] / "tests" / path).read_text()
+        return
+    enough, nearly = shown
+    assert enough() and not nearly()
