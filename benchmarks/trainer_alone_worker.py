@@ -18,9 +18,9 @@ def ours(job: dict[str, Any]) -> Found:
     """The trainer of this system, one rank."""
     import numpy as np
 
-    from megatron_async.commands.sft import example_batch
     from megatron_async.config import build_config
     from megatron_async.tasks.base import WorkedExample
+    from megatron_async.train_loop.sft_rank import example_batch
     from megatron_async.trainer.parallel import parallel_session
     from megatron_async.trainer.step import PolicyTrainer
 

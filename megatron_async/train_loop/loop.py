@@ -84,7 +84,7 @@ class TrainLoop:
                 return self._stop()
             began = time.monotonic()
             try:
-                batch = self.rank_zero.does(lambda: self._link.next_batch())
+                batch = self.rank_zero.run(lambda: self._link.next_batch())
             except StopAsked:
                 return self._stop()
             except ManagerLost:
@@ -114,14 +114,14 @@ class TrainLoop:
         """`question` to the rollout side, on rank 0; repeated if its manager is lost over it."""
         while True:  # ends: Ray restarts a manager engines.max_manager_restarts times
             try:
-                return self.rank_zero.does(question)
+                return self.rank_zero.run(question)
             except ManagerLost:
                 self._attach_again()
 
     def _attach_again(self) -> None:
         """Attach to a manager that was started again; its engines are new and want weights."""
         here = replace(self.resume, step=self.trainer.step, store_position=self._store_position)
-        self.rank_zero.does(lambda: self._link.attach(here))
+        self.rank_zero.run(lambda: self._link.attach(here))
 
     @property
     def _link(self) -> RolloutLink:
@@ -168,21 +168,21 @@ class TrainLoop:
         number, began = self.trainer.step, time.monotonic()
         self._evaluation_seconds = 0.0
         self.memory.hold(Residence.WEIGHTS)
-        engines = self.rank_zero.does(lambda: self._link.begin_update(number))
+        engines = self.rank_zero.run(lambda: self._link.begin_update(number))
         ready = time.monotonic()
         reached = self.publisher.publish(engines, self.trainer.version)
         sent = time.monotonic()
         wanted = self.config.weights.verify
         verify = wanted == "every" or (wanted == "first" and not self._verified_once)
         self._give_memory_back()
-        samples = self.rank_zero.does(lambda: self._link.end_update(number, reached, verify))
+        samples = self.rank_zero.run(lambda: self._link.end_update(number, reached, verify))
         logprobs_T, float32 = None, False
         if samples is not None:
             self.memory.hold(Residence.WEIGHTS)
             logprobs_T = self.trainer.compute_logprobs(samples)
             float32 = parameter_dtype(self.config.model).itemsize == 4
             self._give_memory_back()
-        update = self.rank_zero.does(lambda: self._link.verify_update(number, logprobs_T, float32))
+        update = self.rank_zero.run(lambda: self._link.verify_update(number, logprobs_T, float32))
         self._update_seconds = {
             "weights/ready_seconds": ready - began,
             "weights/transfer_seconds": sent - ready,
@@ -211,7 +211,7 @@ class TrainLoop:
     def _evaluate(self, number: int) -> None:
         """An evaluation may take longer than whoever asks the run to stop will wait."""
         try:
-            found = self.rank_zero.does(lambda: self._link.evaluate(number))
+            found = self.rank_zero.run(lambda: self._link.evaluate(number))
         except StopAsked:
             self._unevaluated = True
             return

@@ -50,7 +50,7 @@ class RankZero:
         """Collective: returns once every rank has called it."""
         dist.barrier(group=self.group)
 
-    def does(self, work: Callable[[], T]) -> T:
+    def run(self, work: Callable[[], T]) -> T:
         """Do it on rank 0 and give every rank the result; an error there is raised everywhere."""
         box: list[Any] = [None, None]
         if dist.get_rank() == 0:

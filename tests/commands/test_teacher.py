@@ -16,7 +16,6 @@ import psutil
 import pytest
 from aiohttp import web
 
-from megatron_async.commands.sft import batches_of
 from megatron_async.commands.teacher import ask_engine, check_teacher, taught
 from megatron_async.config import RunConfig, build_config
 from megatron_async.config.rollout import EngineConfig, SamplingConfig
@@ -28,6 +27,7 @@ from megatron_async.run_directory import RunDirectory
 from megatron_async.tasks import build_source, build_task
 from megatron_async.tasks.text_task import TextTask
 from megatron_async.tasks.tiny_model import build_tiny_model, write_character_tokenizer
+from megatron_async.train_loop.sft_rank import batches_of
 
 
 class Endpoint:

@@ -35,7 +35,7 @@ def answers_of_rank_zero(patient: bool) -> list[str]:
 
     for work in (slow, fails, lambda: "done"):
         try:
-            heard.append(rank_zero.does(work))
+            heard.append(rank_zero.run(work))
         except ComponentFailure as error:
             heard.append(str(error))
         except RuntimeError as error:

@@ -1,0 +1,135 @@
+"""A trainer rank, from the run directory to the run's outcome.
+
+Import it after `trainer.device.import_megatron`, on which its own imports depend.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from contextlib import ExitStack
+from dataclasses import asdict
+
+from megatron_async.checkpoint.manager import Checkpoint, CheckpointManager
+from megatron_async.config import RunConfig
+from megatron_async.import_path import load_object
+from megatron_async.models.save import save_hf
+from megatron_async.rollout.messages import ResumePoint
+from megatron_async.run_directory import RunDirectory, RunOutcome
+from megatron_async.telemetry.health import HealthWatch
+from megatron_async.telemetry.metrics import MetricsWriter, read_metrics
+from megatron_async.telemetry.summary import summarise
+from megatron_async.telemetry.trackers.base import TrackedRun
+from megatron_async.telemetry.trackers.build import start_trackers
+from megatron_async.train_loop.loop import TrainLoop
+from megatron_async.train_loop.manager_client import RayLink, RolloutLink
+from megatron_async.train_loop.rank_zero import RankZero, patience_seconds
+from megatron_async.train_loop.stop import StopRequest
+from megatron_async.trainer.offload import trainer_memory
+from megatron_async.trainer.parallel import parallel_session
+from megatron_async.trainer.step import PolicyTrainer
+from megatron_async.weight_sync.publisher import WeightPublisher
+from megatron_async.weight_sync.transports.base import seconds_to_give_up
+
+
+def train(directory: RunDirectory, config: RunConfig, ray_address: str, stop: StopRequest) -> None:
+    """Build this rank's trainer, restore the newest checkpoint, run the loop, export."""
+    with ExitStack() as stack:
+        session = parallel_session(
+            config.parallel,
+            config.trainer,
+            config.seed,
+            held_up_seconds=seconds_to_give_up(config.weights),
+        )
+        first = stack.enter_context(session).rank == 0
+        rank_zero = RankZero.waited_for(patience_seconds(config))
+        lineage = rank_zero.run(directory.next_lineage)
+        checkpoints = CheckpointManager(directory.checkpoints, config.checkpoint, rank_zero.group)
+        newest = checkpoints.newest()
+        resume = _resume_point(lineage, newest)
+
+        def build() -> PolicyTrainer:
+            trainer = PolicyTrainer(config, lineage=lineage)
+            if newest is not None:
+                checkpoints.load(trainer, newest)
+            return trainer
+
+        # Side by side with the engines' start; on shared devices only when the engines are off.
+        colocated = config.engines.placement == "colocated"
+        trainer = None if colocated else build()
+        link: RolloutLink | None = None
+        metrics: MetricsWriter | None = None
+        before: list[dict[str, float]] = []
+        if first:
+            link = _link(directory, config, ray_address, stop, stack)
+            trained = read_metrics(directory.metrics_file)
+            before = [step for step in trained if step["step"] < resume.step]
+            metrics = writer(directory, config, stack, lineage=lineage)
+            for damaged in checkpoints.newer_than(newest):
+                message = f"{damaged.path} is damaged (trainer.log has the fault) and passed over"
+                metrics.warn(max(0, resume.step - 1), "checkpoint_damaged", message)
+        rank_zero.run(lambda: link.attach(resume) if link is not None else None)
+        trainer = trainer or build()
+        publisher = WeightPublisher(config, trainer.model, directory.path / "weights")
+        stack.callback(publisher.close)
+        complete = TrainLoop(
+            config=config,
+            trainer=trainer,
+            publisher=publisher,
+            checkpoints=checkpoints,
+            link=link,
+            metrics=metrics,
+            stop=stop,
+            resume=resume,
+            memory=trainer_memory(config, trainer),
+            rank_zero=rank_zero,
+            health=HealthWatch(config.schedule.max_async_level, before),
+        ).run()
+        if complete and config.checkpoint.export_hf:
+            # A run that was extended by --resume exports anew.
+            rank_zero.run(lambda: shutil.rmtree(directory.hf_export, ignore_errors=True))
+            save_hf(trainer.model, directory.hf_export, config.model.path)
+        if metrics is not None:
+            metrics.report(trainer.step, json.dumps(asdict(summarise(directory)), indent=1))
+        outcome = RunOutcome.COMPLETE if complete else RunOutcome.STOPPED
+        rank_zero.run(lambda: directory.report_outcome(outcome))
+
+
+def _resume_point(lineage: int, newest: Checkpoint | None) -> ResumePoint:
+    if newest is None:
+        return ResumePoint(lineage)
+    position = int(newest.manifest.extra["store_position"])
+    return ResumePoint(lineage, newest.step, newest.manifest.lineage, position)
+
+
+def _link(
+    directory: RunDirectory,
+    config: RunConfig,
+    ray_address: str,
+    stop: StopRequest,
+    stack: ExitStack,
+) -> RolloutLink:
+    link = RayLink(config, ray_address, stop.asked)
+    stack.callback(link.close)
+    if config.experiment.ledger is None:
+        return link
+    ledger = load_object(config.experiment.ledger, "experiment.ledger")
+    return ledger(directory.path).link(link)  # type: ignore[no-any-return]
+
+
+def writer(
+    directory: RunDirectory,
+    config: RunConfig,
+    stack: ExitStack,
+    *,
+    lineage: int,
+    stage: str = "",
+) -> MetricsWriter:
+    """Return the writer of the run's metrics, which `stack` closes, with its trackers."""
+    settings = config.model_dump(mode="json")
+    run = TrackedRun(config.name, directory.path, settings, lineage=lineage, stage=stage)
+    metrics = MetricsWriter(
+        directory.metrics_file, start_trackers(config.telemetry, run), lineage=lineage
+    )
+    stack.callback(metrics.close)
+    return metrics
