@@ -171,7 +171,7 @@ _CHECKPOINTS: Final = (
     ),
 )
 
-_SEATS: Final = apart("weight_sync/test_shared_gpus.py", keyword="seat or giver or own_gpus")
+_ENGINE_RANKS: Final = apart("weight_sync/test_shared_gpus.py", keyword="engine_ranks or own_gpus")
 _HANDED: Final = apart(
     "weight_sync/test_shared_gpus.py", keyword="every_tensor_rank", limit_seconds=_LONG_SECONDS
 )
@@ -180,12 +180,12 @@ _REST: Final = apart("rollout/test_shared_devices.py")
 _COLOCATED: Final = (
     *taken_back(
         "1.8",
-        _SEATS,
-        f"{_SYNC}/seats.py",
+        _ENGINE_RANKS,
+        f"{_SYNC}/gpu_sharing.py",
         (
             "rank 0 gives weights to every engine",
-            "    seat = Seat(*divmod(rank, tensor))\n",
-            "    seat = Seat(0, rank)\n",
+            "    found = EngineRank(*divmod(rank, tensor))\n",
+            "    found = EngineRank(0, rank)\n",
         ),
         (
             "every engine is on the first GPUs",
@@ -195,7 +195,7 @@ _COLOCATED: Final = (
     ),
     *taken_back(
         "1.8",
-        _SEATS,
+        _ENGINE_RANKS,
         "megatron_async/engines/actor.py",
         (
             "an engine sees all GPUs of the trainer",
@@ -211,7 +211,7 @@ _COLOCATED: Final = (
         (
             "all tensor ranks of an engine get the leader's handles",
             "return HandedBucket(bucket, found or [])",
-            "return HandedBucket(bucket, [payload] * self._size if seat.leads else [])",
+            "return HandedBucket(bucket, [payload] * self._size if held.leads else [])",
         ),
         ("a bucket is freed while an engine loads it", "_HELD_BUCKETS = 3", "_HELD_BUCKETS = 1"),
     ),

@@ -30,7 +30,7 @@ from megatron_async.engines.sglang.process import SGLangProcess, resolve_device
 from megatron_async.engines.token_report import TokenReport
 from megatron_async.errors import ComponentFailure, ProcessKilled, one_line
 from megatron_async.garbage import search_rarely
-from megatron_async.weight_sync.seats import gpus_of
+from megatron_async.weight_sync.gpu_sharing import gpus_of
 
 _CALL_SECONDS = 30.0
 _STOP_SECONDS = 60.0

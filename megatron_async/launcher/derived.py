@@ -27,7 +27,7 @@ from megatron_async.models.shape import ModelShape, shape_of
 from megatron_async.simulate.hardware import DATA_SHEETS, gpu_of
 from megatron_async.simulate.memory import activation_bytes, kv_capacity_tokens, trainer_state_bytes
 from megatron_async.simulate.planner import sufficient_concurrency
-from megatron_async.weight_sync.seats import givers_of
+from megatron_async.weight_sync.gpu_sharing import trainer_ranks_of
 
 _GRAPH_STEP: Final = 8
 _GB: Final = 1e9
@@ -210,8 +210,8 @@ def _shared(config: RunConfig) -> str:
     """Where engines share the GPUs of trainer ranks: which."""
     if config.engines.placement != "colocated":
         return ""
-    givers = (givers_of(e, config.engines.tensor) for e in range(config.engines.count))
-    shown = ", ".join("+".join(map(str, ranks)) for ranks in givers)
+    sharing = (trainer_ranks_of(e, config.engines.tensor) for e in range(config.engines.count))
+    shown = ", ".join("+".join(map(str, ranks)) for ranks in sharing)
     return f" on the GPUs of trainer ranks {shown}, which give all memory in turns"
 
 

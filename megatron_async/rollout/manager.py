@@ -11,7 +11,7 @@ Invariants
   under the trainer (`weight_checks.py`). One that does not is sent the weights once more; if that
   does not help either, it is replaced.
 - No token reaches the store before its engine is verified for its version: what engines generate
-  meanwhile waits (`engine_slot.py`). Engines that share the trainer's devices rest meanwhile.
+  meanwhile waits (`engine_slot.py`). Engines that share the trainer's devices are offloaded then.
 - A superseded trainer changes nothing for its successor: neither by a call that begins
   later (`_session_of`, the door of every call) nor by one that was under way (`_still`).
 - `checkpoint_finalised` is called after the manifest exists, never before.
@@ -183,7 +183,7 @@ class RolloutManager:
             driver.statistics.warned("store_recovered", store.recovery.sentence)
         driver.start()
         self._fleet.attach(driver)
-        await self._devices.rest(driver.engines())
+        await self._devices.offload(driver.engines())
 
     async def _detach(self, why: Callable[[_Session], ComponentFailure], leave: bool) -> None:
         session, self._session = self._session, None
@@ -250,7 +250,7 @@ class RolloutManager:
         self._still(session)
         if batch is not None and self._devices.shared:
             await driver.until_idle(limit)  # what was ended early is on its way out
-        await self._devices.rest(driver.engines())
+        await self._devices.offload(driver.engines())
         if (lost := session.store.take_loss()) is not None:
             driver.statistics.warned("store_lost", _STORE_LOST.format(lost))
         more = session.prompts.take_metrics()
@@ -272,8 +272,8 @@ class RolloutManager:
         self._still(session)
         if self._devices.shared:  # who gave its memory away has lost its weights
             engines = self._driver.engines()
-            await self._devices.rest(engines)
-            await self._devices.take_weights(engines)
+            await self._devices.offload(engines)
+            await self._devices.onload_weights(engines)
         elif self._config.schedule.weight_update == "boundary":
             # Nothing is paused then, and SGLang refuses an update that flushes its cache while a
             # request that has just ended is still on its way out. This waits for that.
@@ -297,7 +297,7 @@ class RolloutManager:
             self._driver.engine_failed(engine_id, f"engine {engine_id} did not take {version}")
         self._driver.sent(version, engine_ids)
         holders = [e for e in self._driver.engines() if e.engine_id in set(engine_ids)]
-        await self._devices.give_back(self._driver.engines())
+        await self._devices.onload(self._driver.engines())
         stale = [engine for engine in self._driver.stale_engines() if engine in holders]
         # A trainer that died in the middle of an update has left them paused.
         await self._ask(stale, lambda engine: engine.resume())
@@ -314,13 +314,13 @@ class RolloutManager:
         sampling = asyncio.ensure_future(self._checks.sampled(holders, version))
         try:
             await asyncio.sleep(0)  # the samples are asked for before anything else
-            if not self._devices.shared:  # there engines rest until they are verified
+            if not self._devices.shared:  # there engines are offloaded until they are verified
                 await self._go_on(session, holders, version)
             outcome, samples = await sampling
         finally:
             sampling.cancel()
         holders = self._passed(session, outcome)
-        await self._devices.rest(self._driver.engines(), keep_weights=True)
+        await self._devices.offload(self._driver.engines(), keep_weights=True)
         self._update = _PendingUpdate(version, holders, samples, rests=self._devices.shared)
         return packed(samples, self._config.sampling.temperature) if samples else None
 
@@ -347,7 +347,7 @@ class RolloutManager:
         if update is None or update.version != version:
             raise ComponentFailure(f"{version} was to be verified before its update had ended")
         last = number >= self._config.steps
-        await self._devices.give_back(self._driver.engines())
+        await self._devices.onload(self._driver.engines())
         outcome, metrics = self._checks.ratios(
             update.holders, update.samples, logprobs_T, version, float32=float32
         )
@@ -365,7 +365,7 @@ class RolloutManager:
         self._holders = holders
         due = session.evaluations.updated(version, held=bool(holders))
         if last and not due:
-            await self._devices.rest(self._driver.engines())
+            await self._devices.offload(self._driver.engines())
         return UpdateReport(
             metrics=metrics,
             passed=len(holders) == len(self._addressed),
@@ -395,7 +395,7 @@ class RolloutManager:
         await session.evaluations.exact(version, self._holders)
         self._still(session)
         if number >= self._config.steps:
-            await self._devices.rest(self._driver.engines())
+            await self._devices.offload(self._driver.engines())
         return session.evaluations.take()
 
     def _passed(self, session: _Session, outcome: CheckedEngines) -> list[EngineClient]:
@@ -418,10 +418,10 @@ class RolloutManager:
     async def position(self, lineage: int) -> dict[str, Any]:
         """Return what a checkpoint keeps of the rollout side (`ResumePoint` is made from it).
 
-        The trainer is about to hold all of its memory: engines that share it rest.
+        The trainer is about to hold all of its memory: engines that share it are offloaded.
         """
         session = self._session_of(lineage)
-        await self._devices.rest(session.driver.engines())
+        await self._devices.offload(session.driver.engines())
         position = await session.store.sync(durable=True)
         session.store.replicate()
         self._still(session)

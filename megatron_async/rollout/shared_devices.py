@@ -5,9 +5,9 @@ means that it is about to train; a weight update, that it holds nothing but weig
 update, that it holds nothing.
 
 Invariants
-- Engines rest from the moment in which the trainer may go on until it reports that its memory
-  is free: never are both awake.
-- A resting engine runs nothing; requests that were interrupted go on when it is back.
+- Engines are offloaded from the moment in which the trainer may go on until it reports that its
+  memory is free: never do both hold it.
+- An offloaded engine runs nothing; requests that were interrupted go on when it is back.
 - With devices of their own (`shared` false) nothing here does anything.
 """
 
@@ -21,41 +21,41 @@ Ask = Callable[[Sequence[EngineClient], Callable[[EngineClient], Awaitable[None]
 
 
 class SharedDevices:
-    """Puts engines to rest and brings them back; `ask` asks and drops those that fail."""
+    """Offloads engines and loads them again; `ask` asks and drops those that fail."""
 
     def __init__(self, shared: bool, ask: Ask) -> None:
         self.shared = shared
         self._ask = ask
-        self._resting: dict[str, bool] = {}  # whether it has memory for its weights
+        self._offloaded: dict[str, bool] = {}  # whether it has memory for its weights
 
-    async def rest(self, engines: Iterable[EngineClient], *, keep_weights: bool = False) -> None:
-        """The trainer's turn. `keep_weights`: it computes with its weights, no more."""
+    async def offload(self, engines: Iterable[EngineClient], *, keep_weights: bool = False) -> None:
+        """Free the devices for the trainer. `keep_weights`: it needs room for its weights only."""
 
-        async def put_to_rest(engine: EngineClient) -> None:
+        async def offload_one(engine: EngineClient) -> None:
             await engine.pause("retract")
             await engine.release_memory(keep_weights=keep_weights)
-            self._resting[engine.engine_id] = keep_weights
+            self._offloaded[engine.engine_id] = keep_weights
 
         if self.shared:
-            # One that rests already may have its weights to give.
-            done = {e for e, weights in self._resting.items() if keep_weights or not weights}
-            await self._ask([e for e in engines if e.engine_id not in done], put_to_rest)
+            # An offloaded one may hold its weights still.
+            done = {e for e, weights in self._offloaded.items() if keep_weights or not weights}
+            await self._ask([e for e in engines if e.engine_id not in done], offload_one)
 
-    async def take_weights(self, engines: Iterable[EngineClient]) -> None:
-        """Memory for the weights that are about to be sent; the engines go on resting."""
+    async def onload_weights(self, engines: Iterable[EngineClient]) -> None:
+        """Memory for the weights that are about to be sent; the engines stay offloaded."""
 
         async def take(engine: EngineClient) -> None:
             await engine.resume_memory(weights_only=True)
-            self._resting[engine.engine_id] = True
+            self._offloaded[engine.engine_id] = True
 
-        await self._ask([e for e in engines if e.engine_id in self._resting], take)
+        await self._ask([e for e in engines if e.engine_id in self._offloaded], take)
 
-    async def give_back(self, engines: Iterable[EngineClient]) -> None:
-        """Give the devices back to the engines; the trainer holds nothing there."""
+    async def onload(self, engines: Iterable[EngineClient]) -> None:
+        """Let the engines take all their memory; the trainer holds nothing there."""
 
         async def take_all(engine: EngineClient) -> None:
             await engine.resume_memory(weights_only=False)
             await engine.resume()
-            del self._resting[engine.engine_id]
+            del self._offloaded[engine.engine_id]
 
-        await self._ask([e for e in engines if e.engine_id in self._resting], take_all)
+        await self._ask([e for e in engines if e.engine_id in self._offloaded], take_all)

@@ -174,14 +174,14 @@ class TrainLoop:
         sent = time.monotonic()
         wanted = self.config.weights.verify
         verify = wanted == "every" or (wanted == "first" and not self._verified_once)
-        self._give_memory_back()
+        self._offload()
         samples = self.rank_zero.run(lambda: self._link.end_update(number, reached, verify))
         logprobs_T, float32 = None, False
         if samples is not None:
             self.memory.hold(Residence.WEIGHTS)
             logprobs_T = self.trainer.compute_logprobs(samples)
             float32 = parameter_dtype(self.config.model).itemsize == 4
-            self._give_memory_back()
+            self._offload()
         update = self.rank_zero.run(lambda: self._link.verify_update(number, logprobs_T, float32))
         self._update_seconds = {
             "weights/ready_seconds": ready - began,
@@ -202,8 +202,8 @@ class TrainLoop:
             self._evaluation_seconds = time.monotonic() - began
         return update
 
-    def _give_memory_back(self) -> None:
-        """Engines may take it on every rank's device afterwards."""
+    def _offload(self) -> None:
+        """Free every rank's device for the engines."""
         self.memory.hold(Residence.NOTHING)
         if self._colocated:
             self.rank_zero.all_here()
@@ -238,7 +238,7 @@ class TrainLoop:
 
     def _checkpoint(self) -> None:
         extra = self._ask(lambda: self._link.position())
-        self.memory.hold(Residence.ALL)  # engines that share the memory rest by now
+        self.memory.hold(Residence.ALL)  # engines that share the memory are offloaded by now
         self.checkpoints.save(self.trainer, extra)
         self._saved_step = self.trainer.step
 

@@ -53,7 +53,7 @@ class HostCopies:
     def away(self) -> bool:
         return bool(self._away)
 
-    def take(self, tensors: Iterable[Tensor], but: Iterable[Tensor] = ()) -> int:
+    def offload(self, tensors: Iterable[Tensor], but: Iterable[Tensor] = ()) -> int:
         """Copy to host memory and empty; storages of `but` stay. Returns the bytes that moved."""
         kept = {tensor.untyped_storage().data_ptr() for tensor in but}
         moved = 0
@@ -67,7 +67,7 @@ class HostCopies:
             storage.resize_(0)
         return moved
 
-    def give_back(self) -> None:
+    def onload(self) -> None:
         """Fill the storages again."""
         for storage, copy in self._away:
             storage.resize_(copy.nbytes)
@@ -90,22 +90,22 @@ class DeviceMemory:
         """`trainer` has `wrapped` (Megatron's DDP) and `optimizer` (Megatron's)."""
         self._trainer = trainer
         self._weights = HostCopies(moves)
-        self._rest = HostCopies(moves)
+        self._others = HostCopies(moves)
         self.residence = Residence.ALL
 
     def hold(self, residence: Residence) -> None:
         """Move what must move so that exactly this is on the device."""
         if residence is Residence.ALL:
-            self._weights.give_back()
-            self._rest.give_back()
+            self._weights.onload()
+            self._others.onload()
         else:
-            if not self._rest.away:
+            if not self._others.away:
                 weights = [] if self._weights.away else list(weight_tensors(self._trainer))
-                self._rest.take(other_tensors(self._trainer), but=weights)
+                self._others.offload(other_tensors(self._trainer), but=weights)
             if residence is Residence.WEIGHTS:
-                self._weights.give_back()
+                self._weights.onload()
             elif not self._weights.away:
-                self._weights.take(weight_tensors(self._trainer))
+                self._weights.offload(weight_tensors(self._trainer))
             if torch.cuda.is_available():
                 torch.cuda.ipc_collect()  # buckets that engines have opened and let go
                 torch.cuda.empty_cache()  # else the caching allocator keeps what was freed

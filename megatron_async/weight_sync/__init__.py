@@ -3,8 +3,8 @@
 - publisher: the collective export and the senders, as one call on every rank; which ranks send.
 - transports: the ways to the engines: distributed, tensor, disk, delta.
 - verify: do engines hold what was sent? Names, checksums and log-prob ratios, the only such rules.
-- turns: senders of several pipeline stages, one after the other. seats: the rank that sends to an
-  engine on the trainer's own GPUs.
+- stage_order: senders of several pipeline stages, one after the other. gpu_sharing: the rank that
+  sends to an engine on the trainer's own GPUs.
 - version_directory: a version as a directory, there whole or not at all.
 - blocks, receiver: differences between versions; the engine's end of `delta`, which checks digests.
 - receive_ahead, double_buffer: one bucket travels while another is loaded.

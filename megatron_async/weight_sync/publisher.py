@@ -1,16 +1,16 @@
 """Publishing a policy version: the collective export and the senders, as one call on every rank.
 
-The ranks that send weights communicate over gloo groups: a trainer's pipeline stages in turns, or,
-to engines on the trainer's own GPUs, one rank for each engine side by side.
+The ranks that send weights communicate over gloo groups: a trainer's pipeline stages, one after the
+other, or, to engines on the trainer's own GPUs, one rank for each engine, side by side.
 
 The transport of a run is chosen here: no other module imports them all.
 
 Invariants
 - Every rank calls `publish` in the same order; the export is collective and always exhausted, also
   when a sending rank fails half-way.
-- The leader of every pipeline stage sends its own layers, stage after stage (`turns.py`): no layer
-  passes through another stage on its way to the engines. Engines on the trainer's own GPUs
-  (`seats.py`) get all layers from the ranks on theirs, so there every rank gathers all.
+- The leader of every pipeline stage sends its own layers, stage after stage (`stage_order.py`): no
+  layer passes through another stage on its way to the engines. Engines on the trainer's own GPUs
+  (`gpu_sharing.py`) get all layers from the ranks on theirs, so there every rank gathers all.
 - An engine that fails during a transfer is left out and the whole update is repeated for the
   others; each repetition has at least one engine less, so it ends.
 - `join` gives every leader the results of all, so that all of them decide alike.
@@ -37,9 +37,10 @@ from megatron_async.models.architecture import Architecture
 from megatron_async.models.export import SENDER, stage_buckets, stage_leader
 from megatron_async.models.parameters import unwrap
 from megatron_async.trajectory.types import PolicyVersion
+from megatron_async.weight_sync.gpu_sharing import engine_rank_on, trainer_ranks_of
 from megatron_async.weight_sync.http import EngineAddress, EngineCallError
 from megatron_async.weight_sync.quantise import quantised_names, quantised_tensors
-from megatron_async.weight_sync.seats import givers_of, seat_of
+from megatron_async.weight_sync.stage_order import EarlierStageFailed, StageOrder, StageToken
 from megatron_async.weight_sync.transports.base import (
     Bucket,
     TransferReport,
@@ -57,7 +58,6 @@ from megatron_async.weight_sync.transports.tensor import (
     separate,
     serialise,
 )
-from megatron_async.weight_sync.turns import EarlierStageFailed, Turns, TurnToken
 
 _MIB = 1 << 20
 # For the leaders' own messages, and what engines that are well take to be connected.
@@ -110,8 +110,8 @@ def _gloo(ranks: list[int], timeout_seconds: float) -> dist.ProcessGroup:
     return dist.new_group(ranks, timeout=timedelta(seconds=timeout_seconds), backend="gloo")
 
 
-class StageTurns(Turns, Leaders):
-    """Turns between the leaders of all pipeline stages."""
+class StageLeaders(StageOrder, Leaders):
+    """The order of the leaders of all pipeline stages."""
 
     def __init__(self, timeout_seconds: float) -> None:
         stages = parallel_state.get_pipeline_model_parallel_world_size()
@@ -119,9 +119,9 @@ class StageTurns(Turns, Leaders):
         self.index = parallel_state.get_pipeline_model_parallel_rank()
         self.last = self.index == stages - 1
 
-    def take(self) -> TurnToken:
+    def take(self) -> StageToken:
         if self.index == 0:
-            return TurnToken()
+            return StageToken()
         box: list[Any] = [None]
         try:
             dist.recv_object_list(box, src=self._leaders[self.index - 1], group=self._group)
@@ -130,46 +130,46 @@ class StageTurns(Turns, Leaders):
                 f"pipeline stage {self.index} waited too long for stage {self.index - 1} to send "
                 f"its weights: {error}"
             ) from error
-        token: TurnToken = box[0]
+        token: StageToken = box[0]
         if token.failed:
             raise EarlierStageFailed(f"pipeline stage {self.index - 1} did not send its weights")
         return token
 
-    def hand_on(self, token: TurnToken) -> None:
+    def hand_on(self, token: StageToken) -> None:
         if not self.last:
             dist.send_object_list([token], dst=self._leaders[self.index + 1], group=self._group)
 
 
-class SharedGpus(Turns, Leaders):
-    """Engines on the GPUs of these ranks (`seats.py`): each has a leader, none waits for another's.
+class SharedGpus(StageOrder, Leaders):
+    """Engines on the GPUs of these ranks: each has a leader, and none waits for another's.
 
     Construct it on every rank, in the same order as other groups.
     """
 
     def __init__(self, count: int, tensor: int, timeout_seconds: float) -> None:
-        super().__init__([givers_of(e, tensor)[0] for e in range(count)], timeout_seconds)
-        groups = [_gloo(givers_of(e, tensor), timeout_seconds) for e in range(count)]
-        self._seat = seat_of(dist.get_rank(), count, tensor)
-        self._givers = None if self._seat is None else groups[self._seat.engine]
+        super().__init__([trainer_ranks_of(e, tensor)[0] for e in range(count)], timeout_seconds)
+        groups = [_gloo(trainer_ranks_of(e, tensor), timeout_seconds) for e in range(count)]
+        self._engine_rank = engine_rank_on(dist.get_rank(), count, tensor)
+        self._ranks = None if self._engine_rank is None else groups[self._engine_rank.engine]
         self._size = tensor
 
     def mine(self, engines: Sequence[EngineAddress]) -> list[EngineAddress]:
         """The engine on this rank's GPU, if it is among them."""
-        seat = self._seat
-        return [e for e in engines if seat is not None and e.index == seat.engine]
+        held = self._engine_rank
+        return [e for e in engines if held is not None and e.index == held.engine]
 
     def collect(self, tensors: Bucket, by_value: bool) -> HandedBucket:
-        """Collective over the engine's givers: a payload for each of its tensor ranks.
+        """Collective over the ranks on the engine's GPUs: a payload for each of its tensor ranks.
 
-        Only the leader gets them, and each giver must keep its bucket until they are loaded.
+        Only the leader gets them, and each of them must keep its bucket until they are loaded.
         """
-        seat = self._seat
-        if seat is None:
+        held = self._engine_rank
+        if held is None:
             return HandedBucket([])
         bucket = separate(tensors, by_value)
         payload = serialise(bucket)
-        found: list[Any] | None = [None] * self._size if seat.leads else None
-        dist.gather_object(payload, found, dst=self._leaders[seat.engine], group=self._givers)
+        found: list[Any] | None = [None] * self._size if held.leads else None
+        dist.gather_object(payload, found, dst=self._leaders[held.engine], group=self._ranks)
         return HandedBucket(bucket, found or [])
 
 
@@ -212,13 +212,13 @@ class WeightPublisher:
         self._shared: SharedGpus | None = None
         if config.engines.placement == "colocated":
             self._shared = SharedGpus(config.engines.count, config.engines.tensor, limit)
-        self._turns: StageTurns | SharedGpus = self._shared or StageTurns(limit)
+        self._order: StageLeaders | SharedGpus = self._shared or StageLeaders(limit)
         # An engine loads one bucket while this rank makes the next two.
         self._held: deque[Bucket] = deque(maxlen=_HELD_BUCKETS)
         self._sender: WeightSender | None = None
         device = sending_device(config.engines)
         self._by_value = device.type == "cpu"
-        if self._turns.leads:
+        if self._order.leads:
             where = Path(config.weights.directory) if config.weights.directory else directory
             self._sender = make_sender(config.weights, config.engines, device, where)
         self.report: TransferReport | None = None
@@ -249,13 +249,13 @@ class WeightPublisher:
         sender, shared = self._sender, self._shared
         if sender is not None:
             mine = engines if shared is None else shared.mine(engines)
-            outcomes = self._turns.join(_outcome_of(lambda: self._connect(sender, mine)))
+            outcomes = self._order.join(_outcome_of(lambda: self._connect(sender, mine)))
             if all(outcome.ok for outcome in outcomes):
-                send = lambda: sender.send(stream, version, self._flush_cache, self._turns)  # noqa: E731
+                send = lambda: sender.send(stream, version, self._flush_cache, self._order)  # noqa: E731
                 outcome = _outcome_of(send) if mine else _Outcome()
                 for _ in stream:  # other leaders may need this rank's shards
                     pass
-                outcomes = self._turns.join(outcome)
+                outcomes = self._order.join(outcome)
             reports = [outcome.value for outcome in outcomes if outcome.value is not None]
             if not all(outcome.ok for outcome in outcomes):
                 sender.disconnect()
@@ -282,16 +282,16 @@ class WeightPublisher:
 
     def _connect(self, sender: WeightSender, engines: Sequence[EngineAddress]) -> None:
         """Connect in turn, as engines join one group after the other; to none: leave the last."""
-        self._turns.take()
-        token = TurnToken(failed=True)
+        self._order.take()
+        token = StageToken(failed=True)
         try:
             if engines:
                 sender.connect(engines)
             else:
                 sender.disconnect()
-            token = TurnToken()
+            token = StageToken()
         finally:
-            self._turns.hand_on(token)
+            self._order.hand_on(token)
 
 
 def _outcome_of(work: Callable[[], Any]) -> _Outcome:

@@ -24,7 +24,7 @@ from megatron_async.models.shards import Place
 from megatron_async.simulate.build import simulate
 from megatron_async.simulate.planner import make_plan
 from megatron_async.simulate.sweep import read_settings
-from megatron_async.weight_sync.seats import gpus_of
+from megatron_async.weight_sync.gpu_sharing import gpus_of
 
 ROOT = Path(__file__).parents[2]
 DATA = Path(__file__).parents[1] / "data"

@@ -33,9 +33,9 @@ def test_views_of_a_storage_survive_its_absence() -> None:
     buffer = torch.randn(1000)
     part, original = buffer[100:200].view(10, 10), buffer.clone()
     copies = HostCopies(everything)
-    assert copies.take([part, buffer]) == 4000
+    assert copies.offload([part, buffer]) == 4000
     assert copies.away and buffer.untyped_storage().nbytes() == 0
-    copies.give_back()
+    copies.onload()
     assert not copies.away
     assert torch.equal(buffer, original)
     assert torch.equal(part, original[100:200].view(10, 10))
@@ -46,14 +46,14 @@ def test_host_memory_is_asked_for_once() -> None:
     """Pinning takes longer than copying, and what leaves is the same every step."""
     tensors = [torch.randn(1000), torch.randn(7)]
     copies = HostCopies(everything)
-    copies.take(tensors)
-    copies.give_back()
+    copies.offload(tensors)
+    copies.onload()
     held = [buffer.data_ptr() for buffer in copies._host._kept]
     assert len(held) == len(tensors)
     originals = [tensor.clone() for tensor in tensors]
-    copies.take(tensors)
+    copies.offload(tensors)
     assert [buffer.data_ptr() for buffer in copies._host._kept] == held
-    copies.give_back()
+    copies.onload()
     assert all(torch.equal(a, b) for a, b in zip(tensors, originals, strict=True))
 
 
@@ -85,7 +85,7 @@ def test_a_buffer_for_another_shape_is_another_one() -> None:
 def test_what_is_in_host_memory_anyway_stays() -> None:
     tensor = torch.ones(4)
     copies = HostCopies(lambda tensor: tensor.is_cuda)
-    assert copies.take([tensor]) == 0
+    assert copies.offload([tensor]) == 0
     assert torch.equal(tensor, torch.ones(4))
 
 

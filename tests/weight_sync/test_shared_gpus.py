@@ -27,8 +27,13 @@ from megatron_async.config import build_config
 from megatron_async.engines.actor import EngineHost
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.trajectory.types import PolicyVersion
+from megatron_async.weight_sync.gpu_sharing import (
+    EngineRank,
+    engine_rank_on,
+    gpus_of,
+    trainer_ranks_of,
+)
 from megatron_async.weight_sync.http import EngineAddress
-from megatron_async.weight_sync.seats import Seat, givers_of, gpus_of, seat_of
 from megatron_async.weight_sync.verify import engine_parameter
 from tests.distributed import run_ranks
 from tests.hf_models import save_hf_model
@@ -36,10 +41,17 @@ from tests.trainer.cases import settings, trainer_session
 from tests.weight_sync.fake_engine import FakeEngine, serving
 
 
-def test_the_seats_of_two_engines_of_two_on_six_ranks() -> None:
-    seats = [seat_of(rank, 2, 2) for rank in range(6)]
-    assert seats == [Seat(0, 0), Seat(0, 1), Seat(1, 0), Seat(1, 1), None, None]
-    assert [seat.leads for seat in seats if seat] == [True, False, True, False]
+def test_the_engine_ranks_of_two_engines_of_two_on_six_ranks() -> None:
+    parts = [engine_rank_on(rank, 2, 2) for rank in range(6)]
+    assert parts == [
+        EngineRank(0, 0),
+        EngineRank(0, 1),
+        EngineRank(1, 0),
+        EngineRank(1, 1),
+        None,
+        None,
+    ]
+    assert [part.leads for part in parts if part] == [True, False, True, False]
 
 
 @pytest.mark.parametrize(("count", "tensor"), [(8, 1), (4, 2), (2, 4), (1, 8), (3, 2), (1, 1)])
@@ -48,14 +60,14 @@ def test_every_gpu_of_an_engine_has_one_giver_which_trains_on_it(count: int, ten
     used: list[str] = []
     for engine in range(count):
         gpus = gpus_of(engine, tensor, ", ".join(visible))
-        givers = givers_of(engine, tensor)
+        givers = trainer_ranks_of(engine, tensor)
         assert [visible[giver] for giver in givers] == gpus  # torchrun's rank r is on the r-th
-        assert [seat_of(giver, count, tensor) for giver in givers] == [
-            Seat(engine, rank) for rank in range(tensor)
+        assert [engine_rank_on(giver, count, tensor) for giver in givers] == [
+            EngineRank(engine, rank) for rank in range(tensor)
         ]
         used += gpus
     assert len(set(used)) == len(used) == count * tensor
-    assert givers_of(0, tensor)[0] == 0, "rank 0 spreads the outcome of all leaders"
+    assert trainer_ranks_of(0, tensor)[0] == 0, "rank 0 spreads the outcome of all leaders"
 
 
 def test_without_a_list_of_visible_gpus_they_are_numbered() -> None:
@@ -138,7 +150,7 @@ class SharingEngine(FakeEngine):
 
     def __init__(self, index: int, tensor: int, known: set[str]) -> None:
         super().__init__("works", known)
-        self.givers = givers_of(index, tensor)
+        self.givers = trainer_ranks_of(index, tensor)
 
     def do_update_weights_from_tensor(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         payloads = [base64.b64decode(text) for text in body["serialized_named_tensors"]]

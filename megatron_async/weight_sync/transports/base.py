@@ -14,8 +14,8 @@ Invariants
   `send` raises `EngineCallError` (its `engine_ids` are the engines at fault), the connection is
   torn down, and the next `connect` starts afresh with whichever engines it is given.
 - Each pipeline stage of the trainer has a sender (on its leading rank) for its own layers; they
-  take turns (`turns.py`). The buckets' iterator may be collective: a sender that fails leaves the
-  rest of it to its caller.
+  send one after the other (`stage_order.py`). The buckets' iterator may be collective: a sender
+  that fails leaves the rest of it to its caller.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from megatron_async.config.rollout import EngineConfig, WeightsConfig
 from megatron_async.errors import ComponentFailure
 from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.http import EngineAddress, EngineCallError, EngineCalls
-from megatron_async.weight_sync.turns import EarlierStageFailed, Turns, TurnToken
+from megatron_async.weight_sync.stage_order import EarlierStageFailed, StageOrder, StageToken
 from megatron_async.weight_sync.verify import NameCheck, engine_parameters
 
 NamedTensor = tuple[str, Tensor]
@@ -48,7 +48,7 @@ JOIN_SECONDS = 60.0
 LAST_ANSWERS_SECONDS = 1.0
 CLEANUP_SECONDS = 20.0
 _OPEN_SESSION = "already open"
-_ALONE = Turns()
+_ALONE = StageOrder()
 
 
 @dataclass
@@ -75,22 +75,22 @@ class Transfer:
         buckets: Iterable[Bucket],
         version: PolicyVersion,
         flush_cache: bool,
-        turns: Turns,
+        order: StageOrder,
         check: NameCheck,
         timeout_seconds: float,
     ) -> None:
         self.version = version
         self.flush_cache = flush_cache
-        self.stage = turns.index
-        self.is_last = turns.last
+        self.stage = order.index
+        self.is_last = order.last
         self.deadline = AwakeDeadline(timeout_seconds)
         self.report = TransferReport(version)
         self.written: dict[str, Any] = {}
         self._buckets = buckets
-        self._turns = turns
+        self._order = order
         self._check = check
         self._asked = False
-        self._before: TurnToken | None = None
+        self._before: StageToken | None = None
         self._began = self._last_lap = time.perf_counter()
 
     def buckets(self) -> Iterator[Bucket]:
@@ -114,7 +114,7 @@ class Transfer:
         """Wait until the stages before have sent theirs; what they have written."""
         if self._before is None:
             self._asked = True
-            self._before = before = self._turns.take()
+            self._before = before = self._order.take()
             self._check.sent_before(before.names)
             self.lap("turn")
         return self._before.written
@@ -124,7 +124,7 @@ class Transfer:
         self.turn()
         if self.is_last:
             self._check.finish()
-        self._turns.hand_on(TurnToken(self._check.sent, self.written))
+        self._order.hand_on(StageToken(self._check.sent, self.written))
         self.report.seconds = time.perf_counter() - self._began
         return self.report
 
@@ -132,8 +132,8 @@ class Transfer:
         """Give up after a failure; the stages behind must not wait."""
         if not self._asked:
             with contextlib.suppress(EarlierStageFailed):  # its own leader has the reason
-                self._turns.take()
-        self._turns.hand_on(TurnToken(failed=True))
+                self._order.take()
+        self._order.hand_on(StageToken(failed=True))
 
 
 class WeightSender(abc.ABC):
@@ -187,12 +187,12 @@ class WeightSender(abc.ABC):
         buckets: Iterable[Bucket],
         version: PolicyVersion,
         flush_cache: bool = True,
-        turns: Turns = _ALONE,
+        order: StageOrder = _ALONE,
     ) -> TransferReport:
         """Make all connected engines hold `version`. They must be paused.
 
         `flush_cache=False` keeps the KV cache that older weights made (pause mode `in_place`).
-        `turns` orders the senders of several pipeline stages, each with buckets of its own.
+        `order` is that of the senders of several pipeline stages, each with buckets of its own.
         Raises EngineCallError or ComponentFailure; then the engines' weights are undefined.
         """
         if not self.calls.engines:
@@ -201,7 +201,7 @@ class WeightSender(abc.ABC):
             buckets,
             version,
             flush_cache,
-            turns,
+            order,
             NameCheck(self._known),
             self.settings.timeout_seconds,
         )

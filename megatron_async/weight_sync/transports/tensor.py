@@ -1,7 +1,7 @@
 """Weights to engines on the same host: by value on CPU, by CUDA IPC handle on GPU.
 
-An engine on one GPU gets the handles of the rank that sends; one on several (`seats.py`) gets, for
-each of its tensor ranks, those of the trainer rank on the same GPU (`HandedBucket`).
+An engine on one GPU gets the handles of the rank that sends. One on several (`gpu_sharing.py`) gets
+for each of its tensor ranks those of the trainer rank on the same GPU (`HandedBucket`).
 
 Invariants
 - On GPU only a handle travels; the tensor stays alive until every engine has answered. To engines

@@ -1,4 +1,4 @@
-"""Turns: the senders of a trainer's pipeline stages talk to the engines one after the other.
+"""StageOrder: the senders of a trainer's pipeline stages talk to the engines one after the other.
 
 Each stage's leader gathers and sends its own layers over its own connection. Engines take what
 they are asked in the order of arrival, and that order must be the same on all of them: two groups
@@ -9,7 +9,7 @@ Invariants
 - The stage before hands on its token exactly once for each `take`, also when it has failed.
 - A stage after one that failed sends nothing: its `take` raises `EarlierStageFailed`.
 
-`publisher.py` has the turns of a real trainer; a sender that is alone needs none.
+`publisher.py` has that of a real trainer; a sender that is alone needs none.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class EarlierStageFailed(ComponentFailure):
 
 
 @dataclass(frozen=True)
-class TurnToken:
+class StageToken:
     """Work of the stages before: the names they have sent, and what they have written."""
 
     names: frozenset[str] = frozenset()
@@ -34,15 +34,15 @@ class TurnToken:
     failed: bool = False
 
 
-class Turns:
+class StageOrder:
     """A leader's place in the order of senders; this one is a sender alone."""
 
     index = 0
     last = True
 
-    def take(self) -> TurnToken:
+    def take(self) -> StageToken:
         """Wait for the stage before. Raises EarlierStageFailed."""
-        return TurnToken()
+        return StageToken()
 
-    def hand_on(self, token: TurnToken) -> None:
+    def hand_on(self, token: StageToken) -> None:
         """Let the next stage go on; does nothing on the last one."""
