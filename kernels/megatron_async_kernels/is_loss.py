@@ -11,7 +11,7 @@ Invariants
 from __future__ import annotations
 
 import math
-from dataclasses import fields
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -85,13 +85,8 @@ def is_loss(
 
 def _contiguous(inputs: LossInputs) -> LossInputs:
     """The same streams with stride 1, as the kernels index them; none is copied without need."""
-    streams = {field.name: getattr(inputs, field.name) for field in fields(LossInputs)}
-    return LossInputs(
-        **{
-            name: None if stream is None else stream.contiguous()
-            for name, stream in streams.items()
-        }
-    )
+    tensors = {n: t.contiguous() for n, t in vars(inputs).items() if isinstance(t, torch.Tensor)}
+    return replace(inputs, **tensors)
 
 
 def _launch(inputs: LossInputs, spec: LossSpec, denominators: Denominators) -> LossOutput:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import replace
 
 import torch
 
@@ -122,11 +122,11 @@ def _without_untrained(inputs: LossInputs, dtype: torch.dtype) -> LossInputs:
         return kept_T.to(dtype) if kept_T.is_floating_point() else kept_T
 
     streams = {
-        field.name: copy(stream_T)
-        for field in fields(LossInputs)
-        if field.name != "cu_seqlens_S1" and (stream_T := getattr(inputs, field.name)) is not None
+        name: copy(stream_T)
+        for name, stream_T in vars(inputs).items()
+        if name != "cu_seqlens_S1" and isinstance(stream_T, torch.Tensor)
     }
-    return LossInputs(**streams, cu_seqlens_S1=inputs.cu_seqlens_S1)
+    return replace(inputs, **streams)
 
 
 class _Stream:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -122,7 +122,8 @@ class LossInputs:
     `old_logprobs_T` is needed with `ratio_to: old`, `ref_logprobs_T` with a KL estimator,
     `entropy_T` with an entropy bonus (and is only reported otherwise). `is_weights_T` are the
     detached weights of decoupled correction, `mask_T` is after its rejection. `lag_T` (int, n - a)
-    is used in metrics only; None counts as 0. Nothing here is differentiated through.
+    is used in metrics only; None counts as 0. `columns` [T, *inner], by name, are what else tokens
+    have, for a loss of the user's. Nothing here is differentiated through.
     """
 
     logprobs_T: torch.Tensor
@@ -135,6 +136,7 @@ class LossInputs:
     entropy_T: torch.Tensor | None = None
     is_weights_T: torch.Tensor | None = None
     lag_T: torch.Tensor | None = None
+    columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def streams(self) -> dict[str, torch.Tensor]:
         """The floating streams that are present, by the names that errors use."""

@@ -16,7 +16,7 @@ Invariants
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,6 +30,7 @@ from megatron_async.trajectory.types import FloatArray, IntArray
 class TokenBatch:
     """S sequences, T tokens. `version_T`: policy numbers along the current lineage (-1 = none).
 
+    `columns`, by name, are what tokens have beside ids and log-probs: [T, *inner].
     `lag_T` is `step - version`, 0 where untrained; a policy token masked for staleness keeps its
     number in `version_T`. `old_logprobs_T` and `ref_logprobs_T` are filled in by the trainer,
     `advantages_T` and `is_weights_T` (decoupled correction) by the algorithm; `None` until then.
@@ -50,6 +51,7 @@ class TokenBatch:
     truncated_S: npt.NDArray[np.bool_]
     resumed_S: npt.NDArray[np.bool_]
     temperature: float = 1.0
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
     advantages_T: FloatArray | None = None
     old_logprobs_T: FloatArray | None = None
     ref_logprobs_T: FloatArray | None = None
@@ -89,6 +91,7 @@ class TokenBatch:
                 chosen[name] = array[token_T]
             elif name.endswith("_S"):
                 chosen[name] = array[index_S]
+        chosen["columns"] = {name: values[token_T] for name, values in self.columns.items()}
         return replace(self, **chosen)
 
     def minibatches(self, count: int) -> list[TokenBatch]:
