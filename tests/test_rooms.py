@@ -20,6 +20,7 @@ ROOMS = (
     "file_lock",
     "file_system",
     "garbage",
+    "host_buffers",
     "import_path",
     "shipped",
     "config",

@@ -51,8 +51,10 @@ def _config(stage: Stage, config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def gradients_of(trainer: PolicyTrainer, batch: TokenBatch) -> dict[str, Tensor]:
     """Main gradients of the mean cross-entropy of `batch`, in float32 on the host."""
+    from megatron_async.algorithms.algorithm import build_sft_algorithm
+    from megatron_async.algorithms.device_batch import DeviceBatch
     from megatron_async.trainer.forward import PolicyRunner
-    from megatron_async.trainer.losses import sft_loss
+    from megatron_async.trainer.losses import loss_of
     from megatron_async.trainer.optimizer import zero_gradients
 
     runner = PolicyRunner(
@@ -62,7 +64,10 @@ def gradients_of(trainer: PolicyTrainer, batch: TokenBatch) -> dict[str, Tensor]
         hidden_size=trainer.model[0].architecture.hidden_size,
     )
     zero_gradients(trainer.wrapped, trainer.optimizer)
-    found = runner.gradients(batch, sft_loss(batch), entropy=False)
+    sft = build_sft_algorithm()
+    prepared, _ = sft.prepare(DeviceBatch.of(batch, trainer.layout.device))
+    _, denominators = sft.prepare_minibatch(prepared)
+    found = runner.gradients(prepared, loss_of(sft, denominators), entropy=False)
     if found.reason is not None:
         raise CheckFailed(f"the loss is not finite: {found.reason}")
     return {
@@ -129,11 +134,12 @@ def _parity(stage: Stage, config: Mapping[str, Any]) -> Findings:
 
 def _dummy_gradient(trainer: PolicyTrainer) -> float:
     """Largest gradient that a microbatch without sequences leaves (NaN counts)."""
+    from megatron_async.algorithms.device_batch import DeviceBatch
     from megatron_async.trainer.forward import build_microbatch
     from megatron_async.trainer.optimizer import zero_gradients
 
-    none = np.zeros(0, np.int64)
-    micro = build_microbatch(ragged_batch([2] * 4, 64), none, trainer.layout.device)
+    batch = DeviceBatch.of(ragged_batch([2] * 4, 64), trainer.layout.device)
+    micro = build_microbatch(batch, torch.arange(0, device=trainer.layout.device))
     zero_gradients(trainer.wrapped, trainer.optimizer)
     output = trainer.wrapped(micro.packed, temperature=1.0, return_entropy=False)
     (output.logprobs_R.sum() * 0.0).backward()

@@ -306,7 +306,7 @@ _COSTS: Final = (
     *taken_back(
         "1.9",
         _PINNED,
-        "megatron_async/algorithms/transfer.py",
+        "megatron_async/host_buffers.py",
         (
             "host memory is pinned at every copy",
             "            self._kept[place : place + 1] = [kept]\n",
@@ -371,11 +371,11 @@ _COSTS: Final = (
     *taken_back(
         "1.9",
         _NO_WAITS,
-        "megatron_async/algorithms/transfer.py",
+        "megatron_async/algorithms/device_batch.py",
         (
             "arrays go to the device from memory that is not pinned",
-            "        tensor = tensor.pin_memory()\n",
-            "        pass\n",
+            'tensor.pin_memory() if target.type == "cuda" else tensor',
+            "tensor",
         ),
     ),
 )

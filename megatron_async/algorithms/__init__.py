@@ -1,6 +1,7 @@
 """Advantages, rollout correction, metrics and the registry of losses: pure functions of tensors.
 
 - algorithm: the seam with the trainer. A batch is never modified; each step returns a new one.
+- device_batch: a batch as tensors on the device, where it goes once.
 - advantages: from rewards to advantages, with shaping and filtering before them.
 - correction: importance weights and rejection masks. Weights carry no gradient. Their
   metrics are under `rollout_corr/`.
@@ -8,7 +9,6 @@
 - own_loss: a user's loss by import path (`algorithm.loss`, examples/own_loss), tried before a run.
 - metrics: from additive sums to what a run reports; a mean over nothing is left out.
 - reduce: sum, mean, extremes and deviation of a tensor, defined for no element at all.
-- transfer: arrays to the device without waiting for it, and host memory for copies of tensors.
 
 The losses themselves, and the clipped ratio, are in `megatron_async_kernels`.
 """

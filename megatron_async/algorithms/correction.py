@@ -30,6 +30,7 @@ from megatron_async_kernels.loss_types import SAFETY_BOUND, RejectionRule, check
 from megatron_async_kernels.packed import segment_sum, spread
 from megatron_async_kernels.surrogates import truncate
 
+from megatron_async.algorithms.device_batch import DeviceBatch
 from megatron_async.algorithms.reduce import largest, mean, smallest, std, total
 from megatron_async.config.algorithm import RolloutCorrectionConfig
 from megatron_async.config.thresholds import (
@@ -291,23 +292,15 @@ def compute_rollout_correction(
 
 
 def correct(
-    config: RolloutCorrectionConfig,
-    old_logprobs_T: torch.Tensor,
-    rollout_logprobs_T: torch.Tensor,
-    mask_T: torch.Tensor,
-    cu_seqlens_S1: torch.Tensor,
+    config: RolloutCorrectionConfig, batch: DeviceBatch, logprobs_T: torch.Tensor
 ) -> tuple[torch.Tensor | None, torch.Tensor, dict[str, float]]:
-    """`compute_rollout_correction` with the settings of `config`, on a packed stream."""
+    """`compute_rollout_correction` of a batch with the settings of `config`."""
     return compute_rollout_correction(
-        old_logprobs_T,
-        rollout_logprobs_T,
-        mask_T,
-        cu_seqlens=cu_seqlens_S1,
-        rollout_is=config.rollout_is,
-        rollout_is_threshold=config.rollout_is_threshold,
-        rollout_is_batch_normalize=config.rollout_is_batch_normalize,
-        rollout_rs=config.rollout_rs,
-        rollout_rs_threshold=config.rollout_rs_threshold,
+        logprobs_T,
+        batch.rollout_logprobs_T,
+        batch.loss_mask_T,
+        cu_seqlens=batch.cu_seqlens_S1,
+        **config.model_dump(exclude={"preset", "bypass_mode", "loss_type"}),
     )
 
 

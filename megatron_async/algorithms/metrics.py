@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import torch
 from megatron_async_kernels.loss_types import LAG_SUM_NAMES, NUM_LAG_BINS, LossMetrics
 
-from megatron_async.algorithms.reduce import largest, mean
+from megatron_async.algorithms.advantages import informative_groups
+from megatron_async.algorithms.reduce import largest, mean, smallest, std
 
 
 def effective_sample_size(weight_sum: float, weight_square_sum: float, count: float) -> float:
@@ -147,6 +148,19 @@ def batch_staleness(
         }
         result |= {f"staleness/lag_share_{k}": mean(bins == k) for k in range(NUM_LAG_BINS)}
     return result
+
+
+def reward_metrics(rewards_S: torch.Tensor, group_index_S: torch.Tensor) -> dict[str, float]:
+    """Return reward/{mean, std, min, max, uninformative_groups}; nothing for no sequence."""
+    if not rewards_S.numel():
+        return {}
+    return {
+        "reward/mean": mean(rewards_S),
+        "reward/std": std(rewards_S, unbiased=False),
+        "reward/min": smallest(rewards_S),
+        "reward/max": largest(rewards_S),
+        "reward/uninformative_groups": 1.0 - mean(informative_groups(rewards_S, group_index_S)),
+    }
 
 
 @dataclass(frozen=True)

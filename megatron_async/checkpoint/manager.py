@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from megatron_async.algorithms.transfer import HostBuffers
 from megatron_async.checkpoint.collective import first_error, shared_faults
 from megatron_async.checkpoint.manifest import (
     Checkpoint,
@@ -39,6 +38,7 @@ from megatron_async.checkpoint.manifest import (
 from megatron_async.config.run import CheckpointConfig
 from megatron_async.disk import reason_and_file
 from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.host_buffers import HostBuffers
 
 if TYPE_CHECKING:  # Megatron is imported where it is used: finding a checkpoint does not need it.
     from megatron_async.checkpoint.state import Checkpointable

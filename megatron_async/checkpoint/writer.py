@@ -27,7 +27,6 @@ import torch.distributed as dist
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from megatron_async.algorithms.transfer import HostBuffers
 from megatron_async.checkpoint.checksum import TensorTally, tally
 from megatron_async.checkpoint.files import RankFiles, header_room, piece_key
 from megatron_async.checkpoint.manifest import (
@@ -49,6 +48,7 @@ from megatron_async.checkpoint.state import (
     tensor_names,
 )
 from megatron_async.disk import reason_and_file
+from megatron_async.host_buffers import HostBuffers
 
 _POLL_SECONDS = 0.02
 

@@ -30,33 +30,27 @@ from megatron_async_kernels.loss_types import (
 )
 from torch import Tensor
 
-from megatron_async.algorithms.transfer import to_device
-from megatron_async.trainer.microbatch import IndexArray, plan_microbatches
+from megatron_async.algorithms.device_batch import DeviceBatch, to_device
+from megatron_async.trainer.microbatch import plan_microbatches
 from megatron_async.trainer.packed import PackedInputs, TokenLogprobs, pack_inputs
 from megatron_async.trainer.parallel import RankLayout
-from megatron_async.trajectory.batch import TokenBatch
-from megatron_async.trajectory.types import FloatArray
-
-_DUMMY_TOKENS = 2
 
 
 @dataclass(frozen=True, eq=False)
 class Microbatch:
     """A microbatch of this rank: model inputs and where its rows belong.
 
-    `rows_R` are positions in the batch's stream (`index_R`: on the device), `cu_rows_S1` the
-    borders of the sequences among those rows. A dummy (`rows_R` empty) has two tokens and one row
-    that count for nothing.
+    `rows` holds its trained tokens alone, all that a loss sees; `index_R` are their positions in
+    the batch's stream. A dummy (without rows) has two tokens that count for nothing.
     """
 
     packed: PackedInputs
-    rows_R: IndexArray
+    rows: DeviceBatch
     index_R: Tensor
-    cu_rows_S1: Tensor
 
     @property
     def is_dummy(self) -> bool:
-        return self.rows_R.size == 0
+        return len(self.index_R) == 0
 
 
 class LossFunction(Protocol):
@@ -77,7 +71,7 @@ class GradientResult:
     """
 
     metrics: LossMetrics
-    logprobs_T: FloatArray
+    logprobs_T: Tensor
     reason: str | None
     num_microbatches: int
 
@@ -99,22 +93,23 @@ class PolicyRunner:
         self._hidden_size = hidden_size
         self._counts = layout.is_last_stage and layout.tensor_rank == 0
 
-    def _microbatches(self, batch: TokenBatch) -> list[Microbatch]:
+    def _microbatches(self, batch: DeviceBatch) -> list[Microbatch]:
         """This rank's; as many as any other rank's."""
-        trained_S = np.flatnonzero(np.diff(_row_borders(batch)))
+        lengths_S, trained_S = batch.sizes()
+        used_S = np.flatnonzero(trained_S)
         plan = plan_microbatches(
-            batch.lengths_S()[trained_S],
+            lengths_S[used_S],
             data_parallel=self._layout.data_size,
             token_budget=self._token_budget,
             hidden_size=self._hidden_size,
         )
-        return [
-            build_microbatch(batch, trained_S[chosen], self._layout.device)
-            for chosen in plan[self._layout.data_rank]
-        ]
+        mine = [used_S[chosen] for chosen in plan[self._layout.data_rank]]
+        order_S = to_device(np.concatenate(mine), self._layout.device)
+        parts = order_S.split([len(chosen) for chosen in mine])
+        return [build_microbatch(batch, sequences) for sequences in parts]
 
     @torch.no_grad()
-    def logprobs(self, batch: TokenBatch) -> FloatArray:
+    def logprobs(self, batch: DeviceBatch) -> Tensor:
         """log pi(token) at the batch's temperature where the loss mask is set, else 0, [T]."""
 
         def no_loss(_output: TokenLogprobs, _micro: Microbatch) -> _Share:
@@ -124,7 +119,7 @@ class PolicyRunner:
         logprobs_T = self._run(microbatches, batch, no_loss, forward_only=True, entropy=False)
         return _of_all_ranks(logprobs_T)
 
-    def gradients(self, batch: TokenBatch, loss: LossFunction, *, entropy: bool) -> GradientResult:
+    def gradients(self, batch: DeviceBatch, loss: LossFunction, *, entropy: bool) -> GradientResult:
         """Add the gradient of the summed `loss` to the (zeroed) gradient buffers, reduced.
 
         `loss` is called on the last stage for every microbatch that is not a dummy.
@@ -160,7 +155,7 @@ class PolicyRunner:
     def _run(
         self,
         microbatches: list[Microbatch],
-        batch: TokenBatch,
+        batch: DeviceBatch,
         share: Callable[[TokenLogprobs, Microbatch], _Share],
         *,
         forward_only: bool,
@@ -197,11 +192,10 @@ class PolicyRunner:
         return logprobs_T
 
 
-def _of_all_ranks(values_T: Tensor) -> FloatArray:
+def _of_all_ranks(values_T: Tensor) -> Tensor:
     """Collective; the sum over all ranks, on every rank."""
     dist.all_reduce(values_T)
-    summed_T: FloatArray = values_T.cpu().numpy()
-    return summed_T
+    return values_T
 
 
 def _if(finite: Tensor, found: LossOutput) -> LossOutput:
@@ -229,35 +223,17 @@ def _first_reason(
     return "the loss is not finite"
 
 
-def _row_borders(batch: TokenBatch) -> IndexArray:
-    """Borders of the sequences among the tokens with a loss mask, [S + 1]."""
-    running_T1: IndexArray = np.concatenate([[0], np.cumsum(batch.loss_mask_T != 0)])
-    return running_T1[batch.cu_seqlens_S1]
-
-
-def build_microbatch(batch: TokenBatch, sequences: IndexArray, device: torch.device) -> Microbatch:
+def build_microbatch(batch: DeviceBatch, sequences: Tensor) -> Microbatch:
     """Pack these sequences of the batch end to end; a dummy for none."""
-    if sequences.size == 0:
-        return _dummy(device)
-    part = batch.select(sequences)
-    mask_T = part.loss_mask_T != 0
-    packed = pack_inputs(
-        torch.from_numpy(part.token_ids_T),
-        torch.from_numpy(part.cu_seqlens_S1),
-        torch.from_numpy(mask_T),
-        device,
-    )
-    starts_S = batch.cu_seqlens_S1[:-1][sequences].astype(np.int64)
-    shift_S = starts_S - part.cu_seqlens_S1[:-1]
-    where_T = np.repeat(shift_S, part.lengths_S()) + np.arange(part.num_tokens)
-    rows_R = where_T[mask_T]
-    cu_rows_S1 = to_device(_row_borders(part), device)
-    return Microbatch(packed, rows_R, to_device(rows_R, device), cu_rows_S1)
+    part, index_T = batch.select(sequences), batch.tokens_of(sequences)
+    if not len(index_T):
+        return Microbatch(_dummy(batch.loss_mask_T.device), part, index_T)
+    packed = pack_inputs(part.token_ids_T, part.cu_seqlens_S1, part.loss_mask_T)
+    return Microbatch(packed, part.trained(), index_T[packed.response_index_R])
 
 
-def _dummy(device: torch.device) -> Microbatch:
-    tokens_T = torch.zeros(_DUMMY_TOKENS, dtype=torch.int64)
-    mask_T = torch.arange(_DUMMY_TOKENS) == _DUMMY_TOKENS - 1
-    packed = pack_inputs(tokens_T, torch.tensor([0, _DUMMY_TOKENS]), mask_T, device)
-    none_R = torch.zeros(0, dtype=torch.int64, device=device)
-    return Microbatch(packed, np.zeros(0, dtype=np.int64), none_R, none_R.new_zeros(1))
+def _dummy(device: torch.device) -> PackedInputs:
+    """Two tokens, of which the second is asked for."""
+    position_ids_T = torch.arange(2, device=device)
+    borders_S1 = 2 * position_ids_T
+    return pack_inputs(torch.zeros_like(position_ids_T), borders_S1, position_ids_T)

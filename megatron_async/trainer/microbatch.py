@@ -48,7 +48,7 @@ def plan_microbatches(
         raise ValueError(
             f"data_parallel {data_parallel} and token_budget {token_budget} must be positive"
         )
-    lengths = np.asarray(lengths_S, dtype=np.int64)
+    lengths = lengths_S.astype(np.int64)
     cost_S = sequence_cost(lengths, hidden_size)
     shards = balance(cost_S, data_parallel)
     bins = [_first_fit(lengths, cost_S, shard, token_budget) for shard in shards]

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_async.algorithms.transfer import HostBuffers
 from megatron_async.config import RunConfig
+from megatron_async.host_buffers import HostBuffers
 from megatron_async.trainer.optimizer import optimizer_parts
 
 

@@ -11,11 +11,11 @@ Invariants
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
+from megatron_async_kernels.packed import spread
 from torch import Tensor
-
-from megatron_async.algorithms.transfer import to_device
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,35 +60,29 @@ class TokenLogprobs:
 
 
 def pack_inputs(
-    token_ids_T: Tensor,
-    cu_seqlens_S1: Tensor,
-    response_mask_T: Tensor,
-    device: torch.device | str | None = None,
+    token_ids_T: Tensor, cu_seqlens_S1: Tensor, response_mask_T: Tensor
 ) -> PackedInputs:
     """Positions and response rows from a stream and a mask of the tokens to score.
 
     `response_mask_T` is nonzero on tokens whose log-prob is wanted. Raises ValueError when it
     marks the first token of a sequence (nothing precedes it) or the borders do not cover the
-    stream.
+    stream. Waits for the device.
     """
-    token_ids_T = token_ids_T.to(dtype=torch.int64)
-    cu_seqlens_S1 = cu_seqlens_S1.to(dtype=torch.int32)
-    num_tokens = int(token_ids_T.shape[0])
-    if int(cu_seqlens_S1[0]) != 0 or int(cu_seqlens_S1[-1]) != num_tokens:
+    num_tokens, borders = len(token_ids_T), cu_seqlens_S1.tolist()
+    if borders[0] != 0 or borders[-1] != num_tokens:
         raise ValueError(
-            f"cu_seqlens goes from {int(cu_seqlens_S1[0])} to {int(cu_seqlens_S1[-1])}, "
-            f"the stream has {num_tokens} tokens"
+            f"cu_seqlens goes from {borders[0]} to {borders[-1]}, the stream has {num_tokens} "
+            "tokens"
         )
-    lengths_S = torch.diff(cu_seqlens_S1).to(torch.int64)
-    starts_T = torch.repeat_interleave(cu_seqlens_S1[:-1].to(torch.int64), lengths_S)
-    position_ids_T = torch.arange(num_tokens) - starts_T
-    response_index_R = torch.nonzero(response_mask_T, as_tuple=True)[0]
+    starts_T = spread(cu_seqlens_S1[:-1], cu_seqlens_S1, tokens=num_tokens)
+    position_ids_T = torch.arange(num_tokens, device=starts_T.device) - starts_T
+    response_index_R = response_mask_T.nonzero()[:, 0]
     if bool((position_ids_T[response_index_R] == 0).any()):
         raise ValueError("the first token of a sequence has no log-prob and cannot be a response")
     return PackedInputs(
-        token_ids_T=to_device(token_ids_T, device),
-        position_ids_T=to_device(position_ids_T, device),
-        cu_seqlens_S1=to_device(cu_seqlens_S1, device),
-        max_seqlen=int(lengths_S.max()) if num_tokens else 0,
-        response_index_R=to_device(response_index_R, device),
+        token_ids_T=token_ids_T.to(torch.int64),
+        position_ids_T=position_ids_T,
+        cu_seqlens_S1=cu_seqlens_S1.to(torch.int32),
+        max_seqlen=max((stop - start for start, stop in pairwise(borders)), default=0),
+        response_index_R=response_index_R,
     )

@@ -20,11 +20,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
+import torch
 import torch.distributed as dist
 from megatron_async_kernels.loss_types import LossMetrics, NonFiniteError
 
-from megatron_async.algorithms.algorithm import build_algorithm
+from megatron_async.algorithms.algorithm import build_algorithm, build_sft_algorithm
+from megatron_async.algorithms.device_batch import DeviceBatch, to_host
 from megatron_async.algorithms.metrics import finalize
 from megatron_async.checkpoint.checksum import dtype_name
 from megatron_async.checkpoint.state import load_checkpoint_weights
@@ -34,7 +35,7 @@ from megatron_async.models.load import load_hf_weights
 from megatron_async.trainer.device import current_device
 from megatron_async.trainer.forward import LossFunction, PolicyRunner
 from megatron_async.trainer.hf_config import parameter_dtype
-from megatron_async.trainer.losses import ReferencePolicy, mean_of, policy_gradient_loss, sft_loss
+from megatron_async.trainer.losses import ReferencePolicy, loss_of, mean_of
 from megatron_async.trainer.optimizer import (
     build_optimizer,
     guarded_step,
@@ -66,7 +67,7 @@ class PolicyUpdate:
     learning_rate: float = 0.0
     num_microbatches: int = 0
     metrics: LossMetrics = field(default_factory=LossMetrics.empty)
-    logprobs_T: FloatArray | None = None
+    logprobs_T: torch.Tensor | None = None
 
     @property
     def applied(self) -> bool:
@@ -113,7 +114,7 @@ class PolicyTrainer:
         self._replicas = ReplicaCheck(
             self.model[0], self.optimizer, config.trainer.compare_replicas_every_steps
         )
-        self.algorithm = build_algorithm(config, self.layout.device)
+        self.algorithm = build_algorithm(config)
         self._reference: ReferencePolicy | None = None
         if purpose == "rl" and self.algorithm.needs_ref_logprobs:
             self._reference = ReferencePolicy(self.wrapped)
@@ -161,7 +162,7 @@ class PolicyTrainer:
 
         The result is the same on every rank. Used for pi_old, for the probe and for evaluation.
         """
-        return self._runner.logprobs(batch)
+        return to_host(self._runner.logprobs(self._upload(batch)))
 
     def train_batch(self, batch: TokenBatch) -> StepReport:
         """The whole of an RL step: advantages, correction, H minibatches x epochs of updates.
@@ -173,13 +174,13 @@ class PolicyTrainer:
         """
         began = time.monotonic()
         try:
-            prepared, metrics = self._prepare(batch)
+            prepared, metrics = self._prepare(self._upload(batch))
         except NonFiniteError as error:  # The same on every rank: a pure function of the batch.
             self._nonfinite_in_a_row += 1
             return self._report(batch, [PolicyUpdate(str(error))], {}, began)
         updates: list[PolicyUpdate] = []
         found: list[dict[str, float]] = []
-        log_weights: list[FloatArray] = []
+        log_weights: list[torch.Tensor] = []
         for _ in range(self._config.algorithm.epochs):
             for minibatch in prepared.minibatches(self._config.schedule.updates_per_batch):
                 update = self._policy_update(minibatch)
@@ -189,40 +190,44 @@ class PolicyTrainer:
                     found.append({**finalize(update.metrics), **correction})
                     log_weights.append(self.algorithm.log_weights(minibatch, seen_T))
         report = self._report(batch, updates, {**metrics, **mean_of(found)}, began)
-        return replace(report, log_weights=np.concatenate(log_weights)) if log_weights else report
+        return replace(report, log_weights=to_host(torch.cat(log_weights))) if found else report
 
-    def _prepare(self, batch: TokenBatch) -> tuple[TokenBatch, dict[str, float]]:
+    def _upload(self, batch: TokenBatch) -> DeviceBatch:
+        return DeviceBatch.of(batch, self.layout.device)
+
+    def _prepare(self, batch: DeviceBatch) -> tuple[DeviceBatch, dict[str, float]]:
         """pi_old and the reference where the algorithm asks, then advantages and correction."""
-        if self.algorithm.needs_old_logprobs and batch.old_logprobs_T is None:
-            batch = replace(batch, old_logprobs_T=self.compute_logprobs(batch))
-        if self._reference is not None and batch.ref_logprobs_T is None:
+        if self.algorithm.needs_old_logprobs:
+            batch = replace(batch, old_logprobs_T=self._runner.logprobs(batch))
+        if self._reference is not None:
             with self._reference.in_place():
-                batch = replace(batch, ref_logprobs_T=self.compute_logprobs(batch))
+                batch = replace(batch, ref_logprobs_T=self._runner.logprobs(batch))
         return self.algorithm.prepare(batch)
 
-    def _policy_update(self, minibatch: TokenBatch) -> PolicyUpdate:
+    def _policy_update(self, minibatch: DeviceBatch) -> PolicyUpdate:
         try:
             current_T = None
             if self.algorithm.needs_minibatch_pass:
-                current_T = self.compute_logprobs(minibatch)
+                current_T = self._runner.logprobs(minibatch)
             minibatch, denominators = self.algorithm.prepare_minibatch(minibatch, current_T)
         except NonFiniteError as error:
             self._nonfinite_in_a_row += 1
             return PolicyUpdate(str(error))
-        loss = policy_gradient_loss(self.algorithm, minibatch, denominators)
         # Entropy is reported even where the loss does not need it: measured, it costs little.
-        return self._update(minibatch, loss, entropy=True)
+        return self._update(minibatch, loss_of(self.algorithm, denominators), entropy=True)
 
     def train_sft(self, batch: TokenBatch) -> StepReport:
         """Make an optimizer update on the masked cross-entropy of the batch."""
         began = time.monotonic()
-        update = self._update(batch, sft_loss(batch))
+        sft = build_sft_algorithm()
+        prepared, denominators = sft.prepare_minibatch(sft.prepare(self._upload(batch))[0])
+        update = self._update(prepared, loss_of(sft, denominators))
         return self._report(batch, [update], {}, began)
 
     # ------------------------------------------------------------ inside
 
     def _update(
-        self, batch: TokenBatch, loss: LossFunction, *, entropy: bool = False
+        self, batch: DeviceBatch, loss: LossFunction, *, entropy: bool = False
     ) -> PolicyUpdate:
         """Gradient of the whole (mini)batch and one guarded optimizer step."""
         zero_gradients(self.wrapped, self.optimizer)

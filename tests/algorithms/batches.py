@@ -1,4 +1,4 @@
-"""Small `TokenBatch`es with prompts, ragged groups, an empty response and several lags."""
+"""Small batches with prompts, ragged groups, an empty response and several lags."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 
+from megatron_async.algorithms.device_batch import DeviceBatch
 from megatron_async.trajectory.batch import TokenBatch
 
 
-def token_batch(seed: int = 0, groups: int = 3, group_size: int = 3) -> TokenBatch:
+def device_batch(seed: int = 0, groups: int = 3, group_size: int = 3) -> DeviceBatch:
     """groups x group_size sequences; the second has no trained token; float64 throughout."""
     generator = np.random.default_rng(seed)
     count = groups * group_size
@@ -39,9 +41,9 @@ def token_batch(seed: int = 0, groups: int = 3, group_size: int = 3) -> TokenBat
         "resumed_S": generator.random(count) < 0.4,
     }
     return replace(
-        TokenBatch(**arrays),
-        old_logprobs_T=near(rollout_T, mask_T, generator),
-        ref_logprobs_T=near(rollout_T, mask_T, generator),
+        DeviceBatch.of(TokenBatch(**arrays)),
+        old_logprobs_T=torch.tensor(near(rollout_T, mask_T, generator)),
+        ref_logprobs_T=torch.tensor(near(rollout_T, mask_T, generator)),
     )
 
 
@@ -51,15 +53,16 @@ def near(logprobs_T: np.ndarray, mask_T: np.ndarray, generator: np.random.Genera
     return (logprobs_T + scale_T * generator.standard_normal(len(mask_T))) * mask_T
 
 
-def current_logprobs(batch: TokenBatch, seed: int = 5) -> np.ndarray:
+def current_logprobs(batch: DeviceBatch, seed: int = 5) -> torch.Tensor:
     """Log-probs under the policy being trained."""
-    return near(batch.rollout_logprobs_T, batch.loss_mask_T, np.random.default_rng(seed))
+    rollout_T, mask_T = batch.rollout_logprobs_T.numpy(), batch.loss_mask_T.numpy()
+    return torch.tensor(near(rollout_T, mask_T, np.random.default_rng(seed)))
 
 
-def oracle_rows(batch: TokenBatch, logprobs_T: np.ndarray) -> list[list[dict[str, float]]]:
+def oracle_rows(batch: DeviceBatch, logprobs_T: torch.Tensor) -> list[list[dict[str, float]]]:
     """A prepared batch as rows of the oracle."""
     rows = []
-    ones_T = np.ones_like(batch.loss_mask_T)
+    ones_T = torch.ones_like(batch.loss_mask_T)
     weights_T = ones_T if batch.is_weights_T is None else batch.is_weights_T
     for low, high in zip(batch.cu_seqlens_S1[:-1], batch.cu_seqlens_S1[1:], strict=True):
         rows.append(

@@ -14,12 +14,12 @@ from megatron_async.algorithms.algorithm import (
     build_algorithm,
     build_sft_algorithm,
 )
+from megatron_async.algorithms.device_batch import DeviceBatch
 from megatron_async.algorithms.metrics import finalize
 from megatron_async.config import build_config
 from megatron_async.config.recipes import RECIPES
-from megatron_async.trajectory.batch import TokenBatch
 from tests.algorithms import oracle
-from tests.algorithms.batches import current_logprobs, oracle_rows, token_batch
+from tests.algorithms.batches import current_logprobs, device_batch, oracle_rows
 from tests.algorithms.cases import assert_close
 
 
@@ -85,19 +85,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def train_step(
     algorithm: Algorithm,
-    batch: TokenBatch,
-    logprobs_T: np.ndarray,
+    batch: DeviceBatch,
+    logprobs_T: torch.Tensor,
     parts: list[list[int]],
-) -> tuple[np.ndarray, dict[str, float], TokenBatch]:
+) -> tuple[np.ndarray, dict[str, float], DeviceBatch]:
     """One update: the gradient of every token [T], all metrics, the prepared batch."""
     batch, metrics = algorithm.prepare(batch)
     batch, denominators = algorithm.prepare_minibatch(batch, logprobs_T)
     gradient_T, total = np.zeros(batch.num_tokens), LossMetrics.empty()
+    cu_S1 = batch.cu_seqlens_S1.tolist()
     for part in parts:
-        index_T = np.concatenate(
-            [np.arange(batch.cu_seqlens_S1[i], batch.cu_seqlens_S1[i + 1]) for i in part]
-        )
-        inputs = algorithm.inputs(batch.select(part), torch.tensor(logprobs_T[index_T]))
+        index_T = np.concatenate([np.arange(cu_S1[i], cu_S1[i + 1]) for i in part])
+        inputs = algorithm.inputs(batch.select(torch.tensor(part)), logprobs_T[index_T])
         output = algorithm.loss(inputs, denominators)
         gradient_T[index_T] = output.dlogp_T.numpy()
         total = total.merge(output.metrics)
@@ -105,14 +104,14 @@ def train_step(
     return gradient_T, metrics, batch
 
 
-def whole(batch: TokenBatch) -> list[list[int]]:
-    return [list(range(batch.num_sequences))]
+def whole(batch: DeviceBatch) -> list[list[int]]:
+    return [list(range(len(batch.rewards_S)))]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_gradient_does_not_depend_on_microbatches(variant: str) -> None:
     recipe, settings = VARIANTS[variant]
-    algorithm, batch = algorithm_of(recipe, **settings), token_batch()
+    algorithm, batch = algorithm_of(recipe, **settings), device_batch()
     logprobs_T = current_logprobs(batch)
     expected_T, expected, _ = train_step(algorithm, batch, logprobs_T, whole(batch))
     assert np.abs(expected_T).sum() > 0.01, "a gradient of nothing would prove nothing"
@@ -127,7 +126,7 @@ def test_the_gradient_does_not_depend_on_microbatches(variant: str) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_prepared_batch_gives_the_oracles_gradient(variant: str) -> None:
     recipe, settings = VARIANTS[variant]
-    algorithm, batch = algorithm_of(recipe, **settings), token_batch(seed=3)
+    algorithm, batch = algorithm_of(recipe, **settings), device_batch(seed=3)
     logprobs_T = current_logprobs(batch)
     gradient_T, _, prepared = train_step(algorithm, batch, logprobs_T, whole(batch))
     rows = oracle_rows(prepared, logprobs_T)
@@ -141,28 +140,28 @@ def test_a_prepared_batch_gives_the_oracles_gradient(variant: str) -> None:
     np.testing.assert_allclose(gradient_T[prepared.loss_mask_T != 0], flat, rtol=1e-6, atol=1e-9)
 
 
-def response_logs(batch: TokenBatch, a_T: np.ndarray, b_T: np.ndarray) -> list[float]:
+def response_logs(batch: DeviceBatch, a_T: torch.Tensor, b_T: torch.Tensor) -> list[float]:
     return [
         float(((a_T - b_T) * batch.loss_mask_T)[low:high].sum())
         for low, high in zip(batch.cu_seqlens_S1[:-1], batch.cu_seqlens_S1[1:], strict=True)
     ]
 
 
-def first_of_each(batch: TokenBatch) -> list[float]:
+def first_of_each(batch: DeviceBatch) -> list[float]:
     """A sequence's advantage, wherever it is written."""
     return [float(batch.advantages_T[i]) for i in batch.cu_seqlens_S1[:-1]]  # type: ignore[index]
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "dr_grpo", "rloo", "pg", "reinforce_pp"])
 def test_estimators_reach_the_batch(estimator: str) -> None:
-    batch = token_batch(seed=2)
+    batch = device_batch(seed=2)
     prepared, metrics = algorithm_of("copris", advantage={"estimator": estimator}).prepare(batch)
     tokens = [round(n) for n in response_logs(batch, batch.loss_mask_T, 0 * batch.loss_mask_T)]
     expected = oracle.advantages(
         estimator, batch.rewards_S.tolist(), batch.group_ids_S.tolist(), tokens=tokens
     )
     assert first_of_each(prepared) == pytest.approx(expected)
-    assert metrics["reward/mean"] == pytest.approx(batch.rewards_S.mean())
+    assert metrics["reward/mean"] == pytest.approx(float(batch.rewards_S.mean()))
     assert batch.advantages_T is None, "the batch itself is not modified"
 
 
@@ -174,7 +173,7 @@ def test_rapid_advantages_follow_the_current_policy(leave_one_out: bool, decoupl
         rapid={"leave_one_out": leave_one_out, "eta": 1.5},
         correction={"preset": "disabled" if decoupled else "bypass"},
     )
-    batch, _ = algorithm.prepare(token_batch(seed=4))
+    batch, _ = algorithm.prepare(device_batch(seed=4))
     assert batch.advantages_T is None
     behaviour_T = batch.old_logprobs_T if decoupled else batch.rollout_logprobs_T
     assert behaviour_T is not None
@@ -200,7 +199,7 @@ def test_decoupled_correction_reaches_weights_mask_and_denominators() -> None:
         "rollout_rs": "seq_mean_k2",
         "rollout_rs_threshold": 0.5,
     }
-    batch = token_batch(seed=6)
+    batch = device_batch(seed=6)
     algorithm = algorithm_of("copris", correction=correction)
     prepared, metrics = algorithm.prepare(batch)
     rows = oracle_rows(replace(batch, advantages_T=batch.loss_mask_T), batch.loss_mask_T)
@@ -220,7 +219,7 @@ def test_decoupled_correction_reaches_weights_mask_and_denominators() -> None:
 
 
 def test_whitening_counts_the_tokens_that_rejection_kept() -> None:
-    batch = token_batch(seed=6)
+    batch = device_batch(seed=6)
     correction = {
         "preset": "disabled",
         "rollout_rs": "token_k2",
@@ -229,7 +228,7 @@ def test_whitening_counts_the_tokens_that_rejection_kept() -> None:
     estimator = {"estimator": "reinforce_pp"}
     prepared, _ = algorithm_of("copris", advantage=estimator, correction=correction).prepare(batch)
     kept = [round(n) for n in response_logs(prepared, batch.loss_mask_T, 0 * batch.loss_mask_T)]
-    assert 0 < sum(kept) < batch.num_trained_tokens
+    assert 0 < sum(kept) < int(batch.loss_mask_T.sum())
     expected = oracle.advantages(
         "reinforce_pp", batch.rewards_S.tolist(), batch.group_ids_S.tolist(), tokens=kept
     )
@@ -237,13 +236,13 @@ def test_whitening_counts_the_tokens_that_rejection_kept() -> None:
 
 
 def test_bypass_mode_never_multiplies_ppo_clip_by_weights() -> None:
-    batch = token_batch()
+    batch = device_batch()
     plain, _ = algorithm_of("copris").prepare(batch)
     config = {"preset": "bypass_ppo_clip", "rollout_is": "token"}
     weighted = algorithm_of("copris", correction=config)
     prepared, _ = weighted.prepare(batch)
     assert prepared.is_weights_T is None
-    logprobs_T = torch.tensor(current_logprobs(batch))
+    logprobs_T = current_logprobs(batch)
     _, denominators = weighted.prepare_minibatch(prepared)
     gradients = [
         algorithm.loss(algorithm.inputs(batch_, logprobs_T), denominators).dlogp_T
@@ -258,7 +257,7 @@ def test_bypass_mode_never_multiplies_ppo_clip_by_weights() -> None:
 def test_batch_normalised_weights_of_reinforce_have_mean_one(preset: str) -> None:
     correction = {"preset": preset, "rollout_is_batch_normalize": True}
     algorithm = algorithm_of("pg", correction=correction)
-    batch, _ = algorithm.prepare(token_batch())
+    batch, _ = algorithm.prepare(device_batch())
     logprobs_T = current_logprobs(batch)
     batch, denominators = algorithm.prepare_minibatch(batch, logprobs_T)
     metrics = algorithm.correction_metrics(batch, logprobs_T)
@@ -267,7 +266,7 @@ def test_batch_normalised_weights_of_reinforce_have_mean_one(preset: str) -> Non
 
 
 def test_reported_weights_are_those_of_the_loss() -> None:
-    batch = token_batch()
+    batch = device_batch()
     logprobs_T = current_logprobs(batch)
     for recipe, largest in (("pipeline_rl", 5.0), ("prime_rl", 8.0)):
         algorithm = algorithm_of(recipe, loss={"weight_threshold": 5.0})
@@ -282,7 +281,7 @@ def test_reported_weights_are_those_of_the_loss() -> None:
 
 
 def test_reference_kl_and_length_are_taken_off_the_reward() -> None:
-    batch = token_batch(seed=1)
+    batch = device_batch(seed=1)
     assert batch.ref_logprobs_T is not None
     algorithm = algorithm_of(
         "copris",
@@ -292,27 +291,27 @@ def test_reference_kl_and_length_are_taken_off_the_reward() -> None:
     )
     prepared, metrics = algorithm.prepare(batch)
     distance = response_logs(batch, batch.rollout_logprobs_T, batch.ref_logprobs_T)
-    length = batch.lengths_S() - batch.prompt_lengths_S
+    length = (batch.cu_seqlens_S1.diff() - batch.prompt_lengths_S).tolist()
     penalty = [2.0 * min(max((n - 3) / 3, 0.0), 1.0) for n in length]
-    rewards = batch.rewards_S - 0.5 * np.array(distance) - penalty
+    rewards = batch.rewards_S.numpy() - 0.5 * np.array(distance) - penalty
     assert first_of_each(prepared) == pytest.approx((rewards - rewards.mean()).tolist())
     assert metrics["reward/mean"] == pytest.approx(rewards.mean())
 
 
 def test_the_share_of_uninformative_groups_is_reported() -> None:
-    batch = token_batch()
-    rewards_S = np.array([1.0, 1, 1, 0, 1, 1, 0, 0, 0])
+    batch = device_batch()
+    rewards_S = torch.tensor([1.0, 1, 1, 0, 1, 1, 0, 0, 0], dtype=torch.float64)
     metrics = algorithm_of("copris").prepare(replace(batch, rewards_S=rewards_S))[1]
     assert metrics["reward/uninformative_groups"] == pytest.approx(2 / 3)
     assert (metrics["reward/min"], metrics["reward/max"]) == (0.0, 1.0)
-    assert metrics["reward/std"] == pytest.approx(rewards_S.std())
+    assert metrics["reward/std"] == pytest.approx(rewards_S.numpy().std())
 
 
 def test_sft_is_masked_cross_entropy_whatever_the_recipe() -> None:
-    algorithm, batch = build_sft_algorithm(), token_batch()
+    algorithm, batch = build_sft_algorithm(), device_batch()
     prepared, _ = algorithm.prepare(batch)
     prepared, denominators = algorithm.prepare_minibatch(prepared)
-    logprobs_T = torch.tensor(current_logprobs(batch))
+    logprobs_T = current_logprobs(batch)
     output = algorithm.loss(algorithm.inputs(prepared, logprobs_T), denominators)
     trained_T = batch.loss_mask_T != 0
     assert float(output.loss_sum) == pytest.approx(-logprobs_T.numpy()[trained_T].mean())
@@ -323,9 +322,9 @@ def test_sft_is_masked_cross_entropy_whatever_the_recipe() -> None:
 
 
 def test_arrays_are_read_in_the_dtype_of_the_log_probs() -> None:
-    algorithm, batch = algorithm_of("grpo", entropy_coef=0.1), token_batch()
+    algorithm, batch = algorithm_of("grpo", entropy_coef=0.1), device_batch()
     prepared, _ = algorithm.prepare(batch)
-    current_T = torch.tensor(current_logprobs(batch), dtype=torch.float32, requires_grad=True)
+    current_T = current_logprobs(batch).float().requires_grad_()
     inputs = algorithm.inputs(prepared, current_T, current_T * 0)
     assert {
         tensor.dtype for tensor in (inputs.rollout_logprobs_T, inputs.advantages_T, inputs.mask_T)
@@ -346,14 +345,14 @@ def test_arrays_are_read_in_the_dtype_of_the_log_probs() -> None:
 def test_a_non_finite_array_is_named(field: str, name: str, recipe: str) -> None:
     settings = {"kl": {"reward_coef": 0.1}} if recipe == "kl" else {}
     algorithm = algorithm_of("copris" if recipe == "kl" else recipe, **settings)
-    broken = getattr(token_batch(), field).copy()
+    broken = getattr(device_batch(), field).clone()
     broken[-1] = math.nan
     with pytest.raises(NonFiniteError, match=rf"^{name} has 1"):
-        algorithm.prepare(replace(token_batch(), **{field: broken}))
+        algorithm.prepare(replace(device_batch(), **{field: broken}))
 
 
 def test_non_finite_log_probs_of_the_group_pass_are_named() -> None:
-    algorithm, batch = algorithm_of("rapid"), token_batch()
+    algorithm, batch = algorithm_of("rapid"), device_batch()
     broken_T = current_logprobs(batch)
     broken_T[-1] = math.inf
     with pytest.raises(NonFiniteError, match=r"^logprobs has 1"):
@@ -370,20 +369,20 @@ def test_non_finite_log_probs_of_the_group_pass_are_named() -> None:
 def test_missing_log_probs_are_named(recipe: str, settings: dict[str, Any], field: str) -> None:
     without: dict[str, Any] = {field: None}
     with pytest.raises(ValueError, match=field):
-        algorithm_of(recipe, **settings).prepare(replace(token_batch(), **without))
+        algorithm_of(recipe, **settings).prepare(replace(device_batch(), **without))
 
 
 def test_a_batch_must_be_prepared() -> None:
-    batch = token_batch()
+    batch = device_batch()
     with pytest.raises(ValueError, match="no advantages"):
-        algorithm_of("copris").inputs(batch, torch.tensor(current_logprobs(batch)))
+        algorithm_of("copris").inputs(batch, current_logprobs(batch))
     rapid = algorithm_of("rapid", correction={"preset": "disabled"})
     with pytest.raises(ValueError, match="old_logprobs_T"):
         rapid.prepare_minibatch(replace(batch, old_logprobs_T=None), current_logprobs(batch))
 
 
 def test_a_batch_rejected_as_a_whole_has_no_gradient() -> None:
-    batch = replace(token_batch(), loss_mask_T=0 * token_batch().loss_mask_T)
+    batch = replace(device_batch(), loss_mask_T=0 * device_batch().loss_mask_T)
     gradient_T, metrics, _ = train_step(
         algorithm_of("grpo"), batch, current_logprobs(batch), whole(batch)
     )

@@ -23,7 +23,7 @@ from megatron_async.config import build_config
 from megatron_async.config.model import ModelConfig
 from megatron_async.config.recipes import RECIPES
 from megatron_async.trainer.capabilities import Capabilities, choose
-from tests.algorithms.batches import current_logprobs, token_batch
+from tests.algorithms.batches import current_logprobs, device_batch
 
 CUDA = torch.device("cuda")
 RULE = RejectionRule("token", "k1", -1.0, 1.0)
@@ -66,8 +66,8 @@ def algorithm_of(name: str) -> Algorithm:
 
 def microbatch(algorithm: Algorithm, seed: int) -> tuple[LossInputs, Denominators]:
     """A whole prepared batch as one microbatch; float64, one sequence without trained tokens."""
-    batch = token_batch(seed=seed)
-    logprobs_T = torch.tensor(current_logprobs(batch, seed))
+    batch = device_batch(seed=seed)
+    logprobs_T = current_logprobs(batch, seed)
     prepared, _ = algorithm.prepare(batch)
     prepared, denominators = algorithm.prepare_minibatch(prepared, logprobs_T)
     generator = torch.Generator().manual_seed(seed)
@@ -96,12 +96,9 @@ def test_on_cuda_the_loss_is_that_of_the_cpu(name: str) -> None:
     algorithm = algorithm_of(name)
     inputs, denominators = microbatch(algorithm, 0)
     expected = policy_loss(inputs, algorithm.loss_config, denominators)
-    streams = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
+    streams = {name: x for name, x in vars(inputs).items() if isinstance(x, torch.Tensor)}
     on_device = LossInputs(
-        **{
-            name: None if stream is None else stream.to(CUDA, _single(stream.dtype))
-            for name, stream in streams.items()
-        }
+        **{name: stream.to(CUDA, _single(stream.dtype)) for name, stream in streams.items()}
     )
     actual = algorithm.loss(on_device, denominators)
     assert actual.dlogp_T.is_cuda

@@ -15,7 +15,7 @@ from megatron_async.algorithms.own_loss import check_own_loss
 from megatron_async.config import build_config, load_config
 from megatron_async.config.load import dump
 from megatron_async.errors import UserError
-from tests.algorithms.batches import current_logprobs, token_batch
+from tests.algorithms.batches import current_logprobs, device_batch
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loss"
 
@@ -70,8 +70,8 @@ def algorithm_of(loss: object, **algorithm: object) -> Algorithm:
 
 
 def outputs(own: Algorithm, ours: Algorithm) -> tuple:  # type: ignore[type-arg]
-    batch = token_batch(seed=2)
-    logprobs_T = torch.tensor(current_logprobs(batch, 2))
+    batch = device_batch(seed=2)
+    logprobs_T = current_logprobs(batch, 2)
     entropy_T = torch.rand(len(logprobs_T), dtype=torch.float64)
     results = []
     for algorithm in (own, ours):
@@ -131,8 +131,8 @@ def test_a_loss_may_go_through_the_entropy_alone() -> None:
 
 def test_untrained_tokens_may_hold_anything() -> None:
     algorithm = algorithm_of(here("ppo"))
-    batch = token_batch(seed=1)
-    logprobs_T = torch.tensor(current_logprobs(batch, 1))
+    batch = device_batch(seed=1)
+    logprobs_T = current_logprobs(batch, 1)
     prepared, _ = algorithm.prepare(batch)
     prepared, denominators = algorithm.prepare_minibatch(prepared)
     inputs = algorithm.inputs(prepared, logprobs_T)
@@ -221,4 +221,4 @@ def test_the_example_is_ppo_for_fresh_tokens_and_clips_old_ones_sooner() -> None
 
 
 def _prepared(algorithm: Algorithm) -> tuple:  # type: ignore[type-arg]
-    return (algorithm.prepare(token_batch(seed=0))[0],)
+    return (algorithm.prepare(device_batch(seed=0))[0],)

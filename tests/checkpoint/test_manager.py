@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_async.algorithms.transfer import HostBuffers
 from megatron_async.checkpoint import writer
 from megatron_async.checkpoint.convert import hf_to_megatron
 from megatron_async.checkpoint.manager import CheckpointManager, Finalised
@@ -25,6 +24,7 @@ from megatron_async.checkpoint.writer import CopiedPiece, SaveJob
 from megatron_async.config.load import merge
 from megatron_async.config.run import CheckpointConfig
 from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.host_buffers import HostBuffers
 from megatron_async.trainer.step import PolicyTrainer
 from tests.trainer.cases import (
     ragged_batch,

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -90,9 +89,9 @@ def one_update(case: str, folder: Path) -> Found:
         optimizer = build_optimizer(wrapped, config.optimizer, bf16=True)
         zero_gradients(wrapped, optimizer)
         runner = PolicyRunner(wrapped, layout, token_budget=64, hidden_size=SHAPE["hidden_size"])
-        rows_R, index_R = np.arange(5), torch.arange(5, device=layout.device)
-        micro = Microbatch(packed(layout.device), rows_R, index_R, index_R[:2])
         batch: Any = SimpleNamespace(num_tokens=TOKENS, temperature=1.0)
+        index_R = torch.arange(5, device=layout.device)
+        micro = Microbatch(packed(layout.device), batch, index_R)
 
         def loss(output: TokenLogprobs, _micro: Microbatch) -> Any:
             assert output.entropy_R is not None

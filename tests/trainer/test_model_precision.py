@@ -50,7 +50,8 @@ def test_bfloat16_is_near_float32(
     )
     load_hf_weights([policy], tmp_path)
     policy.train()
-    output = policy(pack_inputs(ids_T, cu_S1, mask_T, device), return_entropy=True)
+    packed = pack_inputs(*(stream.to(device) for stream in (ids_T, cu_S1, mask_T)))
+    output = policy(packed, return_entropy=True)
     assert isinstance(output, TokenLogprobs)
     assert output.logprobs_R.dtype is torch.float32
     expected_R = reference_logprobs(model, ids_T, cu_S1, 1.0)[mask_T.bool()]

@@ -12,13 +12,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from megatron_async_kernels import token_logprob as head_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_async.algorithms.algorithm import build_sft_algorithm
+from megatron_async.algorithms.device_batch import DeviceBatch, to_device
 from megatron_async.trainer.forward import PolicyRunner
-from megatron_async.trainer.losses import policy_gradient_loss, sft_loss
+from megatron_async.trainer.losses import loss_of
 from megatron_async.trainer.step import PolicyTrainer
 from tests.trainer.cases import (
     ragged_batch,
@@ -65,7 +68,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def waits(
     monkeypatch: pytest.MonkeyPatch, trainer: PolicyTrainer, work: Callable[[PolicyRunner], object]
 ) -> Counter[str]:
-    """Of the schedule: microbatches are built before it, from host memory."""
+    """Of the schedule: microbatches are built before it."""
     from megatron_async.trainer.attention_kernels import packed_attention as per_sequence
 
     mode, run, tolist = Waits(), PolicyRunner._run, torch.Tensor.tolist
@@ -110,11 +113,11 @@ def test_microbatches_of_a_gradient_wait_for_nothing(
     trainer_settings = {"microbatch_tokens": 16}
     changes = {"algorithm": algorithm, "trainer": trainer_settings, "schedule": HALVES}
     with single_process(), trainer_session(settings(model_dir, changes)) as trainer:
-        batch, _ = trainer._prepare(ragged_batch())
-        current_T = trainer.compute_logprobs(batch)
+        batch, _ = trainer._prepare(DeviceBatch.of(ragged_batch()))
+        current_T = trainer._runner.logprobs(batch)
         needed = current_T if trainer.algorithm.needs_minibatch_pass else None
         batch, denominators = trainer.algorithm.prepare_minibatch(batch, needed)
-        loss = policy_gradient_loss(trainer.algorithm, batch, denominators)
+        loss = loss_of(trainer.algorithm, denominators)
         counts = []
 
         def gradients(runner: PolicyRunner) -> None:
@@ -128,24 +131,24 @@ def test_neither_do_those_of_fine_tuning_or_of_log_probs(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with single_process(), trainer_session(settings(model_dir, {})) as trainer:
-        batch = ragged_batch()
+        sft = build_sft_algorithm()
+        batch, _ = sft.prepare(DeviceBatch.of(ragged_batch()))
+        loss = loss_of(sft, sft.prepare_minibatch(batch)[1])
 
         def both(runner: PolicyRunner) -> None:
             runner.logprobs(batch)
-            runner.gradients(batch, sft_loss(batch), entropy=False)
+            runner.gradients(batch, loss, entropy=False)
 
         assert not +waits(monkeypatch, trainer, both)
 
 
 def test_arrays_reach_a_gpu_through_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """In calls: without CUDA there is nothing to pin."""
-    from megatron_async.algorithms.transfer import to_device
-
     calls: list[Any] = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: calls.append("pin") or x)
     monkeypatch.setattr(torch.Tensor, "to", lambda x, *a, **k: calls.append((a, k)) or x)
-    to_device(torch.zeros(7), "cuda")
+    to_device(np.zeros(7), "cuda")
     assert calls == ["pin", ((torch.device("cuda"),), {"non_blocking": True})]
     calls.clear()
-    to_device(torch.zeros(7), "cpu")
+    to_device(np.zeros(7), "cpu")
     assert "pin" not in calls

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_async.algorithms.transfer import HostBuffers
 from megatron_async.config.load import merge
+from megatron_async.host_buffers import HostBuffers
 from megatron_async.trainer.losses import ReferencePolicy
 from megatron_async.trainer.offload import (
     AlwaysThere,
