@@ -54,7 +54,6 @@ def gradients_of(trainer: PolicyTrainer, batch: TokenBatch) -> dict[str, Tensor]
     from megatron_async.algorithms.algorithm import build_sft_algorithm
     from megatron_async.algorithms.device_batch import DeviceBatch
     from megatron_async.trainer.forward import PolicyRunner
-    from megatron_async.trainer.losses import loss_of
     from megatron_async.trainer.optimizer import zero_gradients
 
     runner = PolicyRunner(
@@ -67,7 +66,7 @@ def gradients_of(trainer: PolicyTrainer, batch: TokenBatch) -> dict[str, Tensor]
     sft = build_sft_algorithm()
     prepared, _ = sft.prepare(DeviceBatch.of(batch, trainer.layout.device))
     _, denominators = sft.prepare_minibatch(prepared)
-    found = runner.gradients(prepared, loss_of(sft, denominators), entropy=False)
+    found = runner.gradients(prepared, sft, denominators, entropy=False)
     if found.reason is not None:
         raise CheckFailed(f"the loss is not finite: {found.reason}")
     return {

@@ -326,7 +326,7 @@ _COSTS: Final = (
     *taken_back(
         "1.9",
         _PINNED,
-        f"{_TRAINER}/losses.py",
+        f"{_TRAINER}/reference.py",
         (
             "the reference policy gets new host memory each time",
             "own = self._snapshot(self._own)",
@@ -359,13 +359,13 @@ _COSTS: Final = (
         f"{_TRAINER}/forward.py",
         (
             "the host waits for every microbatch's loss",
-            "found = loss(micro, output, check=False)",
-            "found = loss(micro, output, check=True)",
+            "found = algorithm.loss(inputs, denominators, check=False)",
+            "found = algorithm.loss(inputs, denominators, check=True)",
         ),
         (
             "the host decides at every microbatch whether its loss is finite",
-            "                found = _if(finite, found)\n",
-            "                found = found if finite.item() else _if(finite, found)\n",
+            "                found = _if(found.finite, found)\n",
+            "                found = found if found.finite.item() else _if(found.finite, found)\n",
         ),
     ),
     *taken_back(

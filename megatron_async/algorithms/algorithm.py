@@ -185,7 +185,10 @@ class Algorithm:
         backend: Backend = "auto",
         check: bool = True,
     ) -> LossOutput:
-        """The loss of one microbatch; `backend` and `check` as in `is_loss`."""
+        """The sum over a microbatch's tokens of a (l + kl_coef q - entropy_coef H).
+
+        a, l and q are written out in `LossConfig`; `backend` and `check` as in `is_loss`.
+        """
         asked = (inputs, self.loss_config, denominators)
         if self._own_loss is not None:
             return policy_loss(*asked, own=self._own_loss, check=check)

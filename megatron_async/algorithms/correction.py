@@ -361,39 +361,23 @@ def weight_mean(
     return found if found > _SMALLEST_MEAN else 1.0
 
 
-@dataclass(frozen=True, eq=False)
-class _Decision:
-    """An option's result: statistic by token, by sequence (None at token level), tokens kept."""
-
-    statistic_T: torch.Tensor
-    statistic_S: torch.Tensor | None
-    keep_T: torch.Tensor
-
-
-def _decide(rows: MaskedRows, option: ParsedRejection) -> _Decision:
-    statistic = rejection_statistic(
-        rows.log_ratio_T, rows.mask_T, rows.cu_seqlens_S1, option.level, option.divergence
-    )
-    keep = ((statistic >= option.lower) & (statistic <= option.upper)).double()
-    if option.level == "token":
-        return _Decision(statistic, None, keep)
-    cu_S1 = rows.cu_seqlens_S1
-    return _Decision(spread(statistic, cu_S1), statistic, spread(keep, cu_S1))
-
-
 def _reject(
     rows: MaskedRows, options: tuple[ParsedRejection, ...]
 ) -> tuple[torch.Tensor, dict[str, float]]:
     metrics: dict[str, float] = {}
-    keep_T = torch.ones_like(rows.mask_T)
+    keep_T, cu_S1 = torch.ones_like(rows.mask_T), rows.cu_seqlens_S1
     for option in options:
-        found = _decide(rows, option)
-        keep_T = keep_T * found.keep_T
-        metrics |= rejection_metrics(
-            rows, option, found.statistic_T, found.statistic_S, found.keep_T
+        statistic = rejection_statistic(
+            rows.log_ratio_T, rows.mask_T, cu_S1, option.level, option.divergence
         )
+        passes = ((statistic >= option.lower) & (statistic <= option.upper)).double()
+        of_sequence = None if option.level == "token" else statistic
+        if of_sequence is not None:
+            statistic, passes = spread(statistic, cu_S1), spread(passes, cu_S1)
+        keep_T = keep_T * passes
+        metrics |= rejection_metrics(rows, option, statistic, of_sequence, passes)
     lost_T = (1.0 - keep_T) * rows.mask_T
-    touched_S = (segment_sum(lost_T, rows.cu_seqlens_S1) > 0).double()
+    touched_S = segment_sum(lost_T, cu_S1) > 0
     metrics["rollout_rs_masked_fraction"] = total(lost_T) / total(rows.mask_T)
     metrics["rollout_rs_seq_masked_fraction"] = mean(touched_S)
     return keep_T, metrics

@@ -11,9 +11,10 @@ Invariants
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from megatron_async_kernels.loss_types import LAG_SUM_NAMES, NUM_LAG_BINS, LossMetrics
 
@@ -110,6 +111,12 @@ def finalize(metrics: LossMetrics) -> dict[str, float]:
             "off_policy/log_weight_sequence_min": -s["seq_log_weight_neg_min"],
         }
     return result
+
+
+def mean_of(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each metric over the updates that have it."""
+    names = {name: None for one in metrics for name in one}
+    return {name: float(np.mean([one[name] for one in metrics if name in one])) for name in names}
 
 
 def _by_lag(metrics: LossMetrics, tokens: float) -> dict[str, float]:

@@ -3,7 +3,7 @@
 - step: `PolicyTrainer`: what one batch does to policy and optimizer. report: what it did.
 - optimizer: Adam or muon, the learning rate, clipping; an update that is not finite is skipped on
   every rank.
-- losses: of a batch, for rl and sft; the reference policy.
+- reference: the weights of a frozen reference policy.
 - microbatch: sequences to microbatches, balanced by cost; pure.
 - forward, packed: microbatches through Megatron's schedule, as packed token streams.
 - policy_model: GPTModel that ends in token log-probs, not logits.

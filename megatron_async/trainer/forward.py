@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +23,8 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron_async_kernels.loss_types import (
+    Denominators,
+    LossInputs,
     LossMetrics,
     LossOutput,
     NonFiniteError,
@@ -30,6 +32,7 @@ from megatron_async_kernels.loss_types import (
 )
 from torch import Tensor
 
+from megatron_async.algorithms.algorithm import Algorithm
 from megatron_async.algorithms.device_batch import DeviceBatch, to_device
 from megatron_async.trainer.microbatch import plan_microbatches
 from megatron_async.trainer.packed import PackedInputs, TokenLogprobs, pack_inputs
@@ -51,12 +54,6 @@ class Microbatch:
     @property
     def is_dummy(self) -> bool:
         return len(self.index_R) == 0
-
-
-class LossFunction(Protocol):
-    """Loss of one microbatch. `check`: raise NonFiniteError, which waits for the device."""
-
-    def __call__(self, micro: Microbatch, output: TokenLogprobs, *, check: bool) -> LossOutput: ...
 
 
 # What Megatron wants of a loss function: value, a token count (unused here), things to report.
@@ -119,33 +116,45 @@ class PolicyRunner:
         logprobs_T = self._run(microbatches, batch, no_loss, forward_only=True, entropy=False)
         return _of_all_ranks(logprobs_T)
 
-    def gradients(self, batch: DeviceBatch, loss: LossFunction, *, entropy: bool) -> GradientResult:
-        """Add the gradient of the summed `loss` to the (zeroed) gradient buffers, reduced.
+    def gradients(
+        self,
+        batch: DeviceBatch,
+        algorithm: Algorithm,
+        denominators: Denominators,
+        *,
+        entropy: bool,
+    ) -> GradientResult:
+        """Add the gradient of a prepared minibatch's loss to the gradient buffers, reduced.
 
-        `loss` is called on the last stage for every microbatch that is not a dummy.
+        The loss is computed on the last stage, for every microbatch that is not a dummy.
         """
         microbatches = self._microbatches(batch)
         metrics = LossMetrics.empty(self._layout.device)
-        shares: list[tuple[Microbatch, TokenLogprobs, Tensor]] = []
+        seen: list[LossInputs] = []
+        finite: list[Tensor] = []
 
         def share(output: TokenLogprobs, micro: Microbatch) -> _Share:
             nonlocal metrics
             value = output.logprobs_R.sum() * 0.0
             if not micro.is_dummy:
-                found = loss(micro, output, check=False)
-                finite = found.finite
-                shares.append((micro, output.detached(), finite))
+                inputs = algorithm.inputs(micro.rows, output.logprobs_R, output.entropy_R)
+                found = algorithm.loss(inputs, denominators, check=False)
+                seen.append(inputs)
+                finite.append(found.finite)
                 metrics = metrics.merge(found.metrics)
-                found = _if(finite, found)
+                found = _if(found.finite, found)
                 value = attach_gradient(found, output.logprobs_R, output.entropy_R)
             return value, self._zero(torch.int), None
 
         logprobs_T = self._run(microbatches, batch, share, forward_only=False, entropy=entropy)
+        reason = None
+        if finite and not all(finite_M := torch.stack(finite).tolist()):
+            reason = _reason(algorithm, seen[finite_M.index(False)], denominators)
         counted = metrics if self._counts else LossMetrics.empty(self._layout.device)
         return GradientResult(
             metrics=counted.all_reduce(dist.group.WORLD),
             logprobs_T=_of_all_ranks(logprobs_T),
-            reason=_first_reason(loss, shares),
+            reason=reason,
             num_microbatches=len(microbatches),
         )
 
@@ -208,16 +217,10 @@ def _if(finite: Tensor, found: LossOutput) -> LossOutput:
     return replace(found, dlogp_T=gated(found.dlogp_T), dentropy_T=dentropy_R)
 
 
-def _first_reason(
-    loss: LossFunction, shares: list[tuple[Microbatch, TokenLogprobs, Tensor]]
-) -> str | None:
-    """Explain the first share that is not finite; None where all are. Waits for the device."""
-    finite_M = torch.stack([finite for _, _, finite in shares]).tolist() if shares else []
-    if all(finite_M):
-        return None
-    micro, output, _ = shares[finite_M.index(False)]
+def _reason(algorithm: Algorithm, inputs: LossInputs, denominators: Denominators) -> str:
+    """Why the loss of these is not finite. Waits for the device."""
     try:
-        loss(micro, output, check=True)
+        algorithm.loss(inputs, denominators)
     except NonFiniteError as error:
         return str(error)
     return "the loss is not finite"

@@ -48,11 +48,6 @@ class TokenLogprobs:
     logprobs_R: Tensor
     entropy_R: Tensor | None
 
-    def detached(self) -> TokenLogprobs:
-        """The same values without their graph."""
-        entropy_R = None if self.entropy_R is None else self.entropy_R.detach()
-        return TokenLogprobs(self.logprobs_R.detach(), entropy_R)
-
     @property
     def device(self) -> torch.device:
         """Megatron's schedule asks a last stage's output where it lives (for expert models)."""

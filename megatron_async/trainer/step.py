@@ -22,20 +22,19 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from megatron_async_kernels.loss_types import LossMetrics, NonFiniteError
+from megatron_async_kernels.loss_types import Denominators, LossMetrics, NonFiniteError
 
-from megatron_async.algorithms.algorithm import build_algorithm, build_sft_algorithm
+from megatron_async.algorithms.algorithm import Algorithm, build_algorithm, build_sft_algorithm
 from megatron_async.algorithms.device_batch import DeviceBatch, to_host
-from megatron_async.algorithms.metrics import finalize
+from megatron_async.algorithms.metrics import finalize, mean_of
 from megatron_async.checkpoint.checksum import dtype_name
 from megatron_async.checkpoint.state import load_checkpoint_weights
 from megatron_async.config import RunConfig
 from megatron_async.errors import ComponentFailure
 from megatron_async.models.load import load_hf_weights
 from megatron_async.trainer.device import current_device
-from megatron_async.trainer.forward import LossFunction, PolicyRunner
+from megatron_async.trainer.forward import PolicyRunner
 from megatron_async.trainer.hf_config import parameter_dtype
-from megatron_async.trainer.losses import ReferencePolicy, loss_of, mean_of
 from megatron_async.trainer.optimizer import (
     build_optimizer,
     guarded_step,
@@ -46,6 +45,7 @@ from megatron_async.trainer.optimizer import (
 )
 from megatron_async.trainer.parallel import rank_layout
 from megatron_async.trainer.policy_model import PolicyModel, build_policy
+from megatron_async.trainer.reference import ReferencePolicy
 from megatron_async.trainer.replicas import ReplicaCheck
 from megatron_async.trainer.report import StepReport
 from megatron_async.trajectory.batch import TokenBatch
@@ -214,24 +214,29 @@ class PolicyTrainer:
             self._nonfinite_in_a_row += 1
             return PolicyUpdate(str(error))
         # Entropy is reported even where the loss does not need it: measured, it costs little.
-        return self._update(minibatch, loss_of(self.algorithm, denominators), entropy=True)
+        return self._update(minibatch, self.algorithm, denominators, entropy=True)
 
     def train_sft(self, batch: TokenBatch) -> StepReport:
         """Make an optimizer update on the masked cross-entropy of the batch."""
         began = time.monotonic()
         sft = build_sft_algorithm()
         prepared, denominators = sft.prepare_minibatch(sft.prepare(self._upload(batch))[0])
-        update = self._update(prepared, loss_of(sft, denominators))
+        update = self._update(prepared, sft, denominators, entropy=False)
         return self._report(batch, [update], {}, began)
 
     # ------------------------------------------------------------ inside
 
     def _update(
-        self, batch: DeviceBatch, loss: LossFunction, *, entropy: bool = False
+        self,
+        batch: DeviceBatch,
+        algorithm: Algorithm,
+        denominators: Denominators,
+        *,
+        entropy: bool,
     ) -> PolicyUpdate:
         """Gradient of the whole (mini)batch and one guarded optimizer step."""
         zero_gradients(self.wrapped, self.optimizer)
-        found = self._runner.gradients(batch, loss, entropy=entropy)
+        found = self._runner.gradients(batch, algorithm, denominators, entropy=entropy)
         rate = learning_rate(self._settings, self._updates, self._total_updates)
         applied, grad_norm = guarded_step(
             self.optimizer, rate=rate, loss_is_finite=found.reason is None

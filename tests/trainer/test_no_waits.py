@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_async.algorithms.algorithm import build_sft_algorithm
 from megatron_async.algorithms.device_batch import DeviceBatch, to_device
 from megatron_async.trainer.forward import PolicyRunner
-from megatron_async.trainer.losses import loss_of
 from megatron_async.trainer.step import PolicyTrainer
 from tests.trainer.cases import (
     ragged_batch,
@@ -117,11 +116,11 @@ def test_microbatches_of_a_gradient_wait_for_nothing(
         current_T = trainer._runner.logprobs(batch)
         needed = current_T if trainer.algorithm.needs_minibatch_pass else None
         batch, denominators = trainer.algorithm.prepare_minibatch(batch, needed)
-        loss = loss_of(trainer.algorithm, denominators)
         counts = []
 
         def gradients(runner: PolicyRunner) -> None:
-            counts.append(runner.gradients(batch, loss, entropy=True).num_microbatches)
+            found = runner.gradients(batch, trainer.algorithm, denominators, entropy=True)
+            counts.append(found.num_microbatches)
 
         assert not +waits(monkeypatch, trainer, gradients)
         assert counts[0] > 3
@@ -133,11 +132,11 @@ def test_neither_do_those_of_fine_tuning_or_of_log_probs(
     with single_process(), trainer_session(settings(model_dir, {})) as trainer:
         sft = build_sft_algorithm()
         batch, _ = sft.prepare(DeviceBatch.of(ragged_batch()))
-        loss = loss_of(sft, sft.prepare_minibatch(batch)[1])
+        _, denominators = sft.prepare_minibatch(batch)
 
         def both(runner: PolicyRunner) -> None:
             runner.logprobs(batch)
-            runner.gradients(batch, loss, entropy=False)
+            runner.gradients(batch, sft, denominators, entropy=False)
 
         assert not +waits(monkeypatch, trainer, both)
 

@@ -10,7 +10,6 @@ import torch
 
 from megatron_async.config.load import merge
 from megatron_async.host_buffers import HostBuffers
-from megatron_async.trainer.losses import ReferencePolicy
 from megatron_async.trainer.offload import (
     AlwaysThere,
     DeviceMemory,
@@ -20,6 +19,7 @@ from megatron_async.trainer.offload import (
     trainer_memory,
     weight_tensors,
 )
+from megatron_async.trainer.reference import ReferencePolicy
 from megatron_async.trainer.step import PolicyTrainer
 from tests.trainer.cases import ragged_batch, settings, single_process, trainer_session, write_model
 
