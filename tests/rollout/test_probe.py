@@ -25,6 +25,10 @@ VERSION = PolicyVersion(5, 2)
 PROMPTS = [np.array(ids, np.int32) for ids in ([5, 9, 17, 3], [7], [2, 4, 6], [1, 1])]
 
 
+def sequences(batch: TokenBatch) -> list[IntArray]:
+    return np.split(batch.token_ids_T, batch.cu_seqlens_S1[1:-1])
+
+
 def test_every_engine_samples_as_many_tokens_and_the_trainer_sees_them_as_sequences() -> None:
     async def body() -> None:
         engine = SimulatedEngine("one", MODEL, VERSION)
@@ -36,10 +40,8 @@ def test_every_engine_samples_as_many_tokens_and_the_trainer_sees_them_as_sequen
         assert batch.cu_seqlens_S1.tolist() == [0, 7, 11, 17, 22]
         assert batch.prompt_lengths_S.tolist() == [4, 1, 3, 2]
         assert batch.num_trained_tokens == 12
-        for number, one in enumerate(samples):
-            alone = batch.select([number])
-            ids = [*PROMPTS[number].tolist(), *one.token_ids.tolist()]
-            assert alone.token_ids_T.tolist() == ids
+        for number, (one, ids) in enumerate(zip(samples, sequences(batch), strict=True)):
+            assert ids.tolist() == [*PROMPTS[number].tolist(), *one.token_ids.tolist()]
         logprobs_T = trainer_logprobs(batch)
         assert (batch.rollout_logprobs_T == logprobs_T).all()
         assert errors(samples, logprobs_T) == {"one": RatioError(0, 0)}
@@ -129,8 +131,7 @@ def test_a_prompt_that_the_engine_refuses_is_left_out() -> None:
 def _trainer(engine: EngineUnderTest, model: str, batch: TokenBatch, temperature: float) -> Any:
     """What a trainer with these weights computes, at this temperature."""
     values: list[FloatArray] = []
-    for number in range(batch.num_sequences):
-        ids: IntArray = batch.select([number]).token_ids_T
+    for ids in sequences(batch):
         found = reference_logprobs(engine.models[model], ids.tolist(), temperature)
         values += [np.zeros(1, np.float32), found]
     return np.concatenate(values)

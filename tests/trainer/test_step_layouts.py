@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_async.config import RunConfig
+from megatron_async.trajectory.batch import TokenBatch
 from tests.distributed import run_ranks
 from tests.trainer.cases import (
     GRADIENT_SCALE,
@@ -56,6 +57,17 @@ ONE: dict[str, dict[str, Any]] = {
 }
 
 
+def second_alone(batch: TokenBatch) -> TokenBatch:
+    """Its second sequence, which is the longest."""
+    low, high = batch.cu_seqlens_S1[1:3]
+    parts = {
+        name: array[low:high] if name.endswith("_T") else array[1:2]
+        for name, array in vars(batch).items()
+        if name.endswith(("_T", "_S"))
+    }
+    return replace(batch, **parts, cu_seqlens_S1=np.array([0, high - low], np.int32))
+
+
 def measure(model_dir: Path, changes: dict[str, Any]) -> dict[str, Any]:
     """Log-probs, gradients of SFT and RL steps, losses of three SFT steps, on this rank.
 
@@ -73,7 +85,7 @@ def measure(model_dir: Path, changes: dict[str, Any]) -> dict[str, Any]:
             else:
                 found["logprobs"] = trainer.compute_logprobs(ragged_batch())
                 batch = ragged_batch()
-                report = trainer.train_sft(batch.select([1]) if purpose == "lonely" else batch)
+                report = trainer.train_sft(second_alone(batch) if purpose == "lonely" else batch)
             after = weights(trainer)
             found[f"{purpose} gradient"] = {
                 name: (before[name] - after[name]) / GRADIENT_SCALE for name in before

@@ -203,20 +203,6 @@ def test_every_token_equals_the_plain_loop_definition(
     assert int(batch.cu_seqlens_S1[-1]) == len(rows)
 
 
-@settings(max_examples=50)
-@given(st.lists(st.integers(1, 3), min_size=1, max_size=6), st.integers(1, 6))
-def test_minibatches_hold_whole_groups_and_lose_nothing(sizes: list[int], count: int) -> None:
-    groups = [
-        group(*(scored(g * 10 + i, g, PROMPT, segment([i + 1], (0, 0))) for i in range(size)))
-        for g, size in enumerate(sizes)
-    ]
-    batch = pack_groups(groups, step=0, lineage=0, branch_points={})
-    parts = batch.minibatches(count)
-    assert np.concatenate([p.token_ids_T for p in parts]).tolist() == batch.token_ids_T.tolist()
-    seen = [set(p.group_ids_S.tolist()) for p in parts]
-    assert sum(len(s) for s in seen) == len(sizes)
-
-
 def test_turns_of_one_version_are_not_resumed_but_two_requests_are() -> None:
     one, env = segment([3], (0, 0)), segment([9], (0, 0), environment=True)
     assert not scored(1, 1, PROMPT, one, env, one).resumed
