@@ -82,7 +82,7 @@ class DeviceBatch:
     @property
     def trained_S(self) -> Tensor:
         """Trained tokens of each sequence."""
-        return segment_sum(self.loss_mask_T.double(), self.cu_seqlens_S1)
+        return segment_sum((self.loss_mask_T != 0).double(), self.cu_seqlens_S1)
 
     @property
     def group_index_S(self) -> Tensor:
