@@ -364,8 +364,8 @@ _COSTS: Final = (
         ),
         (
             "the host decides at every microbatch whether its loss is finite",
-            "                found = _if(found.finite, found)\n",
-            "                found = found if found.finite.item() else _if(found.finite, found)\n",
+            "found = _if(found.finite, found)",
+            "found = found if found.finite.item() else _if(found.finite, found)",
         ),
     ),
     *taken_back(

@@ -48,9 +48,7 @@ def check_own_loss(config: AlgorithmConfig) -> None:
     except (ValueError, NonFiniteError) as error:
         raise UserError(f"{where}: {error}") from error
     except Exception as error:  # The user's function may raise anything.
-        raise UserError(
-            f"algorithm.loss.name is {config.loss.name!r}: {described(error)}"
-        ) from error
+        raise UserError(f"{where}: {described(error)}") from error
     slopes = (output.dlogp_T, output.dentropy_T)
     if not any(slope is not None and bool(slope.any()) for slope in slopes):
         raise UserError(

@@ -56,10 +56,6 @@ class Microbatch:
         return len(self.index_R) == 0
 
 
-# What Megatron wants of a loss function: value, a token count (unused here), things to report.
-_Share = tuple[Tensor, Tensor, None]
-
-
 @dataclass(frozen=True, eq=False)
 class GradientResult:
     """Sums over all ranks. `reason`: why this rank's loss is not finite; None where it is.
@@ -109,12 +105,11 @@ class PolicyRunner:
     def logprobs(self, batch: DeviceBatch) -> Tensor:
         """log pi(token) at the batch's temperature where the loss mask is set, else 0, [T]."""
 
-        def no_loss(_output: TokenLogprobs, _micro: Microbatch) -> _Share:
-            return self._zero(), torch.zeros((), dtype=torch.int), None
+        def nothing(_output: TokenLogprobs, _micro: Microbatch) -> Tensor:
+            return self._zero()
 
         microbatches = self._microbatches(batch)
-        logprobs_T = self._run(microbatches, batch, no_loss, forward_only=True, entropy=False)
-        return _of_all_ranks(logprobs_T)
+        return self._run(microbatches, batch, nothing, forward_only=True, entropy=False)
 
     def gradients(
         self,
@@ -133,18 +128,17 @@ class PolicyRunner:
         seen: list[LossInputs] = []
         finite: list[Tensor] = []
 
-        def share(output: TokenLogprobs, micro: Microbatch) -> _Share:
+        def share(output: TokenLogprobs, micro: Microbatch) -> Tensor:
             nonlocal metrics
-            value = output.logprobs_R.sum() * 0.0
-            if not micro.is_dummy:
-                inputs = algorithm.inputs(micro.rows, output.logprobs_R, output.entropy_R)
-                found = algorithm.loss(inputs, denominators, check=False)
-                seen.append(inputs)
-                finite.append(found.finite)
-                metrics = metrics.merge(found.metrics)
-                found = _if(found.finite, found)
-                value = attach_gradient(found, output.logprobs_R, output.entropy_R)
-            return value, self._zero(torch.int), None
+            if micro.is_dummy:
+                return output.logprobs_R.sum() * 0.0
+            inputs = algorithm.inputs(micro.rows, output.logprobs_R, output.entropy_R)
+            found = algorithm.loss(inputs, denominators, check=False)
+            seen.append(inputs)
+            finite.append(found.finite)
+            metrics = metrics.merge(found.metrics)
+            found = _if(found.finite, found)
+            return attach_gradient(found, output.logprobs_R, output.entropy_R)
 
         logprobs_T = self._run(microbatches, batch, share, forward_only=False, entropy=entropy)
         reason = None
@@ -153,7 +147,7 @@ class PolicyRunner:
         counted = metrics if self._counts else LossMetrics.empty(self._layout.device)
         return GradientResult(
             metrics=counted.all_reduce(dist.group.WORLD),
-            logprobs_T=_of_all_ranks(logprobs_T),
+            logprobs_T=logprobs_T,
             reason=reason,
             num_microbatches=len(microbatches),
         )
@@ -165,27 +159,29 @@ class PolicyRunner:
         self,
         microbatches: list[Microbatch],
         batch: DeviceBatch,
-        share: Callable[[TokenLogprobs, Microbatch], _Share],
+        share: Callable[[TokenLogprobs, Microbatch], Tensor],
         *,
         forward_only: bool,
         entropy: bool,
     ) -> Tensor:
         """Megatron's schedule (1F1B where there are pipeline stages).
 
-        Returns the log-probs that this rank counts, in the order of the batch, 0 elsewhere.
+        `share` is a microbatch's part of the loss. Returns the log-probs of all ranks, in the order
+        of the batch, 0 where nothing is trained.
         """
         logprobs_T = torch.zeros(batch.num_tokens, dtype=torch.float32, device=self._layout.device)
 
         def forward_step(
             iterator: Iterator[Microbatch], model: DistributedDataParallel
-        ) -> tuple[Any, Callable[[TokenLogprobs], _Share]]:
+        ) -> tuple[Any, Callable[[TokenLogprobs], tuple[Tensor, Tensor, None]]]:
             micro = next(iterator)
             output = model(micro.packed, temperature=batch.temperature, return_entropy=entropy)
 
-            def finish(found: TokenLogprobs) -> _Share:
+            def finish(found: TokenLogprobs) -> tuple[Tensor, Tensor, None]:
+                """Value, a token count (unused here) and things to report, as Megatron wants."""
                 if self._counts and not micro.is_dummy:
                     logprobs_T[micro.index_R] = found.logprobs_R.detach().float()
-                return share(found, micro)
+                return share(found, micro), self._zero(torch.int), None
 
             return output, finish
 
@@ -198,13 +194,8 @@ class PolicyRunner:
             micro_batch_size=1,
             forward_only=forward_only,
         )
+        dist.all_reduce(logprobs_T)  # one rank counts each token
         return logprobs_T
-
-
-def _of_all_ranks(values_T: Tensor) -> Tensor:
-    """Collective; the sum over all ranks, on every rank."""
-    dist.all_reduce(values_T)
-    return values_T
 
 
 def _if(finite: Tensor, found: LossOutput) -> LossOutput:

@@ -93,10 +93,9 @@ def one_update(case: str, folder: Path) -> Found:
         index_R = torch.arange(5, device=layout.device)
         micro = Microbatch(packed(layout.device), batch, index_R)
 
-        def loss(output: TokenLogprobs, _micro: Microbatch) -> Any:
+        def loss(output: TokenLogprobs, _micro: Microbatch) -> Tensor:
             assert output.entropy_R is not None
-            count = torch.zeros((), dtype=torch.int, device=layout.device)
-            return output.logprobs_R.sum() + output.entropy_R.sum(), count, None
+            return output.logprobs_R.sum() + output.entropy_R.sum()
 
         runner._run([micro, micro], batch, loss, forward_only=False, entropy=True)
         applied, _ = guarded_step(optimizer, rate=1e-6, loss_is_finite=True)
