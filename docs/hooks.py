@@ -9,6 +9,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from markdown import Markdown
+from markdown.extensions import Extension
+from markdown.preprocessors import Preprocessor
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
@@ -19,6 +22,45 @@ _OUT_OF_DOCS = re.compile(
     r"\[([^\]]+)\]\(((?:\.\./)+)((?:examples|benchmarks|launch|configs|megatron_async|kernels|tests)"
     r"[^)#]*)(?:#[^)]*)?\)"
 )
+_NAMES = re.compile(
+    r'(?<!<pre>)(?<!</span>)<code>[^<]+</code>|<span class="doc doc-object-name[^<]+'
+)
+
+
+class _Lists(Preprocessor):
+    """Begin a list also where its first item follows a line of text, as GitHub does."""
+
+    def run(self, lines: list[str]) -> list[str]:
+        out: list[str] = []
+        in_list = False
+        for line in lines:
+            if re.match(r"([-*+]|1\.) ", line):
+                out += [""] * (not in_list)
+                in_list = True
+            in_list = in_list and bool(line.strip())
+            out.append(line)
+        return out
+
+
+class _ListExtension(Extension):
+    def extendMarkdown(self, md: Markdown) -> None:
+        md.preprocessors.register(_Lists(md), "lists", 22)  # code in fences is taken out at 25
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Let pages and docstrings have lists without a blank line before them."""
+    config.markdown_extensions.append(_ListExtension())  # type: ignore[arg-type]
+    return config
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Let code wrap after a name's dots and slashes, not in an option; see site.css."""
+
+    def wrapping(code: re.Match[str]) -> str:
+        whole = re.sub(r"(?<!\w)--[\w-]+", r"<span class=option>\g<0></span>", code[0])
+        return re.sub(r"(?<=[^\W\d])([./])(?=\w{5})", r"\1<wbr>", whole)
+
+    return _NAMES.sub(wrapping, html)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -85,7 +127,9 @@ def _code(text: str) -> str:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+    """`text` for a cell: outside of code `<` begins no tag."""
+    line = " ".join(text.split()).replace("|", "\\|")
+    return re.sub("(`[^`]*`)|<", lambda found: found[1] or "&lt;", line)
 
 
 def commands_page() -> str:

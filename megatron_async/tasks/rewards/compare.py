@@ -20,8 +20,8 @@ from megatron_async.tasks.build import build_scorer
 from megatron_async.tasks.rewards.sample import Returned, Sample
 
 _MARKER = (
-    "The answer is what follows its last occurrence; empty: the last <answer>...</answer>, else "
-    "the last \\boxed{...}, else the whole text."
+    "The answer is what follows its last occurrence; empty: the last `<answer>...</answer>`, "
+    "else the last \\boxed{...}, else the whole text."
 )
 
 
