@@ -50,11 +50,14 @@ def engine_costs(config: RunConfig) -> EngineCosts:
         costs = RooflineEngine(shape, gpu, settings.efficiency, config.engines.tensor, capacity)
     longest = config.sampling.max_new_tokens + settings.lengths.prompt_tokens
     if capacity < longest:
+        room = "simulate.kv_capacity_tokens"
+        if not (settings.cost_model or settings.kv_capacity_tokens):
+            card, tensor = settings.gpu.name, config.engines.tensor
+            room = f"engines.tensor {tensor}, simulate.gpu.name {card} or {room}"
         raise UserError(
             f"an engine holds {max(0, capacity)} tokens of KV, the longest response and its prompt "
-            f"are {longest} (sampling.max_new_tokens {config.sampling.max_new_tokens}): raise "
-            f"engines.tensor {config.engines.tensor}, use another simulate.gpu.name "
-            f"{settings.gpu.name}, or set simulate.kv_capacity_tokens"
+            f"are {longest} (sampling.max_new_tokens {config.sampling.max_new_tokens}): set a "
+            f"larger {room}"
         )
     return costs
 

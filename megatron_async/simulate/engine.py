@@ -83,9 +83,10 @@ class SimulatedRequest:
 
 @dataclass(slots=True)
 class EngineCounters:
-    """Totals of an engine; seconds and tokens."""
+    """Totals of an engine; seconds and tokens. `full_seconds`: busy, and a request waits for KV."""
 
     busy_seconds: float = 0.0
+    full_seconds: float = 0.0
     slot_seconds: float = 0.0
     generated: float = 0.0
     prefilled: int = 0
@@ -119,6 +120,7 @@ class Engine:
     _waiting: OrderedDict[int, SimulatedRequest] = field(default_factory=OrderedDict)
     _groups: dict[tuple[int, int], int] = field(default_factory=dict)
     _keeps: bool = False
+    _full: bool = False
     _finishing: list[tuple[float, int]] = field(default_factory=list)
     _switches: list[tuple[float, int]] = field(default_factory=lambda: [(0.0, 0)])
     _next_report: float = 0.0
@@ -138,6 +140,7 @@ class Engine:
             return
         counters = self.counters
         counters.slot_seconds += elapsed * len(self.running)
+        counters.full_seconds += elapsed * (self._full and bool(self._waiting))
         prefill = min(self.stall, elapsed)
         self.stall -= prefill
         elapsed -= prefill
@@ -292,7 +295,9 @@ class Engine:
             needed = request.before
             if (request.group_id, self.prefixes) not in groups:
                 needed += request.prompt
-            if count > 1 and (self.kv + needed + reserve * count > capacity or count > most):
+            full = self.kv + needed + reserve * count > capacity
+            if count > 1 and (full or count > most):
+                self._full = full
                 break
             self._enter(request, needed)
             entered.append(request)

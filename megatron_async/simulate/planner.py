@@ -120,10 +120,12 @@ def make_plan(settings: Mapping[str, Any], top: int) -> RankedPlans:
     gpus = _gpus(settings, config)
     found = sorted(_candidates(config, settings, gpus), key=lambda c: c.step_seconds)
     if not found:
+        off = not config.simulate.recompute_activations
+        remedy = ", or set simulate.recompute_activations true" * off
         raise UserError(
             f"nothing fits: simulate.gpus {gpus} of {config.simulate.gpu.name} "
             f"cannot hold trainer and engines of {shape_of(config).parameters / 1e9:.1f} B "
-            "parameters; use more GPUs or larger ones, or set simulate.recompute_activations true"
+            f"parameters; raise simulate.gpus or choose a larger simulate.gpu.name{remedy}"
         )
     tried = [replace(c, summary=simulate(c.config)) for c in found[:top]]
     return RankedPlans(ranked(tried), len(found))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.table import Table
 
+from megatron_async.config import RunConfig
 from megatron_async.disk import writing
 from megatron_async.simulate.statistics import Summary
 from megatron_async.simulate.sweep import Point
@@ -28,6 +29,17 @@ _MUCH_IDLE = 0.4
 _FEW_SLOTS = 0.6
 _MUCH_LOST = 0.15
 _LONG_LAG = 4.0
+_OVERLAP = "schedule.preset pipeline or async"
+_NO_STRAGGLER = "schedule.preset copris, which does not wait for the longest response, or "
+_MORE_REQUESTS = "a higher schedule.concurrency, or "
+_KV = "simulate.kv_capacity_tokens"
+_LESS_KV = f"lower schedule.concurrency, or raise {_KV}"
+_FEWER_UPDATES = "raise schedule.groups_per_batch, or lower schedule.concurrency"
+_DROPPED = {
+    "stale": "raise schedule.max_async_level, or set schedule.on_stale wait",
+    "overflow": "set schedule.overflow block, or lower schedule.concurrency",
+    "filtered": "set schedule.dynamic_sampling false, or choose problems that are solved sometimes",
+}
 
 
 def label(point: Point) -> str:
@@ -75,41 +87,38 @@ def table(points: Sequence[Point], *, wide: bool = False) -> Table:
 
 def comments(point: Point) -> list[str]:
     """List what is bad about a schedule, with what to try. The bounds are assumed."""
-    s, overlap = point.summary, point.config.schedule.overlap
-    found = []
-    if s.engine_idle > _MUCH_IDLE:
-        turns = "" if overlap else "schedule.overlap true (presets pipeline, async), "
-        found.append(
-            f"engines idle {s.engine_idle:.0%}: try {turns}a higher schedule.concurrency, or fewer "
-            "engines and more trainer GPUs (`megatron-async plan`)"
-        )
-    if s.trainer_idle > _MUCH_IDLE:
-        turns = "" if overlap else "schedule.overlap true, "
-        found.append(
-            f"trainer idle {s.trainer_idle:.0%}: try {turns}more engines and fewer trainer GPUs, "
-            "or a boundary that does not wait for the longest response (preset copris)"
-        )
-    if s.slots_busy < _FEW_SLOTS and s.engine_idle <= _MUCH_IDLE:
-        found.append(
-            f"{s.slots_busy:.0%} of {s.concurrency} slots are busy: the KV cache is full; lower "
-            "schedule.concurrency, or raise engines.max_total_tokens"
-        )
+    return [f"{label(point)}: {text}" for text in _found(point.summary, point.config)]
+
+
+def _found(s: Summary, config: RunConfig) -> Iterator[str]:
+    schedule = config.schedule
+    split = config.simulate.placement == "disaggregated"  # else each waits while the other works
+    if split and s.engine_idle > _MUCH_IDLE and not schedule.overlap:
+        yield f"engines idle {s.engine_idle:.0%} while the trainer works: try {_OVERLAP}"
+    elif split and s.engine_idle > _MUCH_IDLE and s.trainer_idle < _MUCH_IDLE:
+        fewer = " and fewer engines.count" if config.engines.count > 1 else ""
+        yield f"engines idle {s.engine_idle:.0%}: try more parallel.ranks{fewer}"
+    if split and s.trainer_idle > _MUCH_IDLE:
+        remedy = f"{'' if s.kv_full > _MUCH_IDLE else _MORE_REQUESTS}more engines.count"
+        if not schedule.overlap:
+            remedy = f"{_NO_STRAGGLER if schedule.boundary == 'drain' else ''}{_OVERLAP}"
+        yield f"trainer idle {s.trainer_idle:.0%}: try {remedy}"
+    if s.slots_busy < _FEW_SLOTS and s.kv_full > _MUCH_IDLE:
+        waits = f"requests wait for KV cache {s.kv_full:.0%} of the time"
+        yield f"{s.slots_busy:.0%} of {s.concurrency} slots are busy, {waits}: {_LESS_KV}"
     if s.recomputed > _MUCH_LOST:
-        found.append(
-            f"{s.recomputed:.0%} of the tokens are prefilled again: try fewer steps a response "
-            "spans (larger batches), schedule.kv keep, or a lower schedule.concurrency"
+        _, remedy = max(
+            (s.recomputed_at_resume, f"where responses are resumed: {_FEWER_UPDATES}"),
+            (s.recomputed_at_preemption, f"where the KV cache is full: {_LESS_KV}"),
+            (s.recomputed_at_update, "at weight updates: set schedule.kv keep"),
         )
+        yield f"{s.recomputed:.0%} of the tokens are prefilled again, most {remedy}"
     if s.wasted > _MUCH_LOST:
-        found.append(
-            f"{s.wasted:.0%} of the tokens are dropped: raise schedule.max_async_level, lower "
-            "schedule.concurrency, or set schedule.on_stale wait"
-        )
+        reason = max(s.dropped, key=s.dropped.__getitem__, default="stale")
+        yield f"{s.wasted:.0%} of the tokens are dropped, most as {reason}: {_DROPPED[reason]}"
     if s.lag_mean > _LONG_LAG:
-        found.append(
-            f"mean lag {s.lag_mean:.1f}: set schedule.max_async_level, or lower "
-            "schedule.concurrency"
-        )
-    return [f"{label(point)}: {text}" for text in found]
+        remedy = "set or lower schedule.max_async_level, or lower schedule.concurrency"
+        yield f"mean lag {s.lag_mean:.1f}: {remedy}"
 
 
 def warnings(points: Sequence[Point]) -> list[str]:
@@ -117,7 +126,8 @@ def warnings(points: Sequence[Point]) -> list[str]:
     out = []
     for point in points:
         for name, message in point.summary.warnings.items():
-            out.append(f"{label(point)}: {name}: {message}")
+            simulated = message.replace("engines.max_total_tokens", _KV)  # no setting of this one
+            out.append(f"{label(point)}: {name}: {simulated}")
         if point.summary.dropped:
             out.append(f"{label(point)}: dropped trajectories {point.summary.dropped}")
     return out

@@ -61,7 +61,8 @@ class Summary:
     Shares: `engine_idle` of engines that neither decode nor prefill (weight transfers count as
     idle; on shared GPUs only the time outside training counts), `trainer_idle` of the trainer
     waiting for a batch, `gpu_idle` of all GPUs doing none of decode, prefill and training,
-    `slots_busy` of N' that are in a decode batch while its engine is busy, `recomputed` and its
+    `slots_busy` of N' that are in a decode batch while its engine is busy, `kv_full` of the busy
+    time in which requests wait for room in the KV cache, `recomputed` and its
     parts: tokens prefilled again as a share of the generated ones, `wasted` tokens of dropped and
     restarted trajectories as a share of the generated ones.
     """
@@ -78,6 +79,7 @@ class Summary:
     trainer_idle: float
     gpu_idle: float
     slots_busy: float
+    kv_full: float
     concurrency: int
     lag_mean: float
     lag_max: int
@@ -189,6 +191,7 @@ class Statistics:
             trainer_idle=waited / wall,
             gpu_idle=1 - gpu_busy,
             slots_busy=min(1.0, slots),
+            kv_full=counters["full_seconds"] / max(counters["busy_seconds"], 1e-12),
             concurrency=end.concurrency,
             lag_mean=sum(lag.lag_sum for lag in lags) / max(1, tokens),
             lag_max=max((lag.lag_max for lag in lags), default=0),
