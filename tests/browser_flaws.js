@@ -33,8 +33,8 @@ function flawsOf(doc, width) {
   for (const pair of overlappingLabels(doc)) found.add(`one over the other: ${pair}`);
   for (const image of doc.images)
     if (!image.naturalWidth) found.add(`a picture that is not there: ${image.getAttribute('src')}`);
-  for (const element of doc.querySelectorAll('script[src^=http], link[rel=stylesheet][href^=http]'))
-    found.add(`loaded from elsewhere: ${element.src || element.href}`);
+  for (const {name} of doc.defaultView.performance.getEntriesByType('resource'))
+    if (/^(https?:)?\/\//.test(name)) found.add(`loaded from elsewhere: ${name}`);
   return [...found];
 }
 

@@ -206,6 +206,6 @@ def health_warnings(metrics: Mapping[str, float]) -> list[HealthWarning]:
             healthy = f"between {low:g} and {high:g}"
             if math.isinf(low) or math.isinf(high):
                 healthy = f"at least {low:g}" if math.isinf(high) else f"at most {high:g}"
-            message = f"{rule}: {name} is {value:.4g}, healthy is {healthy}"
+            message = f"{name} is {value:.4g}, healthy is {healthy}"
             found.append(HealthWarning(rule, name, value, message))
     return found

@@ -273,7 +273,7 @@ class Evaluator:
             versions=sum((Counter(answered.versions) for answered in answers), Counter()),
             estimates=found,
             samples=tuple(
-                sample
+                {"prompt": self._task.text(prompt.token_ids.tolist()), **sample}
                 for prompt, one in zip(
                     prompts[: self._config.eval.save_samples], grouped, strict=False
                 )

@@ -136,7 +136,7 @@ class Task(Protocol):
         of the latter."""
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """The text of a response, special tokens removed."""
+        """The text of a prompt or a response, special tokens removed."""
 
     def summary(self) -> str:
         """The training data, and the first prompt as the templates made it."""

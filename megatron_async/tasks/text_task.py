@@ -157,7 +157,7 @@ class TextTask:
         return self.source.counts(heldout)
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """The text of a response."""
+        """The text of a prompt or a response."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def summary(self) -> str:

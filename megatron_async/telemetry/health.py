@@ -33,6 +33,10 @@ DRIFT_GROWTH = 2.0
 DRIFT_LEAST = 1e-3
 """Median error in nats below which nothing is drift: rounding in float32 stays far below."""
 _PROBE = "weights/probe_mean_error"
+_TOO_FAR = (
+    "the data are too far off-policy; lower schedule.max_async_level, schedule.concurrency or "
+    f"optimizer.lr (where {_PROBE} is large too, engines and trainer differ: docs/weights.md)"
+)
 
 
 class HealthWatch:
@@ -59,7 +63,7 @@ class HealthWatch:
         return [(name, message) for name, message in found if name not in held]
 
     def _broken(self, metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-        found = [(warning.rule, warning.message) for warning in health_warnings(metrics)]
+        found = [(w.rule, f"{w.message}: {_TOO_FAR}") for w in health_warnings(metrics)]
         found += self._learning.step(metrics)
         for name, metric, broken in _RULES:
             if metric in metrics:
@@ -76,8 +80,7 @@ def ess_collapse(ess_share: Sequence[float]) -> str | None:
         return None
     return (
         f"the effective sample size was {newest[-1]:.2f} of the tokens or less for {STREAK} steps: "
-        "the data are too far off-policy; lower schedule.max_async_level or schedule.concurrency, "
-        "or the learning rate"
+        f"{_TOO_FAR}"
     )
 
 

@@ -19,15 +19,17 @@ from megatron_async.run_directory import RunDirectory
 from megatron_async.store import export
 from megatron_async.store.place import has_store
 from megatron_async.store.reader import StoreReader, TrajectorySummary
+from megatron_async.tasks.base import SCORER_FAULTS
 from megatron_async.tasks.text_task import load_tokenizer
 from megatron_async.telemetry.metrics import read_metrics
 from megatron_async.telemetry.summary import RunSummary, summarise
-from megatron_async.trajectory.types import Trajectory
+from megatron_async.trajectory.types import FinishReason, PolicyVersion, Trajectory
 
 Lines = list[dict[str, float]]
 _MOST_CHARACTERS = 4000
 _MOST_FACTS = 300
 _MOST_ROWS = 3
+_ENDS = {FinishReason.STOP: "complete", FinishReason.LENGTH: "cut at the length limit"}
 
 
 @dataclass(frozen=True)
@@ -129,20 +131,33 @@ def _evaluated(folder: Path) -> Iterator[ReportSample]:
         rows = list(json_lines(file.read_bytes()))
         worst = min(range(len(rows)), key=lambda i: rows[i].get("reward") or 0.0, default=0)
         for row in [*rows[worst : worst + 1], *rows[:worst], *rows[worst + 1 :]][:_MOST_ROWS]:
-            prompt, response = row.pop("question", ""), row.pop("response", "")
-            row.pop("set", None)
-            facts = _plain(row)[:_MOST_FACTS]
-            piece = Piece(response[:_MOST_CHARACTERS], f"version {_step(file)}", "", 0)
-            yield ReportSample(f"evaluation {name}", facts, prompt[:_MOST_CHARACTERS], (piece,))
+            prompt = row.get("prompt") or row.get("question", "")  # older versions kept no prompt
+            written = [_version(PolicyVersion.parse(text)) for text in row.get("versions", ())]
+            author = " and ".join(written) or f"version {_step(file)}"
+            piece = Piece(_cut(row.get("response", "")), author, "", row.get("tokens", 0))
+            yield ReportSample(f"evaluation {name}", _facts(row), _cut(prompt), (piece,))
 
 
-def _plain(value: Any) -> str:
-    """A value of JSON as text, without quotes and brackets."""
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {_plain(part)}" for name, part in value.items())
-    if isinstance(value, list):
-        return " ".join(map(_plain, value))
-    return f"{value:g}" if isinstance(value, float) else "none" if value is None else str(value)
+def _facts(row: dict[str, Any]) -> str:
+    """What an evaluation has found out about a response, in words."""
+    reward, answer = row.get("reward"), row.get("answer")
+    facts = ["no score" if reward is None else f"reward {reward:.3g}"]
+    parts = {k: v for k, v in row.get("parts", {}).items() if (k, v) != ("score", reward)}
+    facts += ["no answer found"] * (parts.pop("answered", 1) == 0)
+    for name, value in parts.items():
+        fault = name.replace("verifier", "scorer").replace("_", " ")
+        facts.append(fault if name in SCORER_FAULTS else f"{name} {value:.3g}")
+    facts += [f"right answer {answer}"] * bool(answer)
+    facts += ["cut at the length limit"] * bool(row.get("truncated"))
+    return _cut(", ".join(facts), _MOST_FACTS)
+
+
+def _version(version: PolicyVersion) -> str:
+    return f"version {version.number}" + f" (lineage {version.lineage})" * bool(version.lineage)
+
+
+def _cut(text: str, most: int = _MOST_CHARACTERS) -> str:
+    return text if len(text) <= most else f"{text[:most]} …"
 
 
 def _step(file: Path) -> int:
@@ -161,11 +176,13 @@ def _chosen(summaries: Sequence[TrajectorySummary]) -> list[tuple[str, Trajector
         "longest": lambda s: s.tokens,
         "most policy versions": lambda s: len(s.versions),
     }
-    return [(why, max(reversed(scored), key=key)) for why, key in keys.items()]
+    best = {why: max(reversed(scored), key=key) for why, key in keys.items()}
+    chosen = {summary.trajectory_id: summary for summary in best.values()}
+    return [(", ".join(why for why in best if best[why] is s), s) for s in chosen.values()]
 
 
 def _sample(why: str, found: Trajectory, decode: Callable[[Sequence[int]], str]) -> ReportSample:
-    ended = "unfinished" if found.finish_reason is None else f"ended by {found.finish_reason}"
+    ended = "unfinished" if found.finish_reason is None else _ENDS[found.finish_reason]
     step = "" if found.batched_step is None else f", trained in step {found.batched_step}"
     facts = (
         f"trajectory {found.trajectory_id}, reward {found.reward:.3g}, {found.response_length} "
@@ -173,12 +190,11 @@ def _sample(why: str, found: Trajectory, decode: Callable[[Sequence[int]], str])
     )
     pieces = tuple(
         Piece(
-            decode(segment.token_ids.tolist())[:_MOST_CHARACTERS],
-            None if segment.from_environment else str(segment.version),
+            _cut(decode(segment.token_ids.tolist())),
+            None if segment.from_environment else _version(segment.version),
             segment.engine_id,
             len(segment),
         )
         for segment in found.segments
     )
-    prompt = decode(found.prompt.token_ids.tolist())[:_MOST_CHARACTERS]
-    return ReportSample(why, facts, prompt, pieces)
+    return ReportSample(why, facts, _cut(decode(found.prompt.token_ids.tolist())), pieces)

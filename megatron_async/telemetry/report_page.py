@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import html
 import itertools
+import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import datetime
@@ -27,6 +28,7 @@ body { font: 14px/1.45 system-ui, sans-serif; color: var(--ink); background: var
        max-width: 1240px; margin: 20px auto; padding: 0 16px; }
 h1 { font-size: 22px; margin: 0 0 4px; }
 h2 { font-size: 17px; margin: 28px 0 8px; break-after: avoid; }
+h3 { font-size: 14px; font-weight: normal; margin: 8px 0 0; }
 table { border-collapse: collapse; } td, th { padding: 2px 14px 2px 0; text-align: right; }
 td:first-child, th:first-child { text-align: left; } tr { border-bottom: 1px solid var(--line); }
 .grid { display: grid; gap: 10px 18px;
@@ -135,8 +137,10 @@ def _extent(figure: Figure) -> tuple[float, ...]:
 def _cell(figure: Figure | None, name: str) -> str:
     if figure is None:
         return "<div class=none>this run has no such metrics</div>"
+    title, figure.layout.title = figure.layout.title.text, None  # of HTML: a long one wraps
     config = {"displaylogo": False, "responsive": True, "displayModeBar": False}
-    return str(figure.to_html(full_html=False, include_plotlyjs=False, div_id=name, config=config))
+    drawn = figure.to_html(full_html=False, include_plotlyjs=False, div_id=name, config=config)
+    return f"<div><h3>{title}</h3>{drawn}</div>"
 
 
 def _columns(runs: Sequence[RunData], part: Callable[[RunData], str]) -> str:
@@ -149,10 +153,14 @@ def _warnings(run: RunData) -> str:
         return "<p class=quiet>none</p>"
     rows = "".join(
         f"<li><b>{html.escape(str(w['name']))}</b>, step {w['step']:.0f}: "
-        f"{html.escape(str(w['message']))}</li>"
+        f"{_with_code(str(w['message']))}</li>"
         for w in run.warnings
     )
     return f"<ul>{rows}</ul>"
+
+
+def _with_code(message: str) -> str:
+    return re.sub("`([^`]+)`", r"<code>\1</code>", html.escape(message))
 
 
 def _samples(run: RunData) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
+import numpy as np
 import plotly.graph_objects as go
 
 from megatron_async.telemetry.report_data import RunData
@@ -29,11 +30,13 @@ COLOURS: Final = (
     "#999933",
     "#888888",
 )
-_HEIGHT: Final = 260
-_MARGINS: Final = {"l": 58, "r": 12, "t": 34, "b": 62}
+_HEIGHT: Final = 236
+_MARGINS: Final = {"l": 58, "r": 12, "t": 10, "b": 62}
+_AT_BOTTOM: Final = {"yref": "container", "y": 0, "yanchor": "bottom", "traceorder": "normal"}
 _CERTAINTY: Final = 1.96  # of a normal distribution, 95 %
 _MOST_LAG: Final = 8
-_FEW_DIGITS, _FEW_POWERS = 3.0, 100.0  # largest over smallest value of a logarithmic axis
+_FEW_STEPS = 8  # a label for each
+_FEW_DIGITS, _FEW_POWERS, _MANY_POWERS = 3.0, 100.0, 1e6  # largest over smallest on a log axis
 _MOST_LOG_WEIGHT: Final = 20.0  # where log ratios are clamped
 
 Figure: TypeAlias = Any  # plotly has no types
@@ -101,13 +104,13 @@ class ImportanceWeights:
         x = [line["step"] for line in lines]
         mean, chi2, low, high = ([line[name] for line in lines] for name in names)
         least, most = (
-            [math.exp(min(value, _MOST_LOG_WEIGHT)) for value in ends] for ends in (low, high)
+            np.exp(np.clip(e, -_MOST_LOG_WEIGHT, _MOST_LOG_WEIGHT)).tolist() for e in (low, high)
         )
         spread = [math.sqrt(max(0.0, c + 1 - m * m)) for c, m in zip(chi2, mean, strict=True)]
         below = [max(a, m - s) for a, m, s in zip(least, mean, spread, strict=True)]
         above = [min(a, m + s) for a, m, s in zip(most, mean, spread, strict=True)]
         figure = go.Figure()
-        _shade(figure, x, below, above, "one standard deviation")
+        _shade(figure, x, below, above)
         for name, values, colour in zip(
             ("mean", "smallest", "largest"), (mean, least, most), COLOURS, strict=False
         ):
@@ -120,18 +123,22 @@ class ImportanceWeights:
 def styled(figure: Figure, title: str, unit: str, x_title: str = "step") -> Figure:
     """The same look for all: no background of its own, so that page and paper show through."""
     figure.update_layout(
-        title={"text": title, "x": 0.0, "xref": "paper", "font": {"size": 14}},
+        title=title,
         height=_HEIGHT,
         margin=_MARGINS,
         paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(0,0,0,0)",
         font={"family": "system-ui, sans-serif", "size": 11},
-        legend={"orientation": "h", "y": -0.28, "x": 0, "font": {"size": 10}},
+        legend={"orientation": "h", "x": 0, "font": {"size": 10}, **_AT_BOTTOM},
         showlegend=True,
         hovermode="x unified",
     )
     grid = {"gridcolor": "rgba(128,128,128,0.25)", "zeroline": False}
+    grid |= {"ticks": "outside", "tickcolor": "rgba(0,0,0,0)"}  # room between the two axes' labels
     figure.update_xaxes(title={"text": x_title, "standoff": 4}, **grid)
+    places = [x for trace in figure.data for x in trace.x]
+    if "minutes" not in x_title and max(places) - min(places) < _FEW_STEPS:
+        figure.update_xaxes(dtick=1)
     figure.update_yaxes(
         title=unit, rangemode="normal" if unit in ("weight", "loss") else "tozero", **grid
     )
@@ -139,7 +146,7 @@ def styled(figure: Figure, title: str, unit: str, x_title: str = "step") -> Figu
 
 
 def _logarithmic(figure: Figure) -> None:
-    """Label 1, 2 and 5 of each power of ten, the powers alone where there are many of them.
+    """Label 1, 2 and 5 of each power of ten, fewer where there are many of them.
 
     Left alone, every digit is labelled, one over the other.
     """
@@ -147,7 +154,8 @@ def _logarithmic(figure: Figure) -> None:
     drawn = [y for trace in figure.data for y in trace.y if 0 < y < math.inf]
     if drawn and (span := max(drawn) / min(drawn)) > _FEW_DIGITS:
         digits = (1, 2, 5) if span < _FEW_POWERS else (1,)
-        ticks = [float(f"{digit}e{power}") for power in range(-12, 12) for digit in digits]
+        powers = range(-12, 12, 1 if span < _MANY_POWERS else 3)
+        ticks = [float(f"{digit}e{power}") for power in powers for digit in digits]
         figure.update_yaxes(tickvals=ticks, ticktext=[f"{tick:g}" for tick in ticks])
 
 
@@ -164,12 +172,10 @@ def _add_band(figure: Figure, run: RunData, mean: str, spread: str) -> None:
     ]
     if points:
         x, low, high = zip(*points, strict=True)
-        _shade(figure, x, low, high, "one standard deviation")
+        _shade(figure, x, low, high)
 
 
-def _shade(
-    figure: Figure, x: Sequence[float], low: Sequence[float], high: Sequence[float], name: str
-) -> None:
+def _shade(figure: Figure, x: Sequence[float], low: Sequence[float], high: Sequence[float]) -> None:
     figure.add_trace(
         go.Scatter(
             x=[*x, *reversed(x)],
@@ -178,7 +184,7 @@ def _shade(
             fillcolor="rgba(0,114,178,0.18)",
             mode="lines",
             line={"width": 0},
-            name=name,
+            name="± 1 std",
             hoverinfo="skip",
         )
     )
@@ -246,32 +252,24 @@ def rollout_seconds(run: RunData) -> Figure | None:
 
 
 def happenings(run: RunData) -> Figure | None:
-    """Warnings, lost engines and new lineages on the time axis."""
-    began = run.began
-    figure = go.Figure()
-    names = list(dict.fromkeys(str(line["name"]) for line in run.warnings))
-    for index, name in enumerate(names):
-        lines = [line for line in run.warnings if line["name"] == name]
-        figure.add_trace(
-            go.Scatter(
-                x=[max(0.0, line["time"] - began) / 60 for line in lines],
-                y=[name] * len(lines),
-                text=[str(line["message"])[:160] for line in lines],
-                mode="markers",
-                name=name,
-                marker={"color": COLOURS[index % len(COLOURS)], "size": 9},
-            )
-        )
-    for before, after in zip(run.train, run.train[1:], strict=False):
-        if after["lineage"] != before["lineage"]:
-            figure.add_vline(
-                x=(after["time"] - began) / 60, line_dash="dot", annotation_text="resume"
-            )
-    if not names and not figure.layout.shapes:
+    """Warnings, lost engines and new lineages on the time axis, a row for each name."""
+    points = [
+        (line["time"], str(line["name"]), str(line["message"])[:160]) for line in run.warnings
+    ]
+    points += [
+        (after["time"], "resume", f"lineage {after['lineage']:.0f} from step {after['step']:.0f}")
+        for before, after in itertools.pairwise(run.train)
+        if after["lineage"] != before["lineage"]
+    ]
+    if not points:
         return None
+    times, names, texts = zip(*points, strict=True)
+    minutes = [max(0.0, time - run.began) / 60 for time in times]
+    marks = {"mode": "markers", "marker_size": 9, "cliponaxis": False}
+    figure = go.Figure(go.Scatter(x=minutes, y=names, text=texts, **marks))
     styled(figure, "Warnings and restarts", "", "minutes since the first step")
-    figure.update_layout(showlegend=False, hovermode="closest", margin={**_MARGINS, "l": 150})
-    return figure
+    figure.update_layout(showlegend=False, hovermode="closest", xaxis_rangemode="nonnegative")
+    return figure.update_yaxes(automargin=True)
 
 
 _LAG_SHARES: Final = (

@@ -134,6 +134,7 @@ def test_sets_have_settings_and_metrics_of_their_own() -> None:
     assert (by_length[7].temperature, by_length[7].top_p) == (0.6, 0.95)
     assert [sample["question"] for sample in found.samples()] == ["heldout 0"] + ["aime 0"] * 4
     assert found.samples()[0]["parts"] == {"part": 0.5}
+    assert found.samples()[0]["prompt"] == Sets().text([7, 0]), "as the model gets it"
     assert "aime: accuracy 40.0 % (" in found.results[1].sentence()
 
 

@@ -6,8 +6,7 @@ import asyncio
 import json
 import math
 import re
-import shutil
-import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,10 +20,15 @@ from megatron_async.tasks.tiny_model import write_character_tokenizer
 from megatron_async.telemetry.metrics import MetricsWriter
 from megatron_async.telemetry.report_data import read_run
 from megatron_async.telemetry.report_page import report_page
-from megatron_async.telemetry.report_panels import ImportanceWeights, _logarithmic, interval
+from megatron_async.telemetry.report_panels import (
+    ImportanceWeights,
+    _logarithmic,
+    happenings,
+    interval,
+)
 from megatron_async.trajectory.types import FinishReason, PolicyVersion, Prompt
+from tests.browser import drawn, flaws, needs_browser
 
-BROWSER = shutil.which("chromium-headless-shell") or shutil.which("chromium")
 HOSTILE = "<script>alert('x')</script>"
 
 
@@ -55,6 +59,9 @@ def step_metrics(step: int) -> dict[str, float]:
         "rollout/seconds_since_last_batch": 3.0,
         "rollout/update_pause_seconds": 0.5,
         "rollout/resumed_share": 0.2,
+        "rollout/truncated_share": 0.1,
+        "reward/uninformative_groups": 0.3,
+        "actor/clip_fraction": 0.05,
         "staleness/lag_share_0": 0.6,
         "staleness/lag_share_1": 0.4,
         "time/train": 1.0,
@@ -137,6 +144,10 @@ def test_the_band_of_importance_weights_is_their_spread_within_their_extremes(ru
     assert above[0] == pytest.approx(math.exp(0.1)), "no further than the largest weight"
     assert above[1:] == pytest.approx([1.5] * (len(mean.y) - 1)), "the square root of chi2"
     assert below == pytest.approx([0.5] * len(mean.y))
+    extreme = replace(read_run(run), train=[{**step_metrics(0), "step": 0}])
+    extreme.train[0]["off_policy/log_ratio_min"] = -700.0
+    figure = ImportanceWeights("token", "weight", "chi2_token", "log_ratio").figure(extreme)
+    assert figure.data[2].y == pytest.approx([math.exp(-20)]), "no further than ratios are clamped"
     assert smallest.y == pytest.approx([math.exp(-2)] * len(mean.y)) and largest.y[1] > above[1]
 
 
@@ -146,6 +157,7 @@ def test_the_band_of_importance_weights_is_their_spread_within_their_extremes(ru
         (0.9, 1.2, []),  # left to the library
         (0.5, 5.0, ["0.5", "1", "2", "5"]),
         (1.0, 5000.0, ["1", "10", "100", "1000"]),
+        (0.5, 5e8, ["1", "1000", "1e+06"]),
     ],
 )
 def test_labels_of_a_logarithmic_axis_leave_each_other_room(
@@ -159,9 +171,15 @@ def test_labels_of_a_logarithmic_axis_leave_each_other_room(
 
 
 def test_segments_are_coloured_by_policy_version(page: str) -> None:
-    shown = re.findall(r'<span style="background:(#\w+)" title="policy (0\.\d) on engine0', page)
-    assert {version for _, version in shown} == {"0.0", "0.1"}
+    shown = re.findall(r'background:(#\w+)55" title="policy (version \d) on engine0', page)
+    assert {version for _, version in shown} == {"version 0", "version 1"}
     assert len({colour for colour, _ in shown}) == 2
+
+
+def test_a_trajectory_that_is_best_and_worst_is_shown_once_with_both_reasons(run: Path) -> None:
+    (sample,) = read_run(run).samples
+    assert sample.why == "highest reward, lowest reward, longest, most policy versions"
+    assert sample.facts == "trajectory 0, reward 1, 4 tokens in 2 segments, complete"
 
 
 def test_responses_that_an_evaluation_has_kept_are_shown(tmp_path: Path) -> None:
@@ -188,9 +206,32 @@ def test_the_worst_response_of_an_evaluation_is_shown_with_its_facts_in_words(
     (run / "evaluations" / "held-out-3.jsonl").write_text("\n".join(map(json.dumps, rows)))
     shown = [sample for sample in read_run(run).samples if sample.why == "evaluation held-out"]
     assert [sample.pieces[0].text for sample in shown] == ["#7", "#0", "#1"]
-    assert [sample.facts for sample in shown] == ["reward 0, parts form 1"] + [
-        "reward 1, parts form 1"
-    ] * 2
+    assert [sample.facts for sample in shown] == ["reward 0, form 1"] + ["reward 1, form 1"] * 2
+
+
+def test_a_card_shows_the_prompt_that_the_model_got_and_no_name_of_a_field(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "evaluated")
+    (run / "evaluations").mkdir()
+    row = {
+        "question": "2+2?",
+        "prompt": "user: 2+2? Think.",
+        "answer": "4",
+        "response": "5",
+        "reward": 0.0,
+        "parts": {"verifier_error": 1.0, "form": 0.25},
+        "tokens": 7,
+        "truncated": True,
+        "versions": ["0.16", "1.17"],
+    }
+    scored = {"parts": {"score": 0.0, "answered": 0.0}, "versions": ["0.17"]}
+    rows = [row, {**row, "truncated": False, **scored}]
+    (run / "evaluations" / "held-out-17.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    one, other = [s for s in read_run(run).samples if s.why == "evaluation held-out"]
+    assert one.prompt == "user: 2+2? Think."
+    facts = "reward 0, scorer error, form 0.25, right answer 4, cut at the length limit"
+    assert (one.facts, other.facts) == (facts, "reward 0, no answer found, right answer 4")
+    assert one.pieces[0].version == "version 16 and version 17 (lineage 1)"
+    assert other.pieces[0].version == "version 17" and other.pieces[0].tokens == 7
 
 
 def test_a_response_without_a_score_counts_as_wrong_in_the_report(tmp_path: Path) -> None:
@@ -199,7 +240,7 @@ def test_a_response_without_a_score_counts_as_wrong_in_the_report(tmp_path: Path
     rows = [{"question": "1=", "response": "#1", "reward": reward} for reward in (1.0, None)]
     (run / "evaluations" / "held-out-3.jsonl").write_text("\n".join(map(json.dumps, rows)))
     shown = [sample for sample in read_run(run).samples if sample.why == "evaluation held-out"]
-    assert [sample.facts for sample in shown] == ["reward none", "reward 1"]
+    assert [sample.facts for sample in shown] == ["no score", "reward 1"]
 
 
 def test_runs_stand_side_by_side_with_the_same_axes(run: Path) -> None:
@@ -218,6 +259,21 @@ def test_a_run_without_any_step_has_a_page_too(tmp_path: Path) -> None:
     assert "no trajectory has a reward yet" in report_page([read_run(directory.path)])
 
 
+def test_resumes_and_warnings_have_rows_of_their_own_and_no_label_on_another(run: Path) -> None:
+    figure = happenings(read_run(run))
+    (points,) = figure.data
+    assert points.y == ("engine_failed", "engine_failed", "resume")
+    assert points.text[2] == "lineage 1 from step 3" and min(points.x) >= 0
+    assert not figure.layout.annotations
+
+
+def test_a_command_in_a_warning_is_shown_as_code(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "warned")
+    with MetricsWriter(run / "metrics.jsonl", lineage=1) as metrics:
+        metrics.warn(5, "zero_reward", "run `megatron-async sft <b>`")
+    assert "run <code>megatron-async sft &lt;b&gt;</code>" in body(report_page([read_run(run)]))
+
+
 def test_the_interval_of_an_accuracy_is_wilsons() -> None:
     low, high = interval(0.5, 100)
     assert (low, high) == pytest.approx((0.4038, 0.5962), abs=1e-4)
@@ -226,22 +282,22 @@ def test_the_interval_of_an_accuracy_is_wilsons() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium (Debian: chromium-headless-shell)")
+@needs_browser
 def test_a_browser_draws_every_figure_without_a_network(page: str, tmp_path: Path) -> None:
     file = tmp_path / "report.html"
     file.write_text(page)
-    done = subprocess.run(
-        [
-            *(str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu"),
-            *("--host-resolver-rules=MAP * ~NOTFOUND", "--virtual-time-budget=10000"),
-            *("--window-size=1280,2000", "--dump-dom", file.as_uri()),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    dom = done.stdout
-    assert 'data-ready="yes"' in dom, done.stderr[-2000:]
-    assert dom.count('class="plotly-graph-div') == len(re.findall(r"Plotly\.newPlot\(", body(page)))
-    assert dom.count("main-svg") >= dom.count('class="plotly-graph-div') > 8
-    assert "Uncaught" not in done.stderr
+    document, console = drawn(file)
+    assert "Uncaught" not in console
+    figures = document.count('class="plotly-graph-div')
+    assert figures == len(re.findall(r"Plotly\.newPlot\(", body(page)))
+    assert document.count("main-svg") >= figures > 8
+
+
+@pytest.mark.slow
+@needs_browser
+def test_it_reads_well_on_a_screen_and_on_a_telephone(run: Path, tmp_path: Path) -> None:
+    one, two = tmp_path / "one.html", tmp_path / "two.html"
+    one.write_text(report_page([read_run(run)]))
+    two.write_text(report_page([read_run(run), read_run(make_run(tmp_path, "other", steps=30))]))
+    found = flaws([one, two], tmp_path)
+    assert not found, "\n".join(found)
