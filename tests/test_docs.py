@@ -29,7 +29,7 @@ PAGES = [
     ROOT / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "examples").rglob("*.md")),
-    *(ROOT / name for name in ("CONTRIBUTING.md", "kernels/README.md")),
+    *(ROOT / name for name in ("AGENTS.md", "CONTRIBUTING.md", "kernels/README.md")),
 ]
 _BLOCK = re.compile(r"(<!-- not run: [^>]+ -->\n+)?^```(\w+)([^\n]*)\n(.*?)^```", re.M | re.S)
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
@@ -117,3 +117,19 @@ def test_the_table_of_a_runs_folder_names_what_the_code_writes() -> None:
     places += [directory.hf_export, export_file(directory.store_file).parent]
     page = (ROOT / "docs" / "getting-started.md").read_text()
     assert [p.name for p in places if not re.search(rf"`{re.escape(p.name)}/?`", page)] == []
+
+
+@pytest.mark.parametrize("name", ["AGENTS.md", "CONTRIBUTING.md", "README.md"])
+def test_files_and_folders_that_a_page_at_the_top_names_are_there(name: str) -> None:
+    text = (ROOT / name).read_text()
+    named = set(re.findall(r"\]\((?!https?:)([^)#]+)", text))
+    code = "\n".join(re.findall(r"`[^`\n]+`|^```.*?^```", text, re.M | re.S))
+    named |= set(re.findall(r"(?<![\w./=-])[a-z_]+/[\w./-]*\w", code))
+    made = ("models/", "data/", "runs/")  # by whoever runs the commands
+    found = [ROOT / path for path in named if not path.startswith(made)]
+    assert len(found) > 5
+    assert [str(path) for path in found if not path.exists()] == []
+
+
+def test_the_page_for_coding_assistants_fits_on_one_page() -> None:
+    assert len((ROOT / "AGENTS.md").read_text().splitlines()) <= 60
