@@ -105,6 +105,9 @@ class DataConfig(FileConfig):
     long_prompts: Literal["refuse", "drop"] = "refuse"
     """A prompt of a file that no engine can take: the run does not start, or the prompt is dropped
     when its turn comes, as `refused` (in an evaluation: counted as wrong)."""
+    bad_rows: Literal["refuse", "skip"] = "refuse"
+    """Rows that cannot be used, of files to train on, to evaluate on and of `sft.data`: refuse the
+    start and list the first ten, or leave them out and show their number."""
     filter_overlong: bool = False
     """Leave such prompts out before the run starts; their number is shown."""
     remove_spaces: bool = False

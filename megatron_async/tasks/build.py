@@ -22,8 +22,9 @@ def build_task(config: TaskConfig, model_path: str, evaluation: EvalConfig | Non
 
     tokenizer = load_tokenizer(model_path)
     files = {} if evaluation is None else evaluation.files()
+    how = (config.prompt_template, config.bad_rows)
     evaluated = {
-        name: ProblemFile(config.completed(file), setting, config.prompt_template)
+        name: ProblemFile(config.completed(file), setting, *how)
         for name, (setting, file) in files.items()
     }
     source = build_source(config, {key for file in evaluated.values() for key in file.keys})

@@ -1,7 +1,7 @@
 """Problems from files: what is trained on, in which order, and what is kept for evaluation.
 
 Invariants
-- Every row is read once before anything starts; a refusal names file, line and column.
+- Every row is read once before anything starts; a refusal lists bad rows by file, line and column.
 - Which row stands at a position follows from the settings and the files alone: a run that is
   restored at a position asks what an uninterrupted one would have asked.
 - Training runs through each file epoch by epoch: every training row once, in an order that depends
@@ -15,6 +15,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from fractions import Fraction
 from functools import lru_cache, partial
 
@@ -23,34 +24,58 @@ from megatron_async.errors import UserError
 from megatron_async.tasks.base import Listed, Problem, is_heldout_key, stable_hash
 from megatron_async.tasks.kept_index import LEAST_ROWS, Index, kept
 from megatron_async.tasks.layouts import Columns, value_at
-from megatron_async.tasks.rows import open_rows
+from megatron_async.tasks.rows import MOST_BAD_ROWS_SHOWN, open_rows, report_bad_rows
 
 _MESSAGE_BYTES = 64  # more than a chat template writes around one
 
 
 class ProblemFile:
-    """The problems of one file, read when they are asked for; an index of some 50 bytes a row."""
+    """The problems of one file, read when they are asked for; an index of some 50 bytes a row.
 
-    def __init__(self, file: FileConfig, setting: str, template: str = "") -> None:
+    `mode` (task.bad_rows) skip: rows that are no problems are left out, with a warning.
+    """
+
+    def __init__(self, file: FileConfig, setting: str, template: str = "", mode: str = "refuse"):
         self._rows = open_rows(file.path, file.split, setting)
         self._columns = Columns.of(file.layout, file.columns, template)
         self.what = f"{setting} {file.path}"
         large = len(self._rows) >= LEAST_ROWS
         make = partial(self._index, file)
-        self.places, self.keys, self.sizes = kept(file, template, make) if large else make()
+        index = kept(file, template, make) if large else make()
+        self.places, self.keys, self.sizes = index
+        if 0 in self.sizes:
+            self._report_bad(mode)
+            good = [number for number, size in enumerate(self.sizes) if size]
+            columns = (array("Q", map(column.__getitem__, good)) for column in index)
+            self.places, self.keys, self.sizes = columns
 
     def _index(self, file: FileConfig) -> Index:
-        """Read every row: the places, keys and sizes of those that are problems."""
+        """Read every row: places, keys and sizes of the problems; a bad row has the size 0."""
         places, keys, sizes = array("Q"), array("Q"), array("Q")
         for place, row in enumerate(self._rows):
-            if all(value_at(row, name) == value for name, value in file.where.items()):
-                problem = self._columns.problem(row, self._rows.where(place))
-                places.append(place)
-                keys.append(problem.key)
-                sizes.append(_size(problem, self._columns.named))
+            key = size = 0
+            if not isinstance(row, UserError):
+                if any(value_at(row, name) != value for name, value in file.where.items()):
+                    continue
+                with suppress(UserError):
+                    problem = self._columns.problem(row, self._rows.where(place))
+                    key, size = problem.key, _size(problem, self._columns.named)
+            places.append(place)
+            keys.append(key)
+            sizes.append(size)
         if not places:
             raise UserError(f"{self.what} has no row with {file.where}")
         return places, keys, sizes
+
+    def _report_bad(self, mode: str) -> None:
+        places = [p for p, size in zip(self.places, self.sizes, strict=True) if not size]
+        found = [self._rows.where(place) for place in places]
+        for number, place in enumerate(places[:MOST_BAD_ROWS_SHOWN]):
+            try:
+                self._columns.problem(self._rows[place], found[number])
+            except UserError as error:
+                found[number] = str(error)
+        report_bad_rows(self.what, found, len(self.places), mode)
 
     def __len__(self) -> int:
         return len(self.places)
@@ -129,7 +154,8 @@ class FileProblems:
         self._config = config
         sources = config.files()
         setting = "task.sources" if config.sources else "task.path"
-        self._files = [ProblemFile(s, setting, config.prompt_template) for s in sources]
+        how = (setting, config.prompt_template, config.bad_rows)
+        self._files = [ProblemFile(source, *how) for source in sources]
         self._weights = [Fraction(str(source.weight)) for source in sources]
         training: list[list[int]] = [[] for _ in sources]
         heldout: dict[int, tuple[int, int]] = {}

@@ -134,10 +134,7 @@ class Columns:
             if value is not _MISSING:
                 return name, value
         wanted = " or ".join(f"`{name}`" for name in names)
-        raise UserError(
-            f"{where}: there is no column {wanted} among {shown(sorted(row))}; "
-            "set `columns` or `layout` beside its path"
-        )
+        raise UserError(f"{where}: there is no column {wanted} among {shown(sorted(row))}")
 
 
 # The answers of Hendrycks' MATH stand in its solutions, those of MATH-500 in a column.

@@ -14,6 +14,7 @@ import codecs
 import datetime
 import decimal
 import itertools
+import logging
 import os
 import re
 import tempfile
@@ -31,6 +32,8 @@ from megatron_async.errors import UserError, shown
 
 Row = dict[str, Any]
 
+MOST_BAD_ROWS_SHOWN: Final = 10
+_logger = logging.getLogger(__name__)
 _BATCH_ROWS: Final = 1000
 _IN_MEMORY_BYTES: Final = 64 << 20
 _SUFFIXES: Final = (".parquet", ".jsonl", ".json", ".ndjson", ".arrow")
@@ -45,8 +48,8 @@ class Rows(Protocol):
     def __getitem__(self, index: int) -> Row:
         """Row `index`. Raises UserError when it is no row."""
 
-    def __iter__(self) -> Iterator[Row]:
-        """Iterate over all rows."""
+    def __iter__(self) -> Iterator[Row | UserError]:
+        """Iterate over all rows, with the refusal of one that is none."""
 
     def where(self, index: int) -> str:
         """The place of row `index`, for a refusal."""
@@ -66,6 +69,23 @@ def open_rows(path: str, split: str, setting: str) -> Rows:
     if not len(rows):
         raise UserError(f"{what} holds no {'rows' if place.is_dir() else 'lines'}")
     return rows
+
+
+def report_bad_rows(what: str, bad: list[str], of: int, mode: str) -> None:
+    """List the first ten bad rows of a file that has `of`; `bad` has a sentence for each of these.
+
+    `mode` skip: they are left out. Raises UserError otherwise, and where no row is good.
+    """
+    found = f"{what}: {len(bad):,} of {of:,} rows cannot be used"
+    left_out = mode == "skip" and len(bad) < of
+    if left_out or len(bad) > 1:
+        title = found + " and are left out (task.bad_rows)" * left_out
+        more = [f"and {len(bad) - MOST_BAD_ROWS_SHOWN:,} more"] * (len(bad) > MOST_BAD_ROWS_SHOWN)
+        _logger.warning("\n  ".join([f"{title}:", *bad[:MOST_BAD_ROWS_SHOWN], *more]))
+    if not left_out:
+        of_rows = "correct or remove such rows, or set task.bad_rows: skip"
+        remedy = of_rows if len(bad) < of else "set `layout` or `columns` beside its path"
+        raise UserError(f"{found}; {bad[0]}; {remedy}")
 
 
 def _file(file: Path, setting: str) -> Rows:
@@ -140,7 +160,7 @@ class _Chain:
     def __len__(self) -> int:
         return self._ends[-1]
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[Row | UserError]:
         return itertools.chain.from_iterable(self._parts)
 
     def __getitem__(self, index: int) -> Row:
@@ -183,8 +203,12 @@ class _JsonlRows:
     def __len__(self) -> int:
         return len(self._begins)
 
-    def __iter__(self) -> Iterator[Row]:
-        return map(self.__getitem__, range(len(self)))
+    def __iter__(self) -> Iterator[Row | UserError]:
+        for index in range(len(self)):
+            try:
+                yield self[index]
+            except UserError as error:
+                yield error
 
     def __getitem__(self, index: int) -> Row:
         begin = self._begins[index]
@@ -204,7 +228,7 @@ class _JsonlRows:
         return row
 
     def where(self, index: int) -> str:
-        return f"{self._what}, line {self._numbers[index]}"
+        return f"{self._what}:{self._numbers[index]}"
 
 
 # ------------------------------------------------------------ Parquet and Arrow
@@ -261,23 +285,25 @@ class _Table:
     def __len__(self) -> int:
         return int(self._table.num_rows)
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[Row | UserError]:
         for begin in range(0, len(self), _BATCH_ROWS):
             yield from self._rows(begin, _BATCH_ROWS)
 
     def __getitem__(self, index: int) -> Row:
         (row,) = self._rows(index, 1)
+        if isinstance(row, UserError):
+            raise row
         return row
 
     def where(self, index: int) -> str:
         return f"{self._what}, row {index + 1}"
 
-    def _rows(self, begin: int, count: int) -> Iterator[Row]:
+    def _rows(self, begin: int, count: int) -> Iterator[Row | UserError]:
         for index, row in enumerate(self._table.slice(begin, count).to_pylist(), begin):
             try:
                 yield {name: _json(value) for name, value in row.items()}
             except ValueError as error:
-                raise UserError(f"{self.where(index)}: {error}") from error
+                yield UserError(f"{self.where(index)}: {error}")
 
 
 def _check_schema(schema: Any, what: str) -> None:

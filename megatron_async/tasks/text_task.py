@@ -29,7 +29,7 @@ from megatron_async.tasks.base import (
 )
 from megatron_async.tasks.files import ProblemFile
 from megatron_async.tasks.layouts import Columns, chat_messages
-from megatron_async.tasks.rows import open_rows
+from megatron_async.tasks.rows import Rows, open_rows, report_bad_rows
 from megatron_async.trajectory.types import IntArray, Prompt
 
 
@@ -204,33 +204,42 @@ class TextTask:
         """`count` of the task's own, or all of `data` that are not held out (at most `count`)."""
         if data is None:
             return [self._example(*pair) for pair in self.source.worked(count)]
-        examples = list(itertools.islice(self._examples(data), count))
+        rows = open_rows(data.path, data.split, "sft.data")
+        bad: list[str] = []
+        examples = list(itertools.islice(self._examples(rows, data, bad), count))
+        if bad:
+            report_bad_rows(f"sft.data {data.path}", bad, len(rows), self._config.bad_rows)
         if not examples:
             raise UserError(f"sft.data {data.path} holds only held-out problems")
         return examples
 
-    def _examples(self, data: FileConfig) -> Iterator[WorkedExample]:
-        rows = open_rows(data.path, data.split, "sft.data")
+    def _examples(self, rows: Rows, data: FileConfig, bad: list[str]) -> Iterator[WorkedExample]:
+        """The examples of rows that are not held out; what is wrong with a row goes to `bad`."""
         columns = Columns.of(data.layout, data.columns, self._config.prompt_template)
         elsewhere = frozenset(key for file in self._evaluated.values() for key in file.keys)
         share = self._config.heldout_share
         for index, row in enumerate(rows):
             where = rows.where(index)
-            if "messages" in row and columns.response not in row:
-                messages = chat_messages(row["messages"], f"{where}, column 'messages'")
-                keys = asked_keys(messages)
-            else:
-                messages = ()
-                problem, response = columns.example(row, where)
-                keys = {problem.key}
-            if keys & elsewhere or any(is_heldout_key(key, share) for key in keys):
-                continue
-            if not messages:
-                yield self._example(problem, response)
-            elif self._chat is None:
-                raise UserError(f"{where}: chat messages need a model with a chat template")
-            else:
-                yield self._chat.conversation(messages, self.stop_token_ids, where)
+            try:
+                if isinstance(row, UserError):
+                    raise row
+                if "messages" in row and columns.response not in row:
+                    messages = chat_messages(row["messages"], f"{where}, column 'messages'")
+                    keys = asked_keys(messages)
+                else:
+                    messages = ()
+                    problem, response = columns.example(row, where)
+                    keys = {problem.key}
+                if keys & elsewhere or any(is_heldout_key(key, share) for key in keys):
+                    continue
+                if not messages:
+                    yield self._example(problem, response)
+                elif self._chat is None:
+                    raise UserError(f"{where}: chat messages need a model with a chat template")
+                else:
+                    yield self._chat.conversation(messages, self.stop_token_ids, where)
+            except UserError as error:
+                bad.append(str(error))
 
     def prompt_ids(self, problem: Problem) -> IntArray:
         """The prompt's tokens: template, then the chat template when there is one."""

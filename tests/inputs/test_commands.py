@@ -88,7 +88,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "deep run file": (_bytes("run.yaml", b"[" * 2000), "is nested too deeply"),
     "line separators and a bad line": (
         _bytes("data.jsonl", '{"prompt": "a\u2028b", "answer": 1}\n{"prompt": 1}\n'.encode()),
-        "data.jsonl, line 2: there is no column `answer` among ['prompt']",
+        "data.jsonl:2: there is no column `answer` among ['prompt']",
     ),
 }
 

@@ -110,7 +110,7 @@ def test_a_line_that_cannot_be_read_is_named(file: Path, line: bytes, sentence: 
     file.write_bytes(b'{"prompt": "a", "answer": "b"}\n' + line + b"\n")
     with pytest.raises(UserError, match=sentence) as caught:
         _problems(file)
-    assert f"task.path {file}, line 2" in str(caught.value)
+    assert f"{file}:2" in str(caught.value)
 
 
 def test_a_name_that_is_no_file_is_refused() -> None:

@@ -141,7 +141,7 @@ def test_of_a_conversation_the_assistants_turns_are_learned(tmp_path: Path) -> N
 def test_a_template_that_forgets_thoughts_is_refused_and_one_turn_is_not(tmp_path: Path) -> None:
     task = task_of(tmp_path, FORGETFUL)
     (tmp_path / "sft.jsonl").write_text(json.dumps({"messages": TALK}) + "\n")
-    with pytest.raises(UserError, match=r"sft.jsonl, line 1: .* does not show message 2 as it"):
+    with pytest.raises(UserError, match=r"sft.jsonl:1: .* does not show message 2 as it"):
         task.worked_examples(10, FileConfig(path=str(tmp_path / "sft.jsonl")))
     (tmp_path / "one.jsonl").write_text(json.dumps({"messages": TALK[:2]}) + "\n")
     assert learned(task, FileConfig(path=str(tmp_path / "one.jsonl")))[0][1] == "(hm)4<eos>"
@@ -153,7 +153,7 @@ def test_responses_have_the_columns_of_their_layout(tmp_path: Path) -> None:
     task = task_of(tmp_path, None)
     file = FileConfig(path=str(tmp_path / "sft.jsonl"), layout="gsm8k")
     assert learned(task, file) == [("2+22+2=4\n#### 4<eos>", "2+2=4\n#### 4<eos>")]
-    with pytest.raises(UserError, match=r"sft\.data .*line 1: there is no column `response`"):
+    with pytest.raises(UserError, match=r"sft\.data .*:1: there is no column `response`"):
         task.worked_examples(10, FileConfig(path=file.path))
 
 

@@ -298,7 +298,7 @@ def asked(role: str, content: Any) -> dict[str, Any]:
 )
 @pytest.mark.parametrize(
     ("write", "place"),
-    [(write_jsonl, "line 1"), (write_parquet, "row 1")],
+    [(write_jsonl, ":1"), (write_parquet, ", row 1")],
     ids=["jsonl", "parquet"],
 )
 def test_a_row_that_does_not_fit_is_named_with_its_column(
@@ -311,7 +311,7 @@ def test_a_row_that_does_not_fit_is_named_with_its_column(
     path = write(tmp_path / "bad", [row])
     with pytest.raises(UserError, match=sentence) as caught:
         FileProblems(config(path))
-    assert f"task.path {path}, {place}" in str(caught.value)
+    assert f"task.path {path}{place}" in str(caught.value)
 
 
 def test_columns_of_images_are_refused(tmp_path: Path) -> None:
@@ -370,7 +370,7 @@ def test_a_file_that_changes_under_a_run_is_noticed(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "sums.jsonl", SUMS)
     problems = FileProblems(config(path, heldout_share=0))
     path.write_text(path.read_text().replace("What", "Whut"))
-    with pytest.raises(UserError, match=r"line .* has changed since the start"):
+    with pytest.raises(UserError, match=r"sums.jsonl:\d+ has changed since the start"):
         problems.train(0)
 
 

@@ -58,21 +58,21 @@ def test_both_sides_together_are_the_file(hundred: str) -> None:
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("{not json", "line 2 is not valid JSON"),
-        ("[1]", "line 2 must be an object, got list"),
-        ('{"prompt": "x"}', "line 2: there is no column `answer` among"),
-        ('{"prompt": ["x"], "answer": "1"}', "line 2: `prompt` must be a text or a number"),
-        ('{"prompt": "x", "answer": " "}', "line 2: `answer` is empty"),
+        ("{not json", ":2 is not valid JSON"),
+        ("[1]", ":2 must be an object, got list"),
+        ('{"prompt": "x"}', ":2: there is no column `answer` among"),
+        ('{"prompt": ["x"], "answer": "1"}', ":2: `prompt` must be a text or a number"),
+        ('{"prompt": "x", "answer": " "}', ":2: `answer` is empty"),
         (
             '{"prompt": "x", "answer": "1", "priority": "high"}',
-            "line 2: `priority` must be a whole number, got 'high'",
+            ":2: `priority` must be a whole number, got 'high'",
         ),
         ('{"prompt": "x", "answer": "1", "priority": 1.5}', "a whole number, got 1.5"),
         ('{"prompt": "x", "answer": "1", "priority": true}', "a whole number, got True"),
         ('{"prompt": "x", "answer": "1", "priority": null}', "a whole number, got None"),
         (
             '{"prompt": "x", "answer": "1", "priority": 1000001}',
-            "line 2: `priority` must be between -1000000 and 1000000, got 1000001",
+            ":2: `priority` must be between -1000000 and 1000000, got 1000001",
         ),
     ],
 )

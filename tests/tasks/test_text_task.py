@@ -163,7 +163,7 @@ def test_a_prompt_of_a_file_that_no_engine_takes_is_refused_by_its_line(
     task.check_lengths(180, 100)
     with pytest.raises(UserError) as refused:
         task.check_lengths(160, 100)
-    assert "questions.jsonl, line 2: the prompt has 70 tokens" in str(refused.value)
+    assert "questions.jsonl:2: the prompt has 70 tokens" in str(refused.value)
     assert "sampling.max_new_tokens 100 is more than the 160" in str(refused.value)
 
 

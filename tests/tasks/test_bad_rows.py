@@ -1,0 +1,145 @@
+"""Rows that cannot be used: all of them are counted, the first ten named, and left out if asked."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_async.config import RunConfig, build_config
+from megatron_async.errors import UserError
+from megatron_async.launcher.preflight import check_run
+from megatron_async.tasks.build import build_source
+from tests.inputs.model_directories import write_model
+
+BAD = (
+    "{not json",
+    '{"prompt": "no answer"}',
+    '{"prompt": " ", "answer": 1}',
+    "[1, 2]",
+    '{"prompt": "x", "answer": null}',
+)
+
+
+def write(file: Path, good: int, bad: int) -> Path:
+    """Every third row is bad, as long as there are any."""
+    rows = [json.dumps({"prompt": f"{i}+{i}=", "answer": 2 * i}) for i in range(good)]
+    for number in range(bad):
+        rows.insert(min(3 * number + 1, len(rows)), BAD[number % len(BAD)])
+    file.write_text("\n".join(rows) + "\n")
+    return file
+
+
+def settings(folder: Path, file: Path, **task: Any) -> RunConfig:
+    return build_config(
+        {
+            "model": {"path": str(folder / "model")},
+            "task": {"name": "exact", "path": str(file), "heldout_share": 0.2, **task},
+            "schedule": {"groups_per_batch": 4},
+            "sft": {"batch_sequences": 4},
+            "eval": {"prompts": 2},
+        }
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_model(tmp_path / "model", "llama")
+    return tmp_path
+
+
+def test_the_first_ten_are_listed_by_file_and_line_with_their_number(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = write(folder / "data.jsonl", 60, 12)
+    with pytest.raises(UserError) as refused:
+        check_run(settings(folder, file))
+    sentence = str(refused.value)
+    assert sentence.startswith(f"task.path {file}: 12 of 72 rows cannot be used; ")
+    assert f"{file}:2 is not valid JSON" in sentence
+    assert sentence.endswith("correct or remove such rows, or set task.bad_rows: skip")
+    assert "layout" not in sentence, "that mends a file and not a row"
+    title, *lines = caplog.messages[0].splitlines()
+    assert title == f"task.path {file}: 12 of 72 rows cannot be used:"
+    for place, line in enumerate(lines[:10]):
+        assert f"{file}:{3 * place + 2}" in line
+    assert lines[10:] == ["  and 2 more"]
+    for reason in ("no column `answer`", "`prompt` is empty", "must be an object", "got None"):
+        assert reason in caplog.text
+
+
+def test_they_are_left_out_and_counted_where_that_is_asked_for(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    good, file = write(folder / "good.jsonl", 60, 0), write(folder / "data.jsonl", 60, 12)
+    checked = check_run(settings(folder, file, bad_rows="skip"))
+    assert "of 60 rows of task.path" in checked.summary
+    assert f"{file}: 12 of 72 rows cannot be used and are left out (task.bad_rows)" in caplog.text
+    with_all = build_source(settings(folder, good).task)
+    without = build_source(settings(folder, file, bad_rows="skip").task)
+    assert [without.train(i).question for i in range(100)] == [
+        with_all.train(i).question for i in range(100)
+    ]
+    assert without.heldout(5) == with_all.heldout(5)
+
+
+def test_evaluation_sets_and_demonstrations_have_bad_rows_too(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = write(folder / "data.jsonl", 60, 0)
+    held = write(folder / "held.jsonl", 9, 2)
+    worked = folder / "worked.jsonl"
+    rows = [{"prompt": f"{i}-{i}=", "response": "0"} for i in range(20)]
+    worked.write_text("\n".join([*map(json.dumps, rows), "{", '{"prompt": "x"}']))
+    for mode, sets in (("eval", {"path": str(held)}), ("sft", {"data": str(worked)})):
+        for skip in (False, True):
+            config = settings(folder, data, **({"bad_rows": "skip"} if skip else {}))
+            part = getattr(config, mode).model_copy(update=sets)
+            config = config.model_copy(update={mode: part})
+            caplog.clear()
+            if skip:
+                check_run(config, generates=mode == "eval")
+                assert "2 of " in caplog.text and "left out (task.bad_rows)" in caplog.text
+                continue
+            name = f"{mode}.{next(iter(sets))}"
+            with pytest.raises(UserError, match=rf"^{name} .*: 2 of \d+ rows cannot be used; "):
+                check_run(config, generates=mode == "eval")
+
+
+@pytest.mark.parametrize("mode", ["refuse", "skip"])
+def test_a_file_without_any_good_row_has_another_remedy(folder: Path, mode: str) -> None:
+    file = folder / "data.jsonl"
+    file.write_text("\n".join(json.dumps({"question": "1+1=", "label": 2}) for _ in range(5)))
+    with pytest.raises(UserError) as refused:
+        check_run(settings(folder, file, bad_rows=mode))
+    sentence = str(refused.value)
+    assert "5 of 5 rows cannot be used; " in sentence
+    assert "there is no column `prompt` among ['label', 'question']" in sentence
+    assert sentence.endswith("set `layout` or `columns` beside its path")
+
+
+def test_a_row_of_arrow_that_is_no_row_leaves_the_others(tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = [{"prompt": f"{i}+1=", "answer": str(i + 1), "at": None} for i in range(30)]
+    rows[7]["answer"] = None
+    file = tmp_path / "data.parquet"
+    parquet.write_table(arrow.Table.from_pylist(rows), file)
+    with pytest.raises(UserError, match=r"1 of 30 rows cannot be used; .*data.parquet, row 8: "):
+        build_source(settings(tmp_path, file).task)
+    source = build_source(settings(tmp_path, file, bad_rows="skip").task)
+    assert "7+1=" not in {source.train(i).question for i in range(60)}
+
+
+def test_a_kept_index_knows_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_async.tasks.files.LEAST_ROWS", 20)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = write(tmp_path / "data.jsonl", 60, 12)
+    for _ in range(2):
+        with pytest.raises(UserError, match="12 of 72 rows cannot be used"):
+            build_source(settings(tmp_path, file).task)
+        source = build_source(settings(tmp_path, file, bad_rows="skip").task)
+        assert "of 60 rows of" in source.summary()
+    (kept,) = (tmp_path / "cache" / "megatron_async").iterdir()
+    assert kept.stat().st_size == 16 + 3 * 8 * 72, "with the bad rows' places"
