@@ -9,10 +9,8 @@ Invariants
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from megatron_async.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -23,11 +21,11 @@ from megatron_async.checkpoint.manifest import (
 from megatron_async.config import RunConfig
 from megatron_async.config.rollout import EngineConfig
 from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.models.architecture import read_config_json
 from megatron_async.run_directory import RunDirectory
 
 # bfloat16 keeps eight bits: a log-prob of -5 is rounded by up to 0.016.
 _LEAST_TOLERANCE_OF_BFLOAT16 = 1e-3
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True)
@@ -42,23 +40,12 @@ class Checked:
     summary: str = ""
 
 
-def check_model(path: Path | str) -> dict[str, Any]:
-    """The parsed config.json of a Hugging Face directory with undamaged weights and a tokenizer."""
-    from megatron_async.models.architecture import read_config_json
+def check_model(path: Path | str) -> None:
+    """Check that a Hugging Face directory has undamaged weights and a tokenizer."""
     from megatron_async.models.model_files import SafetensorsDirectory
 
+    read_config_json(path)
     directory = Path(path)
-    if not str(path):
-        raise UserError("model.path is empty; set it to the directory of a Hugging Face model")
-    if not directory.exists() and _HUB_NAME.fullmatch(str(path)):
-        raise UserError(
-            f"model.path {str(path)!r} is no directory here, and a run downloads nothing; if it is "
-            f"a name on a hub, download it first: `hf download {path} --local-dir DIRECTORY`, then "
-            "set model.path to that directory"
-        )
-    if not (directory / "config.json").is_file():
-        raise UserError(f"model.path {str(path)!r} has no config.json: not a Hugging Face model")
-    parsed = read_config_json(path)
     if not any(directory.glob("*.safetensors")):
         raise UserError(f"model.path {path} holds no *.safetensors weights")
     if not any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
@@ -68,7 +55,6 @@ def check_model(path: Path | str) -> dict[str, Any]:
         )
     with SafetensorsDirectory(path) as weights:
         weights.open_all()
-    return parsed
 
 
 def check_engines(engines: EngineConfig) -> None:
@@ -160,11 +146,11 @@ def check_run(config: RunConfig, *, generates: bool = True) -> Checked:
     check_engines(config.engines)
     check_own_loss(config.algorithm)
     build_trackers(config.telemetry)
+    architecture = read_architecture(config.model.path, config.model.family)
+    check_layout(architecture, config.parallel)
     check_model(config.model.path)
     if config.model.checkpoint:
         _check_checkpoint(Path(config.model.checkpoint))
-    architecture = read_architecture(config.model.path, config.model.family)
-    check_layout(architecture, config.parallel)
     check_weights(config.model.path, architecture)
     if config.engines.quantization == "fp8":
         if config.model.family:

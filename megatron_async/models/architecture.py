@@ -269,11 +269,14 @@ def read_config_json(model_dir: Path | str) -> dict[str, Any]:
     """The mapping in `model_dir/config.json`. Raises UserError naming what is wrong."""
     path = Path(model_dir) / "config.json"
     if not str(model_dir):
-        raise UserError("model.path is empty; it must name a Hugging Face model directory")
+        raise UserError("model.path is empty; set it to the directory of a Hugging Face model")
     if not Path(model_dir).is_dir():
-        raise UserError(f"model.path {model_dir} is not a directory")
+        raise UserError(
+            f"model.path {str(model_dir)!r} is no directory here, and a run downloads nothing: set "
+            "it to one (hf download ORGANISATION/NAME --local-dir DIRECTORY)"
+        )
     if not path.exists():
-        raise UserError(f"model.path {model_dir} has no config.json")
+        raise UserError(f"model.path {str(model_dir)!r} has no config.json: not a model")
     return read_json_object(path, f"model.path: {path}")
 
 

@@ -110,14 +110,14 @@ def shape_of(config: RunConfig) -> ModelShape:
         if name not in SHAPES:
             raise UserError(f"simulate.model is {name!r}; it must be one of {', '.join(SHAPES)}")
         return SHAPES[name]
-    if not config.model.path:
+    file = Path(config.model.path) / "config.json"
+    if not config.model.path or not file.is_file():
         raise UserError(
-            "the simulator needs a model: set simulate.model to one of "
-            f"{', '.join(SHAPES)}, or model.path to a directory with a config.json"
+            f"the shape of the model is not known: model.path {config.model.path!r} has no "
+            "config.json, which suffices without weights; or set simulate.model to one of "
+            f"{', '.join(SHAPES)}"
         )
-    return shape_from_config(
-        read_config_json(config.model.path), Path(config.model.path) / "config.json"
-    )
+    return shape_from_config(read_config_json(config.model.path), file)
 
 
 def shape_from_config(data: dict[str, Any], path: Path) -> ModelShape:

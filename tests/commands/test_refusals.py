@@ -40,7 +40,7 @@ def run(*arguments: str) -> tuple[int, str]:
         ("schedule.concurency=4", "unknown setting schedule.concurency (value 4)"),
         ("optimizer.lr=-1", "optimizer.lr is -1"),
         ("parallel.tensor=3", "parallel.ranks 1 is not divisible by tensor 3"),
-        ("model.path=/nowhere", "model.path '/nowhere' has no config.json"),
+        ("model.path=/nowhere", "model.path '/nowhere' is no directory here"),
         ("task.name=no_such_task", "task.name"),
         ("engines.count=0", "engines.count is 0"),
         ("weights.transport=pigeon", "weights.transport is 'pigeon'"),

@@ -112,7 +112,7 @@ def test_what_is_not_supported_is_one_sentence(
 
 
 def test_a_missing_or_damaged_config_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is not a directory"):
+    with pytest.raises(UserError, match="is no directory here"):
         read_architecture(tmp_path / "nowhere")
     with pytest.raises(UserError, match="has no config"):
         read_architecture(tmp_path)
