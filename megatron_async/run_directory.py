@@ -51,6 +51,8 @@ class RunDirectory:
 
     path: Path
     config_file = _Place("config.yaml")
+    resume_file = _Place("config.resume.yaml")
+    """Settings of a resume that has not begun; then they are those of `config_file`."""
     metrics_file = _Place("metrics.jsonl")
     tensorboard = _Place("tensorboard")
     checkpoints = _Place("checkpoints")
@@ -131,11 +133,26 @@ class RunDirectory:
             raise UserError(f"{named_by} {path}: there is no run (no config.yaml) in it")
         return directory, load_run_config(directory.config_file, overrides)
 
+    @classmethod
+    def launched(cls, path: Path | str) -> tuple[RunDirectory, RunConfig]:
+        """As `find`, for the processes of a launch: what a resume has set counts."""
+        directory, config = cls.find(path, [])
+        file = directory.resume_file
+        return directory, load_run_config(file) if file.exists() else config
+
     def save_config(self, config: RunConfig) -> None:
         """Write the settings for the run's other processes and for a resume."""
-        text = dump(config)
-        if not self.config_file.exists() or self.config_file.read_text() != text:
-            write_atomically(self.config_file, text, private=bool(config.engines.api_key))
+        write_atomically(self.config_file, dump(config), private=bool(config.engines.api_key))
+
+    def prepare_resume(self, config: RunConfig) -> None:
+        """Write the settings of a resume beside those of the run, until it has begun."""
+        write_atomically(self.resume_file, dump(config), private=bool(config.engines.api_key))
+
+    def begin(self) -> None:
+        """Called when trainers and engines hold the weights: the run is what the launch has set."""
+        self.outcome_file.unlink(missing_ok=True)  # first: the settings may ask for more steps
+        if self.resume_file.exists():
+            self.resume_file.replace(self.config_file)
 
     def next_lineage(self) -> int:
         """A number that no lineage of this run has had: 0 for the first, then 1, 2, ... Durable."""
@@ -199,13 +216,21 @@ class RunDirectory:
         """Report to the process of the rollout side that the trainers are done."""
         write_atomically(self.outcome_file, outcome.value)
 
-    def outcome(self) -> RunOutcome | None:
-        """The trainers' outcome; None while they run, or when they have failed."""
-        return RunOutcome(self.outcome_file.read_text()) if self.outcome_file.exists() else None
+    def outcome(self, earlier: int = 0) -> RunOutcome | None:
+        """The trainers' outcome; None while they run, or when they have failed.
 
-    def forget_outcome(self) -> None:
-        """Remove the outcome, before trainers start anew."""
-        self.outcome_file.unlink(missing_ok=True)
+        `earlier`: the stamp of an outcome that does not count.
+        """
+        if self.outcome_stamp() in (0, earlier):
+            return None
+        return RunOutcome(self.outcome_file.read_text())
+
+    def outcome_stamp(self) -> int:
+        """A number that each outcome has for itself; 0: there is none."""
+        try:
+            return self.outcome_file.stat().st_mtime_ns
+        except FileNotFoundError:
+            return 0
 
 
 def write_atomically(

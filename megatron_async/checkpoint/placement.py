@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from megatron_async.checkpoint.manifest import WEIGHTS
+from megatron_async.checkpoint.manifest import ADAM, MOMENTUM, WEIGHTS, Manifest
 from megatron_async.models.architecture import Architecture
 from megatron_async.models.families import rules_of
 from megatron_async.models.shards import Place, Rule, ShardLayout
@@ -69,6 +69,27 @@ def stage_slots(a: Architecture, stage: int, stages: int) -> Iterator[Slot]:
                 yield from (Slot(rule, layer, expert) for expert in range(experts))
     if stage == stages - 1:
         yield from (Slot(rule) for rule in rules if rule.place is Place.LAST)
+
+
+def tensor_shapes(a: Architecture, optimizer: str | None) -> dict[str, tuple[int, ...]]:
+    """Name and shape of each tensor of a checkpoint; without an optimizer, of the weights alone."""
+    found = {}
+    for slot in stage_slots(a, 0, 1):
+        moments = (MOMENTUM,) if optimizer == "muon" and slot.rule.is_matrix else ADAM
+        for state in (WEIGHTS, *(moments if optimizer else ())):
+            found[f"{state}/{slot.name}"] = slot.shape
+    return found
+
+
+def misfit(manifest: Manifest, a: Architecture, optimizer: str | None) -> str:
+    """Return why a model cannot load all of a checkpoint (or its weights); empty: it can."""
+    wanted = tensor_shapes(a, optimizer)
+    saved = {name: t.shape for name, t in manifest.tensors.items() if optimizer or name in wanted}
+    for name in sorted(wanted.keys() | saved, reverse=True):  # the weights first
+        if saved.get(name) != wanted.get(name):
+            shapes = (saved.get(name, "none"), wanted.get(name, "none"))
+            return f"tensor {name} has shape {shapes[0]}, and the model asks for {shapes[1]}"
+    return ""
 
 
 def exported(a: Architecture, rule: Rule) -> Rule:

@@ -51,7 +51,7 @@ from megatron_async.checkpoint.manifest import (
     TensorRecord,
     open_checkpoint,
 )
-from megatron_async.checkpoint.placement import Box, Slot, boxes, exported, stage_slots
+from megatron_async.checkpoint.placement import Box, Slot, boxes, exported, tensor_shapes
 from megatron_async.checkpoint.random_state import load_random_state
 from megatron_async.errors import UserError
 from megatron_async.models.architecture import Architecture
@@ -182,11 +182,8 @@ def saved_shards(trainer: Checkpointable) -> Iterator[ParameterShard]:
 def tensor_names(trainer: Checkpointable) -> frozenset[str]:
     """Return the names of the tensors that all ranks together save."""
     muon = any(MOMENTUM in run.moments for run in _runs(trainer))
-    return frozenset(
-        f"{state}/{slot.name}"
-        for slot in stage_slots(unwrap(trainer.wrapped).architecture, 0, 1)
-        for state in (WEIGHTS, *((MOMENTUM,) if muon and slot.rule.is_matrix else ADAM))
-    )
+    architecture = unwrap(trainer.wrapped).architecture
+    return frozenset(tensor_shapes(architecture, "muon" if muon else "adam"))
 
 
 def _shards(trainer: Checkpointable, *, whole: bool) -> Iterator[ParameterShard]:

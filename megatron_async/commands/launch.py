@@ -16,14 +16,17 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+import typer
+
 from megatron_async.commands.rollback import rollback_to
+from megatron_async.commands.train import complete
 from megatron_async.config import RunConfig, load_config
 from megatron_async.engines.nodes import LOOPBACK, NODE_HOST
 from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.launcher import preflight
 from megatron_async.launcher.claim import claimed, new_run
 from megatron_async.launcher.derived import Machine, derive, layout_lines
 from megatron_async.launcher.devices import check_ranks
-from megatron_async.launcher.preflight import check_probe_tolerance, check_resume, check_run
 from megatron_async.run_directory import RunDirectory, write_atomically
 from megatron_async.shipped import ROOT, script_environment
 
@@ -101,8 +104,12 @@ def launch_run(
     Raises UserError, or ComponentFailure when sbatch fails.
     """
     if resume is not None:
-        directory, config = RunDirectory.find(resume, overrides, "--resume")
-        check_resume(directory, config, from_step)
+        directory, before = RunDirectory.find(resume, [], "--resume")
+        _, config = RunDirectory.find(resume, overrides, "--resume")
+        if from_step is None and (sentence := complete(directory, before, config)):
+            return sentence
+        preflight.check_resume(directory, config, from_step)
+        preflight.check_same_model(directory, before, config)
     else:
         assert config_file is not None
         config = load_config(config_file, overrides)
@@ -110,9 +117,15 @@ def launch_run(
     rollout_nodes = cluster.rollout_nodes(config)
     machine = Machine.of_nodes(config, cluster.gpus_per_node, rollout_nodes)
     derived = derive(for_hosts(config), machine)
-    checked = check_run(derived.config)
+    shown = (*layout_lines(derived.config, machine), *derived.lines())
+    try:
+        checked = preflight.check_run(derived.config)
+    except (UserError, ComponentFailure):
+        if dry_run:  # it needs config.json alone
+            typer.echo("\n".join(shown))
+        raise
     config = checked.config
-    check_probe_tolerance(config, "cuda" if cluster.gpus_per_node else "cpu")
+    preflight.check_probe_tolerance(config, "cuda" if cluster.gpus_per_node else "cpu")
     check_nodes(config, cluster.gpus_per_node)
     shared = config.engines.placement == "colocated"
     run = ["--resume", str(resume)] if resume else ["--config", str(config_file)]
@@ -131,8 +144,7 @@ def launch_run(
             rollback_to(directory, from_step)
         if resume is None and not directory.never_began():
             directory.check_free()
-        layout, summary = layout_lines(config, machine), checked.summary.splitlines()
-        overview = "".join(f"# {line}\n" for line in (*layout, *derived.lines(), *summary))
+        overview = "".join(f"# {line}\n" for line in (*shown, *checked.summary.splitlines()))
         usual = script if slurm else by_hand(config, directory, rollout_nodes)
         commands = on_one_node if shared else usual
         return f"{commands.rstrip()}\n\n{notices}{overview}"
@@ -142,7 +154,8 @@ def launch_run(
     # Not for longer than this: the job that is submitted takes the run at its start.
     with new_run(config, what) if resume is None else claimed(directory, what):
         back = None if from_step is None else rollback_to(directory, from_step)
-        directory.save_config(config)
+        if resume is not None:
+            directory.prepare_resume(config)
         if back is not None:
             places = back.carry_out()
         if slurm:

@@ -1,7 +1,8 @@
 """Going back: a run goes on from an older checkpoint that it keeps (`--resume RUN --from-step N`).
 
 Every process of a run goes on from the newest checkpoint that it finds. So going back is to take
-the newer ones out of its sight, once, before anything starts: they get another name and stay there.
+the newer ones out of its sight, once, before anything starts: they get another name and stay there,
+unless a resume on one machine fails before it has begun.
 
 Invariants
 - Everything that can be refused is refused before the first name changes.
@@ -45,6 +46,12 @@ class Rollback:
     def carry_out(self) -> list[Path]:
         """Set the newer ones aside; returns where they are now. Raises UserError."""
         return [_set_aside(*names) for names in self.newer]
+
+    def undo(self) -> None:
+        """Bring back what was set aside, of a resume that did not begin. Raises UserError."""
+        for path, place in reversed(self.newer):
+            if place.exists():
+                _set_aside(place, path)
 
 
 def rollback_to(directory: RunDirectory, step: int) -> Rollback:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+import shlex
+import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import typer
@@ -16,7 +19,7 @@ from megatron_async.config import RunConfig
 from megatron_async.config.load import differences
 from megatron_async.errors import Terminated
 from megatron_async.launcher.claim import claimed, new_run
-from megatron_async.launcher.derived import Machine, derive
+from megatron_async.launcher.derived import Machine, derive, layout_lines
 from megatron_async.launcher.devices import DeviceSplit, split_of_this_machine
 from megatron_async.launcher.preflight import (
     Checked,
@@ -24,6 +27,7 @@ from megatron_async.launcher.preflight import (
     check_probe_tolerance,
     check_resume,
     check_run,
+    check_same_model,
     check_store,
 )
 from megatron_async.launcher.supervisor import Supervisor
@@ -41,31 +45,70 @@ def start_run(config: RunConfig, what: str) -> RunDirectory:
     return directory
 
 
-def resume_command(run: Path, overrides: Sequence[str], from_step: int | None) -> None:
-    """Go on with a run; `from_step`: from that kept checkpoint. Raises as `start_run`."""
+def dry_run(config: RunConfig) -> None:
+    """Print what a start of `config` would use here and what its checks find; make nothing.
+
+    Raises UserError where a start would, after the layout.
+    """
+    show_layout(config)
+    directory = RunDirectory.of(config)
+    show_notices(_checked(config, directory)[0])
+    if not directory.never_began():
+        directory.check_free()
+
+
+def resume_command(
+    run: Path, overrides: Sequence[str], from_step: int | None, *, dry: bool = False
+) -> None:
+    """Go on with a run; `from_step`: from that kept checkpoint. Raises as `start_run`.
+
+    `dry`: print what would be done, and change nothing.
+    """
     directory, before = RunDirectory.find(run, [], "--resume")
     _, settings = RunDirectory.find(run, list(overrides), "--resume")
-    with ExitStack() as stack:
-        stack.enter_context(claimed(directory, "megatron-async train --resume"))
-        complete = directory.outcome() is RunOutcome.COMPLETE
-        if complete and from_step is None and settings.steps <= before.steps:
-            typer.echo(
-                f"{directory.path.name} is complete after {before.steps} steps, nothing is "
-                f"started: set steps to more, megatron-async train --resume {directory.path} "
-                f"steps={2 * before.steps}"
-            )
+    with nullcontext() if dry else claimed(directory, "megatron-async train --resume"):
+        if from_step is None and (sentence := complete(directory, before, settings)):
+            typer.echo(sentence)
             return
+        if dry:
+            show_layout(settings)
         checked, devices = _checked(settings, directory)
         check_resume(directory, settings, from_step)
+        check_same_model(directory, before, settings)
         back = None if from_step is None else rollback_to(directory, from_step)
         show_notices(checked)
         for line in resume_lines(directory, before, checked.config, back):
             typer.echo(line)
-        directory.save_config(checked.config)
+        if dry:
+            return
+        with _prepared(directory, checked.config, back):
+            _run(directory, checked.config, devices, overrides)
+    show_closing(directory)
+
+
+def complete(directory: RunDirectory, before: RunConfig, settings: RunConfig) -> str:
+    """A sentence where the run has trained all its steps and `settings` ask for no more."""
+    if directory.outcome() is not RunOutcome.COMPLETE or settings.steps > before.steps:
+        return ""
+    return (
+        f"{directory.path.name} is complete after {before.steps} steps, nothing is started: set "
+        f"steps to more, as by --resume {directory.path} steps={2 * before.steps}"
+    )
+
+
+@contextmanager
+def _prepared(directory: RunDirectory, config: RunConfig, back: Rollback | None) -> Iterator[None]:
+    """Settings and checkpoints as a resume wants them; where it does not begin, as they were."""
+    directory.prepare_resume(config)
+    try:
         for place in back.carry_out() if back is not None else ():
             typer.echo(f"set aside: {place}")
-        _run(directory, checked.config, devices)
-    show_closing(directory)
+        yield
+    finally:
+        if directory.resume_file.exists():
+            if back is not None:
+                back.undo()
+            directory.resume_file.unlink()
 
 
 def _checked(config: RunConfig, directory: RunDirectory) -> tuple[Checked, DeviceSplit]:
@@ -78,12 +121,34 @@ def _checked(config: RunConfig, directory: RunDirectory) -> tuple[Checked, Devic
     return checked, split_of_this_machine(checked.config)
 
 
-def _run(directory: RunDirectory, config: RunConfig, devices: DeviceSplit) -> None:
+def _run(
+    directory: RunDirectory, config: RunConfig, devices: DeviceSplit, overrides: Sequence[str] = ()
+) -> None:
+    """`overrides`: of a resume, which lets the run have them once it has begun."""
     try:
         Supervisor(config, directory, devices).run()
     except (KeyboardInterrupt, Terminated):
-        typer.echo(f"go on with: megatron-async train --resume {directory.path}", err=True)
+        again = ["--resume", str(directory.path)]
+        again += overrides if directory.resume_file.exists() else ()
+        typer.echo(f"go on with: megatron-async train {shlex.join(again)}", err=True)
         raise
+
+
+def show(line: str) -> None:
+    """Print a line in at most 80 columns; paths and options stay whole."""
+    whole = partial(textwrap.fill, break_long_words=False, break_on_hyphens=False)
+    indent = " " * (len(line) - len(line.lstrip()) + 2)
+    typer.echo(whole(line, 80, subsequent_indent=indent))
+
+
+def show_layout(config: RunConfig) -> None:
+    """Print layout, memory and derived settings of a run on this machine."""
+    machine = Machine.here(config)
+    derived = derive(config, machine)
+    show(f"{config.name} on {machine.title}:")
+    for line in (*layout_lines(derived.config, machine), *derived.lines()):
+        show(f"  {line}")
+    typer.echo("checks before a start:")
 
 
 def show_notices(checked: Checked) -> None:

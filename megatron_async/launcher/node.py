@@ -58,7 +58,7 @@ class Node:
     """State that roles share: their place in the run, and their children."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        self.directory, self.config = RunDirectory.find(arguments.run_directory, [])
+        self.directory, self.config = RunDirectory.launched(arguments.run_directory)
         self.session = Session.join(self.directory, arguments.session)
         self.index: int = arguments.index
         self.count: int = arguments.count
@@ -162,18 +162,18 @@ def drive_rollout(
     from megatron_async.launcher.rollout_side import rollout_side
     from megatron_async.telemetry.progress import Progress
 
+    earlier = directory.outcome_stamp()
+
     def ended() -> RunOutcome | None:
-        outcome = directory.outcome()
+        outcome = directory.outcome(earlier)
         if outcome is None and session is not None:
             session.check()
-            _check_trainer_nodes(directory)
+            _check_trainer_nodes(directory, earlier)
         return outcome
 
     with rollout_side(config, directory, ray_address) as (rollout, _):
         try:
             rollout.start()
-            if session is not None:
-                session.publish("rollout", {})
             progress = Progress(directory.metrics_file, config.steps, config.telemetry.progress)
             return progress.follow(ended, rollout.status)
         except BaseException:
@@ -182,7 +182,7 @@ def drive_rollout(
             raise
 
 
-def _check_trainer_nodes(directory: RunDirectory) -> None:
+def _check_trainer_nodes(directory: RunDirectory, earlier: int) -> None:
     """Check that no trainer node is gone without the run's end. Raises ComponentFailure."""
     import ray
 
@@ -191,7 +191,7 @@ def _check_trainer_nodes(directory: RunDirectory) -> None:
         for entry in ray.nodes()
         if not entry["Alive"] and entry["Labels"].get(ROLE_LABEL) == TRAINER_ROLE
     ]
-    if gone and directory.outcome() is None:
+    if gone and directory.outcome(earlier) is None:
         raise ComponentFailure(f"trainer node {gone[0]} has left, and the run is not complete")
 
 
@@ -205,6 +205,7 @@ def run_trainer(node: Node) -> int:
 
 
 def _run_trainer(node: Node) -> int:
+    earlier = node.directory.outcome_stamp()
     address = node.session.wait_for("ray", RENDEZVOUS_SECONDS)["address"]
     if node.index == 0:
         node.directory.take_failure()  # of an earlier session
@@ -219,7 +220,7 @@ def _run_trainer(node: Node) -> int:
         try:
             while (code := torchrun.exit_code()) is None:
                 # The session may end before torchrun does, but only after the outcome of this one.
-                if node.directory.outcome() is None or not node.session.has("rollout"):
+                if node.directory.outcome(earlier) is None:
                     node.session.check()
                 time.sleep(_POLL_SECONDS)
         finally:

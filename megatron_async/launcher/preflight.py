@@ -2,14 +2,15 @@
 
 Invariants
 - Every refusal is a `UserError` of one sentence that names the remedy.
-- `train`, `launch --dry-run`, `sft` and `eval` make the same checks; `doctor --config` and
-  `settings --of` show what they find. What may be mended is a default, never a value that was set;
+- `train` and `launch` (also `--dry-run`), `doctor --config`, `sft` and `eval` make the same checks;
+  `settings --of` shows what they find. What may be mended is a default, never a value that was set;
   a notice names it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from megatron_async.checkpoint.manifest import (
@@ -21,7 +22,7 @@ from megatron_async.checkpoint.manifest import (
 from megatron_async.config import RunConfig
 from megatron_async.config.rollout import EngineConfig
 from megatron_async.errors import ComponentFailure, UserError
-from megatron_async.models.architecture import read_config_json
+from megatron_async.models.architecture import Architecture, read_config_json
 from megatron_async.run_directory import RunDirectory
 
 # bfloat16 keeps eight bits: a log-prob of -5 is rounded by up to 0.016.
@@ -105,11 +106,15 @@ def check_store(config: RunConfig, directory: RunDirectory) -> None:
     check_place(place_of_writer(directory.store_file, config.store.directory))
 
 
-def _check_checkpoint(path: Path) -> None:
+def _check_checkpoint(path: Path, architecture: Architecture) -> None:
     """Check its manifest; the files are verified when they are read."""
+    from megatron_async.checkpoint.placement import misfit
+
     if not (path / MANIFEST_NAME).is_file():
         raise UserError(f"model.checkpoint {str(path)!r} has no {MANIFEST_NAME}: not a checkpoint")
-    open_checkpoint(path, "model.checkpoint", lambda _: [])
+    checkpoint = open_checkpoint(path, "model.checkpoint", lambda _: [])
+    if fault := misfit(checkpoint.manifest, architecture, None):
+        raise UserError(f"model.checkpoint {path} does not fit the model of model.path: {fault}")
 
 
 def check_resume(directory: RunDirectory, config: RunConfig, from_step: int | None = None) -> None:
@@ -131,6 +136,36 @@ def check_resume(directory: RunDirectory, config: RunConfig, from_step: int | No
             )
 
 
+def check_same_model(directory: RunDirectory, before: RunConfig, config: RunConfig) -> None:
+    """Refuse a model that the run's checkpoints and tokens are not of. Raises UserError."""
+    for difference in _differences(directory, before, config):
+        raise UserError(
+            f"model.path is {config.model.path!r}, and {directory.path} is a run of another model: "
+            f"{difference}; resume it with the model that it began with (model.path was "
+            f"{before.model.path!r}), or start a new run under another name"
+        )
+
+
+def _differences(directory: RunDirectory, before: RunConfig, config: RunConfig) -> Iterator[str]:
+    """Compare with the newest checkpoint, and with the model that the run had where that is."""
+    from megatron_async.checkpoint.placement import misfit
+    from megatron_async.models.families import read_architecture
+    from megatron_async.tasks.text_task import load_tokenizer
+
+    old, new = before.model, config.model
+    architecture = read_architecture(new.path, new.family)
+    for checkpoint in list_checkpoints(directory.checkpoints)[:1]:
+        if fault := misfit(checkpoint.manifest, architecture, config.optimizer.name):
+            yield f"{checkpoint.path}: {fault}"
+    if old != new and (Path(old.path) / "config.json").is_file():
+        now = asdict(architecture)
+        for name, was in asdict(read_architecture(old.path, old.family)).items():
+            if was != now[name] and name != "dtype":
+                yield f"its {name} is {was}, and the other's is {now[name]}"
+        if load_tokenizer(old.path).get_vocab() != load_tokenizer(new.path).get_vocab():
+            yield "the tokenizers have other tokens"
+
+
 def check_run(config: RunConfig, *, generates: bool = True) -> Checked:
     """Model, weights, the parallel layout, engines and task, without starting anything.
 
@@ -150,7 +185,7 @@ def check_run(config: RunConfig, *, generates: bool = True) -> Checked:
     check_layout(architecture, config.parallel)
     check_model(config.model.path)
     if config.model.checkpoint:
-        _check_checkpoint(Path(config.model.checkpoint))
+        _check_checkpoint(Path(config.model.checkpoint), architecture)
     check_weights(config.model.path, architecture)
     if config.engines.quantization == "fp8":
         if config.model.family:

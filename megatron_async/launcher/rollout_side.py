@@ -138,7 +138,6 @@ class RolloutSide:
 
     def start(self) -> None:
         """Create the manager; engines start in the background (`status` reports how that went)."""
-        self._directory.forget_outcome()
         self._manager = ManagerActor.options(  # type: ignore[attr-defined]
             name=MANAGER_NAME,
             # This node, always: the database of the trajectory store is on its disk.

@@ -142,10 +142,6 @@ class Session:
         """Leave an entry for the other roles."""
         write_atomically(self._entry(entry), json.dumps(content))
 
-    def has(self, entry: str) -> bool:
-        """Return whether a role has left this entry."""
-        return self._entry(entry).exists()
-
     def _entry(self, entry: str) -> Path:
         return self.path / f"{entry}.json"
 

@@ -83,6 +83,7 @@ def train(directory: RunDirectory, config: RunConfig, ray_address: str, stop: St
             resume=resume,
             memory=trainer_memory(config, trainer),
             rank_zero=rank_zero,
+            begin=directory.begin,
             health=HealthWatch(config.schedule.max_async_level, before),
         ).run()
         if complete and config.checkpoint.export_hf:

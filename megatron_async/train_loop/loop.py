@@ -48,7 +48,7 @@ class TrainLoop:
 
     `link` and `metrics` are there on rank 0 only. `resume` is where this lineage began; `memory`
     gives the trainer's device memory away where engines share it; `rank_zero` is how ranks wait
-    for the first one.
+    for the first one. `begin` is called once trainers and engines hold the weights, on rank 0.
     """
 
     config: RunConfig
@@ -62,6 +62,7 @@ class TrainLoop:
     memory: TrainerMemory = field(default_factory=AlwaysThere)
     rank_zero: RankZero = field(default_factory=RankZero)
     health: HealthWatch = field(default_factory=HealthWatch)
+    begin: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         self._verified_once = False
@@ -79,6 +80,7 @@ class TrainLoop:
         Raises ComponentFailure.
         """
         self._publish()
+        self.rank_zero.run(self.begin)
         while self.trainer.step < self.config.steps:
             if self.stop.asked_anywhere():
                 return self._stop()

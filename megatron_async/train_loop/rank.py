@@ -32,7 +32,7 @@ def train(directory: RunDirectory, config: RunConfig, ray_address: str, stop: St
 def main(arguments: list[str]) -> int:
     """Exit code of one rank (`train_loop/rank_exit.py`)."""
     stop = StopRequest.from_environment()
-    directory, config = RunDirectory.find(arguments[0], [])
+    directory, config = RunDirectory.launched(arguments[0])
     address = os.environ[RAY_ADDRESS_VARIABLE]
     return exit_code(directory, lambda: train(directory, config, address, stop))
 

@@ -28,11 +28,20 @@ from megatron_async.checkpoint.manifest import (
     prune,
     step_directory,
 )
+from megatron_async.checkpoint.placement import tensor_shapes
 from megatron_async.errors import UserError
+from megatron_async.models.families import read_architecture
 
 
-def write(root: Path, step: int, lineage: int = 0, content: bytes = b"weights") -> Path:
-    """A finalised checkpoint with one file."""
+def write(
+    root: Path,
+    step: int,
+    lineage: int = 0,
+    content: bytes = b"weights",
+    model: Path | None = None,
+) -> Path:
+    """A finalised checkpoint with one file, whose manifest names the tensors of `model`."""
+    shapes = tensor_shapes(read_architecture(model), "adam") if model else {}
     target = step_directory(root, step)
     temporary = target.with_name(f".tmp-{step}")
     temporary.mkdir(parents=True)
@@ -46,6 +55,10 @@ def write(root: Path, step: int, lineage: int = 0, content: bytes = b"weights") 
             layout=SavedLayout(1, 1, 1),
             files={"data.distcp": hash_file(temporary / "data.distcp")},
             extra={"store_position": step * 10},
+            tensors={
+                name: manifests.TensorRecord("float32", shape, "0" * 16)
+                for name, shape in shapes.items()
+            },
         ),
     )
     return target

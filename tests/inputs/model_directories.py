@@ -79,10 +79,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def write_model(folder: Path, family: str) -> Path:
-    """A directory with config, weights of ones and a tokenizer."""
+def write_model(folder: Path, family: str, **changes: Any) -> Path:
+    """A directory with config, weights of ones and a tokenizer; `changes` of the config."""
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIGS[family]))
+    (folder / "config.json").write_text(json.dumps(CONFIGS[family] | changes))
     write_character_tokenizer(folder)
     tensors = {
         name: np.ones(shape, np.float32)

@@ -108,9 +108,12 @@ def test_a_run_that_began_on_one_machine_goes_on_over_several(
         again("parallel.tensor=16")
     assert directory.config_file.read_text() == before, "nor does what is refused"
     again("steps=7")
-    config = load_config(directory.config_file)
+    assert directory.config_file.read_text() == before, "until it has begun"
+    _, config = RunDirectory.launched(directory.path)
     assert (config.steps, config.engines.host) == (7, "node")
     assert len(config.engines.api_key) > 20
+    directory.begin()
+    assert RunDirectory.find(directory.path, [])[1] == config
     assert stat.S_IMODE(directory.config_file.stat().st_mode) == 0o600
 
 
@@ -131,7 +134,7 @@ def test_a_run_that_began_on_one_machine_goes_on_over_several(
             GPUS,
             r"engines\.placement is colocated, and launch gives engines nodes of their own",
         ),
-        (["model.path=/nowhere"], GPUS, r"model\.path '/nowhere' has no config"),
+        (["model.path=/nowhere"], GPUS, r"model\.path '/nowhere' is no directory"),
         (["model.checkpoint=/nowhere"], GPUS, r"model\.checkpoint '/nowhere' has no manifest"),
     ],
 )
@@ -178,7 +181,7 @@ def test_a_job_that_is_not_taken_leaves_word_of_what_was_set_aside(
     directory = RunDirectory.create(load_config(settings, []))
     asyncio.run(TrajectoryStore.open(directory.store_file).close())
     for step in (2, 4):
-        write(directory.checkpoints, step)
+        write(directory.checkpoints, step, model=tmp_path / "model")
     directory.lineage_file.write_text("0")
     sbatch = tmp_path / "bin" / "sbatch"
     sbatch.parent.mkdir()
@@ -203,7 +206,7 @@ def test_going_back_is_done_once_before_any_node_starts(settings: Path, tmp_path
     directory = RunDirectory.create(load_config(settings, []))
     asyncio.run(TrajectoryStore.open(directory.store_file).close())
     for step in (2, 4):
-        write(directory.checkpoints, step)
+        write(directory.checkpoints, step, model=tmp_path / "model")
     directory.lineage_file.write_text("0")
 
     def back_to(step: int, *, dry_run: bool) -> str:

@@ -206,6 +206,7 @@ def test_a_wrong_split_of_nodes_is_refused_with_code_2(
     ("codes", "restarts", "code", "requeued"),
     [
         pytest.param((0, 0), 0, 0, False, id="complete"),
+        pytest.param((0, 0), 0, 0, True, id="a node lost before a resume of a complete run began"),
         pytest.param((75, 75), 9, 0, True, id="stopped with a checkpoint"),
         pytest.param((1, 1), 0, 0, True, id="a component failed"),
         pytest.param((1, 1), 3, 1, False, id="a component failed once too often"),
@@ -221,6 +222,8 @@ def test_what_the_roles_report_decides_whether_the_job_is_queued_again(
     run.mkdir(parents=True)
     (run / "config.yaml").touch()
     (run / "outcome").write_text("complete")
+    if codes == (0, 0) and requeued:
+        (run / "config.resume.yaml").touch()
     asked = machine.root / "requeued"
     scontrol = machine.root / "bin" / "scontrol"
     scontrol.write_text(

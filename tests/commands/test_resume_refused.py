@@ -1,0 +1,261 @@
+"""A resume that is refused, fails to start or is killed before it begins leaves the run as it was.
+
+Whatever can be compared with the run is compared before anything starts; what only engines and
+trainers can find out changes no setting, outcome or checkpoint of the run either.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_async.commands import train
+from megatron_async.commands.launch import Cluster, launch_run
+from megatron_async.config import RunConfig, build_config
+from megatron_async.errors import ComponentFailure, Terminated, UserError
+from megatron_async.launcher.claim import RunInUse, claimed
+from megatron_async.run_directory import RunDirectory, RunOutcome
+from megatron_async.store.store import TrajectoryStore
+from tests.checkpoint.test_manifest import write
+from tests.inputs.model_directories import write_model
+
+STEPS = (2, 4)
+
+
+def exchange_tokens(folder: Path) -> None:
+    """Give two tokens each other's numbers."""
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = list(vocabulary)[-2:]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    file.write_text(json.dumps(tokenizer))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    """A run that was stopped, with checkpoints of steps 2 and 4."""
+    model = write_model(tmp_path / "model", "llama")
+    rows = [{"prompt": f"{i}+{i}=", "answer": 2 * i} for i in range(60)]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = build_config(
+        {
+            "name": "run",
+            "root": str(tmp_path / "runs"),
+            "steps": 8,
+            "model": {"path": str(model)},
+            "task": {"name": "exact", "path": str(tmp_path / "data.jsonl")},
+            "schedule": {"groups_per_batch": 4},
+            "sampling": {"max_new_tokens": 16},
+            "eval": {"prompts": 2},
+        }
+    )
+    directory = RunDirectory.create(config)
+    directory.lineage_file.write_text("0")
+    directory.report_outcome(RunOutcome.STOPPED)
+    asyncio.run(TrajectoryStore.open(directory.store_file).close())
+    for step in STEPS:
+        write(directory.checkpoints, step, model=model)
+    return directory
+
+
+def content(run: RunDirectory) -> dict[str, bytes]:
+    """Every file of the run by its name, but the lock, which names who had it last, and what SQLite
+    leaves beside a database that was read."""
+    aside = (run.lock_file.name, *(f"{run.store_file.name}-{end}" for end in ("shm", "wal")))
+    files = (path for path in run.path.rglob("*") if path.is_file() and path.name not in aside)
+    return {str(path.relative_to(run.path)): path.read_bytes() for path in files}
+
+
+class Start:
+    """In place of engines and trainers: notes the settings of a start, and fails with `error`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.settings: list[RunConfig] = []
+        self.error: BaseException | None = None
+        self.begins = True
+        monkeypatch.setattr(train, "show_closing", lambda _: None)
+        monkeypatch.setattr(train, "Supervisor", self._supervisor)
+
+    def _supervisor(self, config: RunConfig, directory: RunDirectory, _: object) -> Start:
+        self._directory = directory
+        assert RunDirectory.launched(directory.path)[1] == config, "what ranks and nodes read"
+        self.settings.append(config)
+        return self
+
+    def run(self) -> None:
+        if self.begins:
+            self._directory.begin()
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Start:
+    return Start(monkeypatch)
+
+
+MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "another shape": ("llama", {"intermediate_size": 8}, r"weights/\S+ has shape .* asks for"),
+    "fewer layers": ("llama", {"num_hidden_layers": 1}, r"layers\.1\S+ has shape .* asks for none"),
+    "another family": ("qwen3", {}, r"has shape none, and the model asks for \("),
+    "another rope": ("llama", {"rope_theta": 1e4}, r"its rope is .*500000.0"),
+    "another tokenizer": ("llama", {}, "the tokenizers have other tokens"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("by", ["train", "launch"])
+def test_another_model_is_refused_before_anything_starts(
+    run: RunDirectory, tmp_path: Path, start: Start, name: str, by: str
+) -> None:
+    family, changes, fault = MODELS[name]
+    other = write_model(tmp_path / "other", family, **changes)
+    if name == "another tokenizer":
+        exchange_tokens(other)
+    before = content(run)
+    with pytest.raises(UserError, match=fault) as refused:
+        if by == "train":
+            train.resume_command(run.path, [f"model.path={other}"], None)
+        else:
+            nodes, changed = Cluster(0, None, "1:00:00"), [f"model.path={other}"]
+            launch_run(None, run.path, changed, nodes, slurm=False, dry_run=False)
+    sentence = str(refused.value)
+    assert sentence.startswith(f"model.path is '{other}', and {run.path} is a run of another model")
+    assert f"(model.path was '{tmp_path / 'model'}')" in sentence, "the remedy"
+    assert (content(run), start.settings) == (before, [])
+    train.resume_command(run.path, [], None)
+    assert [settings.model.path for settings in start.settings] == [str(tmp_path / "model")]
+
+
+def test_a_model_directory_that_was_moved_or_has_other_weights_is_the_same_model(
+    run: RunDirectory, tmp_path: Path, start: Start
+) -> None:
+    copy = shutil.copytree(tmp_path / "model", tmp_path / "copy")
+    train.resume_command(run.path, [f"model.path={copy}"], None)
+    shutil.rmtree(tmp_path / "model")
+    moved = copy.rename(tmp_path / "moved")
+    train.resume_command(run.path, [f"model.path={moved}"], None)
+    assert len(start.settings) == 2
+
+
+def test_files_of_another_model_under_the_same_path_are_found_too(
+    run: RunDirectory, tmp_path: Path, start: Start
+) -> None:
+    shutil.rmtree(tmp_path / "model")
+    write_model(tmp_path / "model", "qwen2")
+    before = content(run)
+    with pytest.raises(UserError, match=r"is a run of another model: .*step_000004: "):
+        train.resume_command(run.path, [], None)
+    assert (content(run), start.settings) == (before, [])
+
+
+REFUSED = {
+    "an optimizer whose state it does not have": (["optimizer.name=muon"], r"optimizer\.name is"),
+    "a layout": (["parallel.tensor=3", "parallel.ranks=3"], r"parallel\.tensor is 3"),
+    "a name": (["optimiser.lr=1"], "unknown setting optimiser"),
+    "data": (["task.path=/nowhere"], r"task\.path '/nowhere' cannot be read"),
+    "weights": (["model.checkpoint=/nowhere"], r"model\.checkpoint '/nowhere' has no manifest"),
+    "several nodes": (["parallel.nodes=2", "parallel.ranks=2"], r"parallel\.nodes is 2"),
+    "a store": (["store.directory=/proc/none"], "cannot be made in /proc"),
+    "a reward": (["task.name=chain_sum"], "cannot score rows"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_refused_changes_no_file_and_a_plain_resume_works(
+    run: RunDirectory, start: Start, what: str
+) -> None:
+    overrides, sentence = REFUSED[what]
+    before = content(run)
+    with pytest.raises(UserError, match=sentence):
+        train.resume_command(run.path, ["optimizer.lr=1e-5", *overrides], None)
+    assert (content(run), start.settings) == (before, [])
+    train.resume_command(run.path, [], None)
+    assert len(start.settings) == 1
+
+
+def test_a_step_that_is_not_kept_and_a_run_in_use_are_refused_alike(
+    run: RunDirectory, start: Start
+) -> None:
+    before = content(run)
+    with pytest.raises(UserError, match="--from-step is 3"):
+        train.resume_command(run.path, ["steps=9"], 3)
+    with claimed(run, "another"), pytest.raises(RunInUse):
+        train.resume_command(run.path, ["steps=9"], None)
+    assert (content(run), start.settings) == (before, [])
+
+
+@pytest.mark.parametrize("from_step", [None, 2])
+@pytest.mark.parametrize(
+    "error",
+    [UserError("no"), ComponentFailure("dead"), KeyboardInterrupt(), Terminated()],
+    ids=type,
+)
+def test_a_start_that_fails_before_it_has_begun_leaves_settings_outcome_and_checkpoints(
+    run: RunDirectory,
+    start: Start,
+    error: BaseException,
+    from_step: int | None,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before = content(run)
+    start.error, start.begins = error, False
+    with pytest.raises(type(error)):
+        train.resume_command(run.path, ["steps=9"], from_step)
+    assert content(run) == before
+    if not isinstance(error, UserError | ComponentFailure):
+        assert f"train --resume {run.path} steps=9" in capsys.readouterr().err, "what was asked"
+    start.error = None
+    train.resume_command(run.path, [], None)
+    assert [settings.steps for settings in start.settings] == [9, 8]
+
+
+def test_one_that_is_killed_before_it_has_begun_leaves_a_run_that_a_plain_resume_goes_on_with(
+    run: RunDirectory, start: Start
+) -> None:
+    before = content(run)
+    run.prepare_resume(RunDirectory.find(run.path, ["steps=9"])[1])  # and SIGKILL
+    assert before.items() <= content(run).items()
+    train.resume_command(run.path, [], None)
+    assert [settings.steps for settings in start.settings] == [8]
+
+
+def test_one_that_has_begun_has_the_run_though_it_fails_then(
+    run: RunDirectory, start: Start
+) -> None:
+    start.error = ComponentFailure("an engine is gone")
+    with pytest.raises(ComponentFailure):
+        train.resume_command(run.path, ["steps=9"], 2)
+    assert RunDirectory.find(run.path, [])[1].steps == 9
+    assert (run.outcome(), run.resume_file.exists()) == (None, False)
+    assert (run.checkpoints / "abandoned_0.4").is_dir()
+
+
+def test_the_outcome_of_an_earlier_launch_is_not_taken_for_this_ones(run: RunDirectory) -> None:
+    """It stays until the resume begins; nodes that wait for the run's end must not end at it."""
+    earlier = run.outcome_stamp()
+    assert (run.outcome(), run.outcome(earlier)) == (RunOutcome.STOPPED, None)
+    run.begin()
+    assert (run.outcome(earlier), run.outcome_stamp()) == (None, 0)
+    run.report_outcome(RunOutcome.COMPLETE)
+    assert run.outcome(earlier) is RunOutcome.COMPLETE
+
+
+def test_a_dry_run_of_a_resume_shows_what_it_would_do_and_changes_nothing(
+    run: RunDirectory, start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = content(run)
+    lock = run.lock_file.exists()
+    train.resume_command(run.path, ["steps=9"], 2, dry=True)
+    shown = capsys.readouterr().out
+    assert "goes on from checkpoint step_000002" in shown and "changed: steps 8 → 9" in shown
+    assert "trainer: 1 ranks on 1 node(s)" in shown
+    assert (content(run), run.lock_file.exists(), start.settings) == (before, lock, [])
+    with pytest.raises(UserError, match=r"optimizer\.name is .muon"):
+        train.resume_command(run.path, ["optimizer.name=muon"], None, dry=True)

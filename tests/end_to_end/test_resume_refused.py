@@ -1,0 +1,72 @@
+"""A resume that trainers refuse, or that is killed as engines start, leaves a run to be resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from benchmarks.crash.run import configuration, prepare
+from megatron_async.checkpoint.convert import megatron_to_hf
+from megatron_async.run_directory import RunDirectory, RunOutcome
+from tests.end_to_end.test_survives_kills import Run, steps_done
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+CHANGES = {
+    "steps": 2,
+    "trainer": {"max_restarts": 0},
+    "engines": {"count": 1, "max_manager_restarts": 0},
+    "experiment": {"ledger": None},
+}
+
+
+def kept(directory: RunDirectory) -> tuple[bytes, RunOutcome | None, list[str]]:
+    """What a later resume and `convert` go by."""
+    checkpoints = sorted(path.name for path in directory.checkpoints.iterdir())
+    return directory.config_file.read_bytes(), directory.outcome(), checkpoints
+
+
+def test_what_starts_and_does_not_begin_changes_nothing_that_a_resume_needs(
+    tmp_path: Path,
+) -> None:
+    prepare(tmp_path)
+    file = tmp_path / "c.yaml"
+    file.write_text(yaml.safe_dump(configuration("async", "simulated", tmp_path, "run", CHANGES)))
+    directory = RunDirectory(tmp_path / "run")
+    runs: list[Run] = []
+
+    def start(*arguments: str) -> Run:
+        runs.append(Run(*arguments, log=tmp_path / f"{len(runs)}.log"))
+        return runs[-1]
+
+    try:
+        assert start("--config", str(file)).process.wait(240) == 0, runs[-1].log.read_text()
+        before = kept(directory)
+        assert before[1] is RunOutcome.COMPLETE
+
+        again = ("--resume", str(directory.path), "steps=4")
+        refused = start(*again, "model.attention_backend=transformer_engine")
+        assert refused.process.wait(240) == 2, refused.log.read_text()
+        assert "model.attention_backend is transformer_engine" in refused.log.read_text()
+        assert (kept(directory), directory.resume_file.exists()) == (before, False)
+
+        killed = start(*again)
+        killed.wait_until(lambda: (directory.logs / "engine0.log").exists(), 240)
+        killed.kill_everything()
+        assert kept(directory) == before
+        megatron_to_hf(directory.path, tmp_path / "converted")
+
+        plain = start("--resume", str(directory.path))
+        assert plain.process.wait(60) == 0, plain.log.read_text()
+        assert "is complete after 2 steps, nothing is started" in plain.log.read_text()
+
+        assert start(*again).process.wait(240) == 0, runs[-1].log.read_text()
+        assert (steps_done(directory), directory.outcome()) == (4, RunOutcome.COMPLETE)
+        assert RunDirectory.find(directory.path, [])[1].steps == 4
+        assert not directory.resume_file.exists()
+    finally:
+        for run in runs:
+            if run.process.poll() is None:
+                run.kill_everything()
