@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
-import textwrap
 import warnings
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -47,6 +45,10 @@ Wide = Annotated[bool, Option("--wide", help="Every column, beyond 80 characters
 FromStep = Annotated[
     int | None,
     Option(help="With --resume: go on from the kept checkpoint of this step instead."),
+]
+
+DryRun = Annotated[
+    bool, Option("--dry-run", help="Check everything, show what would be done, make nothing.")
 ]
 
 
@@ -104,6 +106,7 @@ def train(
         Path | None, Option(help="Go on with this run directory from its newest intact checkpoint.")
     ] = None,
     from_step: FromStep = None,
+    dry_run: DryRun = False,
 ) -> None:
     """Train by RL: starts engines, trainers and everything between them on this machine.
 
@@ -111,14 +114,17 @@ def train(
     Ctrl-C ends it cleanly; `--resume runs/NAME` goes on, with unfinished trajectories still there.
     With `--from-step N` it goes back first; newer checkpoints become checkpoints/abandoned_*.
     """
-    from megatron_async.commands.train import resume_command, start_run
+    from megatron_async.commands import train as commands
     from megatron_async.config import load_config
 
     _check_start(config, resume, from_step)
-    if resume is None:
-        start_run(load_config(_need(config, "train"), overrides or []), "megatron-async train")
+    if resume is not None:
+        commands.resume_command(resume, overrides or [], from_step, dry=dry_run)
+    elif dry_run:
+        commands.dry_run(load_config(_need(config, "train"), overrides or []))
     else:
-        resume_command(resume, overrides or [], from_step)
+        settings = load_config(_need(config, "train"), overrides or [])
+        commands.start_run(settings, "megatron-async train")
 
 
 @app.command()
@@ -191,7 +197,7 @@ def rollout(
     from megatron_async.launcher.preflight import check_probe_tolerance, check_run
     from megatron_async.run_directory import RunDirectory
 
-    directory, settings = RunDirectory.find(run_directory, [])
+    directory, settings = RunDirectory.launched(run_directory)
     with claimed(directory, "megatron-async rollout"):
         check_run(settings)
         check_probe_tolerance(settings)
@@ -206,9 +212,7 @@ def launch(
     resume: Annotated[Path | None, Option(help="Go on with this run directory.")] = None,
     from_step: FromStep = None,
     slurm: Annotated[bool, Option("--slurm", help="Write a job script and submit it.")] = (False),
-    dry_run: Annotated[
-        bool, Option("--dry-run", help="Show what would be done, make nothing.")
-    ] = False,
+    dry_run: DryRun = False,
     gpus_per_node: Annotated[int, Option(help="0: nodes without GPUs.")] = 8,
     engine_nodes: Annotated[
         int | None, Option(help="Rollout nodes; default: as many as the engines' GPUs need.")
@@ -423,15 +427,19 @@ def settings(
 
 @app.command()
 def doctor(overrides: Overrides = None, config: ConfigOption = None) -> None:
-    """Show what is installed, what will be used, and why; with --config also what would run."""
-    from megatron_async.commands.doctor import config_lines, report_lines
+    """Show what is installed, what will be used, and why.
+
+    With --config also what `train --dry-run` shows: exit code 2 where `train` would refuse.
+    """
+    from megatron_async.commands.doctor import report_lines
+    from megatron_async.commands.train import dry_run, show
     from megatron_async.config import load_config
 
-    settings = None if config is None else load_config(config, list(overrides or []))
-    for line in [*report_lines(), *(["", *config_lines(settings)] if settings else [])]:
-        indent = " " * (len(line) - len(line.lstrip()) + 2)
-        whole = partial(textwrap.fill, break_long_words=False, break_on_hyphens=False)
-        typer.echo(whole(line, 80, subsequent_indent=indent))  # paths and options
+    for line in report_lines():
+        show(line)
+    if config is not None:
+        show("")
+        dry_run(load_config(config, list(overrides or [])))
 
 
 if __name__ == "__main__":

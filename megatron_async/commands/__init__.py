@@ -1,6 +1,7 @@
 """Commands of `megatron-async`, one file each; `cli.py` reads their options.
 
-- train: check the settings, make or find the run, run it to its end; `--resume`.
+- train: check the settings, make or find the run, run it to its end; `--resume`,
+  `--dry-run`.
 - rollback: back to an older checkpoint (`--from-step`). Nothing is deleted; newer ones are set
   aside.
 - launch: a run directory and what starts it on several nodes.

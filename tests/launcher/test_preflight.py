@@ -49,22 +49,28 @@ def test_fewer_held_out_rows_than_the_default_are_all_asked_with_a_notice(folder
     assert check_evaluation(settings(folder), folder).config.eval.prompts == found
 
 
-@pytest.mark.parametrize("command", [["doctor", "--config"], ["settings", "eval", "--of"]])
+@pytest.mark.parametrize(
+    "command",
+    [["doctor", "--config"], ["train", "--dry-run", "--config"], ["settings", "eval", "--of"]],
+)
 def test_commands_that_only_show_a_run_show_what_its_start_would_find(
     folder: Path, tmp_path: Path, command: list[str]
 ) -> None:
     file = tmp_path / "own.yaml"
     file.write_text(json.dumps(settings(folder).model_dump(exclude_unset=True, mode="json")))
 
-    def shown(*overrides: str) -> str:
+    def shown(*overrides: str, refused: bool = False) -> str:
         done = CliRunner().invoke(app, [*command, str(file), *overrides])
-        assert done.exit_code == 0, done.output
-        return " ".join(done.output.split())
+        assert isinstance(done.exception, UserError) if refused else done.exit_code == 0
+        return " ".join(f"{done.output} {done.exception}".split())
 
     assert re.search(r"eval\.prompts is \d+ instead of its default 256", shown())
-    if command[0] == "doctor":
+    if command[0] != "settings":
         assert "task.verifier_workers = " in shown() and "1 update(s)" in shown()
-    assert "train refuses this: eval.prompts is 300" in shown("eval.prompts=300")
+        assert "1 update(s)" in shown("eval.prompts=300", refused=True)
+        assert "eval.prompts is 300, and" in shown("eval.prompts=300", refused=True)
+    else:
+        assert "train refuses this: eval.prompts is 300" in shown("eval.prompts=300")
 
 
 def test_a_number_of_held_out_rows_that_was_set_is_not_shrunk(folder: Path) -> None:
@@ -146,9 +152,13 @@ def test_rows_of_a_file_need_a_way_to_be_scored(folder: Path) -> None:
         check_run(settings(folder, task={"name": "chain_sum"}))
 
 
-def test_a_name_on_a_hub_is_no_directory(folder: Path) -> None:
-    with pytest.raises(UserError, match=r"download it first: `hf download Qwen/Qwen2.5-7B --local"):
-        check_run(settings(folder, model={"path": "Qwen/Qwen2.5-7B"}))
+def test_a_model_that_is_not_there_is_to_be_downloaded_and_a_path_is_no_name_on_a_hub(
+    folder: Path,
+) -> None:
+    for path in ("Qwen/Qwen2.5-7B", "models/SmolLM2", "/nowhere"):
+        with pytest.raises(UserError, match=rf"model.path '{path}' is no directory") as refused:
+            check_run(settings(folder, model={"path": path}))
+        assert "(hf download ORGANISATION/NAME --local-dir DIRECTORY)" in str(refused.value)
     with pytest.raises(UserError, match=r"model.path is empty; set it to"):
         check_run(settings(folder, model={"path": ""}))
 

@@ -1,0 +1,141 @@
+"""`train --dry-run`, `launch --dry-run` and `doctor`: what a start would use, and where it refuses.
+
+Layout and memory need a model's config.json, or the name of a shape, and none of its weights.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_async import cli
+from tests.inputs.model_directories import write_model
+from tests.test_docs import ROOT
+
+SEVENTY = ROOT / "tests" / "data" / "llama-3.3-70b.config.json"
+CONFIG = ROOT / "configs" / "llama3.3-70b.yaml"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    model = write_model(tmp_path / "model", "llama")
+    file = tmp_path / "c.yaml"
+    file.write_text(f"name: dry\nroot: {tmp_path}/runs\nmodel: {{path: {model}}}\n")
+    return file
+
+
+@pytest.fixture
+def seventy(tmp_path: Path) -> Path:
+    """A directory with the config.json of a model of 140 GB alone."""
+    folder = tmp_path / "llama"
+    folder.mkdir()
+    shutil.copy(SEVENTY, folder / "config.json")
+    return folder
+
+
+def command(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
+    """Exit code of `megatron-async ARGUMENTS`."""
+    monkeypatch.setattr(sys, "argv", ["megatron-async", *map(str, arguments)])
+    try:
+        cli.main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+@pytest.mark.parametrize("words", [("train", "--dry-run"), ("doctor",)], ids=" ".join)
+def test_it_shows_the_run_without_any_command_and_makes_nothing(
+    file: Path,
+    words: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    before = set(file.parent.rglob("*"))
+    assert command(monkeypatch, *words, "--config", file) == 0
+    shown = capsys.readouterr()
+    for part in ("dry on CPU", "trainer: 1 ranks", "verifier_workers = ", "first prompt, "):
+        assert part in shown.out
+    assert "torchrun" not in shown.out and "srun" not in shown.out
+    assert (set(file.parent.rglob("*")), shown.err) == (before, "")
+
+
+REFUSED = {
+    "a setting": (["engines.host=0.0.0.0"], "engines.host is '0.0.0.0'"),
+    "a layout": (["parallel.tensor=3", "parallel.ranks=3"], "parallel.tensor is 3"),
+    "several nodes": (["parallel.nodes=2", "parallel.ranks=2"], "parallel.nodes is 2"),
+    "a store": (["store.directory=/proc/none"], "cannot be made in /proc"),
+    "a tolerance": (
+        ["engines.dtype=bfloat16", "weights.probe_tolerance=1e-5"],
+        "weights.probe_tolerance is 1e-05",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", [*REFUSED, "a name that is taken"])
+@pytest.mark.parametrize("words", [("train", "--dry-run"), ("doctor",)], ids=" ".join)
+def test_where_train_refuses_they_end_with_the_same_sentence_and_exit_code_2(
+    file: Path,
+    words: tuple[str, ...],
+    what: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    overrides, sentence = REFUSED.get(what, ([], "exists already: choose another name"))
+    if what not in REFUSED:
+        taken = file.parent / "runs" / "dry"
+        taken.mkdir(parents=True)
+        (taken / "config.yaml").write_text("name: dry\n")
+    assert command(monkeypatch, "train", "--config", file, *overrides) == 2
+    refused = capsys.readouterr().err
+    assert sentence in refused
+    assert command(monkeypatch, *words, "--config", file, *overrides) == 2
+    shown = capsys.readouterr()
+    assert shown.err == refused
+    assert "trainer: " in shown.out, "the layout is shown all the same"
+
+
+def test_memory_and_layout_need_no_weights(
+    seventy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ["--config", CONFIG, f"model.path={seventy}", "simulate.model=''"]
+    assert command(monkeypatch, "launch", "--dry-run", *settings) == 2
+    shown = capsys.readouterr()
+    assert "memory of a trainer GPU, estimated: state " in shown.out
+    assert "memory of an engine GPU, estimated: weights 17.6 GB" in shown.out
+    assert "holds no *.safetensors weights" in shown.err, "what a start lacks"
+    assert command(monkeypatch, "settings", "parallel", "--of", *settings[1:]) == 0
+    assert command(monkeypatch, "doctor", *settings) == 2
+    assert "trainer: 96 " in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_layout_that_does_not_fit_is_found_without_weights(
+    seventy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ["--config", CONFIG, f"model.path={seventy}", "parallel.pipeline=3"]
+    assert command(monkeypatch, "launch", "--dry-run", *settings, "parallel.ranks=96") == 2
+    assert "parallel.pipeline is 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [("plan", "--top=1"), ("simulate",)], ids=" ".join)
+@pytest.mark.parametrize("source", ["config.json", "name"])
+def test_plan_and_simulate_need_config_json_or_a_name(
+    seventy: Path, words: tuple[str, ...], source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = ["simulate.model=llama-3-70b", "model.path=/nowhere"]
+    if source == "config.json":
+        model = ["simulate.model=''", f"model.path={seventy}"]
+    short = ["simulate.steps=2", "simulate.warmup_steps=0"]
+    assert command(monkeypatch, *words, "--config", CONFIG, *model, *short) == 0
+
+
+def test_a_shape_that_is_not_known_names_both_ways(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ["simulate.model=''", "model.path=models/llama"]
+    assert command(monkeypatch, "plan", "--config", CONFIG, *settings) == 2
+    sentence = capsys.readouterr().err
+    assert "model.path 'models/llama' has no config.json, which suffices without" in sentence
+    assert "or set simulate.model to one of qwen2.5-0.5b, " in sentence
