@@ -14,12 +14,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_async_kernels.head_types import HeadCotangents, HeadGrads, HeadProblem, HeadStats
+from megatron_async_kernels.head_types import (
+    LOWEST_SHIFT,
+    HeadCotangents,
+    HeadGrads,
+    HeadProblem,
+    HeadStats,
+)
 
 MAX_CHUNK_TOKENS = 2048
 MAX_CHUNK_VOCAB = 8192
-# exp(-1e30) is 0 and 0 * -1e30 is 0, where -inf would make NaN on the first chunk.
-LOWEST_SHIFT = -1e30
 
 
 @dataclass(frozen=True)
@@ -120,7 +124,8 @@ class ChunkedKernels:
         """Online max, sum of exponentials, target logit and entropy term; O(R) results."""
         plan = plan_chunks(problem)
         options = {"dtype": problem.accumulate, "device": problem.hidden_TD.device}
-        max_R = torch.full((problem.num_rows,), float("-inf"), **options)
+        lowest = torch.finfo(problem.accumulate).min
+        max_R = torch.full((problem.num_rows,), lowest, **options)
         sum_R = torch.zeros(problem.num_rows, **options)
         target_R = torch.zeros(problem.num_rows, **options)
         weighted_R = torch.zeros(problem.num_rows, **options) if want_entropy else None
@@ -178,7 +183,8 @@ def _merge_block(
     else:
         exp_CB = torch.exp(logits_CB, out=buffers.second(*logits_CB.shape))
         carried_C = (stats.weighted_R[at] + stats.sum_R[at] * shift_C) * scale_C
-        stats.weighted_R[at] = carried_C + logits_CB.mul_(exp_CB).sum(dim=1)
+        centred_CB = logits_CB.clamp_(min=LOWEST_SHIFT)
+        stats.weighted_R[at] = carried_C + centred_CB.mul_(exp_CB).sum(dim=1)
     stats.sum_R[at] = stats.sum_R[at] * scale_C + exp_CB.sum(dim=1)
     stats.max_R[at] = new_max_C
 
@@ -227,7 +233,7 @@ def _dlogits(
         dlogits_CB = logits_CB.exp_().mul_(-grad_C[:, None])
     else:
         dlogits_CB = torch.exp(logits_CB, out=buffers.second(*logits_CB.shape))
-        logits_CB += cotangents.entropy_R[at, None]
+        logits_CB.clamp_(min=LOWEST_SHIFT).add_(cotangents.entropy_R[at, None])
         logits_CB *= cotangents.grad_entropy_R[at, None]
         logits_CB += grad_C[:, None]
         dlogits_CB.mul_(logits_CB).neg_()

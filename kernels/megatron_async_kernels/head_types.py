@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 DEFAULT_WORKSPACE_BYTES = 256 * 2**20
+# Stands for -inf where that would make NaN (0 * -inf, -inf - -inf): exp(-1e30) is 0, too.
+LOWEST_SHIFT = -1e30
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -61,7 +63,8 @@ class HeadStats:
 
     With z the scaled logits: `max_R` = max z, `sum_R` = Σ exp(z − max), `target_R` = z at the
     target (0 where the target is elsewhere), `weighted_R` = Σ exp(z − max)·(z − max), needed for
-    the entropy only. An empty shard has max −inf and zeros.
+    the entropy only. z may be −inf, max is finite: without a finite z it is the lowest number that
+    there is, beside sums of 0 (an empty shard), and the log-prob of a row without any is NaN.
     """
 
     max_R: Tensor

@@ -39,7 +39,7 @@ def reference_token_logprob(
     )
     safe_T = torch.where(keep_T, targets_T, 0).to(torch.int64)
     picked_T = logprobs_TV.gather(1, safe_T[:, None])[:, 0]
-    # exp(log p)·log p with p = 0 is 0, not NaN: the clamp keeps -inf out of the product.
-    finite_TV = logprobs_TV.clamp(min=torch.finfo(dtype).min)
+    # exp(log p)·log p with p = 0 is 0, not NaN, and so is its gradient: -inf stays out of both.
+    finite_TV = logprobs_TV.masked_fill(logprobs_TV == -torch.inf, 0.0)
     entropy_T = -(logprobs_TV.exp() * finite_TV).sum(dim=-1)
-    return picked_T * keep_T, entropy_T * keep_T
+    return torch.where(keep_T, picked_T, 0.0), torch.where(keep_T, entropy_T, 0.0)

@@ -29,6 +29,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from megatron_async_kernels.backend import Backend, head_kernels, resolve_backend
 from megatron_async_kernels.head_types import (
     DEFAULT_WORKSPACE_BYTES,
+    LOWEST_SHIFT,
     HeadCotangents,
     HeadGrads,
     HeadProblem,
@@ -56,8 +57,7 @@ def reduce_stats(stats: HeadStats, group: dist.ProcessGroup | None) -> HeadStats
         return stats
     max_R = stats.max_R.clone()
     dist.all_reduce(max_R, op=dist.ReduceOp.MAX, group=group)
-    # An empty shard has max -inf and sum 0; the clamp keeps 0 * inf out of its terms.
-    shift_R = (stats.max_R - max_R).clamp(min=-1e30)
+    shift_R = (stats.max_R - max_R).clamp(min=LOWEST_SHIFT)
     scale_R = shift_R.exp()
     parts = [stats.sum_R * scale_R, stats.target_R]
     if stats.weighted_R is not None:
@@ -157,7 +157,7 @@ def token_logprob(
         weight: [V/tp, D], this rank's contiguous shard of the vocabulary, dtype of `hidden`.
         targets: [T] integer ids over the whole vocabulary.
         temperature: divides the logits; > 0.
-        bias: [V/tp] or None.
+        bias: [V/tp] or None; a word at -inf has no probability.
         return_entropy: also return each token's entropy in nats (differentiable).
         token_mask: [T]; tokens with 0 are skipped and give 0. Finding them waits for a GPU.
         token_rows: [R] int64, ascending: in place of a mask, the tokens that are not skipped.

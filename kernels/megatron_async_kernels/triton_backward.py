@@ -15,6 +15,7 @@ import triton.language as tl
 
 from megatron_async_kernels.triton_tiles import (
     column_parts,
+    finite_below,
     grouped_tile,
     logits_tile,
     scaled_logits,
@@ -48,7 +49,7 @@ def store_dlogits(
     log_p = logits - lse[:, None]
     pull = tl.exp(log_p)
     if ENTROPY:
-        pull = pull * (offset[:, None] + entropy_grad[:, None] * log_p)
+        pull = pull * (offset[:, None] + entropy_grad[:, None] * finite_below(log_p))
     else:
         pull = pull * grad[:, None]
     hit = columns[None, :] == target[:, None]

@@ -14,8 +14,10 @@ import triton
 import triton.language as tl
 
 from megatron_async_kernels.triton_tiles import (
+    LOWEST,
     add_pairs,
     column_parts,
+    finite_below,
     grouped_tile,
     logits_tile,
     scaled_logits,
@@ -39,19 +41,19 @@ def update_stats(
 ):
     """Merge a tile's logits into a row's running (max, sum, weighted sum, target logit).
 
-    Running maxima start at -1e30 and columns outside the vocabulary have it as logit, which keeps
-    0 * inf out of the sums. NaN and +inf logits make the sums NaN.
+    Logits may be -inf, as those of columns outside the vocabulary are. NaN and +inf make the sums
+    NaN.
     """
     logits = scaled_logits(acc, bias, columns, num_columns, inv_temperature, HAS_BIAS)
     hit = columns[None, :] == target[:, None]
     picked += tl.sum(tl.where(hit, logits, 0.0), axis=1)
     new_max = tl.maximum(running_max, tl.max(logits, axis=1))
-    shift = running_max - new_max
+    shift = finite_below(running_max - new_max)
     scale = tl.exp(shift)
     centred = logits - new_max[:, None]
     exps = tl.exp(centred)
     if ENTROPY:
-        tile_sum, tile_weighted = tl.reduce((exps, exps * centred), 1, add_pairs)
+        tile_sum, tile_weighted = tl.reduce((exps, exps * finite_below(centred)), 1, add_pairs)
         running_weighted = (running_weighted + running_sum * shift) * scale + tile_weighted
         running_sum = running_sum * scale + tile_sum
     else:
@@ -98,7 +100,7 @@ def head_stats_kernel(
     row_inside = rows < num_rows
     target = tl.load(targets + rows, mask=row_inside, other=-1)
 
-    running_max = tl.full((ROWS,), -1e30, dtype=tl.float32)
+    running_max = tl.full((ROWS,), LOWEST, dtype=tl.float32)
     running_sum = tl.zeros((ROWS,), dtype=tl.float32)
     running_weighted = tl.zeros((ROWS,), dtype=tl.float32)
     picked = tl.zeros((ROWS,), dtype=tl.float32)
@@ -164,7 +166,7 @@ def combine_kernel(
     """Statistics [R] of the shard from partial ones [num_splits, R], in the order of the splits."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < num_rows
-    best = tl.full((BLOCK,), -1e30, dtype=tl.float32)
+    best = tl.full((BLOCK,), LOWEST, dtype=tl.float32)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     weighted = tl.zeros((BLOCK,), dtype=tl.float32)
     for split in range(num_splits):
@@ -172,8 +174,8 @@ def combine_kernel(
         other_max = tl.load(max_in + at, mask=inside, other=0.0)
         other_sum = tl.load(sum_in + at, mask=inside, other=1.0)
         new_max = tl.maximum(best, other_max)
-        shift = best - new_max
-        other_shift = other_max - new_max
+        shift = finite_below(best - new_max)
+        other_shift = finite_below(other_max - new_max)
         scale = tl.exp(shift)
         other_scale = tl.exp(other_shift)
         if ENTROPY:

@@ -158,7 +158,8 @@ def partial_stats(problem: HeadProblem, *, want_entropy: bool) -> PartialStats:
     target_R = torch.zeros(rows, dtype=torch.float32, device=device)
     if rows == 0 or columns == 0:
         empty = torch.zeros((1, rows), dtype=torch.float32, device=device)
-        return PartialStats(torch.full_like(empty, float("-inf")), empty, empty, target_R)
+        lowest = torch.full_like(empty, torch.finfo(torch.float32).min)
+        return PartialStats(lowest, empty, empty, target_R)
     tiles = triton.cdiv(columns, config.vocab)
     arrays = 3 if want_entropy else 2
     most_splits = max(1, problem.workspace_bytes // 8 // (4 * arrays * rows))

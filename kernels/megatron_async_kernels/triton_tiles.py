@@ -23,6 +23,10 @@ import triton
 import triton.language as tl
 
 
+# Running maxima start here: the least finite float32, so that no maximum is -inf.
+LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+
+
 @triton.jit
 def grouped_tile(pid, num_rows_tiles, num_column_tiles, GROUP: tl.constexpr):
     """(row tile, column tile) of a program: GROUP row tiles walk the columns together."""
@@ -87,12 +91,18 @@ def logits_tile(
 
 
 @triton.jit
+def finite_below(value):
+    """-1e30 for anything less, -inf too, of which 0 times would be NaN; a NaN stays NaN."""
+    return tl.where(value < -1e30, -1e30, value)
+
+
+@triton.jit
 def scaled_logits(acc, bias, columns, num_columns, inv_temperature, HAS_BIAS: tl.constexpr):
-    """(acc + bias) / temperature with columns outside the vocabulary at -1e30."""
+    """(acc + bias) / temperature with columns outside the vocabulary at -inf."""
     if HAS_BIAS:
         bias_B = tl.load(bias + columns, mask=columns < num_columns, other=0.0).to(tl.float32)
         acc = acc + bias_B[None, :]
-    return tl.where((columns < num_columns)[None, :], acc * inv_temperature, -1e30)
+    return tl.where((columns < num_columns)[None, :], acc * inv_temperature, float("-inf"))
 
 
 @triton.jit

@@ -23,6 +23,8 @@ class Case:
     mask_share: float
     main_grad: bool
     vocab: int = VOCAB
+    forbidden: tuple[int, int] = (0, 0)
+    """From and to which word the bias is -inf."""
 
 
 CASES = (
@@ -32,6 +34,9 @@ CASES = (
     Case(sequence_parallel=False, mask_share=0.0, main_grad=True),
     # So few words that the last shards hold padding only.
     Case(sequence_parallel=True, mask_share=0.7, main_grad=False, vocab=5),
+    # Whole shards without a word that may be drawn, some targets among them.
+    Case(sequence_parallel=False, mask_share=0.7, main_grad=False, forbidden=(0, 12)),
+    Case(sequence_parallel=True, mask_share=1.0, main_grad=True, forbidden=(1, VOCAB)),
 )
 
 
@@ -42,6 +47,7 @@ def tensors(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
     weight_VD = 3 * torch.randn(PADDED, HIDDEN, generator=generator, dtype=torch.float64)
     bias_V = torch.randn(PADDED, generator=generator, dtype=torch.float64)
     targets_T = torch.randint(0, case.vocab, (TOKENS,), generator=generator)
+    bias_V[slice(*case.forbidden)] = -torch.inf
     mask_T = torch.rand(TOKENS, generator=generator) < case.mask_share
     loss_2T = torch.randn(2, TOKENS, generator=generator, dtype=torch.float64)
     return hidden_TD, weight_VD, bias_V, targets_T, mask_T, loss_2T

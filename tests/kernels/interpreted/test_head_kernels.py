@@ -59,7 +59,7 @@ def compare(
         token_mask_T=mask_T,
         vocab_size=vocab_size,
     )
-    scale = max(1.0, float(expected_T.abs().max()) if len(targets_T) else 1.0)
+    scale = max([1.0, *expected_T[expected_T.isfinite()].abs().tolist()])
     close = {"rtol": 0.0, "atol": logprob_tolerance * scale, "check_dtype": False}
     torch.testing.assert_close(logprobs_T.double(), expected_T, **close)
     torch.testing.assert_close(entropy_T.double(), expected_entropy_T, **close)
@@ -96,6 +96,7 @@ def make(
     dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
     temperature=st.sampled_from([0.1, 0.7, 1.0, 10.0]),
     with_bias=st.booleans(),
+    forbidden_share=st.sampled_from([0.0, 0.5, 1.0]),
     mask_share=st.sampled_from([None, 0.0, 0.5, 1.0]),
     workspace_bytes=st.sampled_from([6000, 2**20]),
     deterministic=st.booleans(),
@@ -109,6 +110,7 @@ def test_random_shapes(
     dtype: torch.dtype,
     temperature: float,
     with_bias: bool,
+    forbidden_share: float,
     mask_share: float | None,
     workspace_bytes: int,
     deterministic: bool,
@@ -117,6 +119,8 @@ def test_random_shapes(
     hidden_TD, weight_VD, bias_V, targets_T = make(tokens, vocab + padding, hidden, dtype, seed)
     mask_T = None
     targets_T = targets_T % vocab
+    # From the first word on, but never the last.
+    bias_V[: min(round(forbidden_share * vocab), vocab - 1)] = -torch.inf
     if mask_share is not None:
         mask_T = torch.rand(tokens, generator=torch.Generator().manual_seed(seed)) < mask_share
         targets_T = torch.where(mask_T, targets_T, -100)
@@ -143,6 +147,30 @@ def test_extreme_logits(sign: float) -> None:
     best_T = torch.full((9,), 49 if sign > 0 else 0)
     logprobs_T = token_logprob(hidden_TD, weight_VD, best_T, backend="triton")
     assert isinstance(logprobs_T, Tensor) and bool((logprobs_T.abs() < 1e-6).all())
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_a_row_without_any_word_shows_as_nan(entropy: bool) -> None:
+    hidden_TD, weight_VD, bias_V, targets_T = make(2, 5, 3, torch.float32)
+    bias_V[:] = -torch.inf
+    found = token_logprob(
+        *(hidden_TD, weight_VD, targets_T), bias=bias_V, return_entropy=entropy, backend="triton"
+    )
+    assert bool(torch.stack([*found]).isnan().all())
+
+
+def test_a_row_far_below_zero_is_a_row_like_others() -> None:
+    """All of it at -1e35: no bound of the kernels' own is taken for a logit."""
+    hidden_TD, weight_VD, bias_V, targets_T = make(3, 40, 8, torch.float32)
+    found = token_logprob(
+        *(0 * hidden_TD, weight_VD, targets_T),
+        bias=torch.full_like(bias_V, -1e35),
+        return_entropy=True,
+        backend="triton",
+    )
+    torch.testing.assert_close(
+        torch.stack([*found]), torch.tensor([[-1.0], [1.0]]) * torch.full((2, 3), 40.0).log()
+    )
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
