@@ -85,9 +85,10 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
         ("ratio_T.clamp(low, high) * correction_T", "ratio_T * correction_T"),
         ("0.5 * weight_T * distance_T", "weight_T * distance_T"),
         ("ratio_T.clamp(max=config.kl_weight_upper) * correction_T", "ratio_T * correction_T"),
-        ("(1.0 - inverse_T) * near_T + k3_T * moves_T", "(1.0 - inverse_T) * near_T"),
+        ("where(near_T, slope_T, k3_T * moves_T)", "where(near_T, slope_T, k3_T)"),
+        ("where(moves_T, distance_T, -negative_T.expm1())", "where(moves_T, distance_T, k3_T)"),
         ("bounded_exp(-distance_T)", "bounded_exp(distance_T)"),
-        ("inverse_T - 1.0 - negative_T", "inverse_T - 1.0 + negative_T"),
+        ("x_T.expm1() - x_T", "x_T.expm1() + x_T"),
     ),
     *_of(
         "loss_torch",
@@ -107,7 +108,7 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
         ('if config.ratio_to == "old"\n', 'if config.ratio_to != "old"\n'),
         ("return -clamped_T", "return clamped_T"),
         ("0.5 * clamped_T.square()", "clamped_T.square()"),
-        ("ratio_T - 1.0 - clamped_T", "ratio_T - clamped_T"),
+        ("return surrogates.k3_of(clamped_T)", "return surrogates.k3_of(-clamped_T)"),
         ('if level == "seq_sum":', 'if level == "seq_mean":'),
         (
             "segment_sum(masked(values_T, mask_T), cu_seqlens_S1)\n    if level",
@@ -195,7 +196,7 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
         ("per_row_S[nonempty_S]", "per_row_S"),
         ("diff_S = rollout_S - old_S", "diff_S = old_S - rollout_S"),
         ("mean(-log)", "mean(log)"),
-        ("log.exp() - log - 1.0", "log.exp() - 1.0"),
+        ("mean(k3_of(log))", "mean(k3_of(-log))"),
         ("(2.0 * log.clamp(-SAFETY_BOUND, SAFETY_BOUND)).exp()", "(2.0 * log).exp()"),
         (
             "total_S.clamp(-SAFETY_BOUND, SAFETY_BOUND)).exp()) - 1.0",

@@ -164,12 +164,12 @@ class _Stream:
 
 def divergence(log_ratio_T: torch.Tensor, name: str) -> torch.Tensor:
     """k1 = -x, k2 = x^2 / 2, k3 = exp(x) - 1 - x of x = c(log pi - log mu), per token."""
-    ratio_T, clamped_T, _ = surrogates.bounded_exp(log_ratio_T)
+    clamped_T = surrogates.bounded_exp(log_ratio_T)[1]
     if name == "k1":
         return -clamped_T
     if name == "k2":
         return 0.5 * clamped_T.square()
-    return ratio_T - 1.0 - clamped_T
+    return surrogates.k3_of(clamped_T)
 
 
 def rejection_statistic(
@@ -283,7 +283,7 @@ def _metrics(
     mask_T, cu_S1 = stream.mask_T.double(), stream.cu_seqlens_S1
     kept_T = kept_T.double()
     log_T = stream.log_ratio_T.double()
-    weight_T, clamped_T, _ = surrogates.bounded_exp(log_T)
+    weight_T = surrogates.bounded_exp(log_T)[0]
     nonempty_S = segment_sum(mask_T, cu_S1) > 0
     total_S = segment_sum(log_T, cu_S1)
     seq_weight_S, seq_log_S, _ = surrogates.bounded_exp(total_S)
@@ -292,14 +292,13 @@ def _metrics(
         for x_S in (seq_weight_S, seq_log_S.clamp(max=math.log(config.staleness_clip)))
     )
     distance_T = (stream.logprobs_T - stream.ref_T).double() * float(stream.has_ref)
-    inverse_T, negative_T, _ = surrogates.bounded_exp(-distance_T)
     A_T, lag_T = stream.advantages_T.double(), stream.lag_T
     x_T = terms.coefficient_T.double()
     per_token = {
         "tokens": mask_T,
         "kept_tokens": kept_T,
         "log_ratio": log_T * mask_T,
-        "k3": (weight_T - 1.0 - clamped_T) * mask_T,
+        "k3": divergence(log_T, "k3") * mask_T,
         "is_weight": weight_T * mask_T,
         "is_weight_sq": weight_T.square() * mask_T,
         "ratio": terms.ratio_T.double() * kept_T,
@@ -313,7 +312,7 @@ def _metrics(
         "advantage": A_T * mask_T,
         "advantage_sq": A_T.square() * mask_T,
         "ref_k1": distance_T * mask_T,
-        "ref_k3": (inverse_T - 1.0 - negative_T) * mask_T,
+        "ref_k3": divergence(-distance_T, "k3") * mask_T,
         "lag": lag_T.double() * mask_T,
         "off_policy_tokens": (lag_T > 0) * mask_T,
     }

@@ -92,6 +92,7 @@ class LossConfig:
     k2  y d^2 / 2                              derivative y d
     k3  y k, k = exp(-x) - 1 + x               derivative y (1 - exp(-x)) [|d| <= SAFETY_BOUND]
                                                + y k [r <= kl_weight_upper and |l| <= SAFETY_BOUND]
+                                               (both: y d)
     ```
 
     Entropy: -entropy_coef * a_t * H, d/dH = -entropy_coef * a_t.

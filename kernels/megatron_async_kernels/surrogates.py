@@ -39,6 +39,14 @@ def bounded_exp(log_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.
     return clamped_T.exp(), clamped_T, log_T.abs() <= SAFETY_BOUND
 
 
+def k3_of(x_T: torch.Tensor) -> torch.Tensor:
+    """exp(x) - 1 - x without cancellation: a series near 0, where on-policy tokens are."""
+    series_T = torch.ones_like(x_T)
+    for n in range(14, 2, -1):
+        series_T = 1.0 + series_T * x_T / n
+    return torch.where(x_T.abs() < 0.5, 0.5 * x_T * x_T * series_T, x_T.expm1() - x_T)
+
+
 def truncate(
     weights: torch.Tensor, lower: float | None, upper: float | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -212,14 +220,16 @@ def kl_to_reference(
 
     d = log pi - log pi_ref, y = min(r, C). k2: sg(y) d^2 / 2. k3: y (exp(-d) - 1 + d) with y
     differentiated where it is not truncated, so that its gradient r d (grad log pi) is that of the
-    KL (Schulman 2020, "Approximating KL divergence", for the estimators).
+    KL (Schulman 2020, "Approximating KL divergence", for the estimators). The derivative is d
+    itself there: the sum (1 - exp(-d)) + k3 would lose it.
     """
     ratio_T, _, inside_T = bounded_exp(log_ratio_T)
     weight_T = ratio_T.clamp(max=config.kl_weight_upper) * correction_T
     distance_T = logprobs_T - ref_logprobs_T
     if config.kl_estimator == "k2":
         return 0.5 * weight_T * distance_T.square(), weight_T * distance_T
-    inverse_T, negative_T, near_T = bounded_exp(-distance_T)
-    k3_T = inverse_T - 1.0 - negative_T
+    _, negative_T, near_T = bounded_exp(-distance_T)
+    k3_T = k3_of(negative_T)
     moves_T = (ratio_T <= config.kl_weight_upper) & inside_T
-    return weight_T * k3_T, weight_T * ((1.0 - inverse_T) * near_T + k3_T * moves_T)
+    slope_T = torch.where(moves_T, distance_T, -negative_T.expm1())
+    return weight_T * k3_T, weight_T * torch.where(near_T, slope_T, k3_T * moves_T)

@@ -27,9 +27,11 @@ def bounded_exp(value):
 
 @triton.jit
 def k3_of(exp_x, x):
-    """exp(x) - 1 - x without cancellation near 0, where on-policy tokens are."""
-    series = 0.5 * x * x * (1.0 + x * (1.0 / 3.0) * (1.0 + x * 0.25 * (1.0 + x * 0.2)))
-    return tl.where(tl.abs(x) < 0.05, series, exp_x - 1.0 - x)
+    """exp(x) - 1 - x without cancellation: a series near 0, where on-policy tokens are."""
+    series = tl.zeros_like(x) + 1.0
+    for n in tl.static_range(8):
+        series = 1.0 + series * x * (1.0 / (10 - n))
+    return tl.where(tl.abs(x) < 1.0, 0.5 * x * x * series, exp_x - 1.0 - x)
 
 
 @triton.jit
@@ -152,7 +154,8 @@ def kl_terms(distance, anchor, correction, SPEC: tl.constexpr):
     inverse, negative, near = bounded_exp(-distance)
     k3 = k3_of(inverse, negative)
     moves = (ratio <= upper) & inside
-    slope = tl.where(near, 1.0 - inverse, 0.0) + tl.where(moves, k3, 0.0)
+    fixed = tl.where(tl.abs(distance) < 1.0, distance - k3, 1.0 - inverse)
+    slope = tl.where(moves, tl.where(near, distance, k3), tl.where(near, fixed, 0.0))
     return weight * k3, weight * slope
 
 

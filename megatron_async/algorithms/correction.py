@@ -28,7 +28,7 @@ import torch
 from megatron_async_kernels.loss_torch import raw_weights, rejection_statistic
 from megatron_async_kernels.loss_types import SAFETY_BOUND, RejectionRule, check_finite
 from megatron_async_kernels.packed import segment_sum, spread
-from megatron_async_kernels.surrogates import truncate
+from megatron_async_kernels.surrogates import k3_of, truncate
 
 from megatron_async.algorithms.device_batch import DeviceBatch
 from megatron_async.algorithms.reduce import largest, mean, smallest, std, total
@@ -226,7 +226,7 @@ def off_policy_metrics(rows: MaskedRows) -> dict[str, float]:
         "log_ppl_diff_min": smallest(diff_S),
         "ppl_ratio": mean(diff_S.exp()),
         "kl": mean(-log),
-        "k3_kl": mean(log.exp() - log - 1.0),
+        "k3_kl": mean(k3_of(log)),
         "chi2_token": mean((2.0 * log.clamp(-SAFETY_BOUND, SAFETY_BOUND)).exp()) - 1.0,
         "chi2_seq": mean((2.0 * total_S.clamp(-SAFETY_BOUND, SAFETY_BOUND)).exp()) - 1.0,
     }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from decimal import Decimal, localcontext
+
 import torch
 from megatron_async_kernels.loss_types import (
     Denominators,
@@ -97,6 +99,41 @@ def make_inputs(
         is_weights_T=stream(normal(0.2).exp()) if correction else None,
         lag_T=torch.randint(0, 12, (total,), generator=generator) if lag else None,
     )
+
+
+def exact_k3(distance: float) -> tuple[float, float]:
+    """exp(-d) - 1 + d of exactly this float, and 1 - exp(-d), to the last bit."""
+    with localcontext(prec=60):
+        d = Decimal(distance)
+        return float((-d).exp() - 1 + d), float(1 - (-d).exp())
+
+
+def kl_alone(weight_upper: float) -> tuple[LossInputs, LossConfig, Denominators, torch.Tensor]:
+    """On-policy tokens at distances d of 1e-8 to 20 from the reference whose only loss is k3.
+
+    `weight_upper` below 1 truncates the weight, which is 1 without; [T] the distances.
+    """
+    sizes_N = torch.cat([torch.logspace(-8, 1.3, 400), torch.tensor([0.05, 0.5, 1.0, 20.0])])
+    distance_T = torch.cat([sizes_N.clamp(max=20.0), -sizes_N.clamp(max=20.0)]).float()
+    zero_T = torch.zeros_like(distance_T)
+    inputs = LossInputs(
+        logprobs_T=zero_T,
+        rollout_logprobs_T=zero_T,
+        advantages_T=zero_T,
+        mask_T=torch.ones_like(zero_T),
+        cu_seqlens_S1=torch.tensor([0, len(zero_T)]),
+        ref_logprobs_T=-distance_T,
+    )
+    config = LossConfig(kl_estimator="k3", kl_coef=1.0, kl_weight_upper=weight_upper)
+    return inputs, config, Denominators(tokens=1.0, sequences=1.0), distance_T
+
+
+def expected_slopes(distance_T: torch.Tensor, weight_upper: float) -> torch.Tensor:
+    """d where the weight moves with the policy, else y (1 - exp(-d)); [T] in float64."""
+    if weight_upper >= 1:
+        return distance_T.double()
+    slopes = [weight_upper * exact_k3(d)[1] for d in distance_T.tolist()]
+    return torch.tensor(slopes, dtype=torch.float64)
 
 
 DENOMINATORS = Denominators(tokens=37.0, sequences=5.0, weight_mean=1.1)

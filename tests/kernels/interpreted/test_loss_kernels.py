@@ -13,7 +13,15 @@ from megatron_async_kernels.loss_types import LossConfig, LossInputs, NonFiniteE
 from megatron_async_kernels.triton_head import interpreted
 
 from tests.algorithms import oracle
-from tests.kernels.loss_cases import CONFIGS, DENOMINATORS, assert_same_output, make_inputs
+from tests.kernels.loss_cases import (
+    CONFIGS,
+    DENOMINATORS,
+    assert_same_output,
+    exact_k3,
+    expected_slopes,
+    kl_alone,
+    make_inputs,
+)
 
 pytestmark = pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRET=1")
 
@@ -62,6 +70,25 @@ def test_beyond_the_safety_bound(name: str) -> None:
         actual.dlogp_T / scale, expected.dlogp_T / scale, rtol=1e-5, atol=1e-6
     )
     torch.testing.assert_close(actual.metrics.sums_M, expected.metrics.sums_M, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("weight_upper", [4.0, 0.5])
+def test_k3_and_its_gradient_do_not_cancel(weight_upper: float) -> None:
+    inputs, config, denominators, distance_T = kl_alone(weight_upper)
+    output = is_loss(inputs, config, denominators, backend="triton")
+    expected_T = expected_slopes(distance_T, weight_upper)
+    torch.testing.assert_close(output.dlogp_T.double(), expected_T, rtol=1e-6, atol=0.0)
+    for token in range(0, len(distance_T), 20):
+        cu_S1 = torch.tensor([0, 1])
+        streams = {
+            field.name: value[token : token + 1]
+            for field in dataclasses.fields(inputs)
+            if field.name != "cu_seqlens_S1" and (value := getattr(inputs, field.name)) is not None
+        }
+        alone = LossInputs(**streams, cu_seqlens_S1=cu_S1)
+        value = is_loss(alone, config, denominators, backend="triton").loss_sum
+        exact = min(weight_upper, 1.0) * exact_k3(float(distance_T[token]))[0]
+        assert float(value) == pytest.approx(exact, rel=1e-6)
 
 
 def test_optional_streams_left_out() -> None:
