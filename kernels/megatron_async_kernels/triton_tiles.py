@@ -22,7 +22,6 @@ import torch
 import triton
 import triton.language as tl
 
-
 # Running maxima start here: the least finite float32, so that no maximum is -inf.
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 

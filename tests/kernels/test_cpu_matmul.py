@@ -1,7 +1,9 @@
 """Matrix products by oneDNN: those of float64, and torch's own wherever oneDNN does not pay."""
 
+import math
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -92,6 +94,49 @@ def test_what_torch_refuses_is_refused_in_its_words() -> None:
     for dtype in (torch.float64, torch.bfloat16):
         with pytest.raises(RuntimeError, match="dtype"):
             cpu_matmul.addmm(torch.randn(160).to(dtype), left, right)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(
+            {"added": shape}
+            for shape in ((7,), (96, 7), (95, 160), (1, 96, 160), (1, 1, 160), (0,))
+        ),
+        *({name: value} for name in ("beta", "alpha") for value in (1j, 2 + 1j, 1e300)),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_added_is_refused_in_torchs_words(change: dict[str, Any]) -> None:
+    left, right = factors(*LARGE, (False, False))
+    added, scales = torch.randn(change.pop("added", 160)), change
+    with pytest.raises(RuntimeError) as torchs:
+        torch.addmm(added, left, right, **scales)
+    with pytest.raises(RuntimeError) as ours:
+        cpu_matmul.addmm(added, left, right, **scales)
+    assert str(ours.value) == str(torchs.value)
+
+
+@pytest.mark.parametrize("scale", ["beta", "alpha"])
+@pytest.mark.parametrize("value", [2 + 0j, math.inf, math.nan, True, -3])
+def test_a_number_that_torch_takes_is_taken(scale: str, value: complex) -> None:
+    left, right, added = *factors(*LARGE, (False, False)), torch.randn(160)
+    found = cpu_matmul.addmm(added, left, right, **{scale: value})  # type: ignore[arg-type]
+    wanted = torch.addmm(added, left, right, **{scale: value})  # type: ignore[arg-type]
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-4, equal_nan=True)
+
+
+def test_torchs_own_switch_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    left, right, added = *factors(*LARGE, (False, False)), torch.randn(160)
+    calls = []
+    product = cpu_matmul._onednn
+    monkeypatch.setattr(cpu_matmul, "_onednn", lambda *pair: calls.append(1) or product(*pair))
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert torch.equal(cpu_matmul.mm(left, right), torch.mm(left, right))
+        assert torch.equal(cpu_matmul.addmm(added, left, right), torch.addmm(added, left, right))
+        assert calls == []
+    cpu_matmul.mm(left, right)
+    assert calls == [1]
 
 
 def test_factors_that_do_not_fit_are_refused_as_torch_refuses_them() -> None:
