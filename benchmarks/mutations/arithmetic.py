@@ -117,8 +117,8 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
         ("statistic >= rule.lower", "statistic > rule.lower"),
         ("statistic <= rule.upper", "statistic < rule.upper"),
         ("keep_T = keep_T * passes", "keep_T = torch.maximum(keep_T, passes)"),
-        ("kept_T / max(denominators.tokens, 1.0)", "kept_T / max(denominators.sequences, 1.0)"),
-        ("kept_T / (sequences * config.fixed_normalizer)", "kept_T / sequences"),
+        ("return max(denominators.tokens, 1.0)", "return max(denominators.sequences, 1.0)"),
+        ("(config.fixed_normalizer if normed else 1.0)", "1.0"),
         (
             "segment_sum(kept_T, cu_seqlens_S1).clamp(min=1.0)\n    return",
             "segment_sum(torch.ones_like(kept_T), cu_seqlens_S1).clamp(min=1.0)\n    return",

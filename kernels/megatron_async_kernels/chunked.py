@@ -124,11 +124,10 @@ class ChunkedKernels:
         """Online max, sum of exponentials, target logit and entropy term; O(R) results."""
         plan = plan_chunks(problem)
         options = {"dtype": problem.accumulate, "device": problem.hidden_TD.device}
-        lowest = torch.finfo(problem.accumulate).min
-        max_R = torch.full((problem.num_rows,), lowest, **options)
         sum_R = torch.zeros(problem.num_rows, **options)
-        target_R = torch.zeros(problem.num_rows, **options)
-        weighted_R = torch.zeros(problem.num_rows, **options) if want_entropy else None
+        max_R = torch.full_like(sum_R, torch.finfo(sum_R.dtype).min)
+        target_R = torch.zeros_like(sum_R)
+        weighted_R = torch.zeros_like(sum_R) if want_entropy else None
         stats = HeadStats(max_R, sum_R, target_R, weighted_R)
         buffers = _buffers(problem, plan, two=want_entropy)
         for rows in _blocks(problem.num_rows, plan.tokens):

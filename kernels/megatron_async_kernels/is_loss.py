@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_async_kernels.backend import Backend, resolve_backend
-from megatron_async_kernels.loss_torch import policy_loss
+from megatron_async_kernels.loss_torch import loss_divisor, policy_loss
 from megatron_async_kernels.loss_types import (
     MAX_NAMES,
     NUM_LAG_BINS,
@@ -134,11 +134,8 @@ def _run_passes(
     slots = torch.empty(
         (blocks + num_sequences, NUM_SLOT_COLUMNS), dtype=torch.float64, device=device
     )
-    values = torch.empty(
-        (num_sequences if spec.two_pass else 1, NUM_SEQUENCE_VALUES),
-        dtype=torch.float32,
-        device=device,
-    )
+    num_values = num_sequences if spec.two_pass else 1
+    values = torch.empty((num_values, NUM_SEQUENCE_VALUES), dtype=torch.float32, device=device)
     # A stream that this specialisation does not read is passed as some array that exists.
     unused = dlogp
     shared = {
@@ -189,7 +186,7 @@ def _run_passes(
             dentropy=unused if dentropy is None else dentropy,
             sums=sums_PX,
             maxima=maxima_PX,
-            scale=_scale(spec.config, denominators),
+            scale=1.0 / loss_divisor(spec.config, denominators),
             inv_weight_mean=1.0 / denominators.weight_mean,
             LAG_OFFSET=LAG_OFFSET,
             LAG_STRIDE=LAG_STRIDE,
@@ -205,13 +202,3 @@ def _run_passes(
         else:
             tokens()
             sequences()
-
-
-def _scale(config: LossConfig, denominators: Denominators) -> float:
-    """Return the factor of a kept token's loss, before a division by its sequence's length."""
-    if config.aggregation == "token_mean":
-        return 1.0 / max(denominators.tokens, 1.0)
-    sequences = max(denominators.sequences, 1.0)
-    if config.aggregation == "seq_mean_token_sum_norm":
-        return 1.0 / (sequences * config.fixed_normalizer)
-    return 1.0 / sequences

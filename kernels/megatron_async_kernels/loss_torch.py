@@ -219,15 +219,19 @@ def token_scale(
     denominators: Denominators,
 ) -> torch.Tensor:
     """a_T: what each token's loss counts in the global loss, 0 where it is not trained."""
-    if config.aggregation == "token_mean":
-        return kept_T / max(denominators.tokens, 1.0)
-    sequences = max(denominators.sequences, 1.0)
-    if config.aggregation == "seq_mean_token_sum":
-        return kept_T / sequences
-    if config.aggregation == "seq_mean_token_sum_norm":
-        return kept_T / (sequences * config.fixed_normalizer)
+    divisor = loss_divisor(config, denominators)
+    if config.aggregation != "seq_mean_token_mean":
+        return kept_T / divisor
     length_S = segment_sum(kept_T, cu_seqlens_S1).clamp(min=1.0)
-    return kept_T / (sequences * spread(length_S, cu_seqlens_S1, tokens=len(kept_T)))
+    return kept_T / (divisor * spread(length_S, cu_seqlens_S1, tokens=len(kept_T)))
+
+
+def loss_divisor(config: LossConfig, denominators: Denominators) -> float:
+    """What a kept token's loss is divided by, beside the length of its sequence."""
+    if config.aggregation == "token_mean":
+        return max(denominators.tokens, 1.0)
+    normed = config.aggregation == "seq_mean_token_sum_norm"
+    return max(denominators.sequences, 1.0) * (config.fixed_normalizer if normed else 1.0)
 
 
 def generation_log_weight(

@@ -77,19 +77,13 @@ def sequence_pass_kernel(
     sequence = first_sequence(cu_seqlens, num_sequences, position)
     while position < stop:
         end = tl.minimum(tl.load(cu_seqlens + sequence + 1).to(tl.int32), stop)
-        count = tl.zeros((BLOCK,), dtype=tl.float32)
-        log_ratio_sum = tl.zeros((BLOCK,), dtype=tl.float32)
-        kept_sum = tl.zeros((BLOCK,), dtype=tl.float32)
-        anchor_sum = tl.zeros((BLOCK,), dtype=tl.float32)
-        kept_anchor_sum = tl.zeros((BLOCK,), dtype=tl.float32)
-        rule_0 = tl.zeros((BLOCK,), dtype=tl.float32)
-        rule_1 = tl.zeros((BLOCK,), dtype=tl.float32)
-        rule_2 = tl.zeros((BLOCK,), dtype=tl.float32)
-        rule_3 = tl.zeros((BLOCK,), dtype=tl.float32)
-        rule_0 = start_rule(rule_0, 0, SPEC)
-        rule_1 = start_rule(rule_1, 1, SPEC)
-        rule_2 = start_rule(rule_2, 2, SPEC)
-        rule_3 = start_rule(rule_3, 3, SPEC)
+        zeros = tl.zeros((BLOCK,), dtype=tl.float32)
+        count, log_ratio_sum, kept_sum = zeros, zeros, zeros
+        anchor_sum, kept_anchor_sum = zeros, zeros
+        rule_0 = start_rule(zeros, 0, SPEC)
+        rule_1 = start_rule(zeros, 1, SPEC)
+        rule_2 = start_rule(zeros, 2, SPEC)
+        rule_3 = start_rule(zeros, 3, SPEC)
         for base in range(position // BLOCK * BLOCK, end, BLOCK):
             lanes = base + tl.arange(0, BLOCK)
             inside = lanes < num_tokens
@@ -152,11 +146,8 @@ def sequence_kernel(
     end = tl.load(cu_seqlens + sequences + 1, mask=inside, other=0).to(tl.int32)
     first = begin // CHUNK + sequences
     num_slots = tl.where(end > begin, (end - 1) // CHUNK + sequences - first + 1, 0)
-    count = tl.zeros((BLOCK,), dtype=tl.float64)
-    log_ratio = tl.zeros((BLOCK,), dtype=tl.float64)
-    kept = tl.zeros((BLOCK,), dtype=tl.float64)
-    anchor = tl.zeros((BLOCK,), dtype=tl.float64)
-    kept_anchor = tl.zeros((BLOCK,), dtype=tl.float64)
+    zeros = tl.zeros((BLOCK,), dtype=tl.float64)
+    count, log_ratio, kept, anchor, kept_anchor = zeros, zeros, zeros, zeros, zeros
     for i in range(tl.max(num_slots, axis=0)):
         on = i < num_slots
         slot = slots + (first + i).to(tl.int64) * SLOT_WIDTH
@@ -169,7 +160,7 @@ def sequence_kernel(
     keep = (count > -1.0).to(tl.float32)
     for rule in tl.static_range(NUM_RULES):
         if SPEC.config.rejection[rule].level != "token":
-            total = tl.zeros((BLOCK,), dtype=tl.float64)
+            total = zeros
             if SPEC.config.rejection[rule].level == "seq_max":
                 total = total - 1e30
             for i in range(tl.max(num_slots, axis=0)):
