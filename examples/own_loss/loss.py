@@ -14,5 +14,7 @@ def narrowing_clip(tokens: LossInputs, clip: float = 0.2, per_lag: float = 0.5) 
     clip * per_lag ** lag (`lag_T`: by how many updates that policy is behind)."""
     ratio_T = torch.exp(tokens.logprobs_T - tokens.rollout_logprobs_T)
     width_T = clip * per_lag ** tokens.lag_T.float()
-    clipped_T = ratio_T.clamp(1 - width_T, 1 + width_T)
-    return -torch.minimum(ratio_T * tokens.advantages_T, clipped_T * tokens.advantages_T)
+    free_T = -ratio_T * tokens.advantages_T
+    # No gradient through `clamp`: at its bounds it depends on the version of torch.
+    bounded_T = -ratio_T.detach().clamp(1 - width_T, 1 + width_T) * tokens.advantages_T
+    return torch.where(bounded_T > free_T, bounded_T, free_T)
