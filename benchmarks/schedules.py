@@ -1,6 +1,6 @@
 """Schedules side by side on the real engine: same prompts, same lengths, one call.
 
-    python -m benchmarks.schedules --presets sync copris           # five times: 27 minutes
+    python -m benchmarks.schedules --presets sync copris           # five pairs: about an hour
     python -m benchmarks.schedules --presets sync copris --pieces 4     # four runs of those
     python -m benchmarks.schedules --repetitions 1 --model runs/quickstart/sft     # learning, too
     python -m benchmarks.schedules --table                         # of the rows there are
@@ -12,6 +12,11 @@ the time does not depend on its content. Everything else is the real run: Ray, S
 under torchrun. All figures are per optimizer step of the same number of trajectories: a batch of
 `rapid` is H times as large and is taken in H minibatches.
 
+Equal work. Schedules are compared by trained tokens for each second in which requests may run. A
+step's seconds are not comparable: the same number of trajectories are other ones, and of another
+length, where a schedule takes those that end first and continues the rest. That evens out over a
+run, not over its first steps, which are not measured.
+
 Learning. With --model, every schedule also trains that (fine-tuned) model on the quickstart's own
 batches with natural lengths, on equal samples: reward, held-out accuracy, ESS, and all times again
 (`natural`).
@@ -22,8 +27,10 @@ where decode is bound by memory; with hundreds of requests a CPU is bound by ari
 slot costs nothing, and no schedule can gain.
 
 Repetitions. The schedules alternate, each repetition runs all of them once, and a ratio is of two
-runs of one repetition: the machine's speed changes within minutes. Every run appends its row to
---rows; runs that have a row there are not made again, so the comparison can be made in pieces.
+runs of one repetition: the machine's speed changes within minutes. Ratios that spread by more than
+25 % of their median are void, and printed as such: the machine was not quiet. Every run appends its
+row to --rows; runs that have a row there are not made again, so the comparison can be made in
+pieces.
 
 Prints markdown and, with --out, writes it with the command and the date.
 """
@@ -34,7 +41,7 @@ import argparse
 import datetime
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -53,11 +60,11 @@ from megatron_async.tasks.tiny_model import build_tiny_model
 from megatron_async.telemetry.metrics import read_metrics
 
 ROOT = Path(__file__).parents[1]
-WARM_UP_UPDATES = 4
+MOST_SPREAD = 0.25
 RAPID_UPDATES = 4
 GROUP = 8
 SIZES = (
-    *("steps", "groups", "concurrency", "longest"),
+    *("warm_up", "steps", "groups", "concurrency", "longest"),
     *("learning_steps", "learning_groups", "learning_concurrency"),
 )
 PRESETS = ["sync", "rapid", "copris", "pipeline", "async"]
@@ -69,9 +76,9 @@ class Row:
 
     lengths: str
     preset: str
+    trained_tokens: float
     rollout_seconds: float
     step_seconds: float
-    tokens_per_second: float
     slots_idle: float
     trainer_idle: float
     resumed: float
@@ -81,6 +88,16 @@ class Row:
     reward: float
     accuracy: float
 
+    @property
+    def per_rollout_second(self) -> float:
+        """Trained tokens for each second in which requests may run."""
+        return self.trained_tokens / self.rollout_seconds
+
+    @property
+    def per_second(self) -> float:
+        """Trained tokens for each second of the run."""
+        return self.trained_tokens / self.step_seconds
+
 
 @dataclass(frozen=True)
 class Result:
@@ -88,9 +105,6 @@ class Result:
 
     repetition: int
     row: Row
-
-
-Pairs = list[tuple[Row, Row]]
 
 
 def forced_lengths(kind: str, count: int, longest: int) -> list[int]:
@@ -111,7 +125,7 @@ def settings_of(
     groups = options.learning_groups if natural else options.groups
     concurrency = options.learning_concurrency if natural else options.concurrency
     updates = RAPID_UPDATES if preset == "rapid" else 1
-    steps = (options.learning_steps if natural else options.steps) + WARM_UP_UPDATES
+    steps = (options.learning_steps if natural else options.steps) + options.warm_up
     batch = groups * updates
     settings = {
         "name": f"{preset}-{kind}",
@@ -141,15 +155,27 @@ def settings_of(
     return merge(settings, forced)
 
 
-def measure(config: RunConfig, kind: str) -> Row:
+def measure(config: RunConfig, kind: str, warm_up: int) -> Row:
     """One whole run."""
     directory = RunDirectory.create(config)
     Supervisor(config, directory, split_of_this_machine(config)).run()
-    updates = config.schedule.updates_per_batch
     lines = read_metrics(directory.metrics_file)
     evaluations = read_metrics(directory.metrics_file, kind="eval")
+    schedule = config.schedule
+    return row_of(kind, schedule.preset, schedule.updates_per_batch, warm_up, lines, evaluations)
+
+
+def row_of(
+    kind: str,
+    preset: str,
+    updates: int,
+    warm_up: int,
+    lines: Sequence[dict[str, Any]],
+    evaluations: Sequence[dict[str, Any]],
+) -> Row:
+    """The means over a run's metrics without the first `warm_up` updates."""
     rewards = [line["rollout/reward_mean"] for line in lines]
-    lines = lines[WARM_UP_UPDATES // updates :]
+    lines = lines[warm_up // updates :]
 
     def mean(name: str) -> float:
         return float(np.mean([line[name] for line in lines]))
@@ -157,10 +183,10 @@ def measure(config: RunConfig, kind: str) -> Row:
     whole = sum(line["time/step"] for line in lines)
     return Row(
         kind,
-        config.schedule.preset,
+        preset,
+        trained_tokens=mean("train/trained_tokens") / updates,
         rollout_seconds=mean("rollout/seconds") / updates,
         step_seconds=mean("time/step") / updates,
-        tokens_per_second=sum(line["rollout/tokens"] for line in lines) / whole,
         slots_idle=1 - mean("rollout/slots_busy_share"),
         trainer_idle=sum(line["time/wait_for_batch"] for line in lines) / whole,
         resumed=mean("rollout/resumed_share"),
@@ -175,33 +201,39 @@ def measure(config: RunConfig, kind: str) -> Row:
 def time_table(rows: Sequence[Result]) -> str:
     """Markdown: medians and ranges; ratios are against `sync` of the same repetition."""
     out = [
-        "| lengths | schedule | runs | rollout s/step | x sync | whole s/step | x sync | tokens/s "
-        "| x sync | slots idle | trainer idle | resumed | lag mean / max |",
-        "|---|---|--:|---|---|---|---|---|---|---|---|---|---|",
+        "| lengths | schedule | runs | trained tokens/step | trained tokens/rollout s | x sync "
+        "| trained tokens/s | x sync | rollout s/step | whole s/step "
+        "| slots idle | trainer idle | resumed | lag mean / max |",
+        "|---|---|--:|---|---|---|---|---|---|---|---|---|---|---|",
     ]
+    void = []
     sync = {(r.row.lengths, r.repetition): r.row for r in rows if r.row.preset == "sync"}
     for lengths, preset in dict.fromkeys((r.row.lengths, r.row.preset) for r in rows):
         of = [r for r in rows if (r.row.lengths, r.row.preset) == (lengths, preset)]
         bases = [(sync.get((lengths, r.repetition)), r.row) for r in of]
         pairs = [(base, row) for base, row in bases if base is not None]
-
-        def ratio(of_pair: Callable[[Row, Row], float], pairs: Pairs = pairs) -> str:
-            return spread([of_pair(base, row) for base, row in pairs])
-
+        ratios = [row.per_rollout_second / base.per_rollout_second for base, row in pairs]
+        whole = [row.per_second / base.per_second for base, row in pairs]
+        apart = (max(ratios) - min(ratios)) / float(np.median(ratios)) if ratios else 0.0
+        if apart > MOST_SPREAD:
+            void.append(
+                f"**Void**: the pairs of `{preset}` on `{lengths}` spread by {apart:.0%} of their "
+                f"median, and at most {MOST_SPREAD:.0%} counts. Measure again on a quiet machine."
+            )
         own = [r.row for r in of]
         out.append(
-            f"| {lengths} | {preset} | {len(of)} | {spread([r.rollout_seconds for r in own])} "
-            f"| {ratio(lambda base, row: base.rollout_seconds / row.rollout_seconds)} "
+            f"| {lengths} | {preset} | {len(of)} | {spread([r.trained_tokens for r in own], 0)} "
+            f"| {spread([r.per_rollout_second for r in own], 0)} "
+            f"| {'void: ' if apart > MOST_SPREAD else ''}{spread(ratios)} "
+            f"| {spread([r.per_second for r in own], 0)} | {spread(whole)} "
+            f"| {spread([r.rollout_seconds for r in own])} "
             f"| {spread([r.step_seconds for r in own])} "
-            f"| {ratio(lambda base, row: base.step_seconds / row.step_seconds)} "
-            f"| {spread([r.tokens_per_second for r in own], 0)} "
-            f"| {ratio(lambda base, row: row.tokens_per_second / base.tokens_per_second)} "
             f"| {np.median([r.slots_idle for r in own]):.0%} "
             f"| {np.median([r.trainer_idle for r in own]):.0%} "
             f"| {np.median([r.resumed for r in own]):.0%} "
             f"| {np.median([r.lag_mean for r in own]):.2f} / {max(r.lag_max for r in own):.0f} |"
         )
-    return "\n".join(out)
+    return "\n".join(out) + "".join(f"\n\n{sentence}" for sentence in void)
 
 
 def learning_table(rows: Sequence[Result], samples: int) -> str:
@@ -210,13 +242,13 @@ def learning_table(rows: Sequence[Result], samples: int) -> str:
         f"Equal samples: {samples:,} trajectories each.",
         "",
         "| schedule | run | reward, last quarter | held-out accuracy after | rollout s/step "
-        "| whole s/step | tokens/s | trainer idle | lag mean / max | ESS |",
+        "| whole s/step | trained tokens/s | trainer idle | lag mean / max | ESS |",
         "|---|--:|---|---|---|---|---|---|---|---|",
     ]
     out += [
         f"| {r.preset} | {result.repetition + 1} | {r.reward:.3f} | {r.accuracy:.1%} "
         f"| {r.rollout_seconds:.2f} "
-        f"| {r.step_seconds:.2f} | {r.tokens_per_second:,.0f} | {r.trainer_idle:.0%} "
+        f"| {r.step_seconds:.2f} | {r.per_second:,.0f} | {r.trainer_idle:.0%} "
         f"| {r.lag_mean:.2f} / {r.lag_max:.0f} | {r.ess:.3f} |"
         for result in rows
         for r in [result.row]
@@ -235,16 +267,18 @@ def describe_lengths(longest: int) -> str:
     )
 
 
-def main() -> None:
+def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options; the process's own arguments by default."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--presets", nargs="+", default=PRESETS)
     parser.add_argument("--lengths", nargs="*", default=["tail", "uniform"])
-    parser.add_argument("--steps", type=int, default=8, help="measured updates of each run")
+    parser.add_argument("--warm-up", type=int, default=12, help="updates that are not measured")
+    parser.add_argument("--steps", type=int, default=24, help="measured updates of each run")
     parser.add_argument("--groups", type=int, default=4, help="B, groups of 8 per update")
     parser.add_argument("--concurrency", type=int, default=32, help="N' of the others")
     parser.add_argument("--longest", type=int, default=1024, help="longest response, tokens")
     parser.add_argument("--model", type=Path, help="fine-tuned quickstart model: learning too")
-    parser.add_argument("--learning-steps", type=int, default=16, help="updates after warm-up")
+    parser.add_argument("--learning-steps", type=int, default=8, help="updates after warm-up")
     parser.add_argument("--learning-groups", type=int, default=32, help="B of the learning runs")
     parser.add_argument("--learning-concurrency", type=int, default=96, help="N' of these")
     parser.add_argument("--repetitions", type=int, default=5)
@@ -252,16 +286,29 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, default=ROOT / "benchmarks/results/schedules.jsonl")
     parser.add_argument("--table", action="store_true", help="only print the table of the rows")
     parser.add_argument("--out", type=Path, help="write the tables here too")
-    options = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+def sizes_of(options: argparse.Namespace) -> dict[str, int]:
+    """What two rows must have in common to be compared."""
+    return {name: getattr(options, name) for name in SIZES}
+
+
+def pieces(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The keys of all runs, in the order in which they are made."""
     kinds = [*options.lengths, *(["natural"] if options.model is not None else [])]
-    sizes = {name: getattr(options, name) for name in SIZES}
-    wanted = [
-        {"repetition": repetition, "lengths": kind, "preset": preset, "sizes": sizes}
+    return [
+        {"repetition": repetition, "lengths": kind, "preset": preset, "sizes": sizes_of(options)}
         for repetition in range(options.repetitions)
         for kind in kinds
         for preset in options.presets
     ]
-    todo = [] if options.table else missing(wanted, read(options.rows))[: options.pieces]
+
+
+def main() -> None:
+    options = parsed()
+    recorded = read(options.rows)
+    todo = [] if options.table else missing(pieces(options), recorded)[: options.pieces]
     base = quickstart_adam()
     for key in todo:
         with tempfile.TemporaryDirectory(prefix="schedules-") as scratch:
@@ -269,10 +316,11 @@ def main() -> None:
             build_tiny_model(model, seed=1)
             kind = key["lengths"]
             overrides = settings_of(key["preset"], kind, model, Path(scratch), options)
-            row = measure(build_config(merge(base, overrides)), kind)
+            row = measure(build_config(merge(base, overrides)), kind, options.warm_up)
         append(options.rows, {**key, **asdict(row), "date": f"{datetime.date.today()}"})
         print(row, file=sys.stderr, flush=True)
-    text = tables([row for row in read(options.rows) if row["sizes"] == sizes], options)
+    same = [row for row in read(options.rows) if row["sizes"] == sizes_of(options)]
+    text = tables(same, options)
     print(text)
     if options.out is not None:
         command = command_line("benchmarks.schedules")
@@ -289,7 +337,7 @@ def tables(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> str:
     learned = [result for result in results if result.row.lengths == "natural"]
     parts = [describe_lengths(options.longest), time_table(timed)] if timed else []
     if learned:
-        updates = options.learning_steps + WARM_UP_UPDATES
+        updates = options.learning_steps + options.warm_up
         parts.append(learning_table(learned, updates * options.learning_groups * GROUP))
     return "\n\n".join(parts)
 

@@ -87,18 +87,25 @@ def test_the_engine_is_compared_at_equal_sizes_only() -> None:
     assert lines[3].startswith("| m | decode | 96 | 8 + 128 | 1 | 900 ")
 
 
-def schedule_row(preset: str, repetition: int, seconds: float) -> dict[str, Any]:
-    times = {"rollout_seconds": seconds, "step_seconds": 2 * seconds}
+def schedule_row(
+    preset: str, repetition: int, seconds: float, tokens: float = 1000.0
+) -> dict[str, Any]:
     zeros = ("slots_idle", "trainer_idle", "resumed", "lag_mean", "lag_max", "ess", "reward")
     return {
         "lengths": "tail",
         "preset": preset,
         "repetition": repetition,
-        **times,
+        "trained_tokens": tokens,
+        "rollout_seconds": seconds,
+        "step_seconds": 2 * seconds,
         **dict.fromkeys((*zeros, "accuracy"), 0.0),
-        "tokens_per_second": 1000 / seconds,
         "date": "2026-11-22",
     }
+
+
+def schedules_text(rows: list[dict[str, Any]]) -> str:
+    options = argparse.Namespace(longest=1024, learning_steps=8, learning_groups=32, warm_up=12)
+    return schedules.tables(rows, options)
 
 
 def test_a_schedule_is_compared_with_sync_of_its_own_repetition() -> None:
@@ -106,15 +113,82 @@ def test_a_schedule_is_compared_with_sync_of_its_own_repetition() -> None:
         schedule_row("sync", 0, 4.0),
         schedule_row("copris", 0, 2.0),
         schedule_row("sync", 1, 9.0),
-        schedule_row("copris", 1, 3.0),
+        schedule_row("copris", 1, 4.0),
         schedule_row("copris", 2, 100.0),  # its sync is not made yet
     ]
-    options = argparse.Namespace(longest=1024, learning_steps=16, learning_groups=32)
-    copris = schedules.tables(rows, options).splitlines()[-1]
+    copris = schedules_text(rows).splitlines()[-1]
     assert copris.startswith(
-        "| tail | copris | 3 | 3.00 (2.00 to 100.00) | 2.50 (2.00 to 3.00) | "
-        "6.00 (4.00 to 200.00) | 2.50 (2.00 to 3.00) | "
+        "| tail | copris | 3 | 1,000 (1,000 to 1,000) | 250 (10 to 500) | 2.12 (2.00 to 2.25) "
+        "| 125 (5 to 250) | 2.12 (2.00 to 2.25) | 4.00 (2.00 to 100.00) | 8.00 (4.00 to 200.00) | "
     )
+
+
+def test_a_schedule_that_trains_more_tokens_a_step_is_given_them() -> None:
+    """Half as long again a step for three times the tokens: twice as fast, not slower."""
+    rows = [schedule_row("sync", 0, 2.0), schedule_row("copris", 0, 3.0, tokens=3000.0)]
+    assert "| 3,000 | 1,000 | 2.00 | 500 | 2.00 | 3.00 |" in schedules_text(rows)
+
+
+def test_pairs_that_spread_too_far_void_the_measurement() -> None:
+    """2.2 and 1.8 times: 0.4 is 20 % of their median; 2.6 and 1.8: 36 %."""
+    for faster, void in ((2.2, False), (2.6, True)):
+        rows = [
+            schedule_row("sync", 0, 1.0),
+            schedule_row("copris", 0, 1 / 1.8),
+            schedule_row("sync", 1, 1.0),
+            schedule_row("copris", 1, 1 / faster),
+        ]
+        text = schedules_text(rows)
+        assert ("**Void**" in text) is void
+        assert (f"| void: {(1.8 + faster) / 2:.2f} (1.80 to {faster:.2f}) |" in text) is void
+        if void:
+            assert text.endswith(
+                "**Void**: the pairs of `copris` on `tail` spread by 36% of their median, and at "
+                "most 25% counts. Measure again on a quiet machine."
+            )
+
+
+def metrics_line(step: int, seconds: float) -> dict[str, Any]:
+    zeros = ("rollout/slots_busy_share", "rollout/resumed_share", "rollout/lag_mean")
+    return {
+        "step": step,
+        "train/trained_tokens": 100.0 * step,
+        "rollout/seconds": seconds,
+        "time/step": 2 * seconds,
+        "time/wait_for_batch": seconds,
+        **dict.fromkeys((*zeros, "rollout/lag_max", "off_policy/ess", "rollout/reward_mean"), 0.0),
+    }
+
+
+@pytest.mark.parametrize(("preset", "updates"), [("copris", 1), ("rapid", 4)])
+def test_the_first_updates_are_not_measured(preset: str, updates: int) -> None:
+    """12 updates of warm-up, which are three batches of `rapid`; figures are per update."""
+    warm, measured = 12 // updates, 24 // updates
+    lines = [metrics_line(step, 99.0) for step in range(warm)]
+    lines += [metrics_line(10, 8.0) for _ in range(measured)]
+    row = schedules.row_of("tail", preset, updates, 12, lines, [{"eval/accuracy": 0.5}])
+    assert row.trained_tokens == 1000 / updates
+    assert (row.rollout_seconds, row.step_seconds) == (8 / updates, 16 / updates)
+    assert row.trainer_idle == 0.5
+    assert row.per_rollout_second == 125
+
+
+@pytest.mark.parametrize("preset", schedules.PRESETS)
+def test_every_schedule_makes_the_same_number_of_updates(preset: str, tmp_path: Path) -> None:
+    """By default 12 of warm-up and 24 measured, of 32 trajectories each."""
+    options = schedules.parsed([])
+    settings = schedules.settings_of(preset, "tail", tmp_path, tmp_path, options)
+    schedule = settings["schedule"]
+    assert settings["steps"] * schedule["updates_per_batch"] == 36
+    trajectories = schedule["groups_per_batch"] * schedule["group_size"]
+    assert trajectories / schedule["updates_per_batch"] == 32
+
+
+def test_pairs_alternate() -> None:
+    wanted = schedules.pieces(schedules.parsed(["--presets", "sync", "copris"]))
+    assert len(wanted) == 5 * 2 * 2
+    assert [piece["preset"] for piece in wanted] == ["sync", "copris"] * 10
+    assert {piece["sizes"]["warm_up"] for piece in wanted} == {12}
 
 
 def test_prompts_of_a_padded_batch_are_not_learned() -> None:
