@@ -11,6 +11,6 @@ not run again (`--again` does). What a check needs and is not there, is the reas
 
 Wheels that a machine with torch, triton, numpy, safetensors and einops lacks: megatron-core,
 zstandard, and for our settings pydantic with pydantic-core, annotated-types and typing-inspection
-(`doctor`: orjson too). The kernels' rates need none of them; their tests need pytest, hypothesis
-and our settings'.
+(`doctor`: orjson and msgspec too). The kernels' rates need none of them; their tests need pytest,
+hypothesis and our settings'.
 """

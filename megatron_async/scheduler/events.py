@@ -7,29 +7,28 @@ here: the driver turns time limits into events, and the one time there is came w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, TypeVar, dataclass_transform
+from typing import Literal
+
+import msgspec
 
 from megatron_async.trajectory.types import DropReason, PolicyVersion, TrajectoryState
 
-_T = TypeVar("_T")
 
+class Data(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """Data that nothing may change, in JSON the array of its fields.
 
-@dataclass_transform(frozen_default=True)
-def _message(cls: type[_T]) -> type[_T]:
-    """A dataclass that nothing may change, which is the type checker's to see to.
-
-    `frozen=True` would check it again at run time, for which its constructor takes four times as
-    long; a boundary makes thousands of messages at once.
+    `gc=False`: none of it can be part of a circle, so the garbage collector need not look at it.
     """
-    return dataclass(slots=True, unsafe_hash=True)(cls)
+
+
+class Message(Data, frozen=True, tag=True):
+    """An event or an action: in JSON its name comes before its fields."""
 
 
 # ---------------------------------------------------------------- events
 
 
-@_message
-class GroupSpec:
+class GroupSpec(Data, frozen=True):
     """A prompt that became a group: its N trajectories and the prompt's length in tokens."""
 
     group_id: int
@@ -38,15 +37,13 @@ class GroupSpec:
     priority: int = 0
 
 
-@_message
-class PromptsAvailable:
+class PromptsAvailable(Message, frozen=True):
     """New groups may be started (answer to `RequestPrompts`). Empty = the source is exhausted."""
 
     groups: tuple[GroupSpec, ...]
 
 
-@_message
-class RecoveredTrajectory:
+class RecoveredTrajectory(Data, frozen=True):
     """A stored trajectory that is unconsumed after a restart.
 
     `oldest_version` and `newest_version` are those of its oldest and newest policy token, in
@@ -63,16 +60,14 @@ class RecoveredTrajectory:
     drop_reason: DropReason | None = None
 
 
-@_message
-class RecoveredGroup:
+class RecoveredGroup(Data, frozen=True):
     """A group that the store still holds."""
 
     group: GroupSpec
     trajectories: tuple[RecoveredTrajectory, ...]
 
 
-@_message
-class Recovered:
+class Recovered(Message, frozen=True):
     """All groups found in the store at a resume, in any order (the older one has the smaller id).
 
     In one event, so that no batch is emitted before all of them are known.
@@ -81,8 +76,7 @@ class Recovered:
     groups: tuple[RecoveredGroup, ...]
 
 
-@_message
-class EngineUp:
+class EngineUp(Message, frozen=True):
     """An engine holds `version` and may serve up to `max_running` requests at once."""
 
     engine_id: str
@@ -91,8 +85,7 @@ class EngineUp:
     max_running: int | None = None
 
 
-@_message
-class EngineDown:
+class EngineDown(Message, frozen=True):
     """An engine is gone; whatever ran there is partial now, with the tokens that arrived.
 
     Its requests report nothing after this: a late `Finished` or `Aborted` cannot be
@@ -102,8 +95,7 @@ class EngineDown:
     engine_id: str
 
 
-@_message
-class TokensArrived:
+class TokensArrived(Message, frozen=True):
     """`count` more tokens of a running trajectory, all made by policy number `version`."""
 
     trajectory_id: int
@@ -111,37 +103,32 @@ class TokensArrived:
     version: int
 
 
-@_message
-class LeftQueue:
+class LeftQueue(Message, frozen=True):
     """An engine has begun to compute a request that it had queued; for the trace alone."""
 
     trajectory_id: int
     waited_seconds: float
 
 
-@_message
-class Finished:
+class Finished(Message, frozen=True):
     """Generation of a trajectory is complete (its last tokens have been reported before)."""
 
     trajectory_id: int
 
 
-@_message
-class Aborted:
+class Aborted(Message, frozen=True):
     """A request ended without finishing (asked for, or the engine's doing): it is partial now."""
 
     trajectory_id: int
 
 
-@_message
-class Refused:
+class Refused(Message, frozen=True):
     """No engine will ever run this request: its group is dropped."""
 
     trajectory_id: int
 
 
-@_message
-class ManyAborted:
+class ManyAborted(Message, frozen=True):
     """Requests that ended early one right after the other, each with its last tokens.
 
     `requests`: trajectory id, then count and version of each run of tokens. It means exactly
@@ -152,8 +139,7 @@ class ManyAborted:
     requests: tuple[tuple[int, ...], ...]
 
 
-@_message
-class RewardReady:
+class RewardReady(Message, frozen=True):
     """A response has its score. `reward=None`: there is none, the scorer failed.
 
     `regenerate`: then this member alone starts again from its prompt, at most
@@ -165,8 +151,7 @@ class RewardReady:
     regenerate: bool = False
 
 
-@_message
-class EngineLoad:
+class EngineLoad(Message, frozen=True):
     """A load report: share of KV in use (0-1) and preemptions since the last report."""
 
     engine_id: str
@@ -174,8 +159,7 @@ class EngineLoad:
     preemptions: int
 
 
-@_message
-class BatchTaken:
+class BatchTaken(Message, frozen=True):
     """The trainer took the emitted batch of `step` and works on it.
 
     `at_seconds`: when, on a clock of the driver's that never runs backwards; 0 = unknown. Only
@@ -186,15 +170,13 @@ class BatchTaken:
     at_seconds: float = 0.0
 
 
-@_message
-class UpdateRequested:
+class UpdateRequested(Message, frozen=True):
     """The trainer has made version `number` and wants to publish it."""
 
     number: int
 
 
-@_message
-class WeightsPublished:
+class WeightsPublished(Message, frozen=True):
     """All engines that are up hold this version now."""
 
     version: PolicyVersion
@@ -221,15 +203,13 @@ Event = (
 # ---------------------------------------------------------------- actions
 
 
-@_message
-class RequestPrompts:
+class RequestPrompts(Message, frozen=True):
     """`count` more groups are wanted."""
 
     count: int
 
 
-@_message
-class Submit:
+class Submit(Message, frozen=True):
     """Start a trajectory on an engine, or go on with it from its stored tokens."""
 
     trajectory_id: int
@@ -237,38 +217,33 @@ class Submit:
     resume: bool
 
 
-@_message
-class Abort:
+class Abort(Message, frozen=True):
     """End a running request early; it will be `Aborted` (or `Finished`, if that came first)."""
 
     trajectory_id: int
     engine_id: str
 
 
-@_message
-class Score:
+class Score(Message, frozen=True):
     """Send a finished trajectory to the verifier."""
 
     trajectory_id: int
 
 
-@_message
-class Restart:
+class Restart(Message, frozen=True):
     """Forget a trajectory's tokens and reward; it starts again from its prompt."""
 
     trajectory_id: int
 
 
-@_message
-class Drop:
+class Drop(Message, frozen=True):
     """A trajectory leaves the run; neither an engine nor a verifier works on it any more."""
 
     trajectory_id: int
     reason: DropReason
 
 
-@_message
-class EmitBatch:
+class EmitBatch(Message, frozen=True):
     """Batch for update `step`: complete, scored groups, in this order.
 
     `mask_before`: tokens of policy numbers below it are not trained (boundary action `mask`).
@@ -279,27 +254,23 @@ class EmitBatch:
     mask_before: int | None = None
 
 
-@_message
-class PauseEngines:
+class PauseEngines(Message, frozen=True):
     """Stop generation for a weight transfer, with SGLang's mode of that name."""
 
     mode: Literal["in_place", "retract"]
 
 
-@_message
-class AllowUpdate:
+class AllowUpdate(Message, frozen=True):
     """Engines are ready (idle or paused): the weight transfer of `number` may begin."""
 
     number: int
 
 
-@_message
-class ResumeEngines:
+class ResumeEngines(Message, frozen=True):
     """Generation goes on after a transfer."""
 
 
-@_message
-class Warn:
+class Warn(Message, frozen=True):
     """A failure signature was seen, by its name, with what to change."""
 
     name: str

@@ -16,7 +16,8 @@ before it, which are removed after a while.
 
 Invariants
 - An event is recorded whatever the scheduler did with it, and when it raised, flushed at once.
-- A record read back is equal to what was written, types included.
+- A record read back is equal to what was written, in the types that its fields declare. A line with
+  a field missing or unknown, or with a value of another type, is refused by number.
 - A last line that a crash cut short is ignored; a damaged line anywhere else is refused by number.
 - `replay` has no side effect but reading the file.
 - No file is ever overwritten, and no name is used again after its file was removed.
@@ -27,21 +28,14 @@ Invariants
 
 from __future__ import annotations
 
-import dataclasses
-import enum
-import json
-import types
-import typing
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO, TypeVar
 
-import orjson
-from pydantic import ValidationError
+import msgspec
 
 from megatron_async.config import RunConfig
 from megatron_async.config.schedule import ScheduleConfig
@@ -52,6 +46,8 @@ from megatron_async.scheduler.scheduler import Scheduler
 from megatron_async.scheduler.snapshot import freeze, thaw
 from megatron_async.trajectory.types import PolicyVersion
 
+_T = TypeVar("_T")
+
 _SEGMENTS = 4
 """Segments in which the steps, or the bytes, that are kept are divided."""
 FORMAT = "megatron_async.schedule"
@@ -60,8 +56,7 @@ FORMAT_VERSION = 6
 holds all groups, `RewardReady` has `regenerate`. 3: `Refused`."""
 
 
-@dataclass(frozen=True)
-class Raised:
+class Raised(ev.Message, frozen=True):
     """Takes the place of actions where the scheduler raised: `repr` of the exception."""
 
     error: str
@@ -72,31 +67,8 @@ class Raised:
 
 RecordedAction = ev.Action | Raised
 
-_EVENTS: dict[str, type[ev.Event]] = {cls.__name__: cls for cls in typing.get_args(ev.Event)}
-_ACTIONS: dict[str, type[RecordedAction]] = {
-    cls.__name__: cls for cls in typing.get_args(RecordedAction)
-}
-_Message = TypeVar("_Message")
 
-_FIELDS: dict[type, dict[str, Any]] = {
-    cls: typing.get_type_hints(cls)
-    for cls in (
-        *_EVENTS.values(),
-        *_ACTIONS.values(),
-        ev.GroupSpec,
-        ev.RecoveredGroup,
-        ev.RecoveredTrajectory,
-    )
-}
-
-"""Names and types of the fields, in order."""
-# At once, for messages of several fields: there are thousands a second.
-_VALUES_OF = {cls: attrgetter(*names) for cls, names in _FIELDS.items() if len(names) > 1}
-_PLAIN_TYPES = frozenset({int, float, str, bool, type(None)})
-
-
-@dataclass(frozen=True)
-class Header:
+class Header(msgspec.Struct, frozen=True, rename={"config": "schedule"}):
     """Arguments of the recorded scheduler, and its state after `events_before` events."""
 
     config: ScheduleConfig
@@ -111,6 +83,18 @@ class Header:
         if self.snapshot is not None:
             thaw(self.snapshot, scheduler)
         return scheduler
+
+
+class _Line(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """An event, its actions and their time, by the keys that a line has."""
+
+    e: ev.Event
+    a: Sequence[RecordedAction]
+    t: float | None = None
+
+
+_ENCODE = msgspec.json.Encoder().encode
+_DECODE = msgspec.json.Decoder(_Line).decode
 
 
 @dataclass(frozen=True)
@@ -269,10 +253,8 @@ class Recorder:
     def write(self, event: ev.Event, actions: Sequence[RecordedAction]) -> None:
         """Write an event and its actions."""
         self._events += 1
-        line: dict[str, Any] = {"e": encode(event), "a": [encode(a) for a in actions]}
-        if self._clock is not None:
-            line["t"] = round(self._clock(), 4)
-        self._size += self._write(line)
+        at = None if self._clock is None else round(self._clock(), 4)
+        self._size += self._write(_Line(event, actions, at))
 
     def flush(self) -> None:
         """Hand what was written to the operating system."""
@@ -282,8 +264,8 @@ class Recorder:
         """End the record."""
         self._stream.close()
 
-    def _write(self, line: dict[str, Any]) -> int:
-        return self._stream.write(orjson.dumps(line).decode() + "\n")
+    def _write(self, line: dict[str, Any] | _Line) -> int:
+        return self._stream.write(_ENCODE(line).decode() + "\n")
 
 
 def new_record(
@@ -306,83 +288,24 @@ def new_record(
     )
 
 
-def encode(message: ev.Event | RecordedAction) -> list[Any]:
-    """`[class name, field values in order]`, of JSON types only."""
-    return [type(message).__name__, *_plain(message)]
-
-
-def _plain(value: Any) -> Any:
-    kind = type(value)
-    if kind in _PLAIN_TYPES:
-        return value
-    if (values_of := _VALUES_OF.get(kind)) is not None:
-        return [v if type(v) in _PLAIN_TYPES else _plain(v) for v in values_of(value)]
-    if (names := _FIELDS.get(kind)) is not None:
-        return [_plain(getattr(value, name)) for name in names]
-    if isinstance(value, enum.Enum):
-        return value.value
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    return value
-
-
-def decode_event(data: list[Any]) -> ev.Event:
-    """Inverse of `encode` for events."""
-    name, *values = data
-    return _build(_EVENTS[name], values)
-
-
-def decode_action(data: list[Any]) -> RecordedAction:
-    """Inverse of `encode` for actions and what stands in their place."""
-    name, *values = data
-    return _build(_ACTIONS[name], values)
-
-
-def _build(cls: type[_Message], values: list[Any]) -> _Message:
-    hints = _FIELDS[cls].values()
-    if len(values) != len(hints):
-        raise ValueError(f"{cls.__name__} has {len(hints)} fields, the record {len(values)}")
-    return cls(*map(_typed, hints, values))
-
-
-def _typed(hint: Any, value: Any) -> Any:
-    """`value` as read from JSON, in the type that a field declares."""
-    origin = typing.get_origin(hint)
-    if origin in (typing.Union, types.UnionType):
-        inner = [option for option in typing.get_args(hint) if option is not type(None)]
-        return None if value is None else _typed(inner[0], value)
-    if origin is tuple:
-        item = typing.get_args(hint)[0]
-        return tuple(_typed(item, part) for part in value)
-    if hint is PolicyVersion:
-        return PolicyVersion(*value)
-    if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        return hint(value)
-    if dataclasses.is_dataclass(hint):
-        return _build(typing.cast(type, hint), value)
-    return value
-
-
-def _lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """Numbered JSON lines; an incomplete last one is left out."""
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Numbered lines; an incomplete last one is left out."""
     try:
-        stream = path.open(encoding="utf-8")
+        stream = path.open("rb")
     except OSError as error:
         raise UserError(f"schedule record {path} cannot be read: {error.strerror}") from error
     with stream:
         for number, line in enumerate(stream, start=1):
-            if not line.endswith("\n"):
+            if not line.endswith(b"\n"):
                 return
-            try:
-                yield number, json.loads(line)
-            except json.JSONDecodeError as error:
-                raise UserError(f"schedule record {path} is damaged in line {number}") from error
+            yield number, line
 
 
 def read_record(path: Path) -> tuple[Header, Iterator[Exchange]]:
     """Header and exchanges of a record. Raises UserError for a file that is not one."""
     lines = _lines(path)
-    _, first = next(lines, (0, None))
+    number, text = next(lines, (0, b"null"))
+    first = _decoded(path, number, text, msgspec.json.decode)
     if not isinstance(first, dict) or first.get("format") != FORMAT:
         raise UserError(f"{path} is not a schedule record")
     if first.get("format_version") not in (5, FORMAT_VERSION):
@@ -391,29 +314,39 @@ def read_record(path: Path) -> tuple[Header, Iterator[Exchange]]:
             f"program reads {FORMAT_VERSION}"
         )
     try:
-        header = Header(
-            ScheduleConfig.model_validate(first["schedule"]),
-            int(first["first_step"]),
-            PolicyVersion(*first["version"]),
-            int(first.get("events_before", 0)),
-            first.get("snapshot"),
-        )
-    except (KeyError, TypeError, ValueError, ValidationError) as error:
+        header = msgspec.convert(first, Header, dec_hook=_schedule)
+    except msgspec.ValidationError as error:
         raise UserError(f"schedule record {path}: its header does not fit ({error})") from error
     return header, _exchanges(path, lines, header.events_before)
 
 
-def _exchanges(path: Path, lines: Iterator[tuple[int, Any]], before: int) -> Iterator[Exchange]:
-    for number, line in lines:
-        try:
-            event = decode_event(line["e"])
-            actions = tuple(decode_action(action) for action in line["a"])
-            at = None if line.get("t") is None else float(line["t"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise UserError(
-                f"schedule record {path}: line {number} is not an event with its actions ({error})"
-            ) from error
-        yield Exchange(before + number - 2, event, actions, at)
+def _schedule(_: type, settings: Any) -> ScheduleConfig:
+    return ScheduleConfig.model_validate(settings)
+
+
+def _decoded(path: Path, number: int, text: bytes, decode: Callable[[bytes], _T]) -> _T:
+    """Return what a line holds. Raises UserError for a damaged one."""
+    try:
+        return decode(text)
+    except msgspec.ValidationError as error:
+        raise UserError(
+            f"schedule record {path}: line {number} is not an event with its actions ({error})"
+        ) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"schedule record {path} is damaged in line {number}") from error
+
+
+def _line(text: bytes) -> _Line:
+    line = _DECODE(text)
+    if msgspec.json.decode(_ENCODE(line)) != msgspec.json.decode(text):
+        raise msgspec.ValidationError("a field is missing")  # one that has a default
+    return line
+
+
+def _exchanges(path: Path, lines: Iterator[tuple[int, bytes]], before: int) -> Iterator[Exchange]:
+    for number, text in lines:
+        line = _decoded(path, number, text, _line)
+        yield Exchange(before + number - 2, line.e, tuple(line.a), line.t)
 
 
 def replay(

@@ -7,67 +7,48 @@ written fails at once.
 Invariants
 - A scheduler that was thawed answers every further event as the frozen one does.
 - What was written by code whose classes have other fields is refused by their name.
-- Only the classes and enums named here are ever made from a snapshot.
+- Only classes of the scheduler's own modules, and two enums, are ever made from a snapshot.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 from collections import Counter
-from operator import attrgetter
+from collections.abc import Callable, Iterable
+from types import ModuleType
 from typing import Any, Final
 
+from msgspec import Struct
+
+import megatron_async.scheduler
 from megatron_async.config.schedule import ScheduleConfig
 from megatron_async.errors import UserError
-from megatron_async.scheduler.auto_concurrency import AutoConcurrency, Window
-from megatron_async.scheduler.balance import ServingEngines
-from megatron_async.scheduler.counts import Counts
-from megatron_async.scheduler.events import GroupSpec, PauseEngines
-from megatron_async.scheduler.lag import LagLedger
-from megatron_async.scheduler.lifecycle import Lifecycle
-from megatron_async.scheduler.queues import ReadyGroups, WorkQueue
 from megatron_async.scheduler.scheduler import Scheduler
-from megatron_async.scheduler.state import Ending, EngineEntry, GroupEntry, TrajectoryEntry
-from megatron_async.scheduler.update_gate import Phase, UpdateGate
-from megatron_async.scheduler.warnings import Cause, Streak, Watch
 from megatron_async.trajectory.types import DropReason, PolicyVersion, TrajectoryState
 
-_CLASSES: Final[dict[str, type]] = {
-    cls.__name__: cls
-    for cls in (
-        Scheduler,
-        ServingEngines,
-        Lifecycle,
-        WorkQueue,
-        ReadyGroups,
-        LagLedger,
-        Counts,
-        UpdateGate,
-        Watch,
-        EngineEntry,
-        TrajectoryEntry,
-        GroupEntry,
-        GroupSpec,
-        Streak,
-        PauseEngines,
-        AutoConcurrency,
-        Window,
-    )
-}
-_ENUMS: Final[dict[str, type[enum.Enum]]] = {
-    cls.__name__: cls for cls in (TrajectoryState, DropReason, Ending, Cause, Phase)
+_CLASSES: Final[dict[str, Any]] = {"TrajectoryState": TrajectoryState, "DropReason": DropReason} | {
+    name: item
+    for module in vars(megatron_async.scheduler).values()
+    if isinstance(module, ModuleType)  # those that the import of `Scheduler` has brought
+    for name, item in vars(module).items()
+    if isinstance(item, type) and item.__module__ == module.__name__
 }
 _PLAIN: Final = frozenset({type(None), bool, int, float})
 _REF, _ENUM, _TEXT, _CONFIG = "@!'%"
 """First letters of what is neither number nor container: text costs least, in time and bytes."""
+_CONTAINERS: Final[dict[str, Callable[[Iterable[Any]], Any]]] = {
+    "list": list,
+    "tuple": tuple,
+    "set": set,
+    "dict": dict,
+    "Counter": lambda pairs: Counter(dict(pairs)),
+    "version": PolicyVersion._make,
+}
 
 
-def _names(item: object) -> list[str]:
-    """The fields of an object, or of a dataclass, that make up its state."""
-    if dataclasses.is_dataclass(item):
-        return [field.name for field in dataclasses.fields(item)]
-    return list(vars(item))
+def _fields(cls: type) -> list[str]:
+    """The fields that a dataclass or a Struct declares; another class declares none."""
+    return list(getattr(cls, "__match_args__", ()))
 
 
 class _Freezer:
@@ -76,42 +57,24 @@ class _Freezer:
     def __init__(self) -> None:
         self._queue: list[object] = []
         self._known: dict[int, str] = {}
-        self._fields: dict[type, attrgetter[Any]] = {}
         self.classes: dict[str, list[str]] = {}
 
     def objects(self, root: object) -> list[list[Any]]:
-        self._reference(root)
-        known, value_of = self._known, self._value
-        return [
-            [
-                type(item).__name__,
-                *(
-                    value if type(value) in _PLAIN else known.get(id(value)) or value_of(value)
-                    for value in self._values(item)
-                ),
-            ]
-            for item in self._queue  # grows while it is read
-        ]
+        self._value(root)
+        return [self._values(item) for item in self._queue]  # which grows while it is read
 
-    def _values(self, item: object) -> tuple[Any, ...]:
-        cls = type(item)
-        if cls not in self._fields:
-            names = self.classes[cls.__name__] = _names(item)
-            self._fields[cls] = attrgetter(*names, names[0])  # two at least: always a tuple
-        return self._fields[cls](item)[:-1]  # type: ignore[no-any-return]
-
-    def _reference(self, item: object) -> str:
-        """The place of an object that has none yet."""
-        if _CLASSES.get(type(item).__name__) is not type(item):
-            raise TypeError(f"{item!r} is no part of a scheduler's state")
-        text = self._known[id(item)] = f"{_REF}{len(self._queue)}"
-        self._queue.append(item)
-        return text
+    def _values(self, item: object) -> list[Any]:
+        name = type(item).__name__
+        if name not in self.classes:
+            self.classes[name] = _fields(type(item)) or list(vars(item))
+        return [name, *(self._value(getattr(item, field)) for field in self.classes[name])]
 
     def _value(self, value: Any) -> Any:
         cls = type(value)
         if cls in _PLAIN:
             return value
+        if text := self._known.get(id(value)):
+            return text
         if cls is str:
             return _TEXT + value
         if cls in (list, tuple):
@@ -125,10 +88,15 @@ class _Freezer:
             return ["version", *value]
         if cls is ScheduleConfig:
             return _CONFIG
+        if _CLASSES.get(cls.__name__) is not cls:
+            raise TypeError(f"{value!r} is no part of a scheduler's state")
         if isinstance(value, enum.Enum):
-            text = self._known[id(value)] = f"{_ENUM}{cls.__name__}.{value.name}"
-            return text
-        return self._known.get(id(value)) or self._reference(value)
+            text = f"{_ENUM}{cls.__name__}.{value.name}"
+        else:
+            text = f"{_REF}{len(self._queue)}"
+            self._queue.append(value)
+        self._known[id(value)] = text
+        return text
 
 
 def freeze(scheduler: Scheduler) -> dict[str, Any]:
@@ -139,42 +107,27 @@ def freeze(scheduler: Scheduler) -> dict[str, Any]:
 
 
 class _Thawer:
-    def __init__(self, config: ScheduleConfig, made: list[object]) -> None:
+    """Makes the values of objects; a reference is to one of those `made`."""
+
+    def __init__(self, config: ScheduleConfig, made: list[Any]) -> None:
         self._config = config
         self._made = made
 
     def value(self, data: Any) -> Any:
-        if isinstance(data, str):
-            return self._named(data[0], data[1:])
-        if not isinstance(data, list):
+        if isinstance(data, list):
+            kind, *parts = data
+            if kind in ("dict", "Counter"):
+                return _CONTAINERS[kind](map(self.value, pair) for pair in parts)
+            return _CONTAINERS[kind](map(self.value, parts))
+        if not isinstance(data, str):
             return data
-        kind, *parts = data
-        match kind:
-            case "list":
-                return [self.value(part) for part in parts]
-            case "tuple":
-                return tuple(self.value(part) for part in parts)
-            case "set":
-                return {self.value(part) for part in parts}
-            case "dict" | "Counter":
-                pairs = {self.value(key): self.value(item) for key, item in parts}
-                return pairs if kind == "dict" else Counter(pairs)
-            case "version":
-                return PolicyVersion(*parts)
-        raise ValueError(f"{kind!r} is no kind of value")
-
-    def _named(self, mark: str, text: str) -> Any:
-        match mark:
-            case "@":
-                return self._made[int(text)]
-            case "!":
-                name, member = text.split(".")
-                return _ENUMS[name][member]
-            case "'":
-                return text
-            case "%":
-                return self._config
-        raise ValueError(f"{mark!r} is no mark of a value")
+        mark, text = data[0], data[1:]
+        if mark == _REF:
+            return self._made[int(text)]
+        if mark == _ENUM:
+            name, member = text.split(".")
+            return _CLASSES[name][member]
+        return {_TEXT: text, _CONFIG: self._config}[mark]
 
 
 def thaw(snapshot: dict[str, Any], scheduler: Scheduler) -> None:
@@ -182,8 +135,7 @@ def thaw(snapshot: dict[str, Any], scheduler: Scheduler) -> None:
 
     Raises UserError for a snapshot of code whose classes have other fields.
     """
-    dataclasses_known = filter(dataclasses.is_dataclass, _CLASSES.values())
-    expected = {cls.__name__: _names(cls) for cls in dataclasses_known}
+    expected = {name: _fields(cls) for name, cls in _CLASSES.items()}
     expected |= freeze(scheduler)["classes"]
     for name, names in snapshot["classes"].items():
         if expected.get(name) != names:
@@ -191,10 +143,12 @@ def thaw(snapshot: dict[str, Any], scheduler: Scheduler) -> None:
                 f"its snapshot is of a scheduler whose {name} has the fields {names}, this "
                 f"program's has {expected.get(name)}: replay it with the program that wrote it"
             )
-    made: list[object] = [scheduler]
-    for name, *_ in snapshot["objects"][1:]:
-        made.append(object.__new__(_CLASSES[name]))
-    thawer = _Thawer(scheduler.config, made)
+    made: list[Any] = [scheduler]
+    value = _Thawer(scheduler.config, made).value
+    for name, *values in snapshot["objects"][1:]:
+        cls = _CLASSES[name]  # of a Struct no part refers to another object
+        made.append(cls(*map(value, values)) if issubclass(cls, Struct) else object.__new__(cls))
     for item, (name, *values) in zip(made, snapshot["objects"], strict=True):
-        for attribute, data in zip(snapshot["classes"][name], values, strict=True):
-            object.__setattr__(item, attribute, thawer.value(data))
+        if not isinstance(item, Struct):
+            for attribute, data in zip(snapshot["classes"][name], values, strict=True):
+                object.__setattr__(item, attribute, value(data))

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import io
 import typing
 from collections.abc import Callable
 
@@ -14,7 +15,14 @@ from megatron_async.config.schedule import PresetName
 from megatron_async.errors import UserError
 from megatron_async.scheduler import Scheduler
 from megatron_async.scheduler import events as ev
-from megatron_async.scheduler.record import Divergence, Header, Raised, read_record, replay
+from megatron_async.scheduler.record import (
+    Divergence,
+    Header,
+    Raised,
+    Recorder,
+    read_record,
+    replay,
+)
 from tests.scheduler.golden import COMMAND, path_of
 from tests.scheduler.policies import PRESETS
 
@@ -35,6 +43,16 @@ def difference(
 def test_the_scheduler_still_acts_as_recorded(name: PresetName) -> None:
     found = difference(name)
     assert found is None, f"{path_of(name)}: {found}. {REGENERATE}"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_what_was_read_is_written_again_byte_for_byte(name: PresetName) -> None:
+    header, exchanges = read_record(path_of(name))
+    again = io.StringIO()
+    recorder = Recorder(again, header.config, first_step=header.first_step, version=header.version)
+    for exchange in exchanges:
+        recorder.write(exchange.event, exchange.actions)
+    assert again.getvalue().splitlines()[1:] == path_of(name).read_text().splitlines()[1:]
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+import io
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,9 +19,6 @@ from megatron_async.scheduler.record import (
     Raised,
     RecordedAction,
     Recorder,
-    decode_action,
-    decode_event,
-    encode,
     read_record,
     replay,
 )
@@ -101,15 +98,71 @@ def record(path: Path, name: str, events: int = 250) -> None:
     recorder.close()
 
 
+def written(event: ev.Event, actions: Sequence[RecordedAction] = ()) -> str:
+    """A record of one event."""
+    stream = io.StringIO()
+    recorder = Recorder(stream, preset("sync"), first_step=0, version=PolicyVersion(0, 0))
+    recorder.write(event, actions)
+    return stream.getvalue()
+
+
+def read(path: Path, text: str | bytes) -> Exchange:
+    """The one exchange of a record."""
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    (exchange,) = read_record(path)[1]
+    return exchange
+
+
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
-def test_events_survive_json(event: ev.Event) -> None:
-    assert decode_event(json.loads(json.dumps(encode(event)))) == event
+def test_events_are_read_as_they_were_written(tmp_path: Path, event: ev.Event) -> None:
+    assert read(tmp_path / "0.jsonl", written(event)).event == event
 
 
 @pytest.mark.parametrize("action", ACTIONS, ids=lambda action: type(action).__name__)
-def test_actions_survive_json(action: RecordedAction) -> None:
-    back = decode_action(json.loads(json.dumps(encode(action))))
+def test_actions_are_read_as_they_were_written(tmp_path: Path, action: RecordedAction) -> None:
+    (back,) = read(tmp_path / "0.jsonl", written(ev.Finished(1), [action])).actions
     assert back == action and type(back) is type(action)
+
+
+def test_parts_are_read_in_the_types_that_they_had(tmp_path: Path) -> None:
+    """Enums, versions and whole numbers of 64 bits."""
+    member = ev.RecoveredTrajectory(
+        2**63 - 1, TrajectoryState.DROPPED, 0, None, 1e300, None, DropReason.STALE
+    )
+    group = ev.RecoveredGroup(ev.GroupSpec(2**62, (2**63 - 1,), 0, -(2**63)), (member,))
+    back = read(tmp_path / "0.jsonl", written(ev.Recovered((group,)))).event
+    assert isinstance(back, ev.Recovered) and back.groups == (group,)
+    (found,) = back.groups[0].trajectories
+    assert type(found.state) is TrajectoryState and type(found.drop_reason) is DropReason
+    up = read(
+        tmp_path / "0.jsonl", written(ev.EngineUp("\u00e9\u2028", PolicyVersion(3, 4), 9))
+    ).event
+    assert isinstance(up, ev.EngineUp)
+    assert type(up.version) is PolicyVersion and up.engine_id == "\u00e9\u2028"
+
+
+def test_only_a_record_with_a_clock_has_times(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    timed = Recorder(
+        stream,
+        preset("sync"),
+        first_step=0,
+        version=PolicyVersion(0, 0),
+        clock=lambda: 1_700_000_000.123456,
+    )
+    timed.write(ev.Finished(1), [ev.Score(1)])
+    assert stream.getvalue().endswith(
+        '{"e":["Finished",1],"a":[["Score",1]],"t":1700000000.1235}\n'
+    )
+    assert read(tmp_path / "0.jsonl", stream.getvalue()).at == 1_700_000_000.1235
+    without = written(ev.Finished(1), [ev.Score(1)])
+    assert without.endswith('{"e":["Finished",1],"a":[["Score",1]]}\n')
+    assert read(tmp_path / "0.jsonl", without).at is None
+
+
+def test_a_message_cannot_be_changed() -> None:
+    with pytest.raises(AttributeError):
+        SPEC.priority = 2  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -256,13 +309,42 @@ def test_what_is_no_record_is_refused(tmp_path: Path, content: str, message: str
         replay(path)
 
 
-@pytest.mark.parametrize("damage", ["{nonsense\n", '{"e": ["Finished"], "a": []}\n', "{}\n"])
-def test_a_damaged_line_is_refused_by_number(tmp_path: Path, damage: str) -> None:
+NOT_AN_EVENT = "line 4 is not an event with its actions"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (b"{nonsense", "is damaged in line 4"),
+        (b'{"e":["Finished",17],"a":[]', "is damaged in line 4"),
+        (b'{"e":["EngineDown","\xff"],"a":[]}', "is damaged in line 4"),
+        (b"{}", NOT_AN_EVENT),
+        (b"[]", NOT_AN_EVENT),
+        (b'{"e":["Finished",17]}', NOT_AN_EVENT),
+        (b'{"e":["Finished",17],"a":[],"b":0}', NOT_AN_EVENT),
+        (b'{"e":["Vanished",17],"a":[]}', NOT_AN_EVENT),
+        (b'{"e":["Score",17],"a":[]}', NOT_AN_EVENT),
+        (b'{"e":["Finished",17],"a":[["Finished",17]]}', NOT_AN_EVENT),
+        (b'{"e":["Finished"],"a":[]}', NOT_AN_EVENT),
+        (b'{"e":["Finished",17,18],"a":[]}', NOT_AN_EVENT),
+        (b'{"e":["RewardReady",17,1.0],"a":[]}', NOT_AN_EVENT),  # `regenerate` has a default
+        (b'{"e":["PromptsAvailable",[[3,[30,31],17]]],"a":[]}', NOT_AN_EVENT),  # `priority` too
+        (b'{"e":["Finished","17"],"a":[]}', NOT_AN_EVENT),
+        (b'{"e":["Finished",1.5],"a":[]}', NOT_AN_EVENT),
+        (b'{"e":["Finished",true],"a":[]}', NOT_AN_EVENT),
+        (b'{"e":["Finished",null],"a":[]}', NOT_AN_EVENT),
+        (b'{"e":["WeightsPublished",[0]],"a":[]}', NOT_AN_EVENT),
+        (b'{"e":["Finished",17],"a":[["Drop",17,"boredom"]]}', NOT_AN_EVENT),
+        (b'{"e":["Finished",17],"a":[["PauseEngines","at_once"]]}', NOT_AN_EVENT),
+        (b'{"e":["Finished",17],"a":[],"t":"noon"}', NOT_AN_EVENT),
+    ],
+)
+def test_a_damaged_line_is_refused_by_number(tmp_path: Path, damage: bytes, message: str) -> None:
     path = tmp_path / "schedule.jsonl"
     record(path, "sync", events=5)
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join([*lines[:3], damage, *lines[3:]]))
-    with pytest.raises(UserError, match="line 4"):
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:3], damage + b"\n", *lines[3:]]))
+    with pytest.raises(UserError, match=message):
         replay(path)
 
 

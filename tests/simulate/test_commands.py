@@ -16,7 +16,8 @@ from megatron_async.config import RunConfig
 from megatron_async.config.recipes import SCHEDULE_PRESETS
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.scheduler import events as ev
-from megatron_async.scheduler.record import Raised, Recorder, encode
+from megatron_async.scheduler.record import Recorder
+from megatron_async.scheduler.warnings import Watch
 from megatron_async.simulate import sweep
 from megatron_async.simulate.build import simulate
 from megatron_async.simulate.planner import Candidate, ranked
@@ -173,14 +174,16 @@ def test_replay_names_the_first_difference(tmp_path: Path) -> None:
         call("replay", tmp_path)
 
 
-def test_replay_shows_the_exception_at_its_event(tmp_path: Path) -> None:
-    """A run that ended with a report without its figure, recorded; it ends the replay too."""
+def test_replay_shows_the_exception_at_its_event(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that a defect of the scheduler ended, recorded; today's scheduler still has it."""
     path = recorded(tmp_path)
     lines = path.read_text().splitlines()
     place = next(i for i, line in enumerate(lines) if '["Submit",0,' in line)
-    event = ev.EngineLoad("engine-0", 0.5, None)  # type: ignore[arg-type]
-    error = "TypeError(\"'>' not supported between instances of 'NoneType' and 'float'\")"
-    line = json.dumps({"e": encode(event), "a": [encode(Raised(error))]})
+    event, error = ev.EngineLoad("engine-0", 0.5, 3), "LookupError('a defect')"
+    monkeypatch.setattr(Watch, "load", Mock(side_effect=LookupError("a defect")))
+    line = json.dumps({"e": ["EngineLoad", "engine-0", 0.5, 3], "a": [["Raised", error]]})
     path.write_text("\n".join([*lines[: place + 1], line]) + "\n")
     output = call("replay", tmp_path)
     assert f"{place:>9}  {event}: the scheduler raised {error}" in output
