@@ -22,9 +22,8 @@ def _read(path: str) -> CodeType:
 def main() -> None:
     proof, entry = sys.stdin.readline().strip(), sys.stdin.readline().strip()
     report = os.dup(1)
-    quiet = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1, 2):
-        os.dup2(quiet, descriptor)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)  # all that is printed counts towards the limit of output
     write, end, run, own = os.write, os._exit, exec, dict(vars(builtins))
     program, tests = _read("program.py"), _read("tests.py")
     names: dict[str, object] = {"__name__": "program"}

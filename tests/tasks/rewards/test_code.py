@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,20 @@ def test_the_tests_have_builtins_of_their_own(code: Reward) -> None:
 def test_a_program_without_end_is_cut_off_and_counted() -> None:
     found = score(reward("code", limit=3.0), "while True: pass", MBPP)
     assert found.value == 0.0 and found.parts == {"exceeded_seconds": 1.0}
+
+
+@pytest.mark.parametrize("where", ["sys.stdout", "sys.stderr"])
+def test_a_program_that_prints_without_end_is_ended_by_the_size(code: Reward, where: str) -> None:
+    flood = f"import sys\nwhile True: print('x' * 1000, file={where})"
+    began = time.monotonic()
+    found = score(code, flood, MBPP)
+    assert found.value == 0.0 and found.parts == {"exceeded_output": 1.0}
+    assert time.monotonic() - began < 0.5 * LIMIT
+
+
+def test_a_right_program_may_print_within_the_limit(code: Reward) -> None:
+    talks = f"print('x' * 60_000)\n{ADD}"
+    assert score(code, talks, MBPP) == RewardScore(1.0, {})
 
 
 def test_a_row_without_tests_is_an_error_of_the_data(code: Reward) -> None:
