@@ -53,7 +53,8 @@ def load_object(path: str, setting: str) -> Any:
     except UserError as error:
         raise UserError(f"{setting} is {path!r}: {error}") from error
     except Exception as error:  # The user's module may raise anything.
-        raise UserError(f"{setting} is {path!r}: {described(error)}") from error
+        file = str(Path(where).resolve()) if where.endswith(".py") else ""
+        raise UserError(f"{setting} is {path!r}: {described(error, file)}") from error
     try:
         return getattr(module, name)
     except AttributeError as error:
@@ -65,10 +66,13 @@ def described(error: BaseException, file: str = "") -> str:
 
     `file`: the user's own, which is named rather than a library that it calls.
     """
+    name = type(error).__name__
+    if isinstance(error, SyntaxError) and Path(error.filename or "").is_file():
+        return f"{name}: {error.msg} at {error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
     last = ([frame for frame in frames if frame.filename == file] or list(frames))[-1:]
     place = "".join(f" at {frame.filename}:{frame.lineno}" for frame in last)
-    return f"{type(error).__name__}: {error}{place}"
+    return f"{name}: {error}{place}"
 
 
 def _module(name: str) -> ModuleType:

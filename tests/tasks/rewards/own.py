@@ -83,6 +83,10 @@ def raises(sample: Sample) -> float:
     return float(json.loads("{" + sample.response))
 
 
+def evaluates(sample: Sample) -> float:
+    return float(eval(sample.response))
+
+
 def returns_text(sample: Sample) -> str:
     return "full marks"
 

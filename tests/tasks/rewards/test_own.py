@@ -161,6 +161,33 @@ def test_a_bad_reward_is_found_before_anything_starts(reward: Any, sentence: str
         check_rewards(settings_of(reward), PAYLOAD)
 
 
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("import json\n\ndef score(sample)\n    return 1.0\n", "mine.py:3"),
+        ("import helper\n\ndef score(sample):\n    return 1.0\n", "helper.py:2"),
+        ("import json\njson.loads('{')\n", "mine.py:2"),
+    ],
+    ids=["its own syntax", "that of a module of its own", "an exception"],
+)
+def test_an_error_at_the_import_names_the_users_line_and_no_frame_of_the_import_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, place: str
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    (tmp_path / "mine.py").write_text(text)
+    (tmp_path / "helper.py").write_text("\nx = = 1\n")
+    with pytest.raises(UserError) as caught:
+        check_rewards(settings_of(f"{tmp_path / 'mine.py'}:score"), PAYLOAD)
+    assert "frozen" not in str(caught.value)
+    assert str(caught.value).endswith(f" at {tmp_path / place}")
+
+
+def test_an_error_in_text_that_a_reward_evaluates_names_the_users_line() -> None:
+    with pytest.raises(UserError, match=r"SyntaxError: .* at .*own\.py:\d+$"):
+        check_rewards(settings_of(own("evaluates")), {**PAYLOAD, "answer": "2 +"})
+
+
 @pytest.mark.parametrize("part", ["mean", "uninformative_groups", "verifier_timeout"])
 def test_a_part_with_the_name_of_a_metric_is_refused(part: str) -> None:
     with pytest.raises(ValueError, match=f"names a part {part!r}, which is a name of metrics"):
