@@ -4,7 +4,7 @@ Invariants
 - They wait and never block: hundreds at once share one process and one pool of connections.
 - What is refused for now (429, 5xx) or cannot be reached is tried again, with growing pauses,
   within the score's limit. After the last try the service counts as unavailable, which is no
-  statement about the response (`task.on_verifier_timeout`).
+  statement about the response (`task.on_verifier_timeout`). So does one whose reply is too large.
 """
 
 from __future__ import annotations
@@ -26,9 +26,14 @@ from megatron_async.tasks.rewards.sample import Returned, Sample, Unavailable
 
 _FIRST_PAUSE_SECONDS: Final = 0.5
 _LONGEST_PAUSE_SECONDS: Final = 30.0
+_LARGEST_REPLY_MIB: Final = 4
 _SCORE = re.compile(r"score\W{0,8}(-?\d+(?:\.\d+)?)", re.IGNORECASE)
 _MILLION: Final = 1e6
 Asynchronous = Callable[[Sample], Awaitable[Returned]]
+
+
+class _ReplyTooLarge(Exception):
+    """Nothing that scores a response sends so much."""
 
 
 class JsonPoster:
@@ -58,16 +63,20 @@ class JsonPoster:
             pause = min(_FIRST_PAUSE_SECONDS * 2**number, _LONGEST_PAUSE_SECONDS)
             try:
                 async with self._session.post(url, json=body) as reply:
+                    content = await _content_of(reply)
                     if reply.status < 400:
-                        return await reply.json(content_type=None)
-                    problem = f"status {reply.status}: {(await reply.text())[:200]}"
+                        return json.loads(content)
+                    problem = f"status {reply.status}: {content.decode(errors='replace')[:200]}"
                     if reply.status != 429 and reply.status < 500:
                         break
                     after = reply.headers.get("Retry-After", "")
                     pause = float(after) if after.isdigit() else pause
             except (aiohttp.ClientError, OSError) as error:
                 problem = f"{type(error).__name__}: {error}"
-            except json.JSONDecodeError as error:
+            except _ReplyTooLarge:
+                problem = f"its reply has more than {_LARGEST_REPLY_MIB} MiB"
+                break
+            except (ValueError, RecursionError) as error:
                 problem = f"its reply is not JSON: {error}"
                 break
             if number < self._retries:
@@ -78,6 +87,15 @@ class JsonPoster:
         """Close the connections."""
         if self._session is not None:
             await self._session.close()
+
+
+async def _content_of(reply: aiohttp.ClientResponse) -> bytes:
+    """Read the whole reply, decompressed. Raises _ReplyTooLarge."""
+    try:
+        await reply.content.readexactly((_LARGEST_REPLY_MIB << 20) + 1)
+    except asyncio.IncompleteReadError as error:
+        return error.partial
+    raise _ReplyTooLarge
 
 
 class _Service(Settings):

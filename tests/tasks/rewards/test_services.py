@@ -78,6 +78,22 @@ def busy(_: Any) -> web.Response:
     return web.Response(status=429, headers={"Retry-After": "0"}, text="slow down")
 
 
+HUGE = b'"' + b"x" * (4 << 20) + b'"'
+
+
+def huge(_: Any) -> web.Response:
+    """A few kilobytes on the wire."""
+    reply = web.Response(body=HUGE)
+    reply.enable_compression()
+    return reply
+
+
+def test_a_reply_within_the_limit_is_read_whole() -> None:
+    padded = {"score": 0.5, "note": 1.0, **{f"part{i}": 0.0 for i in range(20_000)}}
+    score, _ = ask("http", [lambda _: padded])
+    assert (score.value, len(score.parts)) == (0.5, 20_001)
+
+
 def test_a_service_gets_the_row_and_gives_a_number_or_named_parts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -145,6 +161,10 @@ def test_a_busy_service_is_asked_again_and_every_reply_is_counted() -> None:
         ([busy] * 3, Unavailable, "status 429: slow down", 3),
         ([lambda _: web.Response(status=401, text="no key")], Unavailable, "401: no key", 1),
         ([lambda _: web.Response(text="<html>")], Unavailable, "not JSON", 1),
+        ([lambda _: web.Response(body=b"\xff")], Unavailable, "not JSON", 1),
+        ([lambda _: web.Response(text="[" * 90_000)], Unavailable, "not JSON", 1),
+        ([huge], Unavailable, "its reply has more than 4 MiB", 1),
+        ([lambda _: web.Response(status=400, body=HUGE)], Unavailable, "more than 4 MiB", 1),
         ([lambda _: completion("fine!")], ValueError, "gave no score: its reply ends 'fine!'", 1),
         ([lambda _: {"error": "x"}], ValueError, "which is no chat completion", 1),
     ],
