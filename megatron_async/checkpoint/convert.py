@@ -219,7 +219,8 @@ def megatron_to_hf(
     hf_files = _hf_files_of(checkpoint, model)
     architecture = read_architecture(hf_files, family)
     _refuse_existing(destination)
-    if cast is None and not checkpoint.manifest.trainer.get(CONVERTED):
+    converted = checkpoint.manifest.trainer.get(CONVERTED)
+    if cast is None and not converted:
         cast = checkpoint_dtype(architecture)
     slots = list(stage_slots(architecture, 0, 1))
     elements = sum(prod(slot.shape) for slot in slots)
@@ -232,7 +233,10 @@ def megatron_to_hf(
             _progress("megatron-to-hf", elements, show_progress) as advance,
         ):
             stream = _hf_tensors(checkpoint, reader, architecture, cast, advance)
-            write_model_directory(buckets(stream, max_shard_bytes), destination, copied_from)
+            version = None if converted else checkpoint.manifest.version
+            write_model_directory(
+                buckets(stream, max_shard_bytes), destination, copied_from, version
+            )
     except CorruptCheckpoint as error:
         raise UserError(f"checkpoint {checkpoint.path}: {error}") from error
     return checkpoint

@@ -20,6 +20,7 @@ from megatron_async.engines.sglang.process import SGLangProcess
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.launcher.derived import Machine, derive
 from megatron_async.launcher.preflight import check_evaluation
+from megatron_async.models.model_files import SafetensorsDirectory
 from megatron_async.rollout.evaluate import Evaluation, Evaluator
 from megatron_async.rollout.respond import SharedEngines
 from megatron_async.tasks import build_task
@@ -45,10 +46,15 @@ def eval_command(
         typer.echo(f"note: {notice}")
 
     def show(path: Path, found: Evaluation) -> None:
+        with SafetensorsDirectory(path) as weights:
+            exported = weights.version()
+        name = f"{path} (version {exported})" if exported else f"{path}"
         for result in found.results:
-            typer.echo(f"{path}: {result.sentence()}, {result.seconds:.1f} s")
+            typer.echo(f"{name}: {result.sentence()}, {result.seconds:.1f} s")
         if samples is not None:
-            append_json_lines(samples, [{"model": str(path), **one} for one in found.samples()])
+            # The number that the engine was given here means nothing to a reader.
+            of = {"model": str(path), "versions": [str(exported)] if exported else []}
+            append_json_lines(samples, [{**one, **of} for one in found.samples()])
 
     with tempfile.TemporaryDirectory(prefix="megatron-async-eval-") as logs:
         evaluate_checkpoints(config, paths, Path(logs), show)

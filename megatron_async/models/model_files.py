@@ -24,12 +24,15 @@ from megatron_async.config.files import read_json_object
 from megatron_async.errors import UserError, shown
 from megatron_async.models.architecture import Architecture
 from megatron_async.models.families import rules_of
+from megatron_async.trajectory.types import PolicyVersion
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+VERSION_KEY = "policy_version"
+"""In the metadata of a file that a run has written."""
 _LFS_POINTER = b"version https://git-lfs"
 # Bits of each type of weight: an unsigned type of its size, and its exponent.
 _FLOATS: dict[str, tuple[str, int]] = {
@@ -67,6 +70,11 @@ class SafetensorsDirectory:
         """Open every file; UserError names one that is missing or damaged."""
         for file in sorted(set(self.file_of.values())):
             self._file(file)
+
+    def version(self) -> PolicyVersion | None:
+        """Return the version that a run has exported; None for any other model."""
+        text = (self._file(next(iter(self.file_of.values()))).metadata() or {}).get(VERSION_KEY)
+        return PolicyVersion.parse(text) if text else None
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())

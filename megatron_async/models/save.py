@@ -5,6 +5,7 @@ Invariants
   then renamed.
 - Rank 0 holds at most one file's worth of tensors (`max_shard_bytes`, or one larger tensor).
 - Weights have the precision that config.json states, so that HF → Megatron → HF is bit-exact.
+- Every file of weights names the policy version that they are, where they are of a run.
 - Config, tokenizer and chat template are copied from the directory that the model came from.
 """
 
@@ -24,8 +25,9 @@ from megatron_async.disk import force_to_disk, writing
 from megatron_async.errors import UserError
 from megatron_async.models.architecture import Architecture
 from megatron_async.models.export import SENDER, NamedTensor, buckets, sender_tensors
-from megatron_async.models.model_files import INDEX_FILE, SINGLE_FILE
+from megatron_async.models.model_files import INDEX_FILE, SINGLE_FILE, VERSION_KEY
 from megatron_async.models.parameters import unwrap
+from megatron_async.trajectory.types import PolicyVersion
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
 COPIED_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
@@ -37,10 +39,12 @@ def save_hf(
     source: Path | str,
     *,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    version: PolicyVersion | None = None,
 ) -> None:
     """Write the model to `destination`; called on every rank, rank 0 writes.
 
-    `source` is the Hugging Face directory that gives config and tokenizer files. Raises UserError
+    `source` is the Hugging Face directory that gives config and tokenizer files, `version` what the
+    weights are in their run. Raises UserError
     (on every rank, before anything is written) when `destination` exists.
     """
     architecture: Architecture = unwrap(chunks[0]).architecture
@@ -53,7 +57,7 @@ def save_hf(
     dtype = checkpoint_dtype(architecture)
     stream = buckets(sender_tensors(chunks, architecture, dtype), max_shard_bytes)
     if dist.get_rank() == SENDER:
-        write_model_directory(stream, destination, Path(source))
+        write_model_directory(stream, destination, Path(source), version)
     else:
         for _ in stream:
             pass
@@ -68,15 +72,19 @@ def checkpoint_dtype(architecture: Architecture) -> torch.dtype:
 
 
 def write_model_directory(
-    stream: Iterator[list[NamedTensor]], destination: Path, source: Path
+    stream: Iterator[list[NamedTensor]],
+    destination: Path,
+    source: Path,
+    version: PolicyVersion | None = None,
 ) -> None:
     """Each bucket of `stream` becomes one safetensors file of a new directory `destination`."""
+    metadata = {"format": "pt", **({VERSION_KEY: str(version)} if version else {})}
     partial = destination.with_name(f".{destination.name}.partial-{os.getpid()}")
     with writing(destination):
         partial.parent.mkdir(parents=True, exist_ok=True)
         partial.mkdir()
     try:
-        _write_weights(stream, partial)
+        _write_weights(stream, partial, metadata)
         for path in sorted(source.iterdir()):
             if path.is_file() and path.suffix in COPIED_SUFFIXES and path.name != INDEX_FILE:
                 with writing(destination / path.name):
@@ -92,7 +100,9 @@ def write_model_directory(
             shutil.rmtree(partial)
 
 
-def _write_weights(stream: Iterator[list[NamedTensor]], folder: Path) -> None:
+def _write_weights(
+    stream: Iterator[list[NamedTensor]], folder: Path, metadata: dict[str, str]
+) -> None:
     names_of_file: list[list[str]] = []
     total = 0
     for bucket in stream:
@@ -101,7 +111,7 @@ def _write_weights(stream: Iterator[list[NamedTensor]], folder: Path) -> None:
         total += sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         path = folder / _numbered(len(names_of_file), 0)
         with writing(path):
-            save_file(tensors, path, metadata={"format": "pt"})
+            save_file(tensors, path, metadata=metadata)
         # While the next bucket fills, nothing of this one may be left.
         bucket.clear()
         tensors.clear()

@@ -5,18 +5,24 @@ The engine is a simulated one, in a process of its own as a real one would be.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import psutil
 import pytest
+from safetensors.torch import load_file
+from typer.testing import CliRunner
 
+from megatron_async.cli import app
 from megatron_async.commands.evaluation import evaluate_checkpoints
 from megatron_async.commands.launch import Cluster, launch_run
 from megatron_async.config import RunConfig, load_config
 from megatron_async.engines.nodes import NODE_HOST
 from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.evaluate import Evaluation
+from megatron_async.models.save import write_model_directory
 from megatron_async.tasks.tiny_model import build_tiny_model
+from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.http import EngineAddress, EngineCallError, call
 
 SETTINGS = """
@@ -76,6 +82,29 @@ def test_its_engine_is_on_the_loopback_behind_the_runs_key(
     assert [result.results[0].answers for result in results] == [3, 3]
     assert reached == ["127.0.0.1"] * 2
     assert not engines_of_this_process(), "nothing is left running"
+
+
+def test_an_export_of_a_run_is_named_with_its_version(
+    launched: tuple[RunConfig, Path], tmp_path: Path
+) -> None:
+    """Also that of a checkpoint (`convert`); a model that no run has written has none."""
+    config, model = launched
+    export = tmp_path / "hf"
+    tensors = list(load_file(model / "model.safetensors").items())
+    write_model_directory(iter([tensors]), export, model, PolicyVersion(1, 40))
+    samples = tmp_path / "samples.jsonl"
+    arguments = ["--config", str(tmp_path / "launched" / "config.yaml"), "--samples", str(samples)]
+    arguments += ["--model", str(export), "--model", str(model), "eval.save_samples=1"]
+    done = CliRunner().invoke(app, ["eval", *arguments])
+    assert done.exit_code == 0, done.output
+    first, second = (line for line in done.output.splitlines() if "heldout: " in line)
+    assert first.startswith(f"{export} (version 1.40): heldout: ")
+    assert second.startswith(f"{model}: heldout: ")
+    rows = [json.loads(line) for line in samples.read_text().splitlines()]
+    assert [(row["model"], row["versions"]) for row in rows] == [
+        (str(export), ["1.40"]),
+        (str(model), []),
+    ]
 
 
 def test_an_engine_that_dies_on_the_way_is_one_sentence(
