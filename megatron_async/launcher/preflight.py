@@ -219,10 +219,10 @@ def _check_task(config: RunConfig, *, trains: bool = True) -> Checked:
     """Prompts against the engines' limits, and their number against what is asked for."""
     from megatron_async.rollout.prompt_lengths import longest_tokens
     from megatron_async.tasks import build_task
-    from megatron_async.tasks.rewards.check import check_rewards
+    from megatron_async.tasks.rewards.check import TRIED_ROWS, check_rewards
 
     task = build_task(config.task, config.model.path, config.eval)
-    check_rewards(config.scorers, task.train_prompts(0, 1)[0].payload)
+    check_rewards(config.scorers, *(p.payload for p in task.train_prompts(0, TRIED_ROWS)))
     longest, left_out = longest_tokens(config), 0
     if longest is not None:
         _check_room(config, longest)

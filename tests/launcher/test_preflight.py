@@ -49,6 +49,21 @@ def test_fewer_held_out_rows_than_the_default_are_all_asked_with_a_notice(folder
     assert check_evaluation(settings(folder), folder).config.eval.prompts == found
 
 
+def test_a_reference_that_fails_its_rows_tests_stops_the_start(folder: Path) -> None:
+    """It is not in the first row that is asked."""
+    rows = [
+        {"prompt": f"f{i}", "test": f"assert f() == {i}", "code": f"def f(): return {min(i, 5)}"}
+        for i in range(7)
+    ]
+    file = folder / "code.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    task = {"path": str(file), "layout": "mbpp_plus", "heldout_share": 0.0}
+    task["prompt_template"] = "{question}"
+    asks = settings(folder, task=task, reward="code", eval={"path": str(folder / "data.jsonl")})
+    with pytest.raises(UserError, match="`code` of the row with the prompt 'f6' fails"):
+        check_evaluation(asks, folder)
+
+
 @pytest.mark.parametrize(
     "command",
     [["doctor", "--config"], ["train", "--dry-run", "--config"], ["settings", "eval", "--of"]],

@@ -1,34 +1,63 @@
-"""Rewards tried before a run starts: on the task's first prompt, with two made-up responses."""
+"""Rewards tried before a run starts: on the task's first prompts.
+
+Those of the user's get two made-up responses to the first one, `code` gets the reference solutions
+of several rows.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from megatron_async.config.reward import ScorerSettings
-from megatron_async.errors import UserError
+from megatron_async.errors import UserError, shown
+from megatron_async.tasks.layouts import Columns
+from megatron_async.tasks.rewards.code import check_code
 from megatron_async.tasks.rewards.reward import build_reward
+from megatron_async.tasks.rewards.sample import Sample, sample_of
 from megatron_async.tasks.scorer_frames import BLOCKING, WAITING
 from megatron_async.tasks.scorer_process import ScorerCrash, ScorerProcess, ScorerTimeout
 from megatron_async.tasks.scorer_work import Work, split
 
 
-def check_rewards(settings: ScorerSettings, payload: Mapping[str, Any]) -> None:
-    """Refuse a reward that cannot score a prompt with this payload. Raises UserError.
+TRIED_ROWS: Final = 8
+_REFERENCE: Final = "canonical_solution"
 
-    What is the user's, or waits for a service, is called in a scorer process as it is in a run;
-    the others are only built.
+
+def check_rewards(settings: ScorerSettings, *payloads: Mapping[str, Any]) -> None:
+    """Refuse a reward that cannot score prompts with these payloads. Raises UserError.
+
+    What is the user's, or waits for a service, is called in a scorer process as it is in a run, on
+    the first one; the others are only built.
     """
+    payload = payloads[0]
     tried = [part.own or part.name in ("http", "judge") for part in settings.parts]
     for part, own in zip(settings.parts, tried, strict=True):
         if not own:
             build_reward(settings, part)
+        if part.name == "code":
+            check_code(settings, settings.limit_seconds(part), _references(settings, payloads))
     if not any(tried):
         return
     texts = (str(payload.get("answer", "")), "")
     work = [w for w in split(settings, payload, texts) if tried[w.part]]
     if any(_try(settings, BLOCKING, work)):
         _try(settings, WAITING, work)
+
+
+def _references(
+    settings: ScorerSettings, payloads: Sequence[Mapping[str, Any]]
+) -> dict[str, Sample]:
+    """The reference solution of each row, by a name for it; an empty response where it has none."""
+    files = settings.task.files()
+    columns = [_REFERENCE, *(Columns.of(f.layout, f.columns).response for f in files)]
+    found = {}
+    for payload in payloads:
+        row, metadata = f"the row with the prompt {shown(payload['question'])}", payload["metadata"]
+        column = next((name for name in columns if isinstance(metadata.get(name), str)), "")
+        name = f"the reference `{column}` of {row}" if column else row
+        found[name] = sample_of(payload, metadata.get(column, ""))
+    return found
 
 
 def _try(settings: ScorerSettings, kind: str, work: Sequence[Work]) -> list[bool]:

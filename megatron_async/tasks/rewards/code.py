@@ -6,6 +6,7 @@ import json
 import re
 import secrets
 import shutil
+import symtable
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,11 +19,12 @@ from megatron_async.config.reward import ScorerSettings
 from megatron_async.errors import UserError
 from megatron_async.tasks.answers import final_answer
 from megatron_async.tasks.rewards.sample import Returned, Sample
-from megatron_async.tasks.sandbox import Outcome, Sandbox
+from megatron_async.tasks.sandbox import Outcome, Sandbox, SandboxError
 
 _FENCED = re.compile(r"```[^\S\n]*\w*[^\S\n]*\n(.*?)(?:\n[^\S\n]*```|\Z)", re.DOTALL)
 _END_OF_THOUGHT = "</think>"
 _RUNNER = Path(__file__).with_name("unit_tests.py")
+_CHECK = "check"
 _CANNOT_RUN = (126, 127)
 _SHARE = 0.8  # of a score's limit; the rest is for the sandbox to start and to end
 
@@ -42,7 +44,8 @@ class Code(Settings):
     """1 when the response's Python passes the row's unit tests.
 
     The row has them as HumanEval does (`test`, which defines `check`, and `entry_point`) or as MBPP
-    and MBPP+ do (`test`, or a list `test_list` with `test_imports` or `test_setup_code`).
+    and MBPP+ do (`test`, or a list `test_list` with `test_imports` or `test_setup_code`). A `test`
+    that does not define `check` runs as it stands.
     """
 
     def bound(self, settings: ScorerSettings, limit_seconds: float) -> Callable[[Sample], Returned]:
@@ -50,18 +53,50 @@ class Code(Settings):
         sandbox = _sandbox(settings)
 
         def score(sample: Sample) -> Returned:
-            proof = secrets.token_hex(16)
-            files = {
-                "program.py": _program(sample),
-                "tests.py": _tests(sample.metadata),
-                "runner.py": _RUNNER.read_text(),
-            }
-            command = [sys.executable, "-I", "runner.py"]
-            entry = str(sample.metadata.get("entry_point", ""))
-            outcome = sandbox.run(command, files, _SHARE * limit_seconds, f"{proof}\n{entry}\n")
-            return float(outcome.output.strip() == proof), _parts(outcome)
+            passed, outcome = _tested(sandbox, sample, limit_seconds)
+            return float(passed), _parts(outcome)
 
         return score
+
+
+def check_code(
+    settings: ScorerSettings, limit_seconds: float, samples: Mapping[str, Sample]
+) -> None:
+    """Check that rows have tests, and that reference solutions pass them: `samples` by their names.
+
+    A sample without a response has no reference. Raises UserError.
+    """
+    sandbox = _sandbox(settings)
+    for name, sample in samples.items():
+        try:
+            if not sample.response:
+                _tests(sample.metadata)
+                continue
+            passed, outcome = _tested(sandbox, sample, limit_seconds)
+        except (ValueError, SandboxError) as error:
+            raise UserError(f"reward is 'code': {name} cannot be scored: {error}") from error
+        if not passed:
+            last = (outcome.errors.strip().splitlines() or [f"exit code {outcome.exit_code}"])[-1]
+            why = f"more than its limit of {outcome.exceeded}" if outcome.exceeded else last[:200]
+            raise UserError(
+                f"reward is 'code': {name} fails the row's own tests ({why}): a right program must "
+                "run them to their end; `test` runs as it stands, then `check(entry_point)` where "
+                "it defines `check`; mend the row, or take the column out"
+            )
+
+
+def _tested(sandbox: Sandbox, sample: Sample, limit_seconds: float) -> tuple[bool, Outcome]:
+    """Whether the response passes the row's tests. Raises ValueError for a row without them."""
+    proof = secrets.token_hex(16)
+    files = {
+        "program.py": _program(sample),
+        "tests.py": _tests(sample.metadata),
+        "runner.py": _RUNNER.read_text(),
+    }
+    command = [sys.executable, "-I", "runner.py"]
+    entry = str(sample.metadata.get("entry_point", ""))
+    outcome = sandbox.run(command, files, _SHARE * limit_seconds, f"{proof}\n{entry}\n")
+    return outcome.output.strip() == proof, outcome
 
 
 def _program(sample: Sample) -> str:
@@ -74,10 +109,22 @@ def _program(sample: Sample) -> str:
 
 
 def _tests(row: Mapping[str, Any]) -> str:
-    """The row's tests as one program. Raises ValueError where it has none."""
+    """The row's tests as one program. Raises ValueError where it has none that can be run."""
     if row.get("test"):
-        call = f"\ncheck({row['entry_point']})\n" if row.get("entry_point") else ""
-        return f"{row['test']}\n{call}"
+        test, entry = str(row["test"]), row.get("entry_point")
+        try:
+            names = symtable.symtable(test, "test", "exec")
+        except SyntaxError as error:
+            raise ValueError(f"the row's `test` is no Python program: {error}") from error
+        check = names.lookup(_CHECK) if _CHECK in names.get_identifiers() else None
+        if check is None or not (check.is_assigned() or check.is_imported()):
+            return test
+        if not entry and not check.is_referenced():
+            raise ValueError(
+                "the row's `test` defines `check` and nothing calls it: name the function that it "
+                "checks in the column `entry_point`"
+            )
+        return f"{test}\ncheck({entry})\n" if entry else test
     if not row.get("test_list"):
         raise ValueError("the row has no tests: neither a column `test` nor `test_list`")
     before = row.get("test_imports") or row.get("test_setup_code") or []

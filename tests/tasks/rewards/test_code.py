@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from megatron_async.config import build_config
 from megatron_async.errors import UserError
+from megatron_async.tasks.rewards.check import check_rewards
 from megatron_async.tasks.rewards.code import code_of
 from megatron_async.tasks.rewards.reward import Reward, build_reward
 from megatron_async.tasks.rewards.sample import RewardScore, Sample
@@ -141,9 +143,75 @@ def test_a_right_program_may_print_within_the_limit(code: Reward) -> None:
     assert score(code, talks, MBPP) == RewardScore(1.0, {})
 
 
-def test_a_row_without_tests_is_an_error_of_the_data(code: Reward) -> None:
-    with pytest.raises(ValueError, match="no tests: neither a column `test` nor `test_list`"):
-        score(code, ADD, {})
+@pytest.mark.parametrize(
+    "test",
+    [
+        "assert add(1, 2) == 3",
+        "def check(f):\n    assert f(1, 2) == 3",
+        "check = lambda f: 1 / (f(1, 2) == 3)",
+        "def test(check):\n    assert check(1, 2) == 3\ntest(add)",
+    ],
+    ids=["a bare assertion", "check defined", "check assigned", "another check"],
+)
+def test_a_test_runs_as_it_stands_and_check_is_called_where_it_is_defined(
+    code: Reward, test: str
+) -> None:
+    row = {"entry_point": "add", "test": test}
+    assert score(code, ADD, row).value == 1.0
+    assert score(code, "def add(a, b):\n    return a\n", row).value == 0.0
+
+
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        ({}, "no tests: neither a column `test` nor `test_list`"),
+        ({"test": "def check(f): assert f()"}, "defines `check` and nothing calls it"),
+        ({"test": "assert add(1, 2) = 3"}, "is no Python program: .*line 1"),
+    ],
+)
+def test_a_row_whose_tests_cannot_be_run_is_an_error_of_the_data(
+    code: Reward, row: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        score(code, ADD, row)
+
+
+def payload(question: str = "add two numbers", **columns: Any) -> dict[str, Any]:
+    return {"question": question, "answer": "", "metadata": columns}
+
+
+def checked(*payloads: dict[str, Any], **task: Any) -> None:
+    task = {"kind": "files", "path": "x.jsonl", **task}
+    check_rewards(build_config({"reward": "code", "task": task}).scorers, *payloads)
+
+
+def test_references_that_pass_their_rows_tests_are_no_obstacle() -> None:
+    whole = payload(PROMPT, **HUMAN_EVAL, canonical_solution=COMPLETION)
+    checked(whole, payload(**MBPP, code=ADD), payload(**MBPP), layout="mbpp_plus")
+
+
+@pytest.mark.parametrize(
+    ("row", "sentence"),
+    [
+        (payload(PROMPT, **HUMAN_EVAL, canonical_solution="    return 1\n"), "AssertionError"),
+        (payload(**MBPP, code="def sum_of(a, b):\n    return a + b\n"), "NameError: .*'add'"),
+        (payload(**MBPP, code="while True: print('x' * 1000)"), "more than .*output"),
+    ],
+)
+def test_a_reference_that_fails_its_rows_tests_is_refused_before_anything_starts(
+    row: dict[str, Any], sentence: str
+) -> None:
+    column = "code" if "code" in row["metadata"] else "canonical_solution"
+    begin = re.escape(repr(row["question"][:40])[:30])
+    with pytest.raises(UserError, match=f"`{column}` of the row with the prompt {begin}.*fails"):
+        checked(payload(**MBPP, code=ADD), row, layout="mbpp_plus")
+    with pytest.raises(UserError, match=sentence):
+        checked(row, layout="mbpp_plus")
+
+
+def test_a_row_without_tests_is_refused_before_anything_starts() -> None:
+    with pytest.raises(UserError, match="row with the prompt 'add two numbers' .*has no tests"):
+        checked(payload(**MBPP), payload(code=ADD))
 
 
 def test_the_last_fenced_block_is_the_code() -> None:
