@@ -33,9 +33,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import aiohttp
@@ -70,6 +71,7 @@ class Counting:
 
     stop_token_ids = ()
     scorers = ScorerCount(1)
+    failures: Mapping[str, str] = MappingProxyType({})
 
     def train_prompts(self, position: int, count: int) -> list[Prompt]:
         lasts = [(position + i) * 1021 % VOCABULARY for i in range(count)]

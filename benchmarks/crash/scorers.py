@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 
 from benchmarks.crash.hostile_reward import COMMAND_VARIABLE, IMPORT_PATH, reward_of
 from megatron_async.config import RunConfig
@@ -29,6 +30,7 @@ class PlainScorer:
     """Scores without a process, for runs in which no scorer fails."""
 
     scorers = ScorerCount(1)
+    failures: Mapping[str, str] = MappingProxyType({})
 
     async def score(self, prompt: Prompt, response_ids: Sequence[int]) -> Score:
         await asyncio.sleep(0)
@@ -42,6 +44,7 @@ class ScorerProcesses:
     """The product's scorer processes, with a scorer that fails when `command` asks for it."""
 
     scorers = ScorerCount(_SCORERS)
+    failures: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, config: RunConfig, command: Path) -> None:
         os.environ[COMMAND_VARIABLE] = str(command)

@@ -35,6 +35,9 @@ def closing_table(
     else:
         table.add_row("held-out accuracy at the start", percent(summary.accuracy_first))
     table.add_row("held-out accuracy after RL", percent(summary.accuracy_last))
+    shown = " / ".join(f"{reward:.3f}" for reward in summary.rewards)
+    table.add_row("mean reward at the start / at the end", shown or "not measured")
+    table.add_row("failed scores", summary.failures)
     table.add_row("RL steps", str(summary.steps))
     table.add_row("generated tokens", f"{summary.generated_tokens:,}")
     table.add_row("generation, tokens/s", f"{summary.generation_tokens_per_second:,.0f}")

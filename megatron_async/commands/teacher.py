@@ -108,7 +108,7 @@ async def _teach(
 ) -> tuple[int, str]:
     """Write what the reward accepts; how many, and how their prompts are put."""
     settings = config.sft.teacher
-    pool = LocalVerifierPool(config.scorers, config.model.path)
+    pool = LocalVerifierPool(config.scorers.logging_to(kept.parent / "logs"), config.model.path)
     gate = asyncio.Semaphore(settings.concurrency)
     count, templates = 0, set()
 
@@ -122,7 +122,7 @@ async def _teach(
         texts = await asyncio.gather(*(sample(number) for number in range(settings.samples)))
         scores = await pool.score_texts(problem.payload, texts)
         pairs = zip(texts, scores, strict=True)
-        right = [text for text, (reward, _) in pairs if (reward or 0.0) >= settings.least_reward]
+        right = [text for text, score in pairs if (score.reward or 0.0) >= settings.least_reward]
         return problem, [_row(problem, text) for text in dict.fromkeys(right)]
 
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Final
 
 from pydantic import Field
@@ -92,11 +93,17 @@ class ScorerSettings(Settings):
     """Empty: the task's own."""
     scoring: ScoringConfig = ScoringConfig()
     """Limits."""
+    logs: str = ""
+    """Directory of their logs; empty: standard error."""
 
     @property
     def parts(self) -> list[RewardConfig]:
         """The rewards to add up, at least one."""
         return self.rewards or [RewardConfig.model_validate({"name": "task"})]
+
+    def logging_to(self, directory: Path) -> ScorerSettings:
+        """Return the same, with logs in `directory`, which exists."""
+        return self.model_copy(update={"logs": str(directory)})
 
     @property
     def of_groups(self) -> bool:

@@ -9,7 +9,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -199,6 +199,10 @@ class Verifier(Protocol):
     @property
     def scorers(self) -> ScorerCount:
         """Return the number of scorers, and the time of a score."""
+
+    @property
+    def failures(self) -> Mapping[str, str]:
+        """Return the first failure of each kind, by the metric that counts it."""
 
     async def score(self, prompt: Prompt, response_ids: Sequence[int]) -> Score:
         """Reward and details; `None` when it failed and that is not a 0."""

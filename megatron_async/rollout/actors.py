@@ -73,7 +73,9 @@ class ManagerActor:
         self._manager = RolloutManager(
             config,
             task=task,
-            verifier=RayVerifierPool(config.scorers, config.model.path, NOT_ON_TRAINER_NODES),
+            verifier=RayVerifierPool(
+                config.scorers.logging_to(directory.logs), config.model.path, NOT_ON_TRAINER_NODES
+            ),
             launcher=launcher,
             store_file=directory.store_file,
             events_directory=directory.events if config.telemetry.record_events else None,

@@ -27,7 +27,7 @@ from megatron_async.config.evaluation import HELDOUT, EvalSet
 from megatron_async.engines.interface import Verifier
 from megatron_async.rollout.respond import ResponseTokens, SharedEngines, Wanted, respond
 from megatron_async.tasks.answers import final_answer
-from megatron_async.tasks.base import Task
+from megatron_async.tasks.base import SCORE_FAILURES, Task
 from megatron_async.trajectory.types import FinishReason, PolicyVersion, Prompt
 
 T = TypeVar("T")
@@ -47,6 +47,11 @@ class Answered:
     length: int
     truncated: bool
     versions: Mapping[PolicyVersion, int] = field(default_factory=dict)
+
+    @property
+    def failed(self) -> bool:
+        """True where there is no score, or a 0 for want of one."""
+        return self.reward is None or bool(SCORE_FAILURES & self.detail.keys())
 
 
 @dataclass(frozen=True)
@@ -115,7 +120,9 @@ class EvalResult:
             f"({100 * e.low:.1f} to {100 * e.high:.1f})"
             for name, e in self.estimates.items()
         )
-        return f"{self.name}: {shares}; {self.answers} answers, {self.length_mean:.1f} tokens each"
+        failed = f", {self.failed_judgements} scores failed" * bool(self.failed_judgements)
+        length = f"{self.length_mean:.1f} tokens each"
+        return f"{self.name}: {shares}; {self.answers} answers, {length}{failed}"
 
 
 @dataclass(frozen=True)
@@ -263,7 +270,7 @@ class Evaluator:
             name=name,
             accuracy=found["accuracy"].value,
             answers=len(answers),
-            failed_judgements=sum(answered.reward is None for answered in answers),
+            failed_judgements=sum(answered.failed for answered in answers),
             reward_mean=float(np.mean([answered.reward or 0.0 for answered in answers])),
             length_mean=float(lengths.mean()),
             length_median=float(np.median(lengths)),

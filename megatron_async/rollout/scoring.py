@@ -21,6 +21,7 @@ from megatron_async.rollout.prompts import TaskPrompts
 from megatron_async.rollout.statistics import RolloutStatistics
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.tasks.base import SCORER_FAULTS
+from megatron_async.telemetry.learning import FailingScores
 from megatron_async.trajectory.types import Group, Trajectory, TrajectoryState
 
 _WHOLE = (TrajectoryState.FINISHED, TrajectoryState.SCORED)
@@ -50,6 +51,7 @@ class Scoring:
         self._ready = ready
         self._waiting: defaultdict[int, set[int]] = defaultdict(set)
         self._busy: set[int] = set()
+        self._failing = FailingScores()
 
     async def score(self, trajectory_id: int) -> None:
         """Score a finished trajectory, or its group once it is the last member to finish."""
@@ -104,6 +106,8 @@ class Scoring:
             if number not in wanted:
                 continue
             self._statistics.scored(detail, seconds)
+            for warning in self._failing.scored(detail, self._verifier.failures):
+                self._statistics.warned(*warning)
             if reward is not None:
                 await self._store.set_reward(number, reward, detail)
             self._done(trajectory.group_id, number, reward)

@@ -204,6 +204,7 @@ class RolloutStatistics:
             "rollout/preemptions": float(news.preemptions),
             "rollout/score_queue": float(self._unscored),
             "rollout/score_queue_max": float(self._longest_queue),
+            "rollout/scores": float(news.scores),
             "rollout/scorers": float(scorers.count),
             "rollout/scorer_seconds": scorers.seconds,
         }

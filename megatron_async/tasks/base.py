@@ -37,6 +37,9 @@ SCORER_FAULTS: Final = MappingProxyType(
 )
 """How a scorer can fail: the part of a score that counts it, the metric that adds it up."""
 
+SCORE_FAILURES: Final = SCORER_FAULTS.keys() - {"stray_output"}
+"""Those of them that cost a response its score."""
+
 COST: Final = "cost"
 """The part of a score that is money: added up in the metrics."""
 
@@ -106,12 +109,13 @@ class ResponseScore:
 
     `detail` holds numbers for metrics: `score` (the scorer's own, 0-1), `answered` (an answer was
     found in the text), and one of `SCORER_FAULTS` where it happened. `seconds`: what it took the
-    scorer, 0 = not measured.
+    scorer, 0 = not measured. `failures`: a line for each reward that has failed.
     """
 
     reward: float | None
     detail: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
+    failures: tuple[str, ...] = ()
 
 
 # A reward, None when the scorer failed and that is not a 0, and its named parts.

@@ -12,6 +12,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +21,7 @@ from typing import Any, Final, Protocol
 
 from megatron_async.config.reward import ASYNCHRONOUS, ScorerSettings
 from megatron_async.tasks import scorer_count
-from megatron_async.tasks.base import ResponseScore, Score
+from megatron_async.tasks.base import SCORER_FAULTS, ResponseScore, Score
 from megatron_async.tasks.scorer_count import ScorerCount
 from megatron_async.tasks.scorer_work import Work, added_up, split
 from megatron_async.tasks.waiting_scorer import WaitingScorer
@@ -69,6 +70,8 @@ class ScorerPool:
             self._waits = [part.name in ASYNCHRONOUS for part in settings.parts]
         self._for_waiting = WaitingScorer(settings)
         self.scorers = ScorerCount(settings.task.verifier_workers)
+        self.failures: dict[str, str] = {}
+        self._logs = f" (log: {settings.logs}/scorer-*.log)" if settings.logs else ""
         self.workers: list[Worker] = []
         if self._waits is None or not all(self._waits):
             self._add()
@@ -85,9 +88,12 @@ class ScorerPool:
         """The same for several responses to one prompt, as rewards with `group: true` need it."""
         decode = self._tokenizer.decode
         texts = [str(decode(list(ids), skip_special_tokens=True)) for ids in responses]
-        return await self.score_texts(prompt.payload, texts)
+        scores = await self.score_texts(prompt.payload, texts)
+        return [(score.reward, score.detail) for score in scores]
 
-    async def score_texts(self, payload: Mapping[str, Any], texts: Sequence[str]) -> list[Score]:
+    async def score_texts(
+        self, payload: Mapping[str, Any], texts: Sequence[str]
+    ) -> list[ResponseScore]:
         """The same for responses that are text already; `payload` is the prompt's."""
         work = split(self._settings, payload, texts)
         waits = await self._asynchronous()
@@ -97,8 +103,11 @@ class ScorerPool:
                 for piece in work
             )
         )
-        sums = added_up(self._settings, work, found)
-        return [(score.reward, score.detail) for score in sums]
+        for score in itertools.chain.from_iterable(found):
+            for failure in score.failures:  # of one reward, which has one fault
+                kind = SCORER_FAULTS[next(iter(score.detail))]
+                self.failures.setdefault(kind, failure + self._logs)
+        return added_up(self._settings, work, found)
 
     def close(self) -> None:
         """End all processes; scores that wait are given up."""

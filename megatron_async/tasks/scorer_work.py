@@ -10,7 +10,7 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_async.config.reward import RewardConfig, ScorerSettings
@@ -44,14 +44,18 @@ def scores_of(
     """A scorer's reply as one score for each response."""
     if "error" in reply:
         fault = "verifier_unavailable" if "unavailable" in reply else "verifier_error"
-        return failed(settings, fault, work, seconds)
+        return failed(settings, fault, work, seconds, reply["error"])
     return [ResponseScore(value, parts, seconds) for value, parts in reply["scores"]]
 
 
-def failed(settings: ScorerSettings, fault: str, work: Work, seconds: float) -> list[ResponseScore]:
+def failed(
+    settings: ScorerSettings, fault: str, work: Work, seconds: float, why: object
+) -> list[ResponseScore]:
     """No score, for the reason that `fault` counts."""
     zero = fault == "verifier_error" or settings.task.on_verifier_timeout == "zero"
-    return [ResponseScore(0.0 if zero else None, {fault: 1.0}, seconds) for _ in work.texts]
+    failures = (f"reward {settings.parts[work.part].shown}: {why}",)
+    reward = 0.0 if zero else None
+    return [ResponseScore(reward, {fault: 1.0}, seconds, failures) for _ in work.texts]
 
 
 def added_up(
@@ -82,4 +86,5 @@ def _sum(parts: Sequence[RewardConfig], scores: Sequence[ResponseScore]) -> Resp
             detail[part.shown] = score.reward
         if total is not None:
             total += part.weight * score.reward
-    return replace(scores[0], reward=total, detail=detail, seconds=seconds)
+    failures = tuple(failure for score in scores for failure in score.failures)
+    return ResponseScore(total, detail, seconds, failures)

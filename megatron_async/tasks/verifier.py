@@ -91,7 +91,7 @@ class VerifierWorker:
                 if isinstance(error, ScorerCrash) and crashes < _TRIES:
                     continue
                 seconds = time.monotonic() - began
-                done.append(failed(self._settings, error.fault, work[len(done)], seconds))
+                done.append(failed(self._settings, error.fault, work[len(done)], seconds, error))
                 crashes = 0
         if self._process is not None:
             self._stray += self._process.take_stray()

@@ -12,7 +12,7 @@ Invariants
   the scorer started, then ends itself. The scorer ends with the keeper.
 - Nothing but the harness has the two channels: their descriptors are high and closed on exec,
   standard input is empty, standard output and error go to the log through the keeper, at most
-  `_LOG_BYTES` of them.
+  `_LOG_BYTES` of them. Why a score failed is in the log whatever else is printed.
 - A copy of the scorer process that scorer code forks off neither reads requests nor replies.
 - Rewards and their parts are finite numbers; anything else is an error of the scorer.
 - Blocking rewards are scored one response after the other, asynchronous ones all at once; a process
@@ -32,6 +32,7 @@ import sys
 import time
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import psutil
@@ -52,6 +53,7 @@ from megatron_async.tasks.scorer_frames import (
 
 _HIGH_DESCRIPTOR = 1000
 _LOG_BYTES = 16 << 10
+_LARGEST_LOG_BYTES = 1 << 20
 _TAIL_BYTES = 2000
 _PIECE_BYTES = 4096  # a pipe that is ready takes so much without waiting
 _REAP_MILLISECONDS = 1000.0
@@ -90,13 +92,21 @@ def serve(settings: ScorerSettings, waits: bool, requests: BinaryIO, channel: so
         return 2
     replies.send(reply_packet(START_ID, {"asynchronous": waiting}))
     if waits:
-        asyncio.run(_serve_waiting(rewards, requests, replies))
+        asyncio.run(_serve_waiting(rewards, requests, replies, _log_file(settings)))
     else:
-        _serve_blocking(rewards, requests, replies)
+        _serve_blocking(rewards, requests, replies, _log_file(settings))
     return 0
 
 
-def _serve_blocking(rewards: dict[int, Reward], requests: BinaryIO, replies: _Replies) -> None:
+def _log_file(settings: ScorerSettings) -> Path | None:
+    """The log of all scorers of this host; None: standard error."""
+    name = f"scorer-{socket.gethostname()}.log"
+    return Path(settings.logs) / name if settings.logs else None
+
+
+def _serve_blocking(
+    rewards: dict[int, Reward], requests: BinaryIO, replies: _Replies, log: Path | None
+) -> None:
     """Score one request after the other."""
     while (request := parse_request(requests.readline())) is not None:
         for number, wanted in enumerate(request["wanted"]):
@@ -104,11 +114,13 @@ def _serve_blocking(rewards: dict[int, Reward], requests: BinaryIO, replies: _Re
             try:
                 packet = reply_packet(name, _content(reward.score(_samples(wanted))))
             except (Exception, SystemExit) as error:  # noqa: BLE001 - scorers raise anything
-                packet = reply_packet(name, _error(reward, error))
+                packet = reply_packet(name, _error(reward, error, log))
             replies.send(packet)
 
 
-async def _serve_waiting(rewards: dict[int, Reward], requests: BinaryIO, replies: _Replies) -> None:
+async def _serve_waiting(
+    rewards: dict[int, Reward], requests: BinaryIO, replies: _Replies, log: Path | None
+) -> None:
     """Score all requests at once, in one event loop."""
     running: dict[str, asyncio.Task[None]] = {}
 
@@ -119,7 +131,7 @@ async def _serve_waiting(rewards: dict[int, Reward], requests: BinaryIO, replies
         except asyncio.CancelledError:
             packet = reply_packet(name, {"error": "cancelled"})
         except (Exception, SystemExit) as error:  # noqa: BLE001 - scorers raise anything
-            packet = reply_packet(name, _error(reward, error))
+            packet = reply_packet(name, _error(reward, error, log))
         replies.send(packet)
         del running[number]
 
@@ -144,8 +156,13 @@ def _content(scores: list[RewardScore]) -> dict[str, Any]:
     return {"scores": [[score.value, dict(score.parts)] for score in scores]}
 
 
-def _error(reward: Reward, error: BaseException) -> dict[str, Any]:
-    print(f"a reward failed: {reward.described(error)}", file=sys.stderr)
+def _error(reward: Reward, error: BaseException, log: Path | None) -> dict[str, Any]:
+    text = f"reward {reward.shown} failed: {reward.described(error)}\n{reward.traceback(error)}"
+    if log is None:
+        print(text, end="", file=sys.stderr)
+    else:  # past the keeper, which stops where a reward prints too much
+        with suppress(OSError), log.open("a") as file:
+            file.write(text[: max(0, _LARGEST_LOG_BYTES - file.tell())])
     kind = {"unavailable": True} if isinstance(error, Unavailable) else {}
     return {"error": reward.described(error)[:_ERROR_CHARACTERS], **kind}
 
@@ -252,8 +269,11 @@ def main(settings_json: str, kind: str) -> int:
     requests = fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, high)
     channel = socket.socket(fileno=fcntl.fcntl(1, fcntl.F_DUPFD_CLOEXEC, high))
     os.dup2(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC), 0)
-    os.dup2(2, 1)
     settings = ScorerSettings.model_validate_json(settings_json)
+    if (log := _log_file(settings)) is not None:
+        with suppress(OSError):  # a score is worth more than its log
+            os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666), 2)
+    os.dup2(2, 1)
     prctl(SUBREAPER, 1)
     source, output = os.pipe()
     scorer = os.fork()

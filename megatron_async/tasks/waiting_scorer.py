@@ -48,11 +48,12 @@ class WaitingScorer:
                     async with self._alone if number == _TRIES - 1 else nullcontext():
                         reply = await (await self._connected()).ask(work, limit)
                 except ScorerTimeout as error:
-                    return failed(self._settings, error.fault, work, _since(began))
-                except ScorerCrash:
+                    return failed(self._settings, error.fault, work, _since(began), error)
+                except ScorerCrash as error:
+                    crash = error
                     continue
                 return scores_of(self._settings, reply, work, _since(began))
-            return failed(self._settings, ScorerCrash.fault, work, _since(began))
+            return failed(self._settings, crash.fault, work, _since(began), crash)
 
     def close(self) -> None:
         """End the process; scores that wait for it have crashed."""

@@ -10,10 +10,12 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from megatron_async.tasks.base import SCORER_FAULTS
 from megatron_async.weight_sync.verify import GROSS_FACTOR
 
 ZERO_REWARD_STEPS: Final = 5
@@ -22,6 +24,29 @@ AT_BOUND_STEPS: Final = 3
 """Steps in a row at the staleness bound before the warning."""
 AT_BOUND_SHARE: Final = 0.8
 """Mean lag over the bound that counts as being at it."""
+NEWEST_SCORES: Final = 200
+"""Scores among which failures are counted, once there are so many."""
+FAILED_SHARES: Final = (0.01, 0.1)
+"""Shares of them at which a kind of failure is named."""
+_FAILURES: Final = {
+    "scorer_errors": (
+        "raised or returned no finite number, and count as 0",
+        "mend the reward (`megatron-async reward` tries it alone)",
+    ),
+    "scorer_timeouts": (
+        "took longer than their limit",
+        "make the reward faster, or raise its timeout_seconds (task.verifier_timeout_seconds)",
+    ),
+    "scorer_crashes": (
+        "ended their process again and again",
+        "mend the reward, or raise scoring.memory_mib",
+    ),
+    "scorer_unavailable": (
+        "could not be had from their service",
+        "start the service, give it more capacity, or lower the reward's concurrency",
+    ),
+}
+"""Of each metric of failures: what the scores did, and the remedy."""
 
 Metrics = Mapping[str, float]
 
@@ -174,6 +199,35 @@ class LearningWatch:
         return frozenset(
             rule.name for rule in self._rules if not all(name in metrics for name in rule.needs)
         )
+
+
+class FailingScores:
+    """Counts failures among the newest scores; each kind is named at 1 % and at 10 % of them."""
+
+    def __init__(self) -> None:
+        self._newest: deque[set[str]] = deque(maxlen=NEWEST_SCORES)
+        self._levels: Counter[str] = Counter()
+
+    def scored(
+        self, detail: Mapping[str, float], first: Mapping[str, str]
+    ) -> Iterator[tuple[str, str]]:
+        """Take a score with these parts; (name, message) of each warning that sets in.
+
+        `first`: the first failure of each kind.
+        """
+        self._newest.append({SCORER_FAULTS[name] for name in detail.keys() & SCORER_FAULTS})
+        if not self._newest[-1] and not self._levels.total():
+            return
+        for kind, (what, remedy) in _FAILURES.items():
+            count = sum(kind in failed for failed in self._newest)
+            level = sum(count >= share * NEWEST_SCORES for share in FAILED_SHARES)
+            if level > self._levels[kind]:
+                yield (
+                    ("" if level == 1 else "many_") + kind,
+                    f"{count} of the last {len(self._newest)} scores {what}: the first was "
+                    f"{first.get(kind, 'not kept')}; {remedy}",
+                )
+            self._levels[kind] = max(level, self._levels[kind]) if count else 0
 
 
 class FilteredRounds:

@@ -88,6 +88,7 @@ def _totals(runs: Sequence[RunData]) -> str:
         ("training, tokens/s", lambda r: f"{r.summary.training_tokens_per_second:,.0f}"),
         ("resumed trajectories", lambda r: percent(r.summary.resumed_share)),
         ("lag, mean / largest", lambda r: f"{r.summary.lag_mean:.2f} / {r.summary.lag_max}"),
+        ("failed scores", lambda r: r.summary.failures),
         ("warnings", lambda r: str(len(r.warnings))),
     ]
     head = "".join(f"<th>{html.escape(run.name)}</th>" for run in runs)

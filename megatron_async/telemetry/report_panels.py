@@ -351,6 +351,17 @@ PANELS: Final[tuple[Callable[[RunData], Figure | None], ...]] = (
         scale=100,
     ).figure,
     Panel(
+        "Scores that failed",
+        "scores",
+        (
+            ("exceptions", "rollout/scorer_errors"),
+            ("past the limit", "rollout/scorer_timeouts"),
+            ("processes ended", "rollout/scorer_crashes"),
+            ("service not there", "rollout/scorer_unavailable"),
+        ),
+        "bars",
+    ).figure,
+    Panel(
         "Engines against the trainer, same weights",
         "|difference of log-probs|",
         (("mean", "weights/probe_mean_error"), ("largest", "weights/probe_max_error")),

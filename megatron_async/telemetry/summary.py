@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from megatron_async.run_directory import RunDirectory
+from megatron_async.tasks.base import SCORE_FAILURES, SCORER_FAULTS
 from megatron_async.telemetry.metrics import first_accuracy, read_metrics
 
 _ESS = "off_policy/ess"  # raw, per token (docs/semantics.md section 4: "ESS" alone)
+_MOST_AVERAGED = 5
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """Totals of one run. Shares are of trained sequences or tokens; times are seconds."""
+    """Totals of one run. Shares are of trained sequences or tokens; times are seconds.
+
+    `rewards`: the mean at the start and at the end, of up to five steps each.
+    """
 
     steps: int
     accuracy_first: float | None
@@ -24,7 +30,15 @@ class RunSummary:
     lag_mean: float
     lag_max: int
     ess: float | None
+    rewards: tuple[float, ...] = ()
+    scores: int = 0
+    failed_scores: int = 0
     seconds_by_phase: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def failures(self) -> str:
+        """Number of scores that have failed, in words."""
+        return f"{self.failed_scores:,} of {self.scores:,}" if self.scores else "not measured"
 
 
 def summarise(directory: RunDirectory) -> RunSummary:
@@ -40,6 +54,8 @@ def summarise(directory: RunDirectory) -> RunSummary:
         weights = sum(line[weight] for line in known)
         return sum(line[name] * line[weight] for line in known) / weights if weights else 0.0
 
+    rewards = [line["rollout/reward_mean"] for line in train if "rollout/reward_mean" in line]
+    end = max(1, min(_MOST_AVERAGED, len(rewards) // 2))
     generating = total("rollout/seconds")
     training = total("time/train")
     return RunSummary(
@@ -53,6 +69,9 @@ def summarise(directory: RunDirectory) -> RunSummary:
         lag_mean=weighted("rollout/lag_mean"),
         lag_max=int(max((line["rollout/lag_max"] for line in train), default=0)),
         ess=weighted(_ESS) if any(_ESS in line for line in train) else None,
+        rewards=(fmean(rewards[:end]), fmean(rewards[-end:])) if rewards else (),
+        scores=int(total("rollout/scores")),
+        failed_scores=int(sum(total(f"rollout/{SCORER_FAULTS[kind]}") for kind in SCORE_FAILURES)),
         seconds_by_phase={
             name: total(f"time/{name}")
             for name in ("wait_for_batch", "train", "publish", "evaluate", "checkpoint")

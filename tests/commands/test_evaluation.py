@@ -19,8 +19,8 @@ from megatron_async.commands.launch import Cluster, launch_run
 from megatron_async.config import RunConfig, load_config
 from megatron_async.engines.nodes import NODE_HOST
 from megatron_async.errors import ComponentFailure
-from megatron_async.rollout.evaluate import Evaluation
 from megatron_async.models.save import write_model_directory
+from megatron_async.rollout.evaluate import Evaluation
 from megatron_async.tasks.tiny_model import build_tiny_model
 from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.http import EngineAddress, EngineCallError, call
@@ -88,7 +88,7 @@ def test_an_export_of_a_run_is_named_with_its_version(
     launched: tuple[RunConfig, Path], tmp_path: Path
 ) -> None:
     """Also that of a checkpoint (`convert`); a model that no run has written has none."""
-    config, model = launched
+    _, model = launched
     export = tmp_path / "hf"
     tensors = list(load_file(model / "model.safetensors").items())
     write_model_directory(iter([tensors]), export, model, PolicyVersion(1, 40))

@@ -28,6 +28,10 @@ def test_totals_and_token_weighted_means(tmp_path: Path, monkeypatch: pytest.Mon
                     "rollout/lag_mean": lag,
                     "rollout/lag_max": 3 * lag,
                     "off_policy/ess": 0.9,
+                    "rollout/reward_mean": 0.25 * lag,
+                    "rollout/scores": 575,
+                    "rollout/scorer_errors": 60,
+                    "rollout/scorer_timeouts": step,
                     "time/wait_for_batch": 1.0,
                     "time/train": 4.0,
                     "time/publish": 0.5,
@@ -45,12 +49,24 @@ def test_totals_and_token_weighted_means(tmp_path: Path, monkeypatch: pytest.Mon
     console = Console(width=100, record=True)
     console.print(closing_table(summary, directory, before_sft=0.0, extra_phases=[("SFT", 9.0)]))
     text = console.export_text()
-    for expected in ("0.0 %", "25.0 %", "75.0 %", "1.75 / 6", "0.900", "9.0 s"):
+    for expected in ("0.250 / 0.500", "121 of 1,150", "0.0 %", "25.0 %", "75.0 %", "1.75 / 6", "0.900", "9.0 s"):
         assert expected in text
     monkeypatch.chdir(directory.path)
     assert where_things_are(directory) == "metrics      metrics.jsonl"
     directory.hf_export.mkdir()
     assert "checkpoint   hf (Hugging Face format)" in where_things_are(directory)
+
+
+def test_the_rewards_of_the_table_are_means_of_the_first_and_the_last_steps(
+    tmp_path: Path,
+) -> None:
+    directory = RunDirectory.create(build_config({"name": "r", "root": str(tmp_path)}))
+    with MetricsWriter(directory.metrics_file, lineage=0) as writer:
+        for step in range(40):
+            lags = {"rollout/lag_max": 0.0, "train/trained_tokens": 1.0, "rollout/lag_mean": 0.0}
+            writer.write(step, {**lags, "rollout/resumed_share": 0.0, "rollout/reward_mean": step})
+    assert summarise(directory).rewards == (2.0, 37.0)
+    assert summarise(directory).failures == "not measured", "a run of an earlier version"
 
 
 def test_a_run_without_a_step_has_a_table_too(tmp_path: Path) -> None:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -142,6 +143,7 @@ class ByAnswer:
     """Some problems are never solved, some always, the others at every other try."""
 
     scorers = ScorerCount(1)
+    failures: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self) -> None:
         self._tries: Counter[str] = Counter()

@@ -4,9 +4,10 @@ One warm SGLang server and one trainer rank in this process; everything between 
 thing: scheduler, store, verifier, loss, weight exchange with its checks.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -115,6 +116,7 @@ class LengthParity:
     """A verifier whose reward depends on the length only: each group has responses of 12 and 16."""
 
     scorers = ScorerCount(1)
+    failures: Mapping[str, str] = MappingProxyType({})
 
     async def score(
         self, prompt: object, response_ids: list[int]

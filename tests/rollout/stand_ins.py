@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ class Fixed:
 
     stop_token_ids = (2,)
     scorers = ScorerCount(1)
+    failures: Mapping[str, str] = MappingProxyType({})
 
     def train_prompts(self, position: int, count: int) -> list[Prompt]:
         return [Prompt(np.array([5, position + i], np.int32), "fixed") for i in range(count)]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,10 @@ class Pooled(Fixed):
     def __init__(self, pool: LocalVerifierPool) -> None:
         self.pool = pool
 
+    @property
+    def failures(self) -> Mapping[str, str]:  # type: ignore[override]
+        return self.pool.failures
+
     async def score(
         self, prompt: Prompt, response_ids: Sequence[int]
     ) -> tuple[float | None, dict[str, float]]:
@@ -42,6 +47,7 @@ def test_failing_rewards_of_all_kinds_are_counted_and_stop_nothing(tmp_path: Pat
     write_character_tokenizer(tmp_path)
     pool = LocalVerifierPool(config.scorers, str(tmp_path))
     counts: Counter[str] = Counter()
+    warnings: dict[str, str] = {}
 
     async def body() -> None:
         trainer = Trainer(tmp_path, config, Pooled(pool))
@@ -57,7 +63,7 @@ def test_failing_rewards_of_all_kinds_are_counted_and_stop_nothing(tmp_path: Pat
                     if name.startswith("rollout/scorer_")
                 }
             )
-            await trainer.publish(0, step + 1)
+            warnings.update((await trainer.publish(0, step + 1)).warnings)
         await trainer.manager.stop()
 
     try:
@@ -68,3 +74,7 @@ def test_failing_rewards_of_all_kinds_are_counted_and_stop_nothing(tmp_path: Pat
     assert counts["rollout/scorer_timeouts"] >= 2 * each  # the hanging scorer and the sleeper
     for kind in ("crashes", "errors", "unavailable"):
         assert counts[f"rollout/scorer_{kind}"] >= each, counts
+    kinds = ("errors", "timeouts", "crashes", "unavailable")
+    assert {f"scorer_{kind}" for kind in kinds} <= warnings.keys()
+    place = r"the first was reward fails: KeyError: 'always' at .*own\.py:\d+; mend"
+    assert re.search(place, warnings["scorer_errors"])

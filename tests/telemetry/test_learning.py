@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
 from megatron_async.algorithms.metrics import _HEALTH_RULES
 from megatron_async.config.reference import all_sections
+from megatron_async.tasks.base import SCORE_FAILURES, SCORER_FAULTS
 from megatron_async.telemetry.health import _RULES, ENTROPY_WINDOW, HealthWatch
-from megatron_async.telemetry.learning import ZERO_REWARD_STEPS, FilteredRounds, LearningWatch
+from megatron_async.telemetry.learning import (
+    NEWEST_SCORES,
+    ZERO_REWARD_STEPS,
+    FailingScores,
+    FilteredRounds,
+    LearningWatch,
+)
 
 WELL = {
     "reward/max": 1.0,
@@ -137,3 +146,52 @@ def test_rounds_that_are_filtered_whole_are_counted_until_a_group_is_kept() -> N
         rounds.dropped()
     assert rounds.hopeless
     assert "dropped the last 12 responses (3 batches' worth)" in rounds.sentence()
+
+
+def failing(watch: FailingScores, *faults: str, first: Mapping[str, str]) -> list[tuple[str, str]]:
+    return list(watch.scored(dict.fromkeys(faults, 1.0), first))
+
+
+def test_scores_that_fail_are_named_at_1_and_at_10_percent_each_kind_apart() -> None:
+    watch = FailingScores()
+    first = {"scorer_errors": "reward own: KeyError: 'x' at own.py:7 (log: logs/scorer-*.log)"}
+    seen: dict[str, tuple[int, str]] = {}
+    for number in range(1, 1001):
+        faults = ["verifier_error"] * (number % 9 == 0) + ["verifier_timeout"] * (number % 60 == 0)
+        for name, message in failing(watch, *faults, first=first):
+            assert name not in seen, "once while it lasts"
+            seen[name] = number, message
+    assert {name: number for name, (number, _) in seen.items()} == {
+        "scorer_errors": 18,
+        "many_scorer_errors": 180,
+        "scorer_timeouts": 120,
+    }
+    assert seen["many_scorer_errors"][1].startswith(
+        "20 of the last 180 scores raised or returned no finite number, and count as 0: the first "
+        "was reward own: KeyError: 'x' at own.py:7 (log: logs/scorer-*.log); mend the reward"
+    )
+    assert "timeout_seconds" in seen["scorer_timeouts"][1]
+
+
+def test_failing_scores_are_named_again_after_they_had_ended() -> None:
+    watch = FailingScores()
+
+    def names_of(*faults: str) -> list[str]:
+        return [name for name, _ in failing(watch, *faults, first={})]
+
+    assert names_of("verifier_crash") == [], "one may be chance"
+    assert names_of("verifier_crash") == ["scorer_crashes"]
+    assert [names_of() for _ in range(NEWEST_SCORES)] == [[]] * NEWEST_SCORES
+    assert names_of("verifier_crash") == []
+    assert names_of("verifier_crash") == ["scorer_crashes"]
+
+
+def test_every_kind_of_failure_has_a_warning_and_the_guide_lists_it() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "see-a-run.md").read_text()
+    for kind in SCORE_FAILURES:
+        watch = FailingScores()
+        found = [name for _ in range(20) for name, _ in failing(watch, kind, first={})]
+        assert found == [SCORER_FAULTS[kind], f"many_{SCORER_FAULTS[kind]}"]
+        assert all(f"`{name}`" in page for name in found)
+    assert SCORER_FAULTS.keys() - SCORE_FAILURES == {"stray_output"}, "the score has come"
+    assert [*failing(FailingScores(), *["stray_output"] * 20, first={})] == []

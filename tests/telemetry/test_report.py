@@ -66,6 +66,9 @@ def step_metrics(step: int) -> dict[str, float]:
         "staleness/lag_share_1": 0.4,
         "time/train": 1.0,
         "time/wait_for_batch": 2.0,
+        "rollout/scores": 10.0,
+        "rollout/scorer_errors": float(step == 3),
+        "rollout/scorer_timeouts": 0.0,
         "train/tokens": 50.0,
         "train/trained_tokens": 40.0,
         "train/loss": -0.1,
@@ -130,10 +133,13 @@ def test_it_shows_every_kind_of_panel_that_the_run_has_data_for(page: str) -> No
         "Inside the transfer of weights (phases overlap)",
         "Importance weight of a token",
         "Engines against the trainer, same weights",
+        "Scores that failed",
         "Warnings and restarts",
     ):
         assert title.replace("'", "\\u0027") in page or title in page, title
     assert "KV cache in use" not in body(page), "the run has no such metrics"
+    assert "<td>failed scores</td><td>1 of 60</td>" in page
+    assert "past the limit" not in body(page), "none has failed so"
 
 
 def test_the_band_of_importance_weights_is_their_spread_within_their_extremes(run: Path) -> None:

@@ -19,7 +19,6 @@ from megatron_async.tasks.scorer_frames import BLOCKING, WAITING
 from megatron_async.tasks.scorer_process import ScorerCrash, ScorerProcess, ScorerTimeout
 from megatron_async.tasks.scorer_work import Work, split
 
-
 TRIED_ROWS: Final = 8
 _REFERENCE: Final = "canonical_solution"
 

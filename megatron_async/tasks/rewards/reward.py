@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
+from traceback import format_exception
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -43,6 +44,7 @@ class Reward:
     """A reward, ready to score in this process."""
 
     def __init__(self, config: RewardConfig, function: Callable[..., Any], file: str = "") -> None:
+        self.shown = config.shown
         self._group = config.group
         self._function = function
         self._file = file
@@ -58,6 +60,13 @@ class Reward:
     def described(self, error: BaseException) -> str:
         """An exception of the reward in one line, with the place in the user's own file."""
         return described(error, self._file)
+
+    def traceback(self, error: BaseException) -> str:
+        """The traceback of an exception of the reward, from the user's own file on."""
+        begin = error.__traceback__
+        while begin is not None and begin.tb_frame.f_code.co_filename != self._file:
+            begin = begin.tb_next
+        return "".join(format_exception(type(error), error, begin or error.__traceback__))
 
     def _argument(self, samples: Sequence[Sample]) -> Sample | list[Sample]:
         if self._group:

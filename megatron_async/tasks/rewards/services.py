@@ -32,10 +32,6 @@ _MILLION: Final = 1e6
 Asynchronous = Callable[[Sample], Awaitable[Returned]]
 
 
-class _ReplyTooLarge(Exception):
-    """Nothing that scores a response sends so much."""
-
-
 class JsonPoster:
     """Posts JSON and reads JSON, again where a service is busy. For one event loop.
 
@@ -73,9 +69,6 @@ class JsonPoster:
                     pause = float(after) if after.isdigit() else pause
             except (aiohttp.ClientError, OSError) as error:
                 problem = f"{type(error).__name__}: {error}"
-            except _ReplyTooLarge:
-                problem = f"its reply has more than {_LARGEST_REPLY_MIB} MiB"
-                break
             except (ValueError, RecursionError) as error:
                 problem = f"its reply is not JSON: {error}"
                 break
@@ -90,12 +83,12 @@ class JsonPoster:
 
 
 async def _content_of(reply: aiohttp.ClientResponse) -> bytes:
-    """Read the whole reply, decompressed. Raises _ReplyTooLarge."""
+    """Read the whole reply, decompressed. Raises Unavailable for one that is too large."""
     try:
         await reply.content.readexactly((_LARGEST_REPLY_MIB << 20) + 1)
     except asyncio.IncompleteReadError as error:
         return error.partial
-    raise _ReplyTooLarge
+    raise Unavailable(f"{reply.url}: its reply has more than {_LARGEST_REPLY_MIB} MiB")
 
 
 class _Service(Settings):

@@ -87,6 +87,21 @@ def evaluates(sample: Sample) -> float:
     return float(eval(sample.response))
 
 
+def calls_raises(sample: Sample) -> float:
+    return raises(sample)
+
+
+def talks(sample: Sample) -> float:
+    for _ in range(100):
+        print("talking " * 30)
+    return 1.0
+
+
+async def fails_slowly(sample: Sample) -> float:
+    await asyncio.sleep(0.1)
+    raise KeyError("always")
+
+
 def returns_text(sample: Sample) -> str:
     return "full marks"
 

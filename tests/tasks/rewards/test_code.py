@@ -210,7 +210,7 @@ def test_a_reference_that_fails_its_rows_tests_is_refused_before_anything_starts
 
 
 def test_a_row_without_tests_is_refused_before_anything_starts() -> None:
-    with pytest.raises(UserError, match="row with the prompt 'add two numbers' .*has no tests"):
+    with pytest.raises(UserError, match=r"row with the prompt 'add two numbers' .*has no tests"):
         checked(payload(**MBPP), payload(code=ADD))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from megatron_async.config import build_config, load_config
 from megatron_async.config.reward import ScorerSettings
 from megatron_async.errors import UserError
+from megatron_async.tasks.base import ResponseScore
 from megatron_async.tasks.rewards.check import check_rewards
 from megatron_async.tasks.rewards.sample import score_of
 from megatron_async.tasks.tiny_model import character_tokenizer, write_character_tokenizer
@@ -220,3 +222,47 @@ def test_a_file_beside_the_config_is_found_and_a_name_is_enough(tmp_path: Path) 
     (tmp_path / "run.yaml").write_text("reward: mine.py:score\n")
     (reward,) = load_config(tmp_path / "run.yaml").reward
     assert reward.name == f"{tmp_path / 'mine.py'}:score" and reward.shown == "score"
+
+
+def test_the_runs_log_has_the_traceback_of_a_failure_whatever_else_is_printed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rewards = [own("talks", label="talk"), own("calls_raises"), own("fails_slowly")]
+    settings = settings_of(*rewards).model_copy(update={"logs": str(tmp_path)})
+    scores(tmp_path, settings, ["2"])
+    (log,) = tmp_path.glob("scorer-*.log")
+    text = log.read_text()
+    assert "talking" in text and "more than this log takes" in text
+    for line in (
+        "reward calls_raises failed: JSONDecodeError: ",
+        f'  File "{HERE / "own.py"}", line ',
+        "    return float(json.loads(",
+        "reward fails_slowly failed: KeyError: 'always'",
+    ):
+        assert text.count(line) >= 1, line
+    assert "megatron_async/tasks" not in text, "the harness's own frames are of no use"
+    assert capfd.readouterr().err == ""
+
+
+def test_the_first_failure_of_each_kind_is_kept_with_its_place(tmp_path: Path) -> None:
+    write_character_tokenizer(tmp_path)
+    settings = settings_of(own("calls_raises"), own("not_there"), own("sleeps", timeout_seconds=1))
+    pool = LocalVerifierPool(settings, str(tmp_path))
+
+    async def score() -> list[ResponseScore]:
+        try:
+            return [(await pool.score_texts(PAYLOAD, [text]))[0] for text in ("2", "3")]
+        finally:
+            pool.close()
+
+    first, second = asyncio.run(score())
+    assert re.match(
+        r"reward calls_raises: JSONDecodeError: .* at .*own\.py:\d+$", first.failures[0]
+    )
+    assert first.failures[1:] == (
+        "reward not_there: Unavailable: nobody serves at " + first.failures[1].rpartition(" ")[2],
+        "reward sleeps: no reply within the limit",
+    )
+    kinds = ("scorer_errors", "scorer_unavailable", "scorer_timeouts")
+    assert pool.failures == dict(zip(kinds, first.failures, strict=True))
+    assert len(second.failures) == 3
