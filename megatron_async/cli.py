@@ -169,6 +169,18 @@ def evaluate(
 
 
 @app.command()
+def reward(
+    responses: Annotated[Path, Option(help="Rows with `response`: docs/rewards.md.")],
+    overrides: Overrides = None,
+    config: ConfigOption = None,
+) -> None:
+    """Score responses of a file as a run would: parts, failures with tracebacks, times."""
+    from megatron_async.commands.reward import reward_command
+
+    reward_command(_need(config, "reward"), overrides or [], responses)
+
+
+@app.command()
 def quickstart(
     overrides: Overrides = None,
     config: Annotated[Path, Option(help="YAML file.")] = Path("configs/quickstart.yaml"),

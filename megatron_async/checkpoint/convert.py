@@ -233,10 +233,9 @@ def megatron_to_hf(
             _progress("megatron-to-hf", elements, show_progress) as advance,
         ):
             stream = _hf_tensors(checkpoint, reader, architecture, cast, advance)
-            version = None if converted else checkpoint.manifest.version
-            write_model_directory(
-                buckets(stream, max_shard_bytes), destination, copied_from, version
-            )
+            version = "" if converted else str(checkpoint.manifest.version)
+            files = buckets(stream, max_shard_bytes)
+            write_model_directory(files, destination, copied_from, version)
     except CorruptCheckpoint as error:
         raise UserError(f"checkpoint {checkpoint.path}: {error}") from error
     return checkpoint

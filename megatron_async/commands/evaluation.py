@@ -53,7 +53,7 @@ def eval_command(
             typer.echo(f"{name}: {result.sentence()}, {result.seconds:.1f} s")
         if samples is not None:
             # The number that the engine was given here means nothing to a reader.
-            of = {"model": str(path), "versions": [str(exported)] if exported else []}
+            of = {"model": str(path), "versions": [exported] if exported else []}
             append_json_lines(samples, [{**one, **of} for one in found.samples()])
 
     with tempfile.TemporaryDirectory(prefix="megatron-async-eval-") as logs:

@@ -24,7 +24,6 @@ from megatron_async.config.files import read_json_object
 from megatron_async.errors import UserError, shown
 from megatron_async.models.architecture import Architecture
 from megatron_async.models.families import rules_of
-from megatron_async.trajectory.types import PolicyVersion
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,10 +70,10 @@ class SafetensorsDirectory:
         for file in sorted(set(self.file_of.values())):
             self._file(file)
 
-    def version(self) -> PolicyVersion | None:
-        """Return the version that a run has exported; None for any other model."""
-        text = (self._file(next(iter(self.file_of.values()))).metadata() or {}).get(VERSION_KEY)
-        return PolicyVersion.parse(text) if text else None
+    def version(self) -> str:
+        """Return the policy version that a run has exported; empty for any other model."""
+        metadata = self._file(next(iter(self.file_of.values()))).metadata() or {}
+        return str(metadata.get(VERSION_KEY, ""))
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())

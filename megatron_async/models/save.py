@@ -27,7 +27,6 @@ from megatron_async.models.architecture import Architecture
 from megatron_async.models.export import SENDER, NamedTensor, buckets, sender_tensors
 from megatron_async.models.model_files import INDEX_FILE, SINGLE_FILE, VERSION_KEY
 from megatron_async.models.parameters import unwrap
-from megatron_async.trajectory.types import PolicyVersion
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
 COPIED_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
@@ -39,7 +38,7 @@ def save_hf(
     source: Path | str,
     *,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
-    version: PolicyVersion | None = None,
+    version: str = "",
 ) -> None:
     """Write the model to `destination`; called on every rank, rank 0 writes.
 
@@ -72,19 +71,15 @@ def checkpoint_dtype(architecture: Architecture) -> torch.dtype:
 
 
 def write_model_directory(
-    stream: Iterator[list[NamedTensor]],
-    destination: Path,
-    source: Path,
-    version: PolicyVersion | None = None,
+    stream: Iterator[list[NamedTensor]], destination: Path, source: Path, version: str = ""
 ) -> None:
     """Each bucket of `stream` becomes one safetensors file of a new directory `destination`."""
-    metadata = {"format": "pt", **({VERSION_KEY: str(version)} if version else {})}
     partial = destination.with_name(f".{destination.name}.partial-{os.getpid()}")
     with writing(destination):
         partial.parent.mkdir(parents=True, exist_ok=True)
         partial.mkdir()
     try:
-        _write_weights(stream, partial, metadata)
+        _write_weights(stream, partial, version)
         for path in sorted(source.iterdir()):
             if path.is_file() and path.suffix in COPIED_SUFFIXES and path.name != INDEX_FILE:
                 with writing(destination / path.name):
@@ -100,9 +95,8 @@ def write_model_directory(
             shutil.rmtree(partial)
 
 
-def _write_weights(
-    stream: Iterator[list[NamedTensor]], folder: Path, metadata: dict[str, str]
-) -> None:
+def _write_weights(stream: Iterator[list[NamedTensor]], folder: Path, version: str) -> None:
+    metadata = {"format": "pt", VERSION_KEY: version}
     names_of_file: list[list[str]] = []
     total = 0
     for bucket in stream:

@@ -48,11 +48,6 @@ class Answered:
     truncated: bool
     versions: Mapping[PolicyVersion, int] = field(default_factory=dict)
 
-    @property
-    def failed(self) -> bool:
-        """True where there is no score, or a 0 for want of one."""
-        return self.reward is None or bool(SCORE_FAILURES & self.detail.keys())
-
 
 @dataclass(frozen=True)
 class Estimate:
@@ -120,9 +115,9 @@ class EvalResult:
             f"({100 * e.low:.1f} to {100 * e.high:.1f})"
             for name, e in self.estimates.items()
         )
-        failed = f", {self.failed_judgements} scores failed" * bool(self.failed_judgements)
-        length = f"{self.length_mean:.1f} tokens each"
-        return f"{self.name}: {shares}; {self.answers} answers, {length}{failed}"
+        text = f"{self.name}: {shares}; {self.answers} answers, {self.length_mean:.1f} tokens each"
+        failed = self.failed_judgements
+        return text + f", {failed} scores failed" * bool(failed)
 
 
 @dataclass(frozen=True)
@@ -270,7 +265,9 @@ class Evaluator:
             name=name,
             accuracy=found["accuracy"].value,
             answers=len(answers),
-            failed_judgements=sum(answered.failed for answered in answers),
+            failed_judgements=sum(
+                a.reward is None or bool(SCORE_FAILURES & a.detail.keys()) for a in answers
+            ),
             reward_mean=float(np.mean([answered.reward or 0.0 for answered in answers])),
             length_mean=float(lengths.mean()),
             length_median=float(np.median(lengths)),

@@ -12,7 +12,7 @@ Invariants
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final, Protocol
@@ -26,19 +26,17 @@ from megatron_async.trajectory.types import IntArray, Prompt
 
 BoolArray = npt.NDArray[np.bool_]
 
-SCORER_FAULTS: Final = MappingProxyType(
+SCORE_FAILURES: Final[Mapping[str, str]] = MappingProxyType(
     {
+        "verifier_error": "scorer_errors",
         "verifier_timeout": "scorer_timeouts",
         "verifier_crash": "scorer_crashes",
-        "verifier_error": "scorer_errors",
         "verifier_unavailable": "scorer_unavailable",
-        "stray_output": "scorer_stray_output",
     }
 )
-"""How a scorer can fail: the part of a score that counts it, the metric that adds it up."""
-
-SCORE_FAILURES: Final = SCORER_FAULTS.keys() - {"stray_output"}
-"""Those of them that cost a response its score."""
+"""How a score can fail: the part of it that counts that, the metric that adds it up."""
+SCORER_FAULTS: Final = MappingProxyType({**SCORE_FAILURES, "stray_output": "scorer_stray_output"})
+"""The same, and what a scorer does wrong although the score has come."""
 
 COST: Final = "cost"
 """The part of a score that is money: added up in the metrics."""

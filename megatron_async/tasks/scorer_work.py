@@ -49,12 +49,14 @@ def scores_of(
 
 
 def failed(
-    settings: ScorerSettings, fault: str, work: Work, seconds: float, why: object
+    settings: ScorerSettings, fault: str, work: Work, seconds: float, why: object = None
 ) -> list[ResponseScore]:
     """No score, for the reason that `fault` counts."""
     zero = fault == "verifier_error" or settings.task.on_verifier_timeout == "zero"
-    failures = (f"reward {settings.parts[work.part].shown}: {why}",)
-    reward = 0.0 if zero else None
+    part = settings.parts[work.part]
+    if fault == "verifier_timeout":
+        why = f"no score within {settings.limit_seconds(part):g} s (its timeout_seconds)"
+    reward, failures = 0.0 if zero else None, (f"reward {part.shown}: {why}",)
     return [ResponseScore(reward, {fault: 1.0}, seconds, failures) for _ in work.texts]
 
 

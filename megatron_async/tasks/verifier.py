@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
@@ -144,6 +144,17 @@ class LocalVerifierPool(ScorerPool):
 
     def __init__(self, settings: ScorerSettings, model_path: str) -> None:
         super().__init__(settings, model_path, lambda: _LocalWorker(settings))
+
+
+async def scored(
+    settings: ScorerSettings, jobs: Sequence[tuple[Mapping[str, Any], Sequence[str]]]
+) -> list[list[ResponseScore]]:
+    """Score the texts of each job, (payload of a prompt, responses), by a pool that ends then."""
+    pool = LocalVerifierPool(settings, model_path="")
+    try:
+        return await asyncio.gather(*(pool.score_texts(*job) for job in jobs))
+    finally:
+        pool.close()
 
 
 class _RayWorker:

@@ -33,6 +33,7 @@ import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from traceback import format_exception
 from typing import Any, BinaryIO
 
 import psutil
@@ -64,14 +65,32 @@ _ERROR_CHARACTERS = 500
 class _Replies:
     """Sends packets as the process that made it; a forked copy of that process ends instead."""
 
-    def __init__(self, channel: socket.socket) -> None:
+    def __init__(self, channel: socket.socket, log: Path | None = None) -> None:
+        """`log` gets the tracebacks of rewards; None: standard error gets a line for each."""
         self._channel = channel
         self._pid = os.getpid()
+        self._log = log
 
     def send(self, packet: bytes) -> None:
         if os.getpid() != self._pid:
             os._exit(0)
         self._channel.send(packet)
+
+    def error(self, reward: Reward, error: BaseException) -> dict[str, Any]:
+        """Log an exception of the reward; the content of the reply to its score."""
+        what = reward.described(error)
+        line = f"reward {reward.shown} failed: {what}\n"
+        if self._log is None:
+            print(line, end="", file=sys.stderr)
+        else:  # past the keeper, which stops where a reward prints too much
+            with (
+                suppress(OSError),
+                self._log.open("a", 1 << 20, "utf-8", "backslashreplace") as file,
+            ):
+                text = line + "".join(format_exception(error))
+                file.write(text[: max(0, _LARGEST_LOG_BYTES - file.tell())])
+        kind = {"unavailable": True} if isinstance(error, Unavailable) else {}
+        return {"error": what[:_ERROR_CHARACTERS], **kind}
 
 
 def serve(settings: ScorerSettings, waits: bool, requests: BinaryIO, channel: socket.socket) -> int:
@@ -79,7 +98,7 @@ def serve(settings: ScorerSettings, waits: bool, requests: BinaryIO, channel: so
 
     Exit code 2 when the settings are refused.
     """
-    replies = _Replies(channel)
+    replies = _Replies(channel, _log_file(settings))
     try:
         waiting = [asynchronous(part) for part in settings.parts]
         rewards = {
@@ -92,9 +111,9 @@ def serve(settings: ScorerSettings, waits: bool, requests: BinaryIO, channel: so
         return 2
     replies.send(reply_packet(START_ID, {"asynchronous": waiting}))
     if waits:
-        asyncio.run(_serve_waiting(rewards, requests, replies, _log_file(settings)))
+        asyncio.run(_serve_waiting(rewards, requests, replies))
     else:
-        _serve_blocking(rewards, requests, replies, _log_file(settings))
+        _serve_blocking(rewards, requests, replies)
     return 0
 
 
@@ -104,9 +123,7 @@ def _log_file(settings: ScorerSettings) -> Path | None:
     return Path(settings.logs) / name if settings.logs else None
 
 
-def _serve_blocking(
-    rewards: dict[int, Reward], requests: BinaryIO, replies: _Replies, log: Path | None
-) -> None:
+def _serve_blocking(rewards: dict[int, Reward], requests: BinaryIO, replies: _Replies) -> None:
     """Score one request after the other."""
     while (request := parse_request(requests.readline())) is not None:
         for number, wanted in enumerate(request["wanted"]):
@@ -114,13 +131,11 @@ def _serve_blocking(
             try:
                 packet = reply_packet(name, _content(reward.score(_samples(wanted))))
             except (Exception, SystemExit) as error:  # noqa: BLE001 - scorers raise anything
-                packet = reply_packet(name, _error(reward, error, log))
+                packet = reply_packet(name, replies.error(reward, error))
             replies.send(packet)
 
 
-async def _serve_waiting(
-    rewards: dict[int, Reward], requests: BinaryIO, replies: _Replies, log: Path | None
-) -> None:
+async def _serve_waiting(rewards: dict[int, Reward], requests: BinaryIO, replies: _Replies) -> None:
     """Score all requests at once, in one event loop."""
     running: dict[str, asyncio.Task[None]] = {}
 
@@ -131,7 +146,7 @@ async def _serve_waiting(
         except asyncio.CancelledError:
             packet = reply_packet(name, {"error": "cancelled"})
         except (Exception, SystemExit) as error:  # noqa: BLE001 - scorers raise anything
-            packet = reply_packet(name, _error(reward, error, log))
+            packet = reply_packet(name, replies.error(reward, error))
         replies.send(packet)
         del running[number]
 
@@ -154,17 +169,6 @@ def _samples(wanted: dict[str, Any]) -> list[Sample]:
 
 def _content(scores: list[RewardScore]) -> dict[str, Any]:
     return {"scores": [[score.value, dict(score.parts)] for score in scores]}
-
-
-def _error(reward: Reward, error: BaseException, log: Path | None) -> dict[str, Any]:
-    text = f"reward {reward.shown} failed: {reward.described(error)}\n{reward.traceback(error)}"
-    if log is None:
-        print(text, end="", file=sys.stderr)
-    else:  # past the keeper, which stops where a reward prints too much
-        with suppress(OSError), log.open("a") as file:
-            file.write(text[: max(0, _LARGEST_LOG_BYTES - file.tell())])
-    kind = {"unavailable": True} if isinstance(error, Unavailable) else {}
-    return {"error": reward.described(error)[:_ERROR_CHARACTERS], **kind}
 
 
 def _run_scorer(

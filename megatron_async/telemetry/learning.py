@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from megatron_async.tasks.base import SCORER_FAULTS
+from megatron_async.tasks.base import SCORE_FAILURES
 from megatron_async.weight_sync.verify import GROSS_FACTOR
 
 ZERO_REWARD_STEPS: Final = 5
@@ -28,25 +28,12 @@ NEWEST_SCORES: Final = 200
 """Scores among which failures are counted, once there are so many."""
 FAILED_SHARES: Final = (0.01, 0.1)
 """Shares of them at which a kind of failure is named."""
-_FAILURES: Final = {
-    "scorer_errors": (
-        "raised or returned no finite number, and count as 0",
-        "mend the reward (`megatron-async reward` tries it alone)",
-    ),
-    "scorer_timeouts": (
-        "took longer than their limit",
-        "make the reward faster, or raise its timeout_seconds (task.verifier_timeout_seconds)",
-    ),
-    "scorer_crashes": (
-        "ended their process again and again",
-        "mend the reward, or raise scoring.memory_mib",
-    ),
-    "scorer_unavailable": (
-        "could not be had from their service",
-        "start the service, give it more capacity, or lower the reward's concurrency",
-    ),
+_REMEDIES: Final = {
+    "scorer_errors": "try the reward alone (`megatron-async reward`) and mend it",
+    "scorer_timeouts": "make the reward faster, or raise task.verifier_timeout_seconds",
+    "scorer_crashes": "find out why its process ends, or raise scoring.memory_mib",
+    "scorer_unavailable": "look at the service, or lower the reward's concurrency",
 }
-"""Of each metric of failures: what the scores did, and the remedy."""
 
 Metrics = Mapping[str, float]
 
@@ -215,18 +202,16 @@ class FailingScores:
 
         `first`: the first failure of each kind.
         """
-        self._newest.append({SCORER_FAULTS[name] for name in detail.keys() & SCORER_FAULTS})
+        self._newest.append({SCORE_FAILURES[name] for name in detail.keys() & SCORE_FAILURES})
         if not self._newest[-1] and not self._levels.total():
             return
-        for kind, (what, remedy) in _FAILURES.items():
+        for kind, remedy in _REMEDIES.items():
             count = sum(kind in failed for failed in self._newest)
             level = sum(count >= share * NEWEST_SCORES for share in FAILED_SHARES)
             if level > self._levels[kind]:
-                yield (
-                    ("" if level == 1 else "many_") + kind,
-                    f"{count} of the last {len(self._newest)} scores {what}: the first was "
-                    f"{first.get(kind, 'not kept')}; {remedy}",
-                )
+                seen = f"{count} of the last {len(self._newest)} scores have failed"
+                cause = first.get(kind, "not kept")
+                yield "many_" * (level - 1) + kind, f"{seen}, the first by {cause}; {remedy}"
             self._levels[kind] = max(level, self._levels[kind]) if count else 0
 
 

@@ -17,6 +17,7 @@ from typing import Any, Final, Literal, TypeAlias
 import numpy as np
 import plotly.graph_objects as go
 
+from megatron_async.tasks.base import SCORE_FAILURES
 from megatron_async.telemetry.report_data import RunData
 
 # Okabe and Ito: distinct with every kind of colour vision, on white and on black.
@@ -353,12 +354,7 @@ PANELS: Final[tuple[Callable[[RunData], Figure | None], ...]] = (
     Panel(
         "Scores that failed",
         "scores",
-        (
-            ("exceptions", "rollout/scorer_errors"),
-            ("past the limit", "rollout/scorer_timeouts"),
-            ("processes ended", "rollout/scorer_crashes"),
-            ("service not there", "rollout/scorer_unavailable"),
-        ),
+        tuple((kind.replace("_", " "), f"rollout/{kind}") for kind in SCORE_FAILURES.values()),
         "bars",
     ).figure,
     Panel(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from megatron_async.run_directory import RunDirectory
-from megatron_async.tasks.base import SCORE_FAILURES, SCORER_FAULTS
+from megatron_async.tasks.base import SCORE_FAILURES
 from megatron_async.telemetry.metrics import first_accuracy, read_metrics
 
 _ESS = "off_policy/ess"  # raw, per token (docs/semantics.md section 4: "ESS" alone)
@@ -71,7 +71,7 @@ def summarise(directory: RunDirectory) -> RunSummary:
         ess=weighted(_ESS) if any(_ESS in line for line in train) else None,
         rewards=(fmean(rewards[:end]), fmean(rewards[-end:])) if rewards else (),
         scores=int(total("rollout/scores")),
-        failed_scores=int(sum(total(f"rollout/{SCORER_FAULTS[kind]}") for kind in SCORE_FAILURES)),
+        failed_scores=int(sum(total(f"rollout/{kind}") for kind in SCORE_FAILURES.values())),
         seconds_by_phase={
             name: total(f"time/{name}")
             for name in ("wait_for_batch", "train", "publish", "evaluate", "checkpoint")

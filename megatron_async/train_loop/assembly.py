@@ -89,7 +89,7 @@ def train(directory: RunDirectory, config: RunConfig, ray_address: str, stop: St
         if complete and config.checkpoint.export_hf:
             # A run that was extended by --resume exports anew.
             rank_zero.run(lambda: shutil.rmtree(directory.hf_export, ignore_errors=True))
-            version = trainer.version
+            version = str(trainer.version)
             save_hf(trainer.model, directory.hf_export, config.model.path, version=version)
         if metrics is not None:
             metrics.report(trainer.step, json.dumps(asdict(summarise(directory)), indent=1))

@@ -22,7 +22,6 @@ from megatron_async.errors import ComponentFailure
 from megatron_async.models.save import write_model_directory
 from megatron_async.rollout.evaluate import Evaluation
 from megatron_async.tasks.tiny_model import build_tiny_model
-from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.http import EngineAddress, EngineCallError, call
 
 SETTINGS = """
@@ -91,7 +90,7 @@ def test_an_export_of_a_run_is_named_with_its_version(
     _, model = launched
     export = tmp_path / "hf"
     tensors = list(load_file(model / "model.safetensors").items())
-    write_model_directory(iter([tensors]), export, model, PolicyVersion(1, 40))
+    write_model_directory(iter([tensors]), export, model, "1.40")
     samples = tmp_path / "samples.jsonl"
     arguments = ["--config", str(tmp_path / "launched" / "config.yaml"), "--samples", str(samples)]
     arguments += ["--model", str(export), "--model", str(model), "eval.save_samples=1"]

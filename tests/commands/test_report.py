@@ -49,7 +49,16 @@ def test_totals_and_token_weighted_means(tmp_path: Path, monkeypatch: pytest.Mon
     console = Console(width=100, record=True)
     console.print(closing_table(summary, directory, before_sft=0.0, extra_phases=[("SFT", 9.0)]))
     text = console.export_text()
-    for expected in ("0.250 / 0.500", "121 of 1,150", "0.0 %", "25.0 %", "75.0 %", "1.75 / 6", "0.900", "9.0 s"):
+    for expected in (
+        "0.250 / 0.500",
+        "121 of 1,150",
+        "0.0 %",
+        "25.0 %",
+        "75.0 %",
+        "1.75 / 6",
+        "0.900",
+        "9.0 s",
+    ):
         assert expected in text
     monkeypatch.chdir(directory.path)
     assert where_things_are(directory) == "metrics      metrics.jsonl"

@@ -76,5 +76,5 @@ def test_failing_rewards_of_all_kinds_are_counted_and_stop_nothing(tmp_path: Pat
         assert counts[f"rollout/scorer_{kind}"] >= each, counts
     kinds = ("errors", "timeouts", "crashes", "unavailable")
     assert {f"scorer_{kind}" for kind in kinds} <= warnings.keys()
-    place = r"the first was reward fails: KeyError: 'always' at .*own\.py:\d+; mend"
+    place = r"the first by reward fails: KeyError: 'always' at .*own\.py:\d+; try"
     assert re.search(place, warnings["scorer_errors"])

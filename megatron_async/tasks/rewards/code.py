@@ -73,15 +73,15 @@ def check_code(
                 _tests(sample.metadata)
                 continue
             passed, outcome = _tested(sandbox, sample, limit_seconds)
-        except (ValueError, SandboxError) as error:
+        except (ValueError, SyntaxError, SandboxError) as error:
             raise UserError(f"reward is 'code': {name} cannot be scored: {error}") from error
         if not passed:
-            last = (outcome.errors.strip().splitlines() or [f"exit code {outcome.exit_code}"])[-1]
-            why = f"more than its limit of {outcome.exceeded}" if outcome.exceeded else last[:200]
+            last = outcome.errors.strip().rpartition("\n")[2][:200]
+            why = f"more than its limit of {outcome.exceeded}" if outcome.exceeded else last
             raise UserError(
-                f"reward is 'code': {name} fails the row's own tests ({why}): a right program must "
-                "run them to their end; `test` runs as it stands, then `check(entry_point)` where "
-                "it defines `check`; mend the row, or take the column out"
+                f"reward is 'code': {name} fails the row's own tests ({why}); a right program runs "
+                "`test` as it stands, and `check(entry_point)` where that defines `check`, to the "
+                "end; mend the row, or take the column out"
             )
 
 
@@ -109,13 +109,10 @@ def _program(sample: Sample) -> str:
 
 
 def _tests(row: Mapping[str, Any]) -> str:
-    """The row's tests as one program. Raises ValueError where it has none that can be run."""
+    """The row's tests as one program. Raises ValueError or SyntaxError where it has none to run."""
     if row.get("test"):
         test, entry = str(row["test"]), row.get("entry_point")
-        try:
-            names = symtable.symtable(test, "test", "exec")
-        except SyntaxError as error:
-            raise ValueError(f"the row's `test` is no Python program: {error}") from error
+        names = symtable.symtable(test, "the row's `test`", "exec")
         check = names.lookup(_CHECK) if _CHECK in names.get_identifiers() else None
         if check is None or not (check.is_assigned() or check.is_imported()):
             return test

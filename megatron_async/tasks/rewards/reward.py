@@ -13,7 +13,6 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
-from traceback import format_exception
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -60,13 +59,6 @@ class Reward:
     def described(self, error: BaseException) -> str:
         """An exception of the reward in one line, with the place in the user's own file."""
         return described(error, self._file)
-
-    def traceback(self, error: BaseException) -> str:
-        """The traceback of an exception of the reward, from the user's own file on."""
-        begin = error.__traceback__
-        while begin is not None and begin.tb_frame.f_code.co_filename != self._file:
-            begin = begin.tb_next
-        return "".join(format_exception(type(error), error, begin or error.__traceback__))
 
     def _argument(self, samples: Sequence[Sample]) -> Sample | list[Sample]:
         if self._group:

@@ -147,8 +147,14 @@ def test_a_failure_can_drop_the_trajectory(tmp_path: Path) -> None:
         (own("returns_text"), "returned 'full marks'; it must be a number"),
         (own("returns_list"), r"returned \[1\.0\]; it must be a number.*`group: true`"),
         (own("by_hand", group=True), r"AttributeError: 'list' object .* at .*own\.py:\d+"),
-        (own("dies"), "whose process ended on the trial response '2'"),
-        (own("sleeps", timeout_seconds=0.5), "had no score within 0.5 s"),
+        (
+            own("dies"),
+            r"dies: it ended with exit code 3 \(tried on \['2', ''\] as response",
+        ),
+        (
+            own("sleeps", timeout_seconds=0.5),
+            r"no score within 0.5 s \(its timeout_seconds\)",
+        ),
         (own("NeedsArguments"), "missing 1 required positional argument: 'path'"),
         (own("NeedsArguments", arguments={"path": "/no"}), r"FileNotFoundError.* at .*own\.py:\d+"),
         (own("not_callable"), "neither a function nor a class"),
@@ -186,7 +192,7 @@ def test_an_error_at_the_import_names_the_users_line_and_no_frame_of_the_import_
 
 
 def test_an_error_in_text_that_a_reward_evaluates_names_the_users_line() -> None:
-    with pytest.raises(UserError, match=r"SyntaxError: .* at .*own\.py:\d+$"):
+    with pytest.raises(UserError, match=r"SyntaxError: .* at .*own\.py:\d+ \(tried"):
         check_rewards(settings_of(own("evaluates")), {**PAYLOAD, "answer": "2 +"})
 
 
@@ -240,7 +246,6 @@ def test_the_runs_log_has_the_traceback_of_a_failure_whatever_else_is_printed(
         "reward fails_slowly failed: KeyError: 'always'",
     ):
         assert text.count(line) >= 1, line
-    assert "megatron_async/tasks" not in text, "the harness's own frames are of no use"
     assert capfd.readouterr().err == ""
 
 
@@ -261,7 +266,7 @@ def test_the_first_failure_of_each_kind_is_kept_with_its_place(tmp_path: Path) -
     )
     assert first.failures[1:] == (
         "reward not_there: Unavailable: nobody serves at " + first.failures[1].rpartition(" ")[2],
-        "reward sleeps: no reply within the limit",
+        "reward sleeps: no score within 1 s (its timeout_seconds)",
     )
     kinds = ("scorer_errors", "scorer_unavailable", "scorer_timeouts")
     assert pool.failures == dict(zip(kinds, first.failures, strict=True))

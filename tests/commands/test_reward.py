@@ -1,0 +1,140 @@
+"""`megatron-async reward`: the documented lines scored as in a run, and bad ones refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import Result
+from typer.testing import CliRunner
+
+from megatron_async.cli import app
+from megatron_async.errors import UserError
+
+PAGE = Path(__file__).parents[2] / "docs" / "rewards.md"
+OWN = """
+def score(sample):
+    print("looks at", sample.response)
+    right = float(str(sample.answer) in sample.response)
+    return right, {"right": right, "level": float(sample.metadata["level"])}
+
+
+async def waits(sample):
+    return 0.5
+
+
+def rank(samples):
+    return [float(len(sample.response)) for sample in samples]
+"""
+
+
+def call(
+    folder: Path, lines: list[Any], *overrides: str, rewards: Any = "own.py:score", **task: Any
+) -> Result:
+    (folder / "own.py").write_text(OWN)
+    settings: dict[str, Any] = {"reward": rewards, "task": task}
+    (folder / "run.yaml").write_text(yaml.safe_dump(settings))
+    (folder / "r.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    files = ["--config", str(folder / "run.yaml"), "--responses", str(folder / "r.jsonl")]
+    return CliRunner().invoke(app, ["reward", *files, *overrides])
+
+
+def without_times(text: str) -> str:
+    return re.sub(r"\d+\.\d{3} s$", "T s", text, flags=re.M)
+
+
+def test_the_lines_of_the_documentation_are_scored(tmp_path: Path) -> None:
+    section = PAGE.read_text().partition("## Try a reward without a run")[2]
+    lines = re.search(r"```json\n(.*?)```", section, re.S)
+    assert lines is not None
+    done = call(tmp_path, [json.loads(line) for line in lines[1].splitlines()])
+    assert done.exit_code == 0, done.output
+    assert without_times(done.stdout).splitlines() == [
+        "line 1: 1 (right 1, level 1), T s",
+        "line 2: 0 (right 0, level 1), T s",
+        "line 2: 0 (right 0, level 1), T s",
+        "line 3: 0 (verifier_error 1), T s",
+        f"    reward score: KeyError: 'level' at {tmp_path / 'own.py'}:5",
+        "4 responses, mean score 0.25, 1 failed",
+    ]
+    assert "looks at So it is 4." in done.stderr
+    assert f'File "{tmp_path / "own.py"}", line 5, in score' in done.stderr
+
+
+def test_a_row_has_the_columns_of_the_data_and_several_rewards_their_weights(
+    tmp_path: Path,
+) -> None:
+    row = {"problem": "2+2?", "key": {"value": 4}, "level": 3}
+    rewards = [
+        "own.py:score",
+        {"name": "own.py:waits", "weight": 2.0},
+        {"name": "own.py:rank", "group": True, "weight": 0.0},
+    ]
+    columns = {"prompt": "problem", "answer": "key.value"}
+    task = {"kind": "files", "path": "elsewhere.jsonl", "columns": columns}
+    done = call(tmp_path, [{**row, "response": ["4", "five"]}], rewards=rewards, **task)
+    assert without_times(done.stdout).splitlines()[:2] == [
+        "line 1: 2 (score.right 1, score.level 3, score 1, waits 0.5, rank 1), T s",
+        "line 1: 1 (score.right 0, score.level 3, score 0, waits 0.5, rank 4), T s",
+    ]
+
+
+def test_programs_run_in_the_sandbox_under_their_limits(tmp_path: Path) -> None:
+    row = {"prompt": "f", "test": "assert f() == 1", "entry_point": "f"}
+    programs = [
+        "def f(): return 1",
+        "def f(): return 2",
+        "def f(): return 1\nwhile True: print('x' * 1000)",
+    ]
+    lines = [{**row, "response": program} for program in programs]
+    task = {"kind": "files", "path": "x.jsonl", "columns": {"answer": ""}}
+    done = call(tmp_path, lines, rewards="code", **task)
+    found = without_times(done.stdout).splitlines()
+    assert found[:3] == ["line 1: 1, T s", "line 2: 0, T s", "line 3: 0 (exceeded_output 1), T s"]
+
+
+def test_a_score_past_its_limit_is_a_failure_without_a_score(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text("import time\ndef score(sample): time.sleep(60)\n")
+    line = {"response": "x", "prompt": "p", "answer": "a"}
+    limits = ("task.verifier_timeout_seconds=0.5", "task.on_verifier_timeout=drop")
+    done = call(tmp_path, [line], *limits, rewards="slow.py:score")
+    assert done.exit_code == 0
+    assert without_times(done.stdout).splitlines() == [
+        "line 1: no score (verifier_timeout 1), T s",
+        "    reward score: no score within 0.5 s (its timeout_seconds)",
+        "1 responses, mean score 0, 1 failed",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ({"prompt": "p", "answer": 1}, "r.jsonl, line 2: `response` must be a text.*, got None"),
+        ({"response": [], "index": 0}, r"line 2: `response` must be .* got \[\]"),
+        ({"response": ["a", 1], "index": 0}, r"line 2: `response` must be .* got \['a', 1\]"),
+        ({"response": "a", "index": -1}, "line 2: `index` must be a whole number from 0, got -1"),
+        ({"response": "a", "index": True}, "line 2: `index` must be .* got True"),
+        ({"response": "a"}, "line 2: there is no column `prompt`"),
+        ({"response": "a", "prompt": "p"}, "line 2: there is no column `answer`"),
+        ([1], "line 2 must be an object, got list"),
+    ],
+)
+def test_a_bad_line_is_refused_before_anything_is_scored(
+    tmp_path: Path, line: Any, sentence: str
+) -> None:
+    done = call(tmp_path, [{"response": "a", "index": 0}, line])
+    assert isinstance(done.exception, UserError) and done.stdout == ""
+    assert re.search(sentence, str(done.exception))
+
+
+def test_a_file_or_a_reward_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    done = call(tmp_path, [{"response": "a", "index": 0}], rewards="own.py:nothing")
+    assert re.search("has no 'nothing'", str(done.exception))
+    files = ["--config", str(tmp_path / "run.yaml"), "--responses", str(tmp_path / "none.jsonl")]
+    found = CliRunner().invoke(app, ["reward", *files]).exception
+    assert isinstance(found, UserError)
+    assert re.search(r"--responses '.*none\.jsonl' cannot be read: there is no such", str(found))
