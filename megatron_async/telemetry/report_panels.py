@@ -354,7 +354,7 @@ PANELS: Final[tuple[Callable[[RunData], Figure | None], ...]] = (
     Panel(
         "Scores that failed",
         "scores",
-        tuple((kind.replace("_", " "), f"rollout/{kind}") for kind in SCORE_FAILURES.values()),
+        tuple((name.replace("_", " "), f"rollout/{name}") for name in SCORE_FAILURES.values()),
         "bars",
     ).figure,
     Panel(

@@ -71,7 +71,7 @@ def summarise(directory: RunDirectory) -> RunSummary:
         ess=weighted(_ESS) if any(_ESS in line for line in train) else None,
         rewards=(fmean(rewards[:end]), fmean(rewards[-end:])) if rewards else (),
         scores=int(total("rollout/scores")),
-        failed_scores=int(sum(total(f"rollout/{kind}") for kind in SCORE_FAILURES.values())),
+        failed_scores=int(sum(total(f"rollout/{name}") for name in SCORE_FAILURES.values())),
         seconds_by_phase={
             name: total(f"time/{name}")
             for name in ("wait_for_batch", "train", "publish", "evaluate", "checkpoint")

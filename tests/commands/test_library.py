@@ -72,6 +72,8 @@ SCRIPT = """
 from megatron_async import load_config, train
 
 def score(sample) -> float:
+    if len(sample.response) > 4 and len(sample.response) % 2 == 0:
+        raise ValueError("too long for this reward")
     return float(len(sample.response) % 2)
 
 if __name__ == "__main__":
@@ -82,7 +84,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_script_trains_with_a_function_as_reward(tmp_path: Path) -> None:
+def test_a_script_trains_with_a_function_as_reward_and_reads_why_it_fails(tmp_path: Path) -> None:
     prepare(tmp_path)
     changes = {"steps": 2, "experiment": {"ledger": None}}
     config = configuration("sync", "simulated", tmp_path, "scripted", changes)
@@ -95,6 +97,14 @@ def test_a_script_trains_with_a_function_as_reward(tmp_path: Path) -> None:
     rewards, count = re.fullmatch(r"rewards \[(.*)\] (\d)", line).groups()  # type: ignore[union-attr]
     assert count == "1" and len(rewards.split(", ")) == 2
     assert any(0.0 < float(reward) < 1.0 for reward in rewards.split(", "))
+    place = f"ValueError: too long for this reward at {tmp_path / 'script.py'}:6"
+    logs = tmp_path / "runs" / "scripted" / "logs"
+    output = " ".join(done.stdout.split())
+    assert f"scores have failed, the first by reward score: {place} (log: {logs}/scorer-" in output
+    (log,) = logs.glob("scorer-*.log")
+    assert f"reward score failed: {place}\nTraceback (most recent call last):" in log.read_text()
+    assert re.search(r"failed scores │ +[1-9]\d* of \d+", output)
+    assert re.search(r"mean reward at the start / at the end │ +0\.\d+ / 0\.\d+", output)
 
 
 def test_a_reward_leaves_what_is_not_set_to_be_derived(monkeypatch: pytest.MonkeyPatch) -> None:
