@@ -98,7 +98,7 @@ def test_a_script_trains_with_a_function_as_reward_and_reads_why_it_fails(tmp_pa
     assert count == "1" and len(rewards.split(", ")) == 2
     assert any(0.0 < float(reward) < 1.0 for reward in rewards.split(", "))
     place = f"ValueError: too long for this reward at {tmp_path / 'script.py'}:6"
-    logs = tmp_path / "runs" / "scripted" / "logs"
+    logs = tmp_path / "scripted" / "logs"
     output = " ".join(done.stdout.split())
     assert f"scores have failed, the first by reward score: {place} (log: {logs}/scorer-" in output
     (log,) = logs.glob("scorer-*.log")
