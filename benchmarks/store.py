@@ -45,9 +45,10 @@ from benchmarks.papers.report import table
 from megatron_async.config.rollout import StoreConfig
 from megatron_async.store.reader import StoreReader
 from megatron_async.store.recovery import copy_database
-from megatron_async.store.schema import PAGE_BYTES, chunk_data
+from megatron_async.store.schema import PAGE_BYTES
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.store.writer import Job
+from megatron_async.trajectory.columns import blob
 from megatron_async.trajectory.types import (
     FinishReason,
     PolicyVersion,
@@ -248,9 +249,7 @@ async def measure(directory: Path, trajectories: int, tokens: int) -> list[tuple
 
 def chunk_values(trajectories: int, chunks: int) -> Iterator[list[tuple[bytes, bytes]]]:
     """(key, value) of each chunk, 64 to a transaction."""
-    data = chunk_data(
-        [np.arange(CHUNK, dtype=np.int32)], [np.linspace(-3, 0, CHUNK, dtype=np.float32)]
-    )
+    data = blob([(np.arange(CHUNK, dtype=np.int32), np.linspace(-3, 0, CHUNK, dtype=np.float32))])
     for chunk in range(chunks):
         for first in range(0, trajectories, 64):
             keys = range(first, min(first + 64, trajectories))

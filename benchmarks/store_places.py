@@ -68,7 +68,9 @@ class Writer:
     def commit(self, *, durable: bool = False) -> float:
         """Seconds that it took."""
         rows = [
-            schema.sealed(schema.ChunkRow(i, 0, self.committed, 0, 0, 0, "engine-0", 0, self._data))
+            schema.sealed(
+                schema.ChunkRow(i, 0, self.committed, 0, 0, 0, "engine-0", 0, None, self._data)
+            )
             for i in range(_AT_ONCE)
         ]
         before = time.perf_counter()

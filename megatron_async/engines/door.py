@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_async.engines.interface import EngineStatus, GenerationRequest, TokenChunk
+from megatron_async.trajectory.columns import fault
 from megatron_async.trajectory.possible import impossible_tokens
 from megatron_async.trajectory.types import PolicyVersion
 
@@ -40,7 +41,7 @@ class Door:
         count = len(chunk.token_ids)
         if count:
             found = impossible_tokens(chunk.token_ids, chunk.logprobs, self.vocabulary)
-            found = found or self._order(chunk, count)
+            found = found or fault((chunk.token_ids, *chunk.columns)) or self._order(chunk, count)
             if found is not None:
                 return found
             self.received += count

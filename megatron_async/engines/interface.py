@@ -16,6 +16,7 @@ from typing import Literal, Protocol
 from megatron_async.config.rollout import SamplingConfig
 from megatron_async.tasks.base import Score
 from megatron_async.tasks.scorer_count import ScorerCount
+from megatron_async.trajectory.columns import Arrays
 from megatron_async.trajectory.types import FloatArray, IntArray, PolicyVersion, Prompt
 
 PauseMode = Literal["in_place", "retract", "abort"]
@@ -49,11 +50,12 @@ class GenerationRequest:
     urgent: bool = False
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class TokenChunk:
     """New tokens of one request, all of one version; the last chunk carries `end`.
 
     `queued_seconds`, of the first: how long the engine let the request wait; 0 where it is unknown.
+    `columns`: what else the engine reports, the same of all its tokens (`trajectory/columns.py`).
     """
 
     token_ids: IntArray
@@ -61,6 +63,7 @@ class TokenChunk:
     version: PolicyVersion
     end: StreamEnd | None = None
     queued_seconds: float = 0.0
+    columns: Arrays = ()
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ import numpy.typing as npt
 
 from megatron_async.engines.interface import EngineError, RequestRefused, StreamEnd, TokenChunk
 from megatron_async.errors import ComponentFailure
-from megatron_async.trajectory.types import FloatArray, IntArray, PolicyVersion
+from megatron_async.trajectory.columns import NO_TOKENS, Arrays, joined
+from megatron_async.trajectory.types import PolicyVersion
 
 Failure = EngineError | ComponentFailure
 Item = TokenChunk | Failure
@@ -37,12 +38,11 @@ class TokenReport:
 
     `runs_R6`: stream, tokens, lineage and number of the version, how the stream ended with it (an
     index into `_ENDS`, or behind it into `_FAILURES`; the failure's text is the next one of
-    `messages`), and microseconds in the engine's queue.
+    `messages`), and microseconds in the engine's queue. `tokens` are all columns.
     """
 
     runs_R6: npt.NDArray[np.int64]
-    token_ids_T: IntArray
-    logprobs_T: FloatArray
+    tokens: Arrays
     messages: tuple[str, ...] = ()
 
     @classmethod
@@ -60,18 +60,17 @@ class TokenReport:
                 kind = next(i for i, known in enumerate(_FAILURES) if isinstance(item, known))
                 runs.append((stream, 0, 0, 0, _FIRST_FAILURE + kind, 0))
                 messages.append(str(item))
+        parts = [(c.token_ids, c.logprobs, *c.columns) for c in chunks if len(c.token_ids)]
         return cls(
             np.array(runs, np.int64).reshape(-1, 6),
-            np.concatenate([np.zeros(0, np.int32), *(c.token_ids for c in chunks)], dtype=np.int32),
-            np.concatenate(
-                [np.zeros(0, np.float32), *(c.logprobs for c in chunks)], dtype=np.float32
-            ),
+            joined(parts or [NO_TOKENS]),
             tuple(messages),
         )
 
     def items(self) -> Iterator[tuple[int, Item]]:
         """Return the chunks that `of` was given."""
         start, messages = 0, iter(self.messages)
+        ids_T, logprobs_T, *columns_T = self.tokens
         versions: dict[tuple[int, int], PolicyVersion] = {}  # one object for thousands of chunks
         for stream, count, lineage, number, end, queued in self.runs_R6.tolist():
             if end >= _FIRST_FAILURE:
@@ -82,8 +81,9 @@ class TokenReport:
             version = versions.get((lineage, number))
             if version is None:
                 version = versions[lineage, number] = PolicyVersion(lineage, number)
-            tokens = (self.token_ids_T[part], self.logprobs_T[part])
-            yield stream, TokenChunk(*tokens, version, _ENDS[end], queued / 1e6)
+            tokens = (ids_T[part], logprobs_T[part], version)
+            further = tuple([column_T[part] for column_T in columns_T]) if columns_T else ()
+            yield stream, TokenChunk(*tokens, _ENDS[end], queued / 1e6, further)
 
 
 class Outbox:

@@ -340,9 +340,8 @@ class Generation:
         """Store a chunk's tokens and its end together: a successor finds both or neither."""
         end = None if chunk.end in (None, "abort") else FinishReason(chunk.end)
         engine_id = request.slot.engine_id
-        self._store.append(
-            request.key, chunk.token_ids, chunk.logprobs, chunk.version, engine_id, end=end
-        )
+        tokens = (chunk.token_ids, chunk.logprobs, chunk.version)
+        self._store.append(request.key, *tokens, engine_id, end=end, columns=chunk.columns)
         request.complete = end is not None
         count = len(chunk.token_ids)
         if not count:

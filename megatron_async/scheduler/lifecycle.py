@@ -258,7 +258,7 @@ class Lifecycle:
             self._regenerate(entry, out)
         else:
             entry.state = TrajectoryState.SCORED  # nothing works on it any more
-            self._drop_group(entry.group, DropReason.VERIFIER, out)
+            self._drop_group(entry.group, DropReason.SCORER, out)
 
     def _regenerate(self, entry: TrajectoryEntry, out: Actions) -> None:
         """`entry` alone starts again; its group waits for it."""

@@ -33,6 +33,7 @@ _CLASSES: Final[dict[str, Any]] = {"TrajectoryState": TrajectoryState, "DropReas
     for name, item in vars(module).items()
     if isinstance(item, type) and item.__module__ == module.__name__
 }
+_RENAMED: Final = {"DropReason.VERIFIER": "DropReason.SCORER"}  # since format 7 of records
 _PLAIN: Final = frozenset({type(None), bool, int, float})
 _REF, _ENUM, _TEXT, _CONFIG = "@!'%"
 """First letters of what is neither number nor container: text costs least, in time and bytes."""
@@ -125,7 +126,7 @@ class _Thawer:
         if mark == _REF:
             return self._made[int(text)]
         if mark == _ENUM:
-            name, member = text.split(".")
+            name, member = _RENAMED.get(text, text).split(".")
             return _CLASSES[name][member]
         return {_TEXT: text, _CONFIG: self._config}[mark]
 

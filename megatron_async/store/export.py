@@ -26,21 +26,13 @@ from megatron_async.store.reader import (
     Exported,
     StoreReader,
     TrajectorySummary,
-    assemble,
-    read_chunks,
     read_group,
     read_rows,
+    read_tokens,
+    trajectory_of,
 )
 from megatron_async.store.schema import BatchRow, TrajectoryRow
-from megatron_async.trajectory.types import (
-    DropReason,
-    FinishReason,
-    PolicyVersion,
-    Prompt,
-    Segment,
-    Trajectory,
-    TrajectoryState,
-)
+from megatron_async.trajectory.types import PolicyVersion, Prompt, Segment, Trajectory
 
 
 def write_lines(
@@ -80,8 +72,7 @@ def _lines(
     for row in read_rows(
         connection, TrajectoryRow, "trajectory_id BETWEEN ? AND ?", ids[0], ids[-1]
     ):
-        chunks = read_chunks(connection, [row.trajectory_id])
-        tokens = assemble(row, chunks.get(row.trajectory_id, ()))
+        tokens = read_tokens(connection, row)
         batch = consumed_by.get(row.trajectory_id)
         line = {
             "trajectory_id": row.trajectory_id,
@@ -104,16 +95,20 @@ def _lines(
 
 
 def _segment_line(segment: Segment) -> dict[str, Any]:
-    logprobs: Any = segment.logprobs
-    if not np.isfinite(logprobs).all():  # JSON has no infinity, Python's dialect of it has
-        logprobs = orjson.Fragment(json.dumps(logprobs.tolist()))
+    further = [(field := c.dtype.descr[0], _values(c[field[0]])) for c in segment.columns]
     return {
         "version": str(segment.version),
         "engine_id": segment.engine_id,
         "from_environment": segment.from_environment,
         "token_ids": segment.token_ids,
-        "logprobs": logprobs,
+        "logprobs": _values(segment.logprobs),
+        **({"columns": further} if further else {}),
     }
+
+
+def _values(array: np.ndarray) -> Any:
+    # JSON has no infinity, Python's dialect of it has.
+    return array if np.isfinite(array).all() else orjson.Fragment(json.dumps(array.tolist()))
 
 
 # ---------------------------------------------------------------- reading
@@ -172,23 +167,18 @@ def _parsed(line: bytes, where: str) -> Trajectory:
 
 def _trajectory(row: dict[str, Any]) -> Trajectory:
     batch, prompt = row["batch"], row["prompt"]
-    return Trajectory(
-        trajectory_id=int(row["trajectory_id"]),
-        group_id=int(row["group_id"]),
-        prompt=Prompt(
-            np.asarray(prompt["token_ids"], dtype=np.int32),
-            row["task"],
-            prompt["payload"],
-            prompt.get("priority", 0),  # older exports have none
-        ),
-        state=TrajectoryState.DROPPED if batch is None else TrajectoryState.BATCHED,
-        segments=tuple(_segment(segment) for segment in row["segments"]),
-        finish_reason=None if row["finish_reason"] is None else FinishReason(row["finish_reason"]),
-        reward=row["reward"],
-        reward_detail=row["reward_detail"],
-        batched_step=None if batch is None else int(batch["step"]),
-        drop_reason=None if row["drop_reason"] is None else DropReason(row["drop_reason"]),
+    stored = TrajectoryRow(
+        int(row["trajectory_id"]),
+        int(row["group_id"]),
+        state="dropped",
+        reward_detail=json.dumps(row["reward_detail"]),
+        **{name: row[name] for name in ("finish_reason", "reward", "drop_reason")},
     )
+    token_ids = np.asarray(prompt["token_ids"], dtype=np.int32)
+    priority = prompt.get("priority", 0)  # older exports have none
+    problem = Prompt(token_ids, row["task"], prompt["payload"], priority)
+    segments = tuple(map(_segment, row["segments"]))
+    return trajectory_of(stored, problem, segments, None if batch is None else int(batch["step"]))
 
 
 def _segment(row: dict[str, Any]) -> Segment:
@@ -198,7 +188,12 @@ def _segment(row: dict[str, Any]) -> Segment:
         PolicyVersion.parse(row["version"]),
         row["engine_id"],
         row["from_environment"],
+        tuple(_column(*column) for column in row.get("columns", ())),
     )
+
+
+def _column(field: list[Any], values: list[Any]) -> np.ndarray:
+    return np.array([(value,) for value in values], [tuple(field)])
 
 
 def _summary(trajectory: Trajectory) -> TrajectorySummary:

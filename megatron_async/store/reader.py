@@ -38,6 +38,7 @@ from megatron_async.store.schema import (
     R,
     TrajectoryRow,
 )
+from megatron_async.trajectory.columns import token_bytes, unpacked
 from megatron_async.trajectory.types import (
     DropReason,
     FinishReason,
@@ -229,17 +230,17 @@ def assemble(row: TrajectoryRow, chunks: Iterable[ChunkRow]) -> Tokens:
     for _, parts in itertools.groupby(unbroken, key=lambda chunk: chunk.segment):
         together = list(parts)
         first = together[0]
-        arrays = [chunk.arrays() for chunk in together]
-        segments.append(
-            Segment(
-                np.concatenate([tokens for tokens, _ in arrays], dtype=np.int32),
-                np.concatenate([logprobs for _, logprobs in arrays], dtype=np.float32),
-                first.version,
-                first.engine_id,
-                bool(first.environment),
-            )
-        )
+        blobs = [chunk.data for chunk in together]
+        token_ids, logprobs, *more = unpacked(blobs, first.columns)
+        version = PolicyVersion(first.lineage, first.number)
+        written = (version, first.engine_id, bool(first.environment))
+        segments.append(Segment(token_ids, logprobs, *written, tuple(more)))
     return Tokens(tuple(segments), tuple(unbroken), complete)
+
+
+def read_tokens(connection: sqlite3.Connection, row: TrajectoryRow) -> Tokens:
+    """Read a trajectory's tokens. Raises DamagedStore."""
+    return assemble(row, read_chunks(connection, [row.trajectory_id]).get(row.trajectory_id, ()))
 
 
 def prompt_of(row: GroupRow) -> Prompt:
@@ -310,7 +311,9 @@ class StoreReader:
             self._connection = schema.connect(
                 found.file, read_only=True, immutable=found.is_replica
             )
-            schema.check_identity(self._connection, found.file)
+            if schema.checked_format(self._connection, found.file) == schema.OLDEST_FORMAT:
+                view = "TEMP VIEW chunks AS SELECT *, NULL AS columns FROM main.chunks"
+                self._connection.execute(f"CREATE {view}")  # the file stays as it is
 
     def close(self) -> None:
         """Release the file."""
@@ -364,8 +367,7 @@ class StoreReader:
                 f"{self._why_missing(trajectory_id, content)}"
             )
         with self._naming_damage():
-            chunks = read_chunks(self._connection, [trajectory_id])
-        tokens = assemble(row, chunks.get(trajectory_id, ()))
+            tokens = read_tokens(self._connection, row)
         batched = self._batched_steps(content).get(trajectory_id)
         return trajectory_of(row, prompt_of(content.groups[row.group_id]), tokens.segments, batched)
 
@@ -386,14 +388,14 @@ class StoreReader:
         """(trajectory, attempt) -> response tokens and policy versions, without reading tokens."""
         found: dict[tuple[int, int], tuple[int, tuple[PolicyVersion, ...]]] = {}
         query = (
-            "SELECT trajectory_id, attempt, lineage, number, environment, sum(length(data)) / 8 "
-            "FROM chunks GROUP BY 1, 2, 3, 4, 5"
+            "SELECT trajectory_id, attempt, lineage, number, environment, columns, "
+            "sum(length(data)) FROM chunks GROUP BY 1, 2, 3, 4, 5, 6"
         )
-        for trajectory_id, attempt, lineage, number, environment, count in self._found(query):
+        for trajectory_id, attempt, lineage, number, environment, more, size in self._found(query):
             tokens, versions = found.get((trajectory_id, attempt), (0, ()))
-            if not environment:
-                versions = (*versions, PolicyVersion(lineage, number))
-            found[trajectory_id, attempt] = tokens + count, versions
+            if not environment and (by := PolicyVersion(lineage, number)) not in versions:
+                versions = (*versions, by)
+            found[trajectory_id, attempt] = tokens + size // token_bytes(more), versions
         return found
 
     def _found(self, query: str) -> list[Any]:

@@ -5,7 +5,8 @@ Invariants
   among the stored states: it is derived from the batches of the lineage that is looked at.
 - Tokens wait in the buffer until they are handed to the writer as a chunk; a chunk never spans two
   segments. The segments of a live record hold all tokens, handed over or not.
-- A segment ends when its author changes and when its request ends (the trajectory becomes partial).
+- A segment ends when its author or its columns change and when its request ends (the trajectory
+  becomes partial).
 - `request` is the one that may append, and None in every state but `running`.
 """
 
@@ -15,12 +16,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from megatron_async.store.schema import ChunkRow, TrajectoryRow, chunk_data
+from megatron_async.store.schema import ChunkRow, TrajectoryRow
+from megatron_async.trajectory.columns import Arrays, Types, blob, joined, text
 from megatron_async.trajectory.types import (
-    FloatArray,
-    IntArray,
     PolicyVersion,
     Prompt,
     RequestKey,
@@ -47,26 +45,26 @@ class SupersededRequest(ValueError):
 
 
 class Author(NamedTuple):
-    """Author of a segment, see `Segment`."""
+    """Author of a segment (see `Segment`), and the further columns that it reports."""
 
     version: PolicyVersion
     engine_id: str
     from_environment: bool
+    columns: Types = ()
 
 
 @dataclass(slots=True)
 class _GrowingSegment:
     author: Author
-    tokens: list[IntArray] = field(default_factory=list)
-    logprobs: list[FloatArray] = field(default_factory=list)
+    parts: list[Arrays] = field(default_factory=list)
     length: int = 0
 
     def frozen(self) -> Segment:
         """The tokens so far; what was many arrays becomes one."""
-        if len(self.tokens) > 1:
-            self.tokens = [np.concatenate(self.tokens)]
-            self.logprobs = [np.concatenate(self.logprobs)]
-        return Segment(self.tokens[0], self.logprobs[0], *self.author)
+        if len(self.parts) > 1:
+            self.parts = [joined(self.parts)]
+        token_ids, logprobs, *columns = self.parts[0]
+        return Segment(token_ids, logprobs, *self.author[:3], tuple(columns))
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,10 +88,11 @@ class TrajectoryRecord:
         self.in_memory = segments is not None
         self._segments: list[_GrowingSegment] = []
         for s in segments or ():
-            author = Author(s.version, s.engine_id, s.from_environment)
-            self._segments.append(_GrowingSegment(author, [s.token_ids], [s.logprobs], len(s)))
+            types = tuple(column.dtype for column in s.columns)
+            author = Author(s.version, s.engine_id, s.from_environment, types)
+            self._segments.append(_GrowingSegment(author, [s.arrays], len(s)))
         self.author: Author | None = None  # of the last segment, while it may grow
-        self._buffer: list[tuple[IntArray, FloatArray]] = []
+        self._buffer: list[Arrays] = []
         self.buffered = 0
 
     @property
@@ -145,16 +144,15 @@ class TrajectoryRecord:
         length = sum([segment.length for segment in self._segments])
         if not length or self._segments[-1].author.from_environment:
             return length, None
-        return length, int(self._segments[-1].tokens[-1][-1])
+        return length, int(self._segments[-1].parts[-1][0][-1])
 
-    def add(self, tokens: IntArray, logprobs: FloatArray) -> None:
+    def add(self, arrays: Arrays) -> None:
         """More tokens of the newest segment."""
-        last = self._segments[-1]
-        last.tokens.append(tokens)
-        last.logprobs.append(logprobs)
-        last.length += len(tokens)
-        self._buffer.append((tokens, logprobs))
-        self.buffered += len(tokens)
+        last, count = self._segments[-1], len(arrays[0])
+        last.parts.append(arrays)
+        last.length += count
+        self._buffer.append(arrays)
+        self.buffered += count
 
     def take_chunk(self) -> ChunkRow | None:
         """The buffer as a chunk, for the writer; None when it is empty."""
@@ -169,7 +167,8 @@ class TrajectoryRecord:
             *author.version,
             author.engine_id,
             int(author.from_environment),
-            chunk_data([t for t, _ in self._buffer], [p for _, p in self._buffer]),
+            text(author.columns),
+            blob(self._buffer),
         )
         self.row = self.row._replace(chunks=self.row.chunks + 1)
         self._buffer.clear()

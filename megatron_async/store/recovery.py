@@ -36,12 +36,9 @@ from megatron_async.errors import ComponentFailure
 from megatron_async.file_lock import FileLock
 from megatron_async.store import schema as schema
 from megatron_async.store.lineage import Lineage
+from megatron_async.store.migration import migrate
 from megatron_async.store.place import Record, StorePlace, leave, read_record
-from megatron_async.store.reader import (
-    Counters,
-    read_position,
-    read_rows,
-)
+from megatron_async.store.reader import Counters, read_position, read_rows
 from megatron_async.store.schema import DamagedStore
 from megatron_async.store.writer import StoreWriter
 
@@ -75,10 +72,12 @@ def checked(path: Path) -> Iterator[sqlite3.Connection]:
     if path.exists() and 0 < path.stat().st_size < schema.PAGE_BYTES:
         raise DamagedStore("it ends within its first page")  # SQLite would take it for a new one
     with closing(schema.connect(path)) as connection:
-        schema.check_identity(connection, path)
+        found = schema.checked_format(connection, path)
         result = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
         if result != "ok":
             raise DamagedStore(" ".join(str(result).split()))
+        if found == schema.OLDEST_FORMAT:
+            migrate(connection)
         schema.create_tables(connection)
         yield connection
 

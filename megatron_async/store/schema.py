@@ -5,10 +5,11 @@ Invariants
   `chunks` excepted). SQLite checks the structure of its pages, not their content; with the CRC a
   row is either what was written or is known to be damaged.
 - Rows are written whole and never updated in place by SQL expressions.
-- The columns of a table are the fields of its rows' class in order, the key first, bytes last: to
-  rename a field or to change its place is another format.
+- The columns of a table are the fields of its rows' class, the key first, bytes last: to rename a
+  field or to change its place is another format.
 - Chunks are only ever appended in the order of arrival; a trajectory's are found by index.
-- A file of another format is refused, and nothing in it changes.
+- A file of format 4 is migrated by who writes it, and read as it is by who does not; one of any
+  other format is refused, and nothing in it changes.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ import numpy as np
 from megatron_async.errors import UserError
 from megatron_async.file_system import file_system_of
 from megatron_async.store.lineage import Lineage
-from megatron_async.trajectory.types import FloatArray, IntArray, PolicyVersion, TrajectoryState
+from megatron_async.trajectory.types import TrajectoryState
 
-FORMAT = 4
+FORMAT = 5
+OLDEST_FORMAT = 4  # see `migration`
 APPLICATION_ID = 0x4D415453  # "MATS"
 PAGE_BYTES = 8192
 EXPORT_NAME = "trajectories.jsonl"
@@ -129,7 +131,11 @@ class TrajectoryRow(NamedTuple):
 
 
 class ChunkRow(NamedTuple):
-    """Tokens and log-probs of one author, number `seq` of an attempt, within one segment."""
+    """Tokens of one author, number `seq` of an attempt, within one segment.
+
+    `data` is the blob of all columns, `columns` the declarations of the further ones
+    (`trajectory/columns.py`).
+    """
 
     trajectory_id: int
     attempt: int
@@ -139,29 +145,8 @@ class ChunkRow(NamedTuple):
     number: int
     engine_id: str
     environment: int
+    columns: str | None
     data: bytes
-
-    @property
-    def version(self) -> PolicyVersion:
-        return PolicyVersion(self.lineage, self.number)
-
-    def arrays(self) -> tuple[IntArray, FloatArray]:
-        """(token ids, log-probs), both [n]."""
-        half = len(self.data) // 2
-        return (
-            np.frombuffer(self.data, dtype="<i4", count=half // 4),
-            np.frombuffer(self.data, dtype="<f4", offset=half),
-        )
-
-
-def chunk_data(tokens: Sequence[IntArray], logprobs: Sequence[FloatArray]) -> bytes:
-    """int32 tokens followed by float32 log-probs, little-endian. Inverse of `ChunkRow.arrays`."""
-    return b"".join(
-        [
-            *(np.ascontiguousarray(part, dtype="<i4").tobytes() for part in tokens),
-            *(np.ascontiguousarray(part, dtype="<f4").tobytes() for part in logprobs),
-        ]
-    )
 
 
 Kind = type[NamedTuple]
@@ -184,10 +169,14 @@ def columns(kind: Kind) -> str:
 
 
 def checksum(table: str, values: Sequence[Value]) -> int:
-    """CRC-32 of a row (without its last column). Only the last of `values` may be bytes."""
+    """CRC-32 of a row (without its last column). Only the last of `values` may be bytes.
+
+    A chunk without further columns has the one that it had in format 4.
+    """
     last = values[-1]
     if isinstance(last, bytes):
-        return zlib.crc32(last, zlib.crc32(repr((table, *values[:-1])).encode()))
+        end = -2 if table == TABLES[ChunkRow] and values[-2] is None else -1
+        return zlib.crc32(last, zlib.crc32(repr((table, *values[:end])).encode()))
     return zlib.crc32(repr((table, *values)).encode())
 
 
@@ -294,15 +283,16 @@ def create_tables(connection: sqlite3.Connection) -> None:
     connection.execute("COMMIT")
 
 
-def check_identity(connection: sqlite3.Connection, path: Path) -> None:
-    """Refuse a database of something else or of another format. Raises UserError."""
+def checked_format(connection: sqlite3.Connection, path: Path) -> int:
+    """Return the format (0: a new file). Raises UserError for one that is unknown or no store."""
     application = connection.execute("PRAGMA application_id").fetchone()[0]
-    version = connection.execute("PRAGMA user_version").fetchone()[0]
+    version = int(connection.execute("PRAGMA user_version").fetchone()[0])
     tables = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
     if tables and application != APPLICATION_ID:
         raise UserError(f"{path} is an SQLite database, but not a trajectory store")
-    if tables and version != FORMAT:
+    if tables and not OLDEST_FORMAT <= version <= FORMAT:
         raise UserError(
             f"trajectory store {path} has format {version}, and this version of megatron_async "
-            f"reads format {FORMAT}; go on with the run by the version that wrote it"
+            f"reads {OLDEST_FORMAT} and {FORMAT}; go on with the run by the version that wrote it"
         )
+    return version

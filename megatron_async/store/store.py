@@ -41,12 +41,13 @@ from megatron_async.store import schema as schema
 from megatron_async.store.compaction import Compactor
 from megatron_async.store.export import cut_uncommitted
 from megatron_async.store.place import StorePlace, lock_store, prepared_place, write_record
-from megatron_async.store.reader import assemble, read_chunks, trajectory_of
+from megatron_async.store.reader import read_tokens, trajectory_of
 from megatron_async.store.records import Author, GroupRecord, TrajectoryRecord, running
 from megatron_async.store.recovery import Recovery, Replicator
 from megatron_async.store.schema import BatchRow, CheckpointRow, GroupRow, TrajectoryRow, pack_ids
 from megatron_async.store.state import StoreState, first_writes, load_state
 from megatron_async.store.writer import StoreWriter
+from megatron_async.trajectory.columns import LOGPROBS, TOKEN_IDS, Arrays, fault
 from megatron_async.trajectory.packing import number_on_lineage
 from megatron_async.trajectory.types import (
     DropReason,
@@ -212,31 +213,34 @@ class TrajectoryStore:
         *,
         from_environment: bool = False,
         end: FinishReason | None = None,
+        columns: Arrays = (),
     ) -> None:
-        """More tokens of a running trajectory, [n] and [n]. Never waits for the disk.
+        """More tokens of a running trajectory, all columns [n]. Never waits for the disk.
 
-        With `end` they are its last ones; that it is finished is committed when `sync` returns.
+        `columns`: the further ones (`trajectory/columns.py`). With `end` they are its last ones;
+        that it is finished is committed when `sync` returns.
         Raises SupersededRequest when another request (or none) runs the trajectory now, ValueError
         when the arrays do not agree.
         """
         record, trajectory_id = running(self._state.records, request), request.trajectory_id
-        tokens, values = np.array(token_ids, np.int32), np.array(logprobs, np.float32)
-        if tokens.shape != values.shape or tokens.ndim != 1:
-            raise ValueError(
-                f"trajectory {trajectory_id}: {values.shape} log-probs for {tokens.shape} tokens"
-            )
-        if not len(tokens):
+        arrays: Arrays = (np.array(token_ids, TOKEN_IDS), np.array(logprobs, LOGPROBS))
+        if columns:
+            arrays = (*arrays, *map(np.array, columns))
+        if (found := fault(arrays)) is not None:
+            raise ValueError(f"trajectory {trajectory_id}: its {found}")
+        if not len(arrays[0]):
             if end is not None:
                 self.end(trajectory_id, end)
             return
         now = time.monotonic()
-        if record.author != (version, engine_id, from_environment):
+        types = tuple([column.dtype for column in columns]) if columns else ()
+        if record.author != (version, engine_id, from_environment, types):
             self._flush(record)
             author = PolicyVersion(int(version[0]), int(version[1]))
-            record.begin_segment(Author(author, engine_id, from_environment))
+            record.begin_segment(Author(author, engine_id, from_environment, types))
         if not record.buffered:
             self._due[trajectory_id] = now
-        record.add(tokens, values)
+        record.add(arrays)
         if end is not None:
             self.end(trajectory_id, end)
         elif record.buffered >= self._settings.chunk_tokens:
@@ -491,5 +495,4 @@ class TrajectoryStore:
             self._writer.barrier().result(_WAIT_SECONDS)
         if self._reading is None:
             self._reading = schema.connect(self._place.file, read_only=True)
-        chunks = read_chunks(self._reading, [record.row.trajectory_id])
-        return assemble(record.row, chunks.get(record.row.trajectory_id, ())).segments
+        return read_tokens(self._reading, record.row).segments

@@ -1,5 +1,6 @@
 """Trajectories and packed batches.
 
+- columns: what each token has, declared by name and type.
 - types: policy versions, segments, trajectories, groups and their states.
 - batch: `TokenBatch`, one optimizer batch as packed streams without padding.
 - packing: complete groups to one batch; every token has its version, lag and mask.

@@ -3,9 +3,9 @@
 Invariants
 - Names end in the shape: fields in `_T` have an entry for each token, those in `_S` for each
   sequence (algorithms/device_batch.py goes by it).
-- All per-token arrays have length T (prompts and responses of S sequences end to end) and are
-  aligned to the token itself: `rollout_logprobs_T[t]` is the behaviour policy's log-prob of
-  token t given the earlier tokens of its sequence.
+- All per-token arrays, those of `columns` too, have length T (prompts and responses of S sequences
+  end to end) and are aligned to the token itself: `rollout_logprobs_T[t]` is the behaviour policy's
+  log-prob of token t given the earlier tokens of its sequence.
 - `loss_mask_T` is 1 exactly on trained response tokens; prompts, environment tokens and tokens
   masked for staleness carry 0 and a zero log-prob. The first token of a sequence is never trained.
 - `cu_seqlens_S1` has S + 1 entries, starts with 0, ends with T and never decreases.
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,9 +29,9 @@ from megatron_async.trajectory.types import FloatArray, IntArray
 class TokenBatch:
     """S sequences, T tokens. `version_T`: policy numbers along the current lineage (-1 = none).
 
-    `columns`, by name, are what tokens have beside ids and log-probs: [T, *inner].
-    `lag_T` is `step - version`, 0 where untrained; a policy token masked for staleness keeps its
-    number in `version_T`.
+    `columns`, by name, are what tokens have beside ids and log-probs: [T, *inner], 0 where a token
+    has none. `lag_T` is `step - version`, 0 where untrained; a policy token masked for staleness
+    keeps its number in `version_T`.
     `store_position`: where the store stood when the batch was durable, for the next `attach`.
     """
 
@@ -48,7 +49,7 @@ class TokenBatch:
     truncated_S: npt.NDArray[np.bool_]
     resumed_S: npt.NDArray[np.bool_]
     temperature: float = 1.0
-    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+    columns: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
     extra_metrics: dict[str, float] = field(default_factory=dict)
     store_position: int = 0
 

@@ -13,17 +13,19 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from megatron_async.trajectory.batch import TokenBatch
+from megatron_async.trajectory.columns import LOGPROBS, NO_TOKENS, TOKEN_IDS, Array, joined
 from megatron_async.trajectory.types import (
     FinishReason,
-    FloatArray,
     Group,
     IntArray,
     PolicyVersion,
+    Prompt,
+    Segment,
     Trajectory,
     TrajectoryState,
 )
@@ -56,11 +58,13 @@ def pack_groups(
     for trajectory in chosen:
         _check_trainable(trajectory)
 
-    runs = [run for trajectory in chosen for run in _author_runs(trajectory)]
+    runs = [run for t in chosen for run in (_context(t.prompt), *t.segments)]
     version_R = np.array(
         [
-            NO_VERSION if version is None else number_on_lineage(version, lineage, branch_points)
-            for _, _, version in runs
+            NO_VERSION
+            if r.from_environment
+            else number_on_lineage(r.version, lineage, branch_points)
+            for r in runs
         ],
         dtype=np.int32,
     )
@@ -69,7 +73,7 @@ def pack_groups(
             f"batch {step} holds a token of policy number {int(version_R.max())}, which does not "
             "exist before that update"
         )
-    length_R = np.array([len(tokens) for tokens, _, _ in runs], dtype=np.int64)
+    length_R = np.array([len(run) for run in runs], dtype=np.int64)
     version_T: IntArray = np.repeat(version_R, length_R)
 
     by_policy_T = version_T != NO_VERSION
@@ -79,10 +83,10 @@ def pack_groups(
 
     cu_seqlens_S1 = np.zeros(len(chosen) + 1, dtype=np.int32)
     np.cumsum([len(t.prompt.token_ids) + t.response_length for t in chosen], out=cu_seqlens_S1[1:])
-    logprobs_T = _concatenate((logprobs for _, logprobs, _ in runs), np.dtype(np.float32))
+    token_ids_T, logprobs_T = joined([NO_TOKENS, *(run.arrays[:2] for run in runs)])
     return TokenBatch(
         step=step,
-        token_ids_T=_concatenate((tokens for tokens, _, _ in runs), np.dtype(np.int32)),
+        token_ids_T=token_ids_T,
         loss_mask_T=trained_T.astype(np.float32),
         rollout_logprobs_T=np.where(trained_T, logprobs_T, np.float32(0.0)),
         version_T=version_T,
@@ -94,6 +98,7 @@ def pack_groups(
         prompt_lengths_S=np.array([len(t.prompt.token_ids) for t in chosen], dtype=np.int32),
         truncated_S=np.array([t.finish_reason is FinishReason.LENGTH for t in chosen], dtype=bool),
         resumed_S=np.array([t.resumed for t in chosen], dtype=bool),
+        columns=_columns(runs, len(token_ids_T)),
         temperature=temperature,
         extra_metrics={"stale_masked_tokens": float((by_policy_T & ~trained_T).sum())},
     )
@@ -124,17 +129,20 @@ def _check_trainable(trajectory: Trajectory) -> None:
         raise ValueError(f"{name} has an empty prompt; its first token would have no log-prob")
 
 
-Run = tuple[IntArray, FloatArray, PolicyVersion | None]
+def _context(prompt: Prompt) -> Segment:
+    """A prompt as what it is to the policy: tokens of the environment."""
+    ids = np.asarray(prompt.token_ids, TOKEN_IDS)
+    return Segment(ids, np.zeros(len(ids), LOGPROBS), PolicyVersion(0, 0), from_environment=True)
 
 
-def _author_runs(trajectory: Trajectory) -> Iterable[Run]:
-    """Tokens, log-probs and version (None = not the policy's) of the prompt and each segment."""
-    prompt = trajectory.prompt.token_ids
-    yield prompt, np.zeros(len(prompt), dtype=np.float32), None
-    for segment in trajectory.segments:
-        version = None if segment.from_environment else segment.version
-        yield segment.token_ids, segment.logprobs, version
-
-
-def _concatenate(arrays: Iterable[np.ndarray], dtype: np.dtype) -> np.ndarray:
-    return np.concatenate([np.empty(0, dtype), *arrays], dtype=dtype)
+def _columns(runs: Sequence[Segment], num_tokens: int) -> dict[str, Array]:
+    """The further columns of any run, 0 elsewhere. Raises TypeError where two of a name differ."""
+    found: dict[str, Array] = {}
+    start = 0
+    for run in runs:
+        for column in run.columns:
+            [(name, *_)] = column.dtype.descr
+            whole = found.setdefault(name, np.zeros(num_tokens, column.dtype))
+            np.copyto(whole[start : start + len(run)], column, casting="no")
+        start += len(run)
+    return {name: whole[name] for name, whole in found.items()}

@@ -3,9 +3,9 @@
 Invariants
 - A segment was written by exactly one author: one policy version on one engine, or the
   environment (whose tokens are never trained).
-- `Segment.token_ids` and `Segment.logprobs` have the same length. A policy segment's log-probs
-  are those of the behaviour policy at the sampling temperature actually used; an environment
-  segment's are zeros.
+- All columns of a segment have the same length (`columns.py`). A policy segment's log-probs are
+  those of the behaviour policy at the sampling temperature actually used; an environment segment's
+  are zeros.
 - A trajectory's response is the concatenation of its segments, in order. Segments are only ever
   appended; a restart drops them all.
 """
@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from megatron_async.trajectory.columns import Arrays, fault
 
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
@@ -73,9 +75,14 @@ class DropReason(enum.StrEnum):
     STALE = "stale"
     FILTERED = "filtered"
     NONFINITE = "nonfinite"
-    VERIFIER = "verifier"
+    SCORER = "scorer"
     REFUSED = "refused"
     USER = "user"
+
+    @classmethod
+    def _missing_(cls, value: object) -> DropReason | None:
+        """Exports and records of events that are older say `verifier` for `scorer`."""
+        return cls.SCORER if value == "verifier" else None
 
 
 class FinishReason(enum.StrEnum):
@@ -87,20 +94,23 @@ class FinishReason(enum.StrEnum):
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """A run of tokens written by one author. Arrays are of length n (tokens)."""
+    """A run of tokens written by one author. Arrays are [n] (tokens), the further columns too."""
 
     token_ids: IntArray
     logprobs: FloatArray
     version: PolicyVersion
     engine_id: str = ""
     from_environment: bool = False
+    columns: Arrays = ()
 
     def __post_init__(self) -> None:
-        if self.token_ids.shape != self.logprobs.shape or self.token_ids.ndim != 1:
-            raise ValueError(
-                f"a segment needs one log-prob per token, got {self.token_ids.shape} tokens and "
-                f"{self.logprobs.shape} log-probs"
-            )
+        if (found := fault(self.arrays)) is not None:
+            raise ValueError(f"a segment's {found}")
+
+    @property
+    def arrays(self) -> Arrays:
+        """All columns."""
+        return self.token_ids, self.logprobs, *self.columns
 
     def __len__(self) -> int:
         return int(self.token_ids.shape[0])

@@ -48,6 +48,7 @@ BAD = {
     "has log-prob nan": [chunk(9, logprob=float("nan"))],
     "has log-prob -inf": [chunk(9, logprob=float("-inf"))],
     "has log-prob -105": [chunk(9, logprob=-105.0)],
+    "columns have the shapes": [replace(chunk(9, 8), columns=(np.zeros(1, [("routes", "<i2")]),))],
     "7 tokens came where 6 were asked for": [chunk(9, 8, 7, 6), chunk(5, 4, 9)],
     "tokens of version 0.1 came after those of 0.2": [chunk(9, number=2), chunk(8)],
     "came after the stop token 2": [chunk(9, STOP, 8)],

@@ -94,3 +94,28 @@ def test_a_stream_that_has_ended_or_is_forgotten_waits_for_no_acknowledgement() 
     outbox.forget(1)
     assert len(list(outbox.take(9).items())) == 4
     assert not outbox.unacknowledged
+
+
+def test_further_columns_come_with_their_tokens() -> None:
+    kinds = (np.dtype([("routes", "<i2", (2, 4))]), np.dtype([("teacher", "<f4")]))
+
+    def wide(first: int, count: int) -> TokenChunk:
+        tokens = np.arange(first, first + count, dtype=np.int32)
+        columns = tuple(tokens.astype("u1").repeat(kind.itemsize).view(kind) for kind in kinds)
+        return replace(chunk(first, count), columns=columns)
+
+    items: list[tuple[int, Item]] = [
+        (1, wide(5, 3)),
+        (2, chunk(0, 0, end="abort")),
+        (1, wide(8, 2)),
+    ]
+    report = pickle.loads(pickle.dumps(TokenReport.of(items)))
+    for stream, item in report.items():
+        if stream == 1:
+            assert isinstance(item, TokenChunk)
+            assert tuple(column.dtype for column in item.columns) == kinds
+            for column, sent in zip(
+                item.columns, wide(int(item.token_ids[0]), len(item.token_ids)).columns, strict=True
+            ):
+                np.testing.assert_array_equal(column, sent)
+    assert [len(c.token_ids) for _, c in report.items() if isinstance(c, TokenChunk)] == [3, 0, 2]

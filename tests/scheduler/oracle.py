@@ -372,7 +372,7 @@ class Oracle:
                         assert all(m.newest < self.floor for m in group.members)
                     if config.on_stale == "wait" and config.oversample == 1:
                         assert self.had_recovery, "on_stale: wait lost a group"
-                case DropReason.VERIFIER:
+                case DropReason.SCORER:
                     assert group.unscored
                 case DropReason.REFUSED:
                     assert group.refused

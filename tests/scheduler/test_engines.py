@@ -142,23 +142,23 @@ class TestVerifier:
         run.prompts(3)
         run.finish(0)
         run.send(ev.Finished(1), ev.RewardReady(1, None))
-        drops = [ev.Drop(0, DropReason.VERIFIER), ev.Drop(1, DropReason.VERIFIER)]
+        drops = [ev.Drop(0, DropReason.SCORER), ev.Drop(1, DropReason.SCORER)]
         assert run.of(ev.Drop) == drops
 
     def test_a_running_sibling_is_aborted_first_and_dropped_when_it_ended(self) -> None:
         run = Script("copris")
         run.prompts(3)
         run.send(ev.Finished(1), ev.RewardReady(1, None))
-        assert run.of(ev.Drop) == [ev.Drop(1, DropReason.VERIFIER)]
+        assert run.of(ev.Drop) == [ev.Drop(1, DropReason.SCORER)]
         assert run.of(ev.Abort) == [ev.Abort(0, "a")]
-        assert run.send(ev.Finished(0))[0] == ev.Drop(0, DropReason.VERIFIER)
+        assert run.send(ev.Finished(0))[0] == ev.Drop(0, DropReason.SCORER)
 
     def test_a_sibling_that_is_being_scored_is_dropped_once_it_is(self) -> None:
         run = Script("copris")
         run.prompts(3)
         run.send(ev.Finished(0), ev.Finished(1), ev.RewardReady(1, None))
-        assert run.of(ev.Drop) == [ev.Drop(1, DropReason.VERIFIER)]
-        assert run.send(ev.RewardReady(0, 1.0))[0] == ev.Drop(0, DropReason.VERIFIER)
+        assert run.of(ev.Drop) == [ev.Drop(1, DropReason.SCORER)]
+        assert run.send(ev.RewardReady(0, 1.0))[0] == ev.Drop(0, DropReason.SCORER)
 
 
 class TestRecovery:

@@ -103,7 +103,7 @@ class TestOneFailedMember:
             run.send(ev.Finished(1), ev.RewardReady(1, None, regenerate=True))
             assert run.of(ev.Restart) == [ev.Restart(1)] and not run.of(ev.Drop)
         run.send(ev.Finished(1), ev.RewardReady(1, None, regenerate=True))
-        assert run.of(ev.Drop) == [ev.Drop(t, DropReason.VERIFIER) for t in (0, 1)]
+        assert run.of(ev.Drop) == [ev.Drop(t, DropReason.SCORER) for t in (0, 1)]
 
     def test_its_group_is_as_old_as_the_members_that_stay(self) -> None:
         """The first response would be stale in the batch after the next; the second one is not."""

@@ -20,7 +20,7 @@ import pytest
 from megatron_async.errors import UserError
 from megatron_async.store.reader import StoreReader
 from megatron_async.store.recovery import Recovery
-from megatron_async.store.schema import PAGE_BYTES, chunk_data
+from megatron_async.store.schema import PAGE_BYTES
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.types import FinishReason, PolicyVersion, TrajectoryState
 from tests.trajectory.builders import (
@@ -251,7 +251,7 @@ def test_flipped_bits_inside_tokens_are_noticed(healthy: Healthy, tmp_path: Path
     path = healthy.copy(tmp_path)
     data = bytearray(path.read_bytes())
     tokens, logprobs = tokens_of(40, 64, LENGTHS[40] - 64)
-    at = data.find(chunk_data([tokens], [logprobs]))
+    at = data.find(tokens.tobytes() + logprobs.tobytes())
     assert at > 0
     data[at + 8] ^= 1
     path.write_bytes(data)

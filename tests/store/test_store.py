@@ -40,6 +40,47 @@ from tests.trajectory.builders import (
 S = TrajectoryState
 
 
+def test_further_columns_come_back_with_their_tokens_and_what_has_none_has_none(
+    tmp_path: Path,
+) -> None:
+    routes, teacher = np.dtype([("routes", "<i2", (2, 4))]), np.dtype([("teacher", "<f4")])
+
+    def columns(start: int, count: int, *kinds: np.dtype) -> tuple[np.ndarray, ...]:
+        tokens = tokens_of(0, start, count)[0]
+        return tuple(tokens.astype("u1").repeat(kind.itemsize).view(kind) for kind in kinds)
+
+    async def scenario() -> None:
+        store = TrajectoryStore.open(tmp_path / STORE, StoreConfig(chunk_tokens=8))
+        store.add_group(prompt(), 1)
+        request, start, lengths = store.begin_request(0), 0, []
+        for kinds, count in (((), 5), ((routes,), 20), ((routes, teacher), 9), ((teacher,), 1)):
+            for part in (count - 1, 1):
+                values = (*tokens_of(0, start, part), V0, "e0")
+                store.append(request, *values, columns=columns(start, part, *kinds))
+                start += part
+            lengths.append((count, kinds))
+        with pytest.raises(ValueError, match="its columns have the shapes"):
+            store.append(request, [1, 2], [0.0, 0.0], V0, "e0", columns=columns(0, 3, routes))
+        before = store.load_trajectory(0)
+        await store.close()
+        again = TrajectoryStore.open(tmp_path / STORE, lineage=1)
+        for found in (before, again.load_trajectory(0)):
+            start = 0
+            for part, (count, kinds) in zip(found.segments, lengths, strict=True):
+                assert len(part) == count
+                assert tuple(column.dtype for column in part.columns) == kinds
+                for mine, kind in zip(part.columns, kinds, strict=True):
+                    np.testing.assert_array_equal(mine, columns(start, count, kind)[0])
+                start += count
+        await again.close()
+
+    asyncio.run(scenario())
+    reader = StoreReader(tmp_path / STORE)
+    [summary] = reader.summaries()
+    assert (summary.tokens, summary.versions) == (35, (V0,))
+    reader.close()
+
+
 def test_a_trajectory_comes_back_as_it_was_written(tmp_path: Path) -> None:
     async def scenario() -> None:
         store = TrajectoryStore.open(tmp_path / STORE)
@@ -385,7 +426,7 @@ def test_only_complete_groups_are_batched_and_only_once(tmp_path: Path) -> None:
         await generate(store, a, 10)
         with pytest.raises(ValueError, match=f"trajectory {b} is pending"):
             store.mark_batched([0], 0)
-        store.drop(b, DropReason.VERIFIER)
+        store.drop(b, DropReason.SCORER)
         store.mark_batched([0], 0)
         with pytest.raises(ValueError, match="has a batch already"):
             store.mark_batched([0], 0)
@@ -410,7 +451,7 @@ def test_a_life_has_no_other_arrows(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="is superseded: trajectory 0 is pending"):
             store.end_request(current(store, i))
         store.begin_request(i)
-        with pytest.raises(ValueError, match="log-probs for"):
+        with pytest.raises(ValueError, match="its columns have the shapes"):
             store.append(current(store, i), [1, 2], [0.0], V0, "e0")
         with pytest.raises(ValueError, match="not finite"):
             await store.set_reward(i, float("nan"))

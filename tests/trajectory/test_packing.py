@@ -54,6 +54,42 @@ def group(*trajectories: Trajectory) -> Group:
     return Group(trajectories[0].group_id, PROMPT, trajectories)
 
 
+def routed(part: Segment, kind: str = "<i2") -> Segment:
+    """With a further column that repeats the tokens."""
+    column = np.zeros(len(part), [("routes", kind, (2, 4))])
+    column["routes"] = part.token_ids[:, None, None]
+    return dataclasses.replace(part, columns=(column,))
+
+
+def test_a_further_column_is_packed_and_split_with_its_tokens_and_0_elsewhere() -> None:
+    without = segment([6, 7], (0, 1))
+    g = group(
+        scored(10, 5, PROMPT, routed(segment([3, 4], (0, 1))), without),
+        scored(11, 5, PROMPT, routed(segment([8], (0, 1)))),
+    )
+    batch = pack_groups([g], step=1, lineage=0, branch_points={})
+    assert batch.columns["routes"].shape == (9, 2, 4)
+    assert batch.columns["routes"].dtype == np.int16
+    assert batch.columns["routes"][:, 1, 3].tolist() == [0, 0, 3, 4, 0, 0, 0, 0, 8]
+    part = batch.select([1])
+    assert part.columns["routes"][:, 0, 0].tolist() == [0, 0, 8]
+    assert (
+        pack_groups(
+            [group(scored(10, 5, PROMPT, without))], step=1, lineage=0, branch_points={}
+        ).columns
+        == {}
+    )
+
+
+def test_two_columns_of_one_name_are_not_packed_together() -> None:
+    g = group(
+        scored(10, 5, PROMPT, routed(segment([3], (0, 1)))),
+        scored(11, 5, PROMPT, routed(segment([8], (0, 1)), "<i4")),
+    )
+    with pytest.raises(TypeError, match="Cannot cast"):
+        pack_groups([g], step=1, lineage=0, branch_points={})
+
+
 def test_prompt_policy_and_environment_tokens_carry_what_the_batch_promises() -> None:
     long = scored(11, 5, PROMPT, segment([6], (0, 2)), segment([7], (0, 3)))
     g = group(
@@ -99,7 +135,7 @@ def test_stale_tokens_are_masked_but_keep_their_version() -> None:
 
 def test_dropped_members_of_a_group_are_left_out() -> None:
     gone = dataclasses.replace(
-        scored(2, 1, PROMPT), state=TrajectoryState.DROPPED, drop_reason=DropReason.VERIFIER
+        scored(2, 1, PROMPT), state=TrajectoryState.DROPPED, drop_reason=DropReason.SCORER
     )
     batch = pack_groups(
         [group(scored(1, 1, PROMPT, segment([3], (0, 0))), gone)],

@@ -44,6 +44,7 @@ class SimulatedEngineModel:
 
     A step takes `step_seconds` + `seconds_per_request` times the running requests. Without
     `ignore_eos`, each token after the first ends the response with probability 1 / `mean_length`.
+    `columns`: the further columns that it reports; each byte of a value is the lowest of the token.
     """
 
     vocab_size: int = 128
@@ -55,6 +56,7 @@ class SimulatedEngineModel:
     max_running_requests: int = 1024
     kv_capacity_tokens: int = 1 << 20
     longest_tokens: int | None = None
+    columns: tuple[np.dtype, ...] = ()
 
     def seconds_per_step(self, running: int) -> float:
         """Duration of one decode step."""
@@ -330,12 +332,14 @@ class SimulatedEngine:
     def _emit(self, running: _Running, end: StreamEnd | None) -> None:
         if not running.token_ids and end is None:
             return
+        ids, kinds = np.asarray(running.token_ids, dtype=np.int32), self._model.columns
         running.chunks.put_nowait(
             TokenChunk(
-                np.asarray(running.token_ids, dtype=np.int32),
+                ids,
                 np.asarray(running.logprobs, dtype=np.float32),
                 running.version,
                 end,
+                columns=tuple(ids.astype("u1").repeat(k.itemsize).view(k) for k in kinds),
             )
         )
         running.token_ids, running.logprobs = [], []

@@ -1,0 +1,179 @@
+"""A further column of tokens, declared in one line, from an engine to a loss through a killed run.
+
+The simulated engine repeats each token's id in every value, so a value at another token shows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from megatron_async_kernels import LossInputs
+
+from megatron_async.algorithms.algorithm import build_algorithm
+from megatron_async.config import RunConfig, build_config
+from megatron_async.config.load import merge
+from megatron_async.engines.interface import EngineClient
+from megatron_async.engines.relay import Pace, RelayedEngine, StreamRelay
+from megatron_async.engines.simulated.engine import SimulatedEngine
+from megatron_async.engines.token_report import TokenReport
+from megatron_async.rollout.messages import ResumePoint
+from megatron_async.store.export import find
+from megatron_async.store.reader import StoreReader
+from megatron_async.trainer.forward import build_microbatch
+from megatron_async.trainer.microbatch import plan_microbatches
+from megatron_async.trajectory.batch import TokenBatch
+from megatron_async.trajectory.types import Trajectory, TrajectoryState
+from tests.rollout.stand_ins import MODEL, Engines, run, settings
+from tests.rollout.test_manager import Trainer
+
+ROUTES = np.dtype([("routes", "<i2", (2, 4))])
+
+LENGTH = 40
+STORE_FILE = "store.sqlite"
+
+
+class Relay(StreamRelay):
+    """The relay of another process: what it reports crosses to this one."""
+
+    async def update(self, started, cancelled):  # type: ignore[no-untyped-def, override]
+        super().update(started, cancelled)
+
+    async def report(self, acknowledged: Sequence[int]) -> TokenReport:
+        return pickle.loads(pickle.dumps(await super().report(acknowledged)))  # type: ignore[no-any-return]
+
+
+class RoutingEngines(Engines):
+    """Engines that report routes, read through relays."""
+
+    async def launch(self, index: int) -> EngineClient:  # type: ignore[override]
+        model = replace(MODEL, mean_length=10**9, columns=(ROUTES,))
+        engine = SimulatedEngine(f"engine{index}", model)
+        self.all.append(engine)
+        return RelayedEngine(engine, Relay(engine, 4), Pace())  # type: ignore[arg-type]
+
+
+def config() -> RunConfig:
+    changes = {
+        "store": {"chunk_tokens": 4, "compact_after_checkpoints": 1},
+        "sampling": {"max_new_tokens": LENGTH},
+    }
+    return build_config(merge(settings("copris").model_dump(), changes))
+
+
+def live_until_killed(folder: Path) -> None:
+    """Train a step and die by SIGKILL while tokens of running trajectories are in the store."""
+
+    async def body() -> None:
+        trainer = Trainer(folder, config(), engines=RoutingEngines())
+        await trainer.manager.start()
+        await trainer.begin(ResumePoint(0))
+        await trainer.batch()
+        await trainer.publish(0, 1)
+        position = (await trainer.manager.position(0))["store_position"]
+        await trainer.manager.checkpoint_finalised(0, 1, [1])
+        print(json.dumps({"position": position}), flush=True)
+        with closing(StoreReader(folder / STORE_FILE)) as reader:
+            for step in itertools.count(1):  # each batch makes room for another group
+                await trainer.batch()
+                await trainer.publish(0, step + 1)
+                for _ in range(LENGTH):
+                    await asyncio.sleep(0.002)
+                    running = reader.summaries(TrajectoryState.RUNNING)
+                    if any(0 < found.tokens < LENGTH for found in running):
+                        os.kill(os.getpid(), signal.SIGKILL)
+
+    run(body())
+
+
+def expected(token_ids: np.ndarray) -> np.ndarray:
+    """Both bytes of a value are the token's id."""
+    return np.broadcast_to(257 * token_ids[:, None, None], (len(token_ids), 2, 4))
+
+
+def check(trajectory: Trajectory) -> None:
+    assert trajectory.segments
+    for segment in trajectory.segments:
+        [column] = segment.columns
+        assert column.dtype == ROUTES
+        np.testing.assert_array_equal(column["routes"], expected(segment.token_ids))
+
+
+def routed(tokens: LossInputs) -> torch.Tensor:
+    """A loss that counts the routes of a token."""
+    return -tokens.logprobs_T * tokens.columns["routes"][:, 1, 3].to(tokens.logprobs_T.dtype)
+
+
+def slopes(batch: TokenBatch) -> np.ndarray:
+    """d loss / d log-prob of each token of a batch, balanced over ranks and microbatches."""
+    loss = {"name": f"{__name__}:routed", "aggregation": "token_mean"}
+    algorithm = build_algorithm(build_config({"algorithm": {"recipe": "copris", "loss": loss}}))
+    prepared, _ = algorithm.prepare(batch)
+    prepared, denominators = algorithm.prepare_minibatch(prepared)
+    plan = plan_microbatches(
+        batch.lengths_S(), data_parallel=2, token_budget=2 * LENGTH, hidden_size=64
+    )
+    found_T = np.zeros(batch.num_tokens)
+    for sequences in itertools.chain(*plan):
+        micro = build_microbatch(prepared, sequences, torch.device("cpu"))
+        if not micro.is_dummy:
+            inputs = algorithm.inputs(
+                prepared,
+                torch.from_numpy(prepared.rollout_logprobs_T[micro.rows_R]),
+                rows_R=micro.rows_R,
+                cu_seqlens=micro.cu_rows_S1,
+            )
+            found_T[micro.rows_R] = algorithm.loss(inputs, denominators).dlogp_T
+    return found_T * denominators.tokens
+
+
+def test_a_column_declared_in_one_line_comes_from_the_engine_to_a_loss(tmp_path: Path) -> None:
+    command = f"from {__name__} import *; live_until_killed(Path({str(tmp_path)!r}))"
+    life = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True)
+    assert life.returncode == -signal.SIGKILL, life.stderr
+    position = json.loads(life.stdout)["position"]
+    with closing(StoreReader(tmp_path / STORE_FILE)) as reader:
+        left = [summary for summary in reader.summaries() if summary.tokens]
+        assert any(summary.tokens < LENGTH for summary in left)
+        for summary in left:
+            found = reader.trajectory(summary.trajectory_id)
+            check(found)
+            assert found.response_length == summary.tokens
+    batches: list[TokenBatch] = []
+
+    async def body() -> None:
+        trainer = Trainer(tmp_path, config(), engines=RoutingEngines())
+        await trainer.manager.start()
+        await trainer.begin(ResumePoint(1, 1, parent=0, store_position=position))
+        for step in range(1, 4):
+            batches.append(await trainer.batch())
+            await trainer.publish(1, step + 1)
+        await trainer.manager.checkpoint_finalised(1, 4, [4])
+        await trainer.manager.stop()
+
+    run(body())
+    assert any(batch.resumed_S.any() for batch in batches)
+    for batch in batches:
+        by_policy_T = (batch.version_T >= 0)[:, None, None]
+        assert batch.columns["routes"].dtype == np.int16
+        np.testing.assert_array_equal(
+            batch.columns["routes"], expected(batch.token_ids_T) * by_policy_T
+        )
+        np.testing.assert_allclose(slopes(batch), -257 * batch.token_ids_T * batch.loss_mask_T)
+    with closing(StoreReader(tmp_path / STORE_FILE)) as reader:
+        trained = [int(i) for batch in batches for i in batch.trajectory_ids_S]
+        assert not any(reader.holds(i) for i in trained)
+        for i in trained:
+            check(find(reader, i))
