@@ -309,7 +309,7 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
         "packing",
         ("if trajectory.state is not TrajectoryState.DROPPED", "if True"),
         ("int(version_R.max()) > step", "int(version_R.max()) > step + 1"),
-        ("NO_VERSION if version is None else number_on", "0 if version is None else number_on"),
+        ("NO_VERSION\n            if r.from_environment", "0\n            if r.from_environment"),
         ("trained_T &= version_T >= mask_before", "trained_T &= version_T > mask_before"),
         ("trained_T &= version_T >= mask_before", "pass"),
         ("len(t.prompt.token_ids) + t.response_length", "t.response_length"),
@@ -328,7 +328,8 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
         ("min(version.number, branch_points[version.lineage])", "branch_points[version.lineage]"),
         ("if trajectory.reward is None:", "if False:"),
         ("len(trajectory.prompt.token_ids) == 0", "False"),
-        ("None if segment.from_environment else segment.version", "segment.version"),
+        ("if r.from_environment", "if False"),
+        ("start += len(run)", "start += 0"),
     ),
     *_of(
         "checksum",
