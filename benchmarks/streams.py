@@ -130,8 +130,8 @@ class Relays:
     async def update(self, of: str, pickled: bytes) -> None:
         self._relays[of].update(*pickle.loads(pickled))
 
-    async def abort(self, of: str, request_ids: Sequence[str]) -> None:
-        await self._relays[of].abort(request_ids)
+    async def abort(self, of: str, requests: Mapping[str, int]) -> None:
+        await self._relays[of].abort(requests)
 
     async def report(self, of: str, acknowledged: Sequence[int]) -> bytes:
         return pickle.dumps(await self._relays[of].report(acknowledged))

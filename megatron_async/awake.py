@@ -48,7 +48,7 @@ class AwakeTimeout:
     """`asyncio.timeout` for time that the event loop has run."""
 
     def __init__(self, seconds: float) -> None:
-        self._left = seconds
+        self._seconds = self._left = seconds
         self._limit = asyncio.timeout(None)
         self._due = 0.0
         self._handle: asyncio.TimerHandle | None = None
@@ -67,6 +67,10 @@ class AwakeTimeout:
         if self._handle is not None:
             self._handle.cancel()
         await self._limit.__aexit__(kind, error, trace)
+
+    def restart(self) -> None:
+        """Begin anew, but for the step under way: of a limit of silence, something was heard."""
+        self._left = self._seconds + STEP_SECONDS
 
     def _wait(self) -> None:
         loop = asyncio.get_running_loop()

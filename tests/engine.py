@@ -22,6 +22,7 @@ from megatron_async.config.rollout import EngineConfig, SamplingConfig
 from megatron_async.engines.interface import GenerationRequest, TokenChunk
 from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.engines.sglang.process import SGLangProcess
+from megatron_async.engines.simulated.engine import SimulatedEngine
 from megatron_async.trajectory.types import FloatArray, IntArray, PolicyVersion
 from megatron_async.weight_sync.http import EngineAddress, EngineCallError, call
 from tests.hf_models import save_hf_model
@@ -120,6 +121,19 @@ def make_request(
         ignore_eos=forced,
         **changes,
     )
+
+
+def crash_after(engine: SimulatedEngine, tokens: int) -> None:
+    """Have it die when this many more tokens have been generated."""
+    last, advance = engine.tokens_generated + tokens, engine._advance
+
+    def counted(running: Any) -> Any:
+        end = advance(running)
+        if engine.tokens_generated == last:
+            engine.crash("injected crash")
+        return end
+
+    engine._advance = counted  # type: ignore[method-assign]
 
 
 async def collect(

@@ -44,6 +44,7 @@ COPY_NAME = "manifest.copy.json"
 FORMAT = 3
 _WITHOUT_ITS_OWN_CHECKSUM = 2
 # 1: torch.distributed.checkpoint's files, without checksums of tensors
+_QUICKLY_READ_BYTES = 2 << 30
 
 # First parts of tensors' names: values, Adam's moments, Muon's momentum.
 WEIGHTS, ADAM, MOMENTUM = "weights", ("exp_avg", "exp_avg_sq"), "momentum_buffer"
@@ -341,6 +342,12 @@ def size_faults(checkpoint: Checkpoint) -> list[str]:
         if size != record.size:
             found.append(f"{name} has {size} bytes, by its manifest {record.size}")
     return found
+
+
+def quick_faults(checkpoint: Checkpoint) -> list[str]:
+    """All faults of files that are read in a few seconds; of larger ones those of their sizes."""
+    whole = sum(record.size for record in checkpoint.manifest.files.values())
+    return (all_faults if whole <= _QUICKLY_READ_BYTES else size_faults)(checkpoint)
 
 
 FindFaults: TypeAlias = Callable[[Checkpoint], list[str]]

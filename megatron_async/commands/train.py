@@ -12,12 +12,12 @@ from pathlib import Path
 
 import typer
 
-from megatron_async.checkpoint.manifest import first_intact, list_checkpoints, size_faults
+from megatron_async.checkpoint.manifest import first_intact, list_checkpoints, quick_faults
 from megatron_async.commands.report import show_closing
 from megatron_async.commands.rollback import Rollback, rollback_to
 from megatron_async.config import RunConfig
 from megatron_async.config.load import differences
-from megatron_async.errors import Terminated
+from megatron_async.errors import Terminated, UserError
 from megatron_async.launcher.claim import claimed, new_run
 from megatron_async.launcher.derived import Machine, derive, layout_lines
 from megatron_async.launcher.devices import DeviceSplit, split_of_this_machine
@@ -163,7 +163,9 @@ def resume_lines(
 ) -> list[str]:
     """Lines on where the run goes on, which steps it repeats, and what was changed."""
     kept = list_checkpoints(directory.checkpoints)
-    newest = back.target if back else first_intact(kept, size_faults)
+    newest = back.target if back else first_intact(kept, quick_faults)
+    if kept and newest is None:
+        raise UserError(f"all in {directory.checkpoints} are damaged: restore one, or start anew")
     start = 0 if newest is None else newest.step
     trained = read_metrics(directory.metrics_file)
     done = 1 + int(trained[-1]["step"]) if trained else 0

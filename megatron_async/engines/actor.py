@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,8 +104,8 @@ class EngineHost:
     async def update(self, pickled: bytes) -> None:
         self._running.update(*pickle.loads(pickled))
 
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        await self._running.abort(request_ids)
+    async def abort(self, requests: Mapping[str, int]) -> None:
+        await self._running.abort(requests)
 
     async def report(self, acknowledged: Sequence[int]) -> bytes:
         return pickle.dumps(await self._running.report(acknowledged))
@@ -131,8 +131,8 @@ class ActorCalls:
     async def update(self, started: Sequence[Started], cancelled: Sequence[int]) -> None:
         await self._call(self._actor.update, pickle.dumps((started, cancelled)))
 
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        await self._call(self._actor.abort, request_ids)
+    async def abort(self, requests: Mapping[str, int]) -> None:
+        await self._call(self._actor.abort, requests)
 
     async def report(self, acknowledged: Sequence[int]) -> TokenReport:
         report: TokenReport = pickle.loads(await self._call(self._actor.report, acknowledged))

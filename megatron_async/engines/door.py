@@ -22,7 +22,7 @@ from megatron_async.trajectory.possible import impossible_tokens
 from megatron_async.trajectory.types import PolicyVersion
 
 # A share of the KV cache; what rounding or a moment's overlap adds is no finding.
-_LARGEST_USAGE = 1.5
+LARGEST_USAGE = 1.5
 
 
 @dataclass
@@ -35,9 +35,13 @@ class Door:
     received: int = 0
     version: PolicyVersion | None = None
     last_token: int | None = None
+    ended: bool = False
 
     def finding(self, chunk: TokenChunk) -> str | None:
         """Return why this chunk, the next of the stream, cannot be; None where it can."""
+        if self.ended:
+            return "it went on after its end"
+        self.ended = chunk.end is not None
         count = len(chunk.token_ids)
         if count:
             found = impossible_tokens(chunk.token_ids, chunk.logprobs, self.vocabulary)
@@ -54,11 +58,10 @@ class Door:
             return f"{self.received + count} tokens came where {most} were asked for"
         if self.version is not None and chunk.version < self.version:
             return f"tokens of version {chunk.version} came after those of {self.version}"
-        if self.request.ignore_eos:
-            return None
-        before = {self.last_token, *chunk.token_ids[:-1].tolist()}
-        if stops := before.intersection(self.request.stop_token_ids):
-            return f"tokens came after the stop token {min(stops)}"
+        stops = () if self.request.ignore_eos else self.request.stop_token_ids
+        for stop in stops:
+            if stop == self.last_token or stop in chunk.token_ids[:-1]:
+                return f"tokens came after the stop token {stop}"
         return None
 
     def _end(self, end: str | None) -> str | None:
@@ -83,7 +86,7 @@ def load_of(loads: Sequence[Mapping[str, Any]], preemptions: float) -> EngineSta
     """The load that the parts of a data-parallel server report. Raises ValueError."""
     if not loads:
         raise ValueError("it reports the load of no part")
-    usage = max(_number(load["token_usage"], _LARGEST_USAGE) for load in loads)
+    usage = max(_number(load["token_usage"], LARGEST_USAGE) for load in loads)
     return EngineStatus(
         running_requests=sum(count_of(load["num_running_reqs"]) for load in loads),
         queued_requests=sum(count_of(load["num_waiting_reqs"]) for load in loads),

@@ -89,15 +89,15 @@ def init_ray(**arguments: Any) -> Any:
         raise UserError(f"{what} ({one_line(error)}): {remedy}") from error
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, on_sigterm)
-    ray_directory()  # a Ray that starts opens it to everybody
     return context
 
 
 def ray_directory() -> Path:
-    """Return the directory of Ray's sockets and logs on this node, which is this user's alone.
+    """Return the directory of Ray's sockets and logs on this node, which only this user reaches.
 
-    Its usual place is one for all users of a machine, where the second of them cannot start it and
-    everyone can reach everyone's sockets. Not below TMPDIR: the name of a socket must stay short.
+    Ray opens it to everybody as it starts, hence one within another. Its usual place is one for all
+    users of a machine, where the second of them cannot start it and everyone can reach everyone's
+    sockets. Not below TMPDIR: the name of a socket must stay short.
     Raises UserError when somebody else has made the directory.
     """
     path = Path(f"/tmp/ray-{os.getuid()}")
@@ -106,7 +106,7 @@ def ray_directory() -> Path:
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise UserError(f"{path}, where Ray is to keep its files, belongs to somebody else")
     path.chmod(0o700)
-    return path
+    return path / "ray"
 
 
 def node_address() -> str:

@@ -8,6 +8,8 @@ Invariants
 - A stream is read on only while less than a chunk of it is unacknowledged, and what is read is
   acknowledged when whoever iterates asks for more, which is after the store has committed it. So
   the loss of the actor costs a stream one chunk, and a slow disk slows the engines.
+- An abort is heard before more is read, and then its streams are read to their ends: the engine
+  adds nothing to them, and each comes as one item.
 - Longer pauses mean fewer messages: `Pace` sets the pause, which is short for few streams.
 - A failure belongs to its stream; one of the relay itself reaches every open stream. None waits
   for a relay that is gone.
@@ -17,10 +19,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from functools import partial
 from typing import Protocol
+
+import numpy as np
 
 from megatron_async.engines.interface import (
     EngineClient,
@@ -31,12 +35,13 @@ from megatron_async.engines.interface import (
 )
 from megatron_async.engines.token_report import Failure, Item, Outbox, TokenReport
 from megatron_async.errors import ComponentFailure
+from megatron_async.trajectory.types import PolicyVersion
 
 _LONGEST_PAUSE_SECONDS = 0.1
 _PAUSE_PER_STREAM_SECONDS = 25e-6  # 4,096 streams: the longest pause
 _PAUSE_PER_ENGINE_SECONDS = 10e-3  # a message takes the manager about half a millisecond
 _PAUSE_OF_ABORTS_SECONDS = 10e-3  # an update waits for their ends
-_MOST_ITEMS = 1024  # of a report: 64 tokens of each are half a megabyte
+_MOST_STREAMS = 1024  # of a report: 64 tokens of each are half a megabyte
 _ITEMS_IN_A_TURN = 64  # of the manager's event loop
 _MOST_STARTED = 256  # in one call
 _NEWS_SECONDS = 5.0
@@ -44,6 +49,8 @@ _NEWS_SECONDS = 5.0
 _NEWS_SECONDS_UNACKNOWLEDGED = 0.05
 
 Started = tuple[int, GenerationRequest]
+
+_NEVER_SENT = TokenChunk(np.zeros(0, "i4"), np.zeros(0, "f4"), PolicyVersion(-1, 0), "abort")
 
 
 class StreamRelay:
@@ -70,15 +77,18 @@ class StreamRelay:
     def _ended(self, stream: int, _: asyncio.Task[None]) -> None:
         del self._readers[stream]
 
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        """See `EngineClient.abort`."""
-        await self._client.abort(request_ids)
+    async def abort(self, requests: Mapping[str, int]) -> None:
+        """End these requests, whose streams are given; see `EngineClient.abort`."""
+        await self._client.abort(list(requests))  # first: to read on takes the event loop's time
+        for stream in self._readers.keys() & requests.values():
+            self._outbox.unbind(stream)
+            self._wake(stream)
 
     async def report(self, acknowledged: Sequence[int]) -> TokenReport:
         """Return the tokens since the last report; waits a little while for the first."""
         self._outbox.acknowledge(acknowledged)
-        for stream in [s for s in acknowledged if s in self._blocked]:
-            self._blocked[stream].set()
+        for stream in acknowledged:
+            self._wake(stream)
         if not len(self._outbox):
             self._news.clear()
             waits = self._outbox.unacknowledged
@@ -89,7 +99,7 @@ class StreamRelay:
                     await self._news.wait()
             except TimeoutError:
                 pass  # an empty report: the manager asks again
-        return self._outbox.take(_MOST_ITEMS)
+        return self._outbox.take(_MOST_STREAMS)
 
     async def close(self) -> None:
         """Stop reading."""
@@ -121,6 +131,10 @@ class StreamRelay:
         finally:
             del self._blocked[stream]
 
+    def _wake(self, stream: int) -> None:
+        if (blocked := self._blocked.get(stream)) is not None:
+            blocked.set()
+
     def _put(self, stream: int, item: Item) -> None:
         self._outbox.put(stream, item)
         self._news.set()
@@ -131,7 +145,7 @@ class RelayCalls(Protocol):
 
     async def update(self, started: Sequence[Started], cancelled: Sequence[int]) -> None: ...
 
-    async def abort(self, request_ids: Sequence[str]) -> None: ...
+    async def abort(self, requests: Mapping[str, int]) -> None: ...
 
     async def report(self, acknowledged: Sequence[int]) -> TokenReport: ...
 
@@ -189,7 +203,7 @@ class RelayedEngine(ForwardingClient):
         self._inboxes: dict[int, _Inbox] = {}
         self._started: list[Started] = []
         self._cancelled: list[int] = []
-        self._running: set[str] = set()
+        self._running: dict[str, int] = {}  # streams, by their requests
         self._aborted: set[str] = set()
         self._hurried = asyncio.Event()
         self._acknowledged: list[int] = []
@@ -203,7 +217,7 @@ class RelayedEngine(ForwardingClient):
             raise EngineError(f"{self.engine_id} ({self.url}): the client has been closed")
         stream, inbox = next(self._numbers), _Inbox()
         self._inboxes[stream] = inbox
-        self._running.add(request.request_id)
+        self._running[request.request_id] = stream
         self._pace.streams += 1
         self._started.append((stream, request))
         self._send()
@@ -221,7 +235,7 @@ class RelayedEngine(ForwardingClient):
                     self._acknowledged.append(stream)
         finally:
             self._pace.streams -= 1
-            self._running.discard(request.request_id)
+            self._running.pop(request.request_id, None)
             self._aborted.discard(request.request_id)
             del self._inboxes[stream]
             if not ended and not self._closed:
@@ -230,11 +244,16 @@ class RelayedEngine(ForwardingClient):
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests; each stream ends with a chunk of `end="abort"`."""
+        unwanted = {name: self._running[name] for name in request_ids if name in self._running}
+        streams = set(unwanted.values())
+        for stream in [stream for stream, _ in self._started if stream in streams]:
+            self._inboxes[stream].put(_NEVER_SENT)
+        self._started = [started for started in self._started if started[0] not in streams]
         if self._sending is not None:
             await asyncio.wait([self._sending])  # an abort that comes first is lost
-        self._aborted |= self._running.intersection(request_ids)
+        self._aborted |= self._running.keys() & unwanted.keys()
         self._hurried.set()  # first: ends come before the engine's own answer does
-        await self._relay.abort(request_ids)
+        await self._relay.abort(unwanted)
 
     async def close(self) -> None:
         """Release connections (not the server)."""
@@ -279,7 +298,7 @@ class RelayedEngine(ForwardingClient):
                     if number % _ITEMS_IN_A_TURN == 0:
                         await asyncio.sleep(0)
                 await asyncio.sleep(0)
-            if len(report.runs_R6) < _MOST_ITEMS:  # else there is more already
+            if len(report.runs_R6) < _MOST_STREAMS:  # else there is more already
                 await self._pause()
 
     async def _pause(self) -> None:

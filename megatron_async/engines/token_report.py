@@ -4,16 +4,18 @@ Pure: no process, no clock. `Outbox` is filled where the streams are read, `Toke
 the rollout manager (`relay.py`).
 
 Invariants
-- What is put in comes out once, and of each stream in its order.
+- What is put in comes out once, and of each stream in its order: as one run for each version, so
+  that an end waits behind no more than that.
 - Of each stream fewer than `chunk_tokens` are unacknowledged before something is put in: together
-  with what it has read, whoever fills the outbox holds one chunk that a kill may lose.
+  with what it has read, whoever fills the outbox holds one chunk that a kill may lose. A stream
+  whose end has been asked for is not bound: the engine adds nothing to it.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
 import numpy as np
@@ -47,14 +49,18 @@ class TokenReport:
 
     @classmethod
     def of(cls, items: Iterable[tuple[int, Item]]) -> TokenReport:
-        """The items of these streams, in this order."""
+        """The items of these streams, in this order; neighbours that make one run are joined."""
         runs: list[tuple[int, int, int, int, int, int]] = []
         chunks: list[TokenChunk] = []
         messages: list[str] = []
         for stream, item in items:
             if isinstance(item, TokenChunk):
                 end, queued = _ENDS.index(item.end), round(1e6 * item.queued_seconds)
-                runs.append((stream, len(item.token_ids), *item.version, end, queued))
+                count = len(item.token_ids)
+                if runs and runs[-1][0] == stream and runs[-1][2:5] == (*item.version, 0):
+                    before = runs.pop()
+                    count, queued = before[1] + count, before[5]
+                runs.append((stream, count, *item.version, end, queued))
                 chunks.append(item)
             else:
                 kind = next(i for i, known in enumerate(_FAILURES) if isinstance(item, known))
@@ -68,7 +74,7 @@ class TokenReport:
         )
 
     def items(self) -> Iterator[tuple[int, Item]]:
-        """Return the chunks that `of` was given."""
+        """Return the runs as chunks, and the failures."""
         start, messages = 0, iter(self.messages)
         ids_T, logprobs_T, *columns_T = self.tokens
         versions: dict[tuple[int, int], PolicyVersion] = {}  # one object for thousands of chunks
@@ -91,11 +97,12 @@ class Outbox:
 
     def __init__(self, chunk_tokens: int) -> None:
         self._chunk_tokens = chunk_tokens
-        self._items: deque[tuple[int, Item]] = deque()
-        self._waiting: dict[int, int] = {}
+        self._items: dict[int, list[Item]] = {}
         self._reported: dict[int, int] = {}
+        self._unbound: set[int] = set()
 
     def __len__(self) -> int:
+        """Return the number of streams with something to report."""
         return len(self._items)
 
     @property
@@ -105,24 +112,31 @@ class Outbox:
 
     def has_room(self, stream: int) -> bool:
         """Return whether there is room; otherwise there is after an acknowledgement."""
-        return self._waiting.get(stream, 0) + self._reported.get(stream, 0) < self._chunk_tokens
+        return stream in self._unbound or self.held(stream) < self._chunk_tokens
+
+    def held(self, stream: int) -> int:
+        """Return how many of its tokens were read and not acknowledged."""
+        return _tokens(self._items.get(stream, ())) + self._reported.get(stream, 0)
+
+    def unbind(self, stream: int) -> None:
+        """Make room for all that a stream has still to bring."""
+        self._unbound.add(stream)
 
     def put(self, stream: int, item: Item) -> None:
         """The next item of a stream."""
-        self._items.append((stream, item))
-        if isinstance(item, TokenChunk):
-            self._waiting[stream] = self._waiting.get(stream, 0) + len(item.token_ids)
+        self._items.setdefault(stream, []).append(item)
 
     def take(self, most: int) -> TokenReport:
-        """The oldest items, `most` at most."""
-        items = [self._items.popleft() for _ in range(min(most, len(self._items)))]
-        for stream, item in items:
-            if not isinstance(item, TokenChunk) or item.end is not None:
+        """All items of the streams that have waited longest, `most` streams at most."""
+        taken: list[tuple[int, Item]] = []
+        for stream in list(islice(self._items, most)):
+            items = self._items.pop(stream)
+            taken += [(stream, item) for item in items]
+            if not isinstance(items[-1], TokenChunk) or items[-1].end is not None:
                 self.forget(stream)
-            elif stream in self._waiting:
-                self._waiting[stream] -= len(item.token_ids)
-                self._reported[stream] = self._reported.get(stream, 0) + len(item.token_ids)
-        return TokenReport.of(items)
+            else:
+                self._reported[stream] = self._reported.get(stream, 0) + _tokens(items)
+        return TokenReport.of(taken)
 
     def acknowledge(self, streams: Iterable[int]) -> None:
         """Forget what was reported of these streams: it is in the store."""
@@ -131,5 +145,10 @@ class Outbox:
 
     def forget(self, stream: int) -> None:
         """Forget a stream that has ended, or of which nothing more is wanted."""
-        self._waiting.pop(stream, None)
+        self._items.pop(stream, None)
         self._reported.pop(stream, None)
+        self._unbound.discard(stream)
+
+
+def _tokens(items: Iterable[Item]) -> int:
+    return sum(len(item.token_ids) for item in items if isinstance(item, TokenChunk))

@@ -145,7 +145,6 @@ def _join_rollout(node: Node) -> int:
     node.use_token()
     with node.ray_node(f"--address={address}") as ray_node:
         while not node.session.closed() and node.session.is_current():
-            ray_directory()  # Ray opens it to everybody as it starts
             if ray_node.exit_code() is not None:
                 raise ray_node.failure(f"Ray on {node.name}")
             time.sleep(_POLL_SECONDS)

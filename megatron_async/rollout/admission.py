@@ -94,8 +94,6 @@ class Admission:
         if trajectory.state is TrajectoryState.DROPPED:
             return False
         for segment in trajectory.segments:
-            if segment.from_environment:
-                continue
             found = impossible_tokens(segment.token_ids, segment.logprobs, self._vocabulary)
             if found is not None:
                 self._store.drop(trajectory.trajectory_id, DropReason.NONFINITE)

@@ -39,7 +39,7 @@ from megatron_async.store.records import SupersededRequest
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.types import FinishReason, RequestKey
 
-_ABORT_RETRY_SECONDS = 2.0
+_ABORT_WAIT_SECONDS = 2.0
 _ABORT_TRIES = 10
 _BEGUN_IN_A_TURN = 64
 _IDLE_POLL_SECONDS = 0.01
@@ -169,12 +169,14 @@ class Generation:
         await asyncio.gather(*(self._abort_on(*group) for group in by_slot.items()))
 
     async def _abort_on(self, slot: EngineSlot, requests: Sequence[RunningRequest]) -> None:
-        """Repeated: an abort that overtakes its request is unknown to the engine.
+        """Repeated until the engine has heard it.
 
-        A held engine ends nothing, and loses aborts: they wait for its release. An engine that
-        does not end a request may still serve all others: the request is cut off, and that is all.
+        A held engine ends nothing, and loses aborts: they wait for its release. Ends come behind
+        the tokens before them, which takes its time on a busy machine: while some come, others
+        may. An engine that does not end a request may still serve all others: the request is cut
+        off, and that is all.
         """
-        tries = 0
+        tries, heard = 0, False
         while tries < _ABORT_TRIES:
             await slot.until_released()
             left = self._unended(requests)
@@ -182,13 +184,17 @@ class Generation:
                 return
             asked = slot.clock()
             try:
-                await slot.client.abort([request.key.name for request in left])
+                if not heard:
+                    await slot.client.abort([request.key.name for request in left])
+                heard = True
             except EngineError as error:
                 await self._monitor.suspect(slot, str(error))
             tasks = [request.task for request in self._unended(left) if request.task is not None]
             if tasks:
-                await asyncio.wait(tasks, timeout=_ABORT_RETRY_SECONDS)
-            tries += not slot.evidence.held_since(asked)
+                await asyncio.wait(tasks, timeout=_ABORT_WAIT_SECONDS)
+            held = slot.evidence.held_since(asked)
+            heard = heard and not held
+            tries += not held and len(self._unended(left)) == len(left)
         for request in self._unended(requests):
             why = f"engine {slot.engine_id} did not end it when it was aborted"
             self._cut_off(request, "abort_ignored", why)

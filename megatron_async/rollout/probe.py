@@ -8,6 +8,7 @@ Invariants
 - Every engine is asked for the same number of tokens, whatever the model would end at.
 - The requests go before those that wait in the engine: a full engine is verified as soon as a
   request leaves it.
+- Its limit is one of silence: an engine that is slow, and goes on, is not at fault.
 - A stream that breaks off is asked for again: as for any request, one is no evidence about its
   engine.
 """
@@ -70,7 +71,9 @@ async def sample(
     tokens: int,
     timeout_seconds: float,
 ) -> list[ProbeSample]:
-    """Sample at least `tokens` tokens in all, spread over the prompts. Raises EngineError.
+    """Sample at least `tokens` tokens in all, spread over the prompts.
+
+    Raises EngineError, also when none comes for `timeout_seconds`.
 
     A prompt that the engine refuses as invalid is left out: that is no evidence about the engine.
     """
@@ -87,13 +90,11 @@ async def sample(
         for number, prompt in enumerate(prompts)
     ]
     try:
-        async with AwakeTimeout(timeout_seconds):
-            found = await asyncio.gather(*(_continued(engine, r, version) for r in requests))
+        async with AwakeTimeout(timeout_seconds) as limit:
+            found = await asyncio.gather(*(_continued(engine, r, version, limit) for r in requests))
     except TimeoutError as error:
-        raise EngineError(
-            f"engine {engine.engine_id} did not generate {each} tokens for the check of {version} "
-            f"within {timeout_seconds:g} s"
-        ) from error
+        silent = f"generated nothing for {timeout_seconds:g} s in the check of {version}"
+        raise EngineError(f"engine {engine.engine_id} {silent}") from error
     samples = [one for one in found if isinstance(one, ProbeSample)]
     if not samples:
         raise EngineError(
@@ -103,12 +104,21 @@ async def sample(
 
 
 async def _continued(
-    engine: EngineClient, request: GenerationRequest, version: PolicyVersion
+    engine: EngineClient, request: GenerationRequest, version: PolicyVersion, limit: AwakeTimeout
 ) -> ProbeSample | RequestRefused:
-    try:
-        chunks = await _streamed(engine, request)
-    except RequestRefused as refusal:
-        return refusal
+    for tries in range(1, _TRIES + 1):
+        tried = replace(request, request_id=f"{request.request_id[:-1]}-{tries};")
+        chunks: list[TokenChunk] = []
+        try:
+            async for chunk in engine.generate(tried):
+                limit.restart()
+                chunks.append(chunk)
+            break
+        except RequestRefused as refusal:
+            return refusal
+        except EngineError:
+            if tries == _TRIES:
+                raise
     versions = {chunk.version for chunk in chunks if len(chunk.token_ids)}
     if versions != {version}:
         labels = ", ".join(str(other) for other in sorted(versions))
@@ -124,17 +134,6 @@ async def _continued(
         )
     logprobs = np.concatenate([chunk.logprobs for chunk in chunks])
     return ProbeSample(engine.engine_id, request.input_ids, token_ids, logprobs)
-
-
-async def _streamed(engine: EngineClient, request: GenerationRequest) -> list[TokenChunk]:
-    for tries in range(1, _TRIES + 1):
-        tried = replace(request, request_id=f"{request.request_id[:-1]}-{tries};")
-        try:
-            return [chunk async for chunk in engine.generate(tried)]
-        except EngineError as error:
-            if isinstance(error, RequestRefused) or tries == _TRIES:
-                raise
-    raise AssertionError("unreachable")
 
 
 def packed(samples: Sequence[ProbeSample], temperature: float) -> TokenBatch:

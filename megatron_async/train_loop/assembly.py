@@ -66,7 +66,9 @@ def train(directory: RunDirectory, config: RunConfig, ray_address: str, stop: St
             before = [step for step in trained if step["step"] < resume.step]
             metrics = writer(directory, config, stack, lineage=lineage)
             for damaged in checkpoints.newer_than(newest):
-                message = f"{damaged.path} is damaged (trainer.log has the fault) and passed over"
+                message = (
+                    f"{damaged.path} is damaged (see trainer.log); step {resume.step} is loaded"
+                )
                 metrics.warn(max(0, resume.step - 1), "checkpoint_damaged", message)
         rank_zero.run(lambda: link.attach(resume) if link is not None else None)
         trainer = trainer or build()

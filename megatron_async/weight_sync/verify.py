@@ -50,8 +50,14 @@ def engine_parameter(name: str) -> str:
 
 
 def engine_parameters(checksum_answer: Mapping[str, Any]) -> frozenset[str]:
-    """Parameter names in an engine's reply to `weights_checker` (all its ranks)."""
-    return frozenset(name for rank in checksum_answer["ranks"] for name in rank["checksums"])
+    """Parameter names in an engine's reply to `weights_checker` (all its ranks).
+
+    None in a reply that is not of its form.
+    """
+    try:
+        return frozenset(name for rank in checksum_answer["ranks"] for name in rank["checksums"])
+    except (KeyError, TypeError):
+        return frozenset()
 
 
 class NameCheck:

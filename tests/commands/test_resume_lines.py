@@ -16,6 +16,7 @@ from megatron_async.checkpoint.manifest import (
 from megatron_async.commands import train as command
 from megatron_async.commands.sft import own_name
 from megatron_async.config import build_config
+from megatron_async.errors import UserError
 from megatron_async.run_directory import RunDirectory
 from megatron_async.telemetry.metrics import MetricsWriter
 
@@ -50,13 +51,23 @@ def test_it_names_the_checkpoint_the_steps_and_the_changes(run: RunDirectory) ->
     ]
 
 
-def test_one_with_a_file_that_is_cut_off_is_not_the_one_that_is_named(run: RunDirectory) -> None:
+@pytest.mark.parametrize("content", [b"weigh", b"weighed"], ids=["cut off", "of other content"])
+def test_one_with_a_damaged_file_is_not_the_one_that_is_named(
+    run: RunDirectory, content: bytes
+) -> None:
     save(run, 10)
-    (save(run, 20) / "weights").write_bytes(b"weigh")
+    (save(run, 20) / "weights").write_bytes(content)
     same = build_config({})
     assert command.resume_lines(run, same, same, None)[0] == (
         "a goes on from checkpoint step_000010, made after step 9"
     )
+
+
+def test_where_every_checkpoint_is_damaged_nothing_starts(run: RunDirectory) -> None:
+    (save(run, 20) / "weights").write_bytes(b"weighed")
+    same = build_config({})
+    with pytest.raises(UserError, match=r"all in .*checkpoints are damaged: restore"):
+        command.resume_lines(run, same, same, None)
 
 
 def test_without_a_checkpoint_it_begins_again(run: RunDirectory) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from megatron_async.engines.door import Door, count_of, load_of
+from megatron_async.engines.door import LARGEST_USAGE, Door, count_of, load_of
 from megatron_async.engines.interface import EngineStatus, GenerationRequest, TokenChunk
 from megatron_async.engines.sglang.stream import BadReport, StreamDecoder
+from megatron_async.trajectory.possible import LARGEST_LOGPROB, SMALLEST_LOGPROB
 from megatron_async.trajectory.types import PolicyVersion
 from tests.engine import make_request
 
@@ -41,21 +44,40 @@ GOOD = {
     "a certain token, and rounding": [chunk(9, logprob=0.0), chunk(9, logprob=1e-6)],
     "the least likely token of float32": [chunk(9, logprob=-103.3)],
 }
-BAD = {
-    "token 50 is outside the vocabulary of 50 tokens": [chunk(9, 50)],
-    "token -1 is outside the vocabulary of 50 tokens": [chunk(-1)],
-    "has log-prob 5": [chunk(9, logprob=5.0)],
-    "has log-prob nan": [chunk(9, logprob=float("nan"))],
-    "has log-prob -inf": [chunk(9, logprob=float("-inf"))],
-    "has log-prob -105": [chunk(9, logprob=-105.0)],
-    "columns have the shapes": [replace(chunk(9, 8), columns=(np.zeros(1, [("routes", "<i2")]),))],
-    "7 tokens came where 6 were asked for": [chunk(9, 8, 7, 6), chunk(5, 4, 9)],
-    "tokens of version 0.1 came after those of 0.2": [chunk(9, number=2), chunk(8)],
-    "came after the stop token 2": [chunk(9, STOP, 8)],
-    "came after the stop token 3": [chunk(9, 3), chunk(8)],
-    "ended with `stop` at token 9": [chunk(8, 9, end="stop")],
-    "ended with `stop` at token None": [chunk(end="stop")],
-    "ended with `length` after 2 of 6 tokens": [chunk(8, 9, end="length")],
+# By the first column of docs/failures.md's table: what is found, of which stream.
+BAD: dict[str, dict[str, list[TokenChunk]]] = {
+    "a token": {
+        "token 50 is outside the vocabulary of 50 tokens": [chunk(9, 50)],
+        "token -1 is outside the vocabulary of 50 tokens": [chunk(-1)],
+    },
+    "a log-prob": {
+        "has log-prob 5": [chunk(9, logprob=5.0)],
+        "has log-prob 0.0011": [chunk(9, logprob=0.0011)],
+        "has log-prob nan": [chunk(9, logprob=float("nan"))],
+        "has log-prob -inf": [chunk(9, logprob=float("-inf"))],
+        "has log-prob -104.1": [chunk(9, logprob=-104.1)],
+    },
+    "the count of tokens": {
+        "7 tokens came where 6 were asked for": [chunk(9, 8, 7, 6), chunk(5, 4, 9)],
+        "columns have the shapes": [
+            replace(chunk(9, 8), columns=(np.zeros(1, [("routes", "<i2")]),))
+        ],
+    },
+    "policy versions": {
+        "tokens of version 0.1 came after those of 0.2": [chunk(9, number=2), chunk(8)],
+    },
+    "the end `stop`": {
+        "came after the stop token 2": [chunk(9, STOP, 8)],
+        "came after the stop token 3": [chunk(9, 3), chunk(8)],
+        "ended with `stop` at token 9": [chunk(8, 9, end="stop")],
+        "ended with `stop` at token None": [chunk(end="stop")],
+    },
+    "the end `length`": {
+        "ended with `length` after 2 of 6 tokens": [chunk(8, 9, end="length")],
+    },
+    "what comes after an end": {
+        "went on after its end": [chunk(9, end="abort"), chunk(end="abort")],
+    },
 }
 
 
@@ -65,10 +87,10 @@ def test_what_an_engine_may_send_passes(stream: str) -> None:
     assert [door.finding(one) for one in GOOD[stream]] == [None] * len(GOOD[stream])
 
 
-@pytest.mark.parametrize("found", BAD)
-def test_what_cannot_be_is_found_at_its_chunk(found: str) -> None:
+@pytest.mark.parametrize(("row", "found"), [(row, found) for row in BAD for found in BAD[row]])
+def test_what_cannot_be_is_found_at_its_chunk(row: str, found: str) -> None:
     door = Door(ASKED, VOCABULARY)
-    *before, last = BAD[found]
+    *before, last = BAD[row][found]
     assert [door.finding(one) for one in before] == [None] * len(before)
     assert found in str(door.finding(last))
 
@@ -96,29 +118,36 @@ def report(**changes: Any) -> dict[str, Any]:
     return {"output_ids": changes.pop("output_ids", [4, 5, 6]), "meta_info": {**meta, **changes}}
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
+MALFORMED: dict[str, list[dict[str, Any]]] = {
+    "a token": [
         {"output_ids": [4, 5.0, 6]},
         {"output_ids": [4, "5", 6]},
         {"output_ids": [4, None, 6]},
         {"output_ids": [4, 7, 6]},
-        {"output_ids": [4, 5, 6, 7]},
+        {"output_token_logprobs": [[-1.0, 4], [-2.0, 6], [-3.0, 6]]},
+        {"output_token_logprobs": [[-1.0, 4], [-2.0], [-3.0, 6]]},
+    ],
+    "a log-prob": [
         {"output_token_logprobs": [[-1.0, 4], [None, 5], [-3.0, 6]]},
         {"output_token_logprobs": [[-1.0, 4], ["-2", 5], [-3.0, 6]]},
         {"output_token_logprobs": [[-1.0, 4], [True, 5], [-3.0, 6]]},
-        {"output_token_logprobs": [[-1.0, 4], [-2.0, 6], [-3.0, 6]]},
-        {"output_token_logprobs": [[-1.0, 4], [-2.0], [-3.0, 6]]},
+    ],
+    "the count of tokens": [
+        {"output_ids": [4, 5, 6, 7]},
         {"completion_tokens": 2},
         {"completion_tokens": 4},
         {"completion_tokens": 2.5},
         {"completion_tokens": True},
-        {"queue_time": "long"},
+    ],
+    "policy versions": [
         {"weight_versions": [{"version": "0.1", "start": 0, "end": 2}]},
         {"weight_versions": [{"version": "newest", "start": 0, "end": 3}]},
     ],
-    ids=str,
-)
+    "the time in the queue": [{"queue_time": "long"}],
+}
+
+
+@pytest.mark.parametrize("changes", [c for cases in MALFORMED.values() for c in cases], ids=str)
 def test_a_report_of_another_form_is_refused(changes: dict[str, Any]) -> None:
     assert len(StreamDecoder().feed(report())[0].token_ids) == 3
     with pytest.raises(BadReport):
@@ -134,7 +163,7 @@ def test_the_load_of_all_parts_is_one_report() -> None:
 
 
 @pytest.mark.parametrize("name", LOAD)
-@pytest.mark.parametrize("value", [None, "y", -1, True, 1e39, float("nan"), [], {}])
+@pytest.mark.parametrize("value", [None, "y", "3", -1, True, 1e39, float("nan"), [], {}])
 def test_a_load_that_cannot_be_is_no_report(name: str, value: Any) -> None:
     with pytest.raises((ValueError, TypeError)):
         load_of([{**LOAD, name: value}], 0.0)
@@ -145,3 +174,24 @@ def test_no_load_and_half_a_request_are_no_report() -> None:
         load_of([], 0.0)
     with pytest.raises(ValueError, match="no whole number"):
         count_of(0.5)
+
+
+def documented() -> dict[str, str]:
+    """What the table of docs/failures.md lets through, by its first column."""
+    page = (Path(__file__).parents[2] / "docs" / "failures.md").read_text()
+    section = page.partition("## What an engine may send")[2].partition("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("| ")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return dict(rows[1:])
+
+
+def test_the_table_of_what_may_come_is_what_is_checked() -> None:
+    """Every row refuses something above, everything that is refused has its row, in numbers too."""
+    table = documented()
+    assert table.keys() == BAD.keys() | MALFORMED.keys() | {"a load report"}
+    for row, bounds in {
+        "a log-prob": (SMALLEST_LOGPROB, LARGEST_LOGPROB),
+        "a load report": (LARGEST_USAGE,),
+    }.items():
+        numbers = re.findall(r"-?\d[\d,.]*\d|\d", table[row])
+        assert {f"{bound:,g}" for bound in bounds} <= set(numbers), row

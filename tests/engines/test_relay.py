@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import cast
 
 import numpy as np
@@ -15,6 +15,7 @@ from megatron_async.engines.interface import (
     EngineError,
     GenerationRequest,
     RequestRefused,
+    StreamEnd,
     TokenChunk,
 )
 from megatron_async.engines.relay import Pace, RelayedEngine, Started, StreamRelay
@@ -97,6 +98,96 @@ def test_an_abort_ends_the_streams_with_what_they_have() -> None:
     asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
+class Flooded:
+    """An engine that has made 40 chunks of a response, of two versions, before they are read."""
+
+    engine_id, url = "e", ""
+
+    def __init__(self) -> None:
+        self.read = self.read_at_abort = 0
+        self.aborted = asyncio.Event()
+
+    async def generate(self, wanted: GenerationRequest) -> AsyncIterator[TokenChunk]:
+        for place in range(40):
+            self.read += 1
+            yield self.chunk(range(8 * place, 8 * place + 8), place >= 25)
+        await self.aborted.wait()
+        yield self.chunk(range(0), True, "abort")
+
+    def chunk(self, ids: range, newer: bool, end: StreamEnd | None = None) -> TokenChunk:
+        tokens = np.array(ids, np.int32)
+        return TokenChunk(tokens, -tokens.astype(np.float32), PolicyVersion(0, newer), end)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        await asyncio.sleep(0.05)  # on its way
+        self.read_at_abort = self.read
+        self.aborted.set()
+
+    async def close(self) -> None:
+        return None
+
+
+def test_the_end_of_an_aborted_stream_waits_behind_one_item_of_each_version() -> None:
+    """Whatever the engine had made before, and without an acknowledgement; nothing of it is lost.
+
+    Until the engine has heard the abort, no more is read than at any time.
+    """
+
+    async def scenario() -> None:
+        engine = Flooded()
+        relay = StreamRelay(cast(EngineClient, engine), 16)
+        relay.update([(0, request("a"))], [])
+        chunks = [item for _, item in (await relay.report([])).items()]
+        assert not list((await relay.report([])).items())  # as much as there is room for
+        read = engine.read
+        await relay.abort({"a": 0, "gone": 1})
+        assert engine.read_at_abort == read < 5
+        rest = [item for _, item in (await relay.report([])).items()]
+        assert len(rest) == 2
+        chunks += rest
+        assert all(isinstance(chunk, TokenChunk) for chunk in chunks)
+        whole = cast(list[TokenChunk], chunks)
+        assert tokens(whole) == list(range(320)) and whole[-1].end == "abort"
+        assert {(c.version.number, int(t) >= 200) for c in whole for t in c.token_ids} == {
+            (0, False),
+            (1, True),
+        }
+        await relay.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
+def test_an_abort_ends_at_once_what_was_not_sent_yet() -> None:
+    class Stuck(Lossy):
+        async def update(self, started: Sequence[Started], cancelled: Sequence[int]) -> None:  # type: ignore[override]
+            sent.extend(request.request_id for _, request in started)
+            await answered.wait()
+            await super().update(started, cancelled)
+
+    sent: list[str] = []
+    answered = asyncio.Event()
+
+    async def scenario() -> None:
+        relay = Stuck(SimulatedEngine("e", MODEL), 16)
+        client = RelayedEngine(SimulatedEngine("e", MODEL), relay, Pace())
+        first = asyncio.create_task(collect(client, request("first", 10**6)))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        second = asyncio.create_task(collect(client, request("second", 10**6)))
+        while len(client._started) < 1:
+            await asyncio.sleep(0)
+        aborting = asyncio.create_task(client.abort(["first", "second"]))
+        [end] = await second
+        assert end.end == "abort" and not aborting.done() and not first.done()
+        answered.set()
+        await aborting
+        assert (await first)[-1].end == "abort" and sent == ["first"]
+        await client.close()
+        await relay.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+
+
 def test_ends_of_aborted_streams_do_not_wait_for_the_pause_between_reports() -> None:
     """An update waits for them; the pause is for thousands of streams that go on.
 
@@ -107,8 +198,8 @@ def test_ends_of_aborted_streams_do_not_wait_for_the_pause_between_reports() -> 
         seconds = 3600.0  # type: ignore[assignment]
 
     class Busy(Lossy):
-        async def abort(self, request_ids: Sequence[str]) -> None:
-            await super().abort(request_ids)
+        async def abort(self, requests: Mapping[str, int]) -> None:
+            await super().abort(requests)
             await ended.wait()
 
     ended = asyncio.Event()
@@ -160,8 +251,7 @@ def test_what_is_not_acknowledged_stays_below_two_chunks_and_others_go_on() -> N
         held = cast(AsyncIterator[TokenChunk], client.generate(request("held", 10**6)))
         await anext(held)
         assert len(tokens(await collect(client, request("other", 200)))) == 200
-        outbox = relay._outbox
-        assert outbox._waiting[0] + outbox._reported[0] < 2 * 16
+        assert relay._outbox.held(0) < 2 * 16
         more = [await anext(held) for _ in range(20)]  # it flows again
         assert len(tokens(more)) >= 20 * 8
         await relay.close()
@@ -207,9 +297,8 @@ def test_a_lost_relay_is_heard_of_by_every_stream_and_costs_each_a_chunk() -> No
         relay.lost = True
         results = await asyncio.gather(*streams, return_exceptions=True)
         assert [type(result) for result in results] == [EngineError] * 3
-        outbox = relay._outbox
         for stream in range(3):
-            assert outbox._waiting[stream] + outbox._reported[stream] < 2 * 16
+            assert relay._outbox.held(stream) < 2 * 16
         with pytest.raises(EngineError, match="has died"):
             await collect(client, request("later"))
         await client.close()

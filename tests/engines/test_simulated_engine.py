@@ -13,7 +13,7 @@ import pytest
 from megatron_async.engines.interface import EngineClient, EngineError, TokenChunk
 from megatron_async.engines.simulated.engine import SimulatedEngine, SimulatedEngineModel
 from megatron_async.trajectory.types import PolicyVersion
-from tests.engine import collect, logprobs_of, make_request, tokens_of
+from tests.engine import collect, crash_after, logprobs_of, make_request, tokens_of
 
 PROMPT = [5, 9, 17]
 SLOW = SimulatedEngineModel(step_seconds=0.002, stream_interval=4)
@@ -145,7 +145,7 @@ def test_a_paused_engine_generates_nothing(mode: Any) -> None:
 def test_a_crash_ends_every_stream_and_every_later_call_until_a_restart() -> None:
     async def body() -> None:
         engine = SimulatedEngine("one", SLOW)
-        engine.crash_after(50)
+        crash_after(engine, 50)
         tasks = [
             asyncio.create_task(collect(engine, make_request(f"r{i}", PROMPT, 100)))
             for i in range(4)

@@ -114,6 +114,46 @@ def test_one_call_aborts_all_requests_of_an_engine_and_no_more_than_it_is_asked_
     assert {chunks[-1].end for chunks in with_client(server[0], body)} == {"abort"}
 
 
+def test_an_abort_is_repeated_only_where_it_may_have_overtaken_its_request(
+    server: tuple[SGLangProcess, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that has sent tokens of a request knows it, and has answered the abort."""
+    monkeypatch.setattr("megatron_async.engines.sglang.client._ABORT_AGAIN_SECONDS", 0.01)
+
+    async def body(client: SGLangClient) -> list[Any]:
+        posted: list[Any] = []
+        post = client._post
+
+        async def first_abort_lost(path: str, sent: Any) -> Any:
+            if path == "abort_request":
+                posted.append(sent)
+                if len(posted) == 1:
+                    return {}
+            return await post(path, sent)
+
+        monkeypatch.setattr(client, "_post", first_abort_lost)
+        known: list[TokenChunk] = []
+        running = asyncio.create_task(collect(client, make_request("known", PROMPT, 60_000), known))
+        await until_streaming([known])
+        await client.abort(["known"])
+        await asyncio.sleep(0.2)
+        assert len(posted) == 1
+        await client.abort(["known"])
+        await running
+        await client.pause("in_place")
+        del posted[:]
+        new = asyncio.create_task(collect(client, make_request("new", PROMPT, 60_000)))
+        while not (await client.status()).queued_requests:
+            await asyncio.sleep(0.01)
+        await client.abort(["new"])
+        chunks = await new
+        await client.resume()
+        assert len(posted) == 2
+        return [running.result()[-1].end, chunks[-1].end]
+
+    assert with_client(server[0], body) == ["abort", "abort"]
+
+
 def test_tokens_around_an_update_carry_their_versions(server: tuple[SGLangProcess, Path]) -> None:
     process, model = server
     weights = EngineAddress("engine", process.url)

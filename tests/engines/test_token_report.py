@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 from hypothesis import given
@@ -53,18 +54,55 @@ def test_an_empty_report_holds_nothing() -> None:
     assert list(Outbox(64).take(10).items()) == []
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 90)), max_size=40), st.integers(1, 7))
-def test_what_is_put_in_comes_out_once_and_in_order(puts: list[tuple[int, int]], most: int) -> None:
-    outbox, items = Outbox(64), []
-    for place, (stream, count) in enumerate(puts):
-        items.append((stream, chunk(100 * place, count)))
-        outbox.put(*items[-1])
-    found: list[tuple[int, Item]] = []
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 3), st.integers(1, 90), st.sampled_from([0, 0, 0, 1])), max_size=40
+    ),
+    st.integers(1, 7),
+)
+def test_what_is_put_in_comes_out_once_and_in_order_a_run_for_each_version(
+    puts: list[tuple[int, int, int]], most: int
+) -> None:
+    outbox, wanted = Outbox(64), dict[int, list[tuple[int, int]]]()
+    for place, (stream, count, number) in enumerate(puts):
+        outbox.put(stream, chunk(100 * place, count, number))
+        tokens = [(100 * place + i, number) for i in range(count)]
+        wanted.setdefault(stream, []).extend(tokens)
+    found = dict[int, list[tuple[int, int]]]()
     while len(outbox):
-        report = outbox.take(most)
-        assert len(report.runs_R6) <= most
-        found += report.items()
-    assert plain(found) == plain(items)
+        runs = [(s, i) for s, i in outbox.take(most).items() if isinstance(i, TokenChunk)]
+        assert len({stream for stream, _ in runs}) <= most
+        for (stream, before), (other, after) in pairwise(runs):
+            assert stream != other or before.version != after.version
+        for stream, run in runs:
+            assert (run.logprobs == -run.token_ids.astype(np.float32) / 7).all()
+            tokens = [(int(token), run.version.number) for token in run.token_ids]
+            found.setdefault(stream, []).extend(tokens)
+    assert found == wanted
+
+
+def test_a_run_has_the_wait_of_its_first_chunk_and_the_end_of_its_last() -> None:
+    outbox = Outbox(64)
+    for item in (replace(chunk(5, 3), queued_seconds=0.5), chunk(8, 2), chunk(0, 0, end="abort")):
+        outbox.put(1, item)
+    outbox.put(2, chunk(9, 1))
+    assert plain(list(outbox.take(9).items())) == plain(
+        [(1, replace(chunk(5, 5, end="abort"), queued_seconds=0.5)), (2, chunk(9, 1))]
+    )
+
+
+def test_a_stream_without_a_bound_has_room_until_it_has_ended() -> None:
+    outbox = Outbox(64)
+    outbox.unbind(0)
+    for place in range(9):
+        assert outbox.has_room(0)
+        outbox.put(0, chunk(100 * place, 64))
+    outbox.take(9)
+    assert outbox.has_room(0) and outbox.unacknowledged
+    outbox.put(0, chunk(0, 0, end="abort"))
+    outbox.take(9)
+    outbox.put(0, chunk(0, 64))
+    assert not outbox.has_room(0)
 
 
 def test_a_stream_has_room_until_a_chunk_of_it_is_unacknowledged() -> None:
@@ -92,7 +130,7 @@ def test_a_stream_that_has_ended_or_is_forgotten_waits_for_no_acknowledgement() 
     outbox.put(2, chunk(0, 64))
     outbox.put(2, EngineError("it broke off"))
     outbox.forget(1)
-    assert len(list(outbox.take(9).items())) == 4
+    assert [stream for stream, _ in outbox.take(9).items()] == [0, 2, 2]
     assert not outbox.unacknowledged
 
 

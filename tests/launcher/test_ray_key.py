@@ -6,7 +6,10 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -31,11 +34,26 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[s
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.setenv(name, "")  # restored after the test
     key_file = tmp_path / "ray-token"
-    address = start_ray(key_file)
+    with ThreadPoolExecutor(1) as pool:
+        watching = pool.submit(modes_until, started := threading.Event())
+        try:
+            address = start_ray(key_file)
+        finally:
+            started.set()
     try:
+        assert watching.result() == {0o700}, "others could reach the sockets for a while"
         yield f"{node_address()}:{address.rpartition(':')[2]}", key_file
     finally:
         ray.shutdown()
+
+
+def modes_until(started: threading.Event) -> set[int]:
+    """Modes that the directory around Ray's sockets has had meanwhile."""
+    found = set()
+    while not started.wait(0.002):
+        with suppress(FileNotFoundError):
+            found.add(stat.S_IMODE(Path(f"/tmp/ray-{os.getuid()}").stat().st_mode))
+    return found
 
 
 def joined(address: str, home: Path, environments: Sequence[dict[str, str]]) -> list[bool]:
@@ -57,8 +75,6 @@ def joined(address: str, home: Path, environments: Sequence[dict[str, str]]) -> 
 def test_only_the_key_opens_a_run_on_one_machine(started: tuple[str, Path], tmp_path: Path) -> None:
     address, key_file = started
     assert stat.S_IMODE(key_file.stat().st_mode) == 0o600
-    as_ray_left_it = Path(f"/tmp/ray-{os.getuid()}").stat()  # ray_directory() would mend it
-    assert stat.S_IMODE(as_ray_left_it.st_mode) == 0o700
     other = tmp_path / "other-token"
     other.write_text("0" * 64)
     strangers = [

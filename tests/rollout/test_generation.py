@@ -488,15 +488,85 @@ def test_what_is_not_aborted_is_cut_off_and_its_engine_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def body() -> None:
-        monkeypatch.setattr("megatron_async.rollout.generation._ABORT_RETRY_SECONDS", 0.01)
+        monkeypatch.setattr("megatron_async.rollout.generation._ABORT_WAIT_SECONDS", 0.01)
         bench = Bench.of(tmp_path, config_of())
-        await quiet(bench)
+        bench.slot = await quiet(bench)
         await bench.generation.abort(bench.generation.mark_unwanted())
         assert bench.outcomes == [ev.Aborted(bench.trajectory_id)]
         assert "did not end it" in bench.statistics.warnings["abort_ignored"]
         assert bench.given_up == bench.suspected == []
+        engine = bench.slot.client._client  # type: ignore[attr-defined]
+        assert engine.aborts == 1  # it has answered
         await bench.store.close()
 
+    run(body())
+
+
+def test_ends_that_come_late_are_waited_for_as_long_as_some_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine they come one by one, behind the tokens before them."""
+    monkeypatch.setattr("megatron_async.rollout.generation._ABORT_WAIT_SECONDS", 0.05)
+    monkeypatch.setattr("megatron_async.rollout.generation._ABORT_TRIES", 3)
+
+    class Busy(Quiet):
+        ends = 0
+
+        async def generate(self, request: GenerationRequest) -> AsyncIterator[TokenChunk]:
+            yield chunk(7)
+            while not self.aborts:
+                await asyncio.sleep(0.001)
+            self.ends += 1
+            await asyncio.sleep(0.06 * self.ends)
+            yield chunk(8, end="abort")
+
+    async def body() -> None:
+        bench = Bench.of(tmp_path, config_of())
+        engine = Busy([])
+        slot = verified_slot(engine)
+        group = bench.store.add_group(Prompt(np.array([5, 1], np.int32), "fixed"), 8)
+        for trajectory in group.trajectories:
+            bench.generation.submit(trajectory.trajectory_id, slot)
+        while bench.statistics.counts.tokens < 8:
+            await asyncio.sleep(0.001)
+        await bench.generation.abort(bench.generation.mark_unwanted())
+        assert engine.aborts == 1 and bench.statistics.warnings == {}
+        assert bench.statistics.counts.tokens == 16
+        await bench.store.close()
+
+    run(body())
+
+
+@pytest.mark.parametrize("error", [EngineError("no answer"), None])
+def test_an_abort_is_repeated_until_the_engine_has_heard_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: EngineError | None
+) -> None:
+    """It fails, or the engine is held meanwhile and may have lost it."""
+    monkeypatch.setattr("megatron_async.rollout.generation._ABORT_WAIT_SECONDS", 0.01)
+
+    class Deaf(Quiet):
+        async def abort(self, request_ids: list[str]) -> None:
+            await super().abort(request_ids)
+            if self.aborts == 1:
+                slot.hold()
+                slot.release()
+                if error is not None:
+                    raise error
+
+    async def body() -> None:
+        nonlocal slot
+        bench = Bench.of(tmp_path, config_of())
+        engine = Deaf([chunk(7)])
+        slot = verified_slot(engine)
+        bench.generation.submit(bench.trajectory_id, slot)
+        while bench.statistics.counts.tokens < 1:
+            await asyncio.sleep(0)
+        await bench.generation.abort(bench.generation.mark_unwanted())
+        assert engine.aborts == 2
+        assert bench.suspected == ([] if error is None else ["no answer"])
+        await bench.store.close()
+
+    slot: Any = None
     run(body())
 
 

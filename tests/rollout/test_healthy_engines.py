@@ -114,7 +114,7 @@ def test_engines_that_end_no_request_while_they_are_paused_in_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A group is dropped during a long transfer; SGLang ends its requests after the pause."""
-    monkeypatch.setattr("megatron_async.rollout.generation._ABORT_RETRY_SECONDS", 0.05)
+    monkeypatch.setattr("megatron_async.rollout.generation._ABORT_WAIT_SECONDS", 0.05)
 
     async def body() -> None:
         model = SimulatedEngineModel(mean_length=10**9, step_seconds=0.002, stream_interval=4)

@@ -28,6 +28,7 @@ from megatron_async.store.reader import StoreReader
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import PolicyVersion, Prompt
+from tests.engine import crash_after
 from tests.rollout.stand_ins import Engines, Fixed, manager_of, run, settings
 
 
@@ -383,7 +384,7 @@ def test_an_engine_that_dies_in_an_evaluation_is_left_out_of_it(tmp_path: Path) 
         trainer = Trainer(tmp_path, settings("async", engines=2))
         await trainer.manager.start()
         await trainer.manager.attach(ResumePoint(0))
-        trainer.engines.all[1].crash_after(3)
+        crash_after(trainer.engines.all[1], 3)
         assert (await trainer.publish(0, 0)).evaluation_due
         (found,) = await trainer.manager.evaluate(0, 0)
         assert found.results[0].answers == 2

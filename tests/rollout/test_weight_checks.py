@@ -348,7 +348,7 @@ def test_aborts_wait_for_a_verification_that_takes_its_time(tmp_path: Path) -> N
         driver = it.manager._driver
         while not len(driver._generation):
             await asyncio.sleep(0.001)
-        with mock.patch("megatron_async.rollout.generation._ABORT_RETRY_SECONDS", 0.001):
+        with mock.patch("megatron_async.rollout.generation._ABORT_WAIT_SECONDS", 0.001):
             aborting = asyncio.create_task(
                 driver._generation.abort(driver._generation.mark_unwanted())
             )

@@ -92,6 +92,48 @@ def test_the_first_broadcast_of_a_group_comes_after_its_announcement(
     assert sent == [256 * 64 * 4, 128 * 2]
 
 
+class Confused(FakeEngine):
+    """Answers the question for its parameters with what a test wants."""
+
+    reply: object = None
+
+    def do_weights_checker(self, body: dict[str, Any]) -> Any:
+        return super().do_weights_checker(body) if self.reply is None else (200, self.reply)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        {},
+        {"ranks": None},
+        {"ranks": [{}]},
+        {"ranks": [{"checksums": 5}]},
+        {"ranks": []},
+        {"ranks": ["checksums"]},
+        {"ranks": [{"checksums": {"x.weight": "1"}}]},
+    ],
+    ids=str,
+)
+def test_an_engine_that_reports_other_parameters_than_the_rest_is_named(reply: object) -> None:
+    """The others are sent to; which parameters there are is known from then on."""
+    engines = [Confused("works") for _ in range(3)]
+    sender = _sender()
+    with ExitStack() as stack:
+        addresses = [
+            stack.enter_context(serving(engine, f"engine{i}")) for i, engine in enumerate(engines)
+        ]
+        engines[1].reply = reply
+        with pytest.raises(EngineCallError, match="engine1 reported") as error:
+            sender.connect(addresses)
+        assert error.value.engine_ids == ("engine1",)
+        with pytest.raises(EngineCallError, match="engine1 reported"):
+            sender.connect(addresses[1:2])
+        sender.connect([addresses[0], addresses[2]])
+        sender.send(_buckets(), VERSION)
+        sender.close()
+    assert [bool(engine.calls) for engine in engines] == [True, False, True]
+
+
 def test_each_group_has_a_name_that_no_other_trainer_has_used() -> None:
     """Process ids and counts come again, on another host or in the next container."""
     engine, names = FakeEngine("works"), []

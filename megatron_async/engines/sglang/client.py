@@ -8,7 +8,8 @@ Invariants
   request whose id *starts with* the given one, so that aborting "7" would end "71" too; and two
   seconds after a stream has ended it aborts that id once more, which would hit a request that was
   resumed under it.
-- An abort is repeated until the stream has ended: SGLang forgets one that overtakes its request.
+- An abort of a request that has brought nothing is repeated until its stream has ended: SGLang
+  forgets one that overtakes its request. Of any other, one that SGLang has answered is enough.
 - How long a stream may be silent is not decided here (interfaces.py); a connection whose host is
   gone is noticed by TCP.
 """
@@ -92,6 +93,7 @@ class SGLangClient:
         )
         self._streams = StreamConnections(url, headers)
         self._wire_ids: dict[str, str] = {}
+        self._answered: set[str] = set()  # of `_wire_ids`: tokens of it have come
         self._unique = uuid.uuid4().hex
         self._serial = itertools.count()
         self._background: set[asyncio.Task[None]] = set()
@@ -139,6 +141,7 @@ class SGLangClient:
                     for chunk in decoder.chunks(part):
                         if (finding := door.finding(chunk)) is not None:
                             raise BadReport(f"the engine sent what cannot be: {finding}")
+                        self._answered.add(wire_id)
                         if chunk.end is not None:
                             ended = True
                             del self._wire_ids[name]
@@ -150,6 +153,7 @@ class SGLangClient:
             what = f"generation of request {name} failed: {_describe(error)}"
             raise self._failure(what) from error
         finally:
+            self._answered.discard(wire_id)
             if not ended:
                 del self._wire_ids[name]
                 self._in_background(self._abort_unread(wire_id))
@@ -163,8 +167,9 @@ class SGLangClient:
         """
         running = {name: self._wire_ids[name] for name in request_ids if name in self._wire_ids}
         if running:
+            unknown = {n: i for n, i in running.items() if i not in self._answered}
             await self._abort_running(running)
-            self._unwanted |= running
+            self._unwanted |= unknown
             if self._insisting is None or self._insisting.done():
                 self._insisting = self._in_background(self._insist_on_aborts())
 

@@ -120,10 +120,11 @@ class StreamDecoder:
         size = min(len(known), len(self._newest))
         if known and not aborted and (not size or known[-size:] != self._newest[-size:]):
             raise BadReport(f"{len(every)} tokens came, and {new} new ones were announced")
-        _check_values(token_ids, entries)
+        logprobs, labels, *_ = map(list, zip(*entries, strict=False))
+        _check_values(token_ids, logprobs, labels)
         self._newest = token_ids
         self._token_ids += token_ids
-        self._logprobs += [entry[0] for entry in entries]
+        self._logprobs += logprobs
         self.received += new
 
     def _release(
@@ -147,9 +148,12 @@ class StreamDecoder:
         return chunks
 
 
-def _check_values(token_ids: Sequence[Any], entries: Sequence[Sequence[Any]]) -> None:
+def _check_values(token_ids: list[Any], logprobs: list[Any], labels: list[Any]) -> None:
     """Check the types of new tokens, and the label of each log-prob. Raises BadReport."""
-    for token, (logprob, label, *_) in zip(token_ids, entries, strict=True):
+    types = set(map(type, token_ids)) == {int} and set(map(type, logprobs)) <= {float, int}
+    if types and token_ids == labels:
+        return
+    for token, logprob, label in zip(token_ids, logprobs, labels, strict=True):
         if type(token) is not int or type(logprob) not in (float, int):
             raise BadReport(f"a token with id {token!r} and log-prob {logprob!r} came")
         if token != label:

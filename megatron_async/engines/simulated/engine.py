@@ -127,7 +127,6 @@ class SimulatedEngine:
         self._abort_later: list[str] = []
         self._preemptions = 0
         self._crash_reason = ""
-        self._tokens_until_crash: int | None = None
         self._work = asyncio.Event()
         self._loop: asyncio.Task[None] | None = None
         self.tokens_generated = 0
@@ -148,13 +147,9 @@ class SimulatedEngine:
         for running in self._take_all():
             running.chunks.put_nowait(EngineError(f"{self.engine_id} died: {reason}"))
 
-    def crash_after(self, tokens: int) -> None:
-        """Die when this many more tokens have been generated."""
-        self._tokens_until_crash = tokens
-
     def restart(self, version: PolicyVersion) -> None:
         """Come back empty, with the weights of `version`."""
-        self._crash_reason, self._tokens_until_crash, self._paused = "", None, False
+        self._crash_reason, self._paused = "", False
         self._abort_later = []
         self._version, self._weights = version, str(version)
 
@@ -303,11 +298,6 @@ class SimulatedEngine:
                 del self._running[name]
             if end is not None or len(running.token_ids) >= self._model.stream_interval:
                 self._emit(running, end)
-            if self._tokens_until_crash is not None:
-                self._tokens_until_crash -= 1
-                if self._tokens_until_crash <= 0:
-                    self.crash("injected crash")
-                    return
 
     def _advance(self, running: _Running) -> StreamEnd | None:
         """Make a token; returns how the stream ends if it was the last one."""

@@ -149,8 +149,7 @@ class WeightSender(abc.ABC):
     def connect(self, engines: Sequence[EngineAddress]) -> None:
         """Make ready to send to exactly these engines; does nothing if that is so already.
 
-        Raises EngineCallError naming the engines that do not answer, and ComponentFailure if they
-        do not all run the same model.
+        Raises EngineCallError naming the engines that do not answer, or not as the others do.
         """
         if not engines:
             raise ComponentFailure("there is no engine to send weights to")
@@ -163,10 +162,14 @@ class WeightSender(abc.ABC):
             answers = self.calls.every(
                 "weights_checker", {"action": "checksum"}, self.settings.timeout_seconds
             )
-            known = {engine_parameters(answer) for answer in answers}
-            if len(known) != 1:
-                raise ComponentFailure("the engines do not all run the same model")
-            self._known = known.pop()
+            found = [engine_parameters(answer) for answer in answers]
+            # The parameters are those of one model as long as the run lasts; damage loses some.
+            self._known = self._known or max(found, key=lambda p: (found.count(p), len(p)))
+            reported = zip(engines, found, strict=True)
+            odd = [engine.engine_id for engine, p in reported if p != self._known or not p]
+            if odd:
+                what = "reported no parameters of the model, or others than the other engines"
+                raise EngineCallError(f"{', '.join(odd)} {what}", odd)
             self._open_link()
         except BaseException:
             self.disconnect()
