@@ -135,7 +135,7 @@ class RunDirectory:
 
     @classmethod
     def launched(cls, path: Path | str) -> tuple[RunDirectory, RunConfig]:
-        """As `find`, for the processes of a launch: what a resume has set counts."""
+        """Find a run for the processes of a launch: what a resume has set counts."""
         directory, config = cls.find(path, [])
         file = directory.resume_file
         return directory, load_run_config(file) if file.exists() else config

@@ -227,7 +227,7 @@ def token_scale(
 
 
 def loss_divisor(config: LossConfig, denominators: Denominators) -> float:
-    """What a kept token's loss is divided by, beside the length of its sequence."""
+    """Return what a kept token's loss is divided by, beside the length of its sequence."""
     if config.aggregation == "token_mean":
         return max(denominators.tokens, 1.0)
     normed = config.aggregation == "seq_mean_token_sum_norm"

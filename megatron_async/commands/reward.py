@@ -47,6 +47,8 @@ def _read(
     data, source = config.task.files()[0], None
     columns = Columns.of(data.layout, data.columns, config.task.prompt_template)
     for number, row in enumerate(rows):
+        if isinstance(row, UserError):
+            raise row
         where, given, index = rows.where(number), row.pop("response", None), row.get("index")
         texts = given if isinstance(given, list) else [given]
         if not texts or not all(isinstance(text, str) for text in texts):
@@ -59,7 +61,7 @@ def _read(
             problem = source.train(index)
         else:
             raise UserError(f"{where}: `index` must be a whole number from 0, got {shown(index)}")
-        yield where.rpartition(", ")[2], (problem.payload, texts)
+        yield f"line {number + 1}", (problem.payload, texts)
 
 
 def _described(score: ResponseScore) -> str:

@@ -139,7 +139,7 @@ def _evaluated(folder: Path) -> Iterator[ReportSample]:
 
 
 def _facts(row: dict[str, Any]) -> str:
-    """What an evaluation has found out about a response, in words."""
+    """Describe in words what an evaluation has found about a response."""
     reward, answer = row.get("reward"), row.get("answer")
     facts = ["no score" if reward is None else f"reward {reward:.3g}"]
     parts = {k: v for k, v in row.get("parts", {}).items() if (k, v) != ("score", reward)}

@@ -209,7 +209,7 @@ def _if(finite: Tensor, found: LossOutput) -> LossOutput:
 
 
 def _reason(algorithm: Algorithm, inputs: LossInputs, denominators: Denominators) -> str:
-    """Why the loss of these is not finite. Waits for the device."""
+    """Explain why the loss of these is not finite. Waits for the device."""
     try:
         algorithm.loss(inputs, denominators)
     except NonFiniteError as error:

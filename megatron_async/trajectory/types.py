@@ -81,7 +81,7 @@ class DropReason(enum.StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> DropReason | None:
-        """Exports and records of events that are older say `verifier` for `scorer`."""
+        """Read `verifier`, as older exports and records of events have it, as `scorer`."""
         return cls.SCORER if value == "verifier" else None
 
 

@@ -73,7 +73,7 @@ def content(run: RunDirectory) -> dict[str, bytes]:
 
 
 class Start:
-    """In place of engines and trainers: notes the settings of a start, and fails with `error`."""
+    """In place of engines and trainers: keeps the settings of a start, and fails with `error`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.settings: list[RunConfig] = []

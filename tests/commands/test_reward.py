@@ -87,7 +87,7 @@ def test_programs_run_in_the_sandbox_under_their_limits(tmp_path: Path) -> None:
     task = {"kind": "files", "path": "x.jsonl", "columns": {"answer": ""}}
     done = call(tmp_path, lines, rewards="code", **task)
     found = without_times(done.stdout).splitlines()
-    assert found[:3] == ["line 1: 1, T s", "line 2: 0, T s", "line 3: 0 (exceeded_output 1), T s"]
+    assert found[:3] == ["line 1: 1, T s", ":2: 0, T s", "line 3: 0 (exceeded_output 1), T s"]
 
 
 def test_a_score_past_its_limit_is_a_failure_without_a_score(tmp_path: Path) -> None:
@@ -106,14 +106,14 @@ def test_a_score_past_its_limit_is_a_failure_without_a_score(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ({"prompt": "p", "answer": 1}, "r.jsonl, line 2: `response` must be a text.*, got None"),
-        ({"response": [], "index": 0}, r"line 2: `response` must be .* got \[\]"),
-        ({"response": ["a", 1], "index": 0}, r"line 2: `response` must be .* got \['a', 1\]"),
-        ({"response": "a", "index": -1}, "line 2: `index` must be a whole number from 0, got -1"),
-        ({"response": "a", "index": True}, "line 2: `index` must be .* got True"),
-        ({"response": "a"}, "line 2: there is no column `prompt`"),
-        ({"response": "a", "prompt": "p"}, "line 2: there is no column `answer`"),
-        ([1], "line 2 must be an object, got list"),
+        ({"prompt": "p", "answer": 1}, "r.jsonl:2: `response` must be a text.*, got None"),
+        ({"response": [], "index": 0}, r":2: `response` must be .* got \[\]"),
+        ({"response": ["a", 1], "index": 0}, r":2: `response` must be .* got \['a', 1\]"),
+        ({"response": "a", "index": -1}, ":2: `index` must be a whole number from 0, got -1"),
+        ({"response": "a", "index": True}, ":2: `index` must be .* got True"),
+        ({"response": "a"}, ":2: there is no column `prompt`"),
+        ({"response": "a", "prompt": "p"}, ":2: there is no column `answer`"),
+        ([1], ":2 must be an object, got list"),
     ],
 )
 def test_a_bad_line_is_refused_before_anything_is_scored(

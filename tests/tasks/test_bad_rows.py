@@ -132,7 +132,7 @@ def test_a_row_of_arrow_that_is_no_row_leaves_the_others(tmp_path: Path) -> None
     assert "7+1=" not in {source.train(i).question for i in range(60)}
 
 
-def test_a_kept_index_knows_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kept_index_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_async.tasks.files.LEAST_ROWS", 20)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     file = write(tmp_path / "data.jsonl", 60, 12)
