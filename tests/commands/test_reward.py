@@ -87,7 +87,7 @@ def test_programs_run_in_the_sandbox_under_their_limits(tmp_path: Path) -> None:
     task = {"kind": "files", "path": "x.jsonl", "columns": {"answer": ""}}
     done = call(tmp_path, lines, rewards="code", **task)
     found = without_times(done.stdout).splitlines()
-    assert found[:3] == ["line 1: 1, T s", ":2: 0, T s", "line 3: 0 (exceeded_output 1), T s"]
+    assert found[:3] == ["line 1: 1, T s", "line 2: 0, T s", "line 3: 0 (exceeded_output 1), T s"]
 
 
 def test_a_score_past_its_limit_is_a_failure_without_a_score(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def check_code(
 
 
 def _tested(sandbox: Sandbox, sample: Sample, limit_seconds: float) -> tuple[bool, Outcome]:
-    """Return whether the response passes the row's tests. Raises ValueError for a row without them."""
+    """Run the row's tests on the response. Raises ValueError for a row without them."""
     proof = secrets.token_hex(16)
     files = {
         "program.py": _program(sample),
