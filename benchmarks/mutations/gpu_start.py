@@ -318,8 +318,12 @@ _DERIVED_SETTINGS: Final = (
         "1.5",
         _DRY_RUN,
         "megatron_async/commands/launch.py",
-        ("a dry run does not show the layout", "(*layout, *derived", "(*derived"),
-        ("a dry run does not show what is derived", "*derived.lines(), ", ""),
+        (
+            "a dry run does not show the layout",
+            "(*layout_lines(derived.config, machine), *derived",
+            "(*derived",
+        ),
+        ("a dry run does not show what is derived", ", *derived.lines())", ")"),
     ),
     *taken_back(
         "1.5",

@@ -23,6 +23,7 @@ import torch
 from megatron_async_kernels import LossInputs
 
 from megatron_async.algorithms.algorithm import build_algorithm
+from megatron_async.algorithms.device_batch import DeviceBatch
 from megatron_async.config import RunConfig, build_config
 from megatron_async.config.load import merge
 from megatron_async.engines.interface import EngineClient
@@ -120,22 +121,17 @@ def slopes(batch: TokenBatch) -> np.ndarray:
     """d loss / d log-prob of each token of a batch, balanced over ranks and microbatches."""
     loss = {"name": f"{__name__}:routed", "aggregation": "token_mean"}
     algorithm = build_algorithm(build_config({"algorithm": {"recipe": "copris", "loss": loss}}))
-    prepared, _ = algorithm.prepare(batch)
+    prepared, _ = algorithm.prepare(DeviceBatch.of(batch))
     prepared, denominators = algorithm.prepare_minibatch(prepared)
     plan = plan_microbatches(
         batch.lengths_S(), data_parallel=2, token_budget=2 * LENGTH, hidden_size=64
     )
     found_T = np.zeros(batch.num_tokens)
     for sequences in itertools.chain(*plan):
-        micro = build_microbatch(prepared, sequences, torch.device("cpu"))
-        if not micro.is_dummy:
-            inputs = algorithm.inputs(
-                prepared,
-                torch.from_numpy(prepared.rollout_logprobs_T[micro.rows_R]),
-                rows_R=micro.rows_R,
-                cu_seqlens=micro.cu_rows_S1,
-            )
-            found_T[micro.rows_R] = algorithm.loss(inputs, denominators).dlogp_T
+        micro = build_microbatch(prepared, torch.from_numpy(np.asarray(sequences)))
+        if len(micro.rows_R):
+            inputs = algorithm.inputs(micro.trained, micro.trained.rollout_logprobs_T)
+            found_T[micro.rows_R.numpy()] = algorithm.loss(inputs, denominators).dlogp_T
     return found_T * denominators.tokens
 
 

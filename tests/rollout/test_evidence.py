@@ -228,6 +228,13 @@ ROWS: dict[str, tuple[Callable[[], bool], Callable[[], bool]] | str] = {
     "a request does not end when it is aborted": (
         "rollout/test_generation.py::test_what_is_not_aborted_is_cut_off_and_its_engine_stays"
     ),
+    "its answer to the question for its parameters": (
+        "weight_sync/test_transport_failures.py::"
+        "test_an_engine_that_reports_other_parameters_than_the_rest_is_named"
+    ),
+    "it generates nothing for `weights.timeout_seconds`": (
+        "rollout/test_probe.py::test_an_engine_that_is_slow_and_goes_on_is_waited_for"
+    ),
 }
 
 

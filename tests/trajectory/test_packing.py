@@ -6,9 +6,11 @@ import dataclasses
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_async.algorithms.device_batch import DeviceBatch
 from megatron_async.trajectory.packing import number_on_lineage, pack_groups
 from megatron_async.trajectory.types import (
     DropReason,
@@ -71,7 +73,7 @@ def test_a_further_column_is_packed_and_split_with_its_tokens_and_0_elsewhere() 
     assert batch.columns["routes"].shape == (9, 2, 4)
     assert batch.columns["routes"].dtype == np.int16
     assert batch.columns["routes"][:, 1, 3].tolist() == [0, 0, 3, 4, 0, 0, 0, 0, 8]
-    part = batch.select([1])
+    part = DeviceBatch.of(batch).select(torch.tensor([1]))
     assert part.columns["routes"][:, 0, 0].tolist() == [0, 0, 8]
     assert (
         pack_groups(
