@@ -129,9 +129,9 @@ def slopes(batch: TokenBatch) -> np.ndarray:
     found_T = np.zeros(batch.num_tokens)
     for sequences in itertools.chain(*plan):
         micro = build_microbatch(prepared, torch.from_numpy(np.asarray(sequences)))
-        if len(micro.rows_R):
-            inputs = algorithm.inputs(micro.trained, micro.trained.rollout_logprobs_T)
-            found_T[micro.rows_R.numpy()] = algorithm.loss(inputs, denominators).dlogp_T
+        if len(micro.index_R):
+            inputs = algorithm.inputs(micro.rows, micro.rows.rollout_logprobs_T)
+            found_T[micro.index_R.numpy()] = algorithm.loss(inputs, denominators).dlogp_T
     return found_T * denominators.tokens
 
 
