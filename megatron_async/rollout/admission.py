@@ -109,7 +109,7 @@ class Admission:
     async def take(self, count: int, longest: int | None) -> tuple[ev.GroupSpec, ...]:
         """The next groups, `count` or fewer; none when the source is exhausted.
 
-        `longest`: tokens of prompt and response together that every engine takes.
+        `longest`: tokens of prompt and response together that any engine takes.
         """
         specs: list[ev.GroupSpec] = []
         while not specs and not self._hopeless:

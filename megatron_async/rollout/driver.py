@@ -78,6 +78,7 @@ class RolloutDriver:
         self._closed = False
         self._quiet = False
         self.background = Background(self.describe)
+        self._longest = 0  # tokens of prompt and response; 0: not known
         self.lost_engines: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
         schedule = config.schedule
         self.statistics = RolloutStatistics(
@@ -378,8 +379,10 @@ class RolloutDriver:
         self._feed(ev.RewardReady(trajectory_id, reward, regenerate))
 
     async def _fetch_prompts(self, count: int) -> None:
-        limits = [slot.client.longest_tokens for slot in self._slots.values()]
-        longest = min((limit for limit in limits if limit is not None), default=None)
+        # One alone that reports less than another may be wrong, and refuses by itself if it is not.
+        limits = [slot.client.longest_tokens or 0 for slot in self._slots.values()]
+        self._longest = max([self._longest, *limits])
+        longest = self._longest or None
         groups = await self._admission.take(min(count, _GROUPS_AT_A_TIME), longest)
         self._feed(ev.PromptsAvailable(groups))  # which asks for more while slots are free
 

@@ -10,12 +10,13 @@ import itertools
 from collections.abc import AsyncGenerator
 from contextlib import closing
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
 from megatron_async.engines.interface import (
+    ForwardingClient,
     GenerationRequest,
     RequestRefused,
     TokenChunk,
@@ -180,6 +181,32 @@ def test_prompts_that_are_too_long_never_reach_an_engine(tmp_path: Path) -> None
 
     run(body())
     assert min(dropped(tmp_path)) == 1
+
+
+def test_one_engine_that_reports_a_lower_limit_than_the_others_ends_no_run(tmp_path: Path) -> None:
+    """Its answer may be damaged, and it would refuse what it really does not take."""
+
+    class Damaged(ForwardingClient):
+        longest_tokens = 1  # type: ignore[assignment]
+
+    class OneDamaged(ModelEngines):
+        async def launch(self, index: int) -> Any:
+            engine = await super().launch(index)
+            return Damaged(engine) if index else engine
+
+    async def body() -> None:
+        config = config_of("copris", count=2, sampling={"max_new_tokens": 32})
+        model = SimulatedEngineModel(mean_length=8, step_seconds=0.002, longest_tokens=34)
+        trainer = trainer_of(tmp_path, config, OneDamaged(model))
+        await trainer.manager.start()
+        await trainer.begin(ResumePoint(0))
+        for step in range(3):
+            assert (await trainer.batch()).step == step
+            await trainer.publish(0, step + 1)
+        assert in_service(trainer) == (2, {})
+        await trainer.manager.stop()
+
+    run(body())
 
 
 class Dying(SimulatedEngine):
