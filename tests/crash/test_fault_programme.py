@@ -141,17 +141,17 @@ def test_a_driver_that_gives_up_engines_by_a_clock_jump_is_found(
 ) -> None:
     """It counts an engine as hung when it was last seen too long ago, by the wall clock."""
     clock, seen = Clock(), dict[EngineSlot, float]()
-    look_at = EngineMonitor._look_at
+    works = EngineMonitor._works
 
-    async def look_by_the_wall_clock(monitor: EngineMonitor, slot: EngineSlot) -> None:
+    async def works_by_the_wall_clock(monitor: EngineMonitor, slot: EngineSlot) -> bool:
         now = time.monotonic() + clock.ahead
         if now - seen.setdefault(slot, now) > 60.0:
             monitor.give_up(slot, f"engine {slot.engine_id} was not seen for a minute")
         seen[slot] = now
-        await look_at(monitor, slot)
+        return await works(monitor, slot)
 
     if planted:
-        monkeypatch.setattr(EngineMonitor, "_look_at", look_by_the_wall_clock)
+        monkeypatch.setattr(EngineMonitor, "_works", works_by_the_wall_clock)
     faults = [Fault("clock jumps ahead", 1.0, seconds=3600.0), Fault("second run", 1.0)]
     result = result_of(tmp_path, "async", faults, edges=clock)
     assert found(result, "healthy engines given up") is planted, result.broken
