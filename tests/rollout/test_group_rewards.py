@@ -54,12 +54,12 @@ def test_a_group_is_scored_as_one(tmp_path: Path, policy: str) -> None:
             },
         )
     )
-    verifier = Ranks(config.schedule.group_size, fails=policy != "zero")
+    scorer = Ranks(config.schedule.group_size, fails=policy != "zero")
     regenerated = 0.0
 
     async def body() -> None:
         nonlocal regenerated
-        trainer = Trainer(tmp_path, config, verifier)
+        trainer = Trainer(tmp_path, config, scorer)
         await trainer.manager.start()
         await trainer.begin(ResumePoint(0))
         for step in range(STEPS):
@@ -75,4 +75,4 @@ def test_a_group_is_scored_as_one(tmp_path: Path, policy: str) -> None:
     assert (regenerated > 0) == (policy == "regenerate")
     assert (dropped > 0) == (policy == "drop")
     if policy != "regenerate":
-        assert set(verifier.calls.values()) == {1}
+        assert set(scorer.calls.values()) == {1}
