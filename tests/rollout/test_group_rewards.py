@@ -36,7 +36,8 @@ class Ranks(Fixed):
         self.calls[number] += 1
         order = sorted(range(self.group_size), key=lambda i: len(responses[i]))
         scores: list[tuple[float | None, dict[str, float]]] = [
-            (float(order.index(i)), {"length": float(len(responses[i]))}) for i in range(self.group_size)
+            (float(order.index(i)), {"length": float(len(responses[i]))})
+            for i in range(self.group_size)
         ]
         if self.fails and number % 2 == 0 and self.calls[number] == 1:
             scores[0] = (None, {})
