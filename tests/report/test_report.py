@@ -20,8 +20,8 @@ from megatron_async.report.page import report_page
 from megatron_async.report.panels import (
     ImportanceWeights,
     _logarithmic,
+    accuracy,
     happenings,
-    interval,
 )
 from megatron_async.run_directory import RunDirectory
 from megatron_async.store.store import TrajectoryStore
@@ -280,11 +280,14 @@ def test_a_command_in_a_warning_is_shown_as_code(tmp_path: Path) -> None:
     assert "run <code>megatron-async sft &lt;b&gt;</code>" in body(report_page([read_run(run)]))
 
 
-def test_the_interval_of_an_accuracy_is_wilsons() -> None:
-    low, high = interval(0.5, 100)
-    assert (low, high) == pytest.approx((0.4038, 0.5962), abs=1e-4)
-    assert interval(0.0, 10)[0] == 0.0 and interval(0.0, 10)[1] == pytest.approx(0.2775, abs=1e-4)
-    assert interval(0.3, 0) == (0.0, 1.0)
+def test_accuracy_has_the_interval_that_the_evaluation_measured(run: Path) -> None:
+    measured = {"eval/accuracy": 0.5, "eval/accuracy_low": 0.25, "eval/accuracy_high": 0.625}
+    old = {"eval/accuracy": 0.75, "eval/answers": 64.0}
+    read = replace(read_run(run), evaluations=[{"step": 0, **measured}, {"step": 1, **old}])
+    figure = accuracy(read)
+    assert figure is not None
+    bars = figure.data[0].error_y
+    assert (bars.array, bars.arrayminus) == ((12.5, 0.0), (25.0, 0.0))
 
 
 @pytest.mark.slow
