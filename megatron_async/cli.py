@@ -5,8 +5,6 @@ setting and its value); 130 ended by Ctrl-C, 143 by SIGTERM. Heavy imports happe
 commands, so that `--help` is instant.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import warnings

@@ -7,8 +7,6 @@ Invariants
   config.yaml holds (readable by its user only).
 """
 
-from __future__ import annotations
-
 import secrets
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """Settings of the model, its parallel layout, the optimizer and the trainer."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

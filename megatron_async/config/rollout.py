@@ -1,7 +1,5 @@
 """Settings of tasks, sampling, engines, weight exchange and the trajectory store."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

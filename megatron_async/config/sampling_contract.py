@@ -10,8 +10,6 @@ Invariants
   of every engine after an update (docs/weights.md).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 

@@ -7,8 +7,6 @@ Invariants
   a notice names it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path

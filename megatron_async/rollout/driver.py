@@ -11,8 +11,6 @@ Invariants
   and engines that are given up.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence

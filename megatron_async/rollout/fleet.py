@@ -10,8 +10,6 @@ Invariants
   reason; so it does when an engine cannot be mended for another reason.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Coroutine
 from dataclasses import dataclass

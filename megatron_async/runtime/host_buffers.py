@@ -3,8 +3,6 @@
 Invariant: host memory for a GPU's tensors is pinned, which is slow to get, so each buffer is kept.
 """
 
-from __future__ import annotations
-
 import torch
 
 

@@ -28,8 +28,6 @@ Invariants
 The constants are assumed.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 

@@ -11,8 +11,6 @@ Invariants
   simulator's virtual one). Both constants are assumed.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 

@@ -8,8 +8,6 @@ Invariants
 - After `end`, nothing that the scorer started is left (see `verifier_process`).
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import select

@@ -14,8 +14,6 @@ process, `RayScorerPool` one in each of several Ray actors, both as many as thei
 (`scorer_pool`). Asynchronous rewards have one process for all (`waiting_scorer`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Mapping, Sequence

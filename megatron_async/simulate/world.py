@@ -16,8 +16,6 @@ Invariants
   starts and ends in no time.
 """
 
-from __future__ import annotations
-
 import gc
 import heapq
 import itertools

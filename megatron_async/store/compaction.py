@@ -20,8 +20,6 @@ Invariants
 - What is in memory is forgotten after the removal is committed, never before.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sqlite3

@@ -10,8 +10,6 @@ Invariants
 - `request` is the one that may append, and None in every state but `running`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple

@@ -16,8 +16,6 @@ Invariants
   that is still being written keeps the store locked.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -8,8 +8,6 @@ Invariants
   behind may not have the checkpoint's lineage; the new one then continues the newest that it has.
 """
 
-from __future__ import annotations
-
 import itertools
 import sqlite3
 from collections import Counter

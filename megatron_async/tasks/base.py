@@ -9,8 +9,6 @@ Invariants
   made by `row_payload`: whatever the source, a scorer finds question, answer and metadata there.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field

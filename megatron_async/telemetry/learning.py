@@ -8,8 +8,6 @@ Invariants
 - The numbers of steps and shares are assumed (no source gives them).
 """
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ Invariants
   that `capabilities.choose` reports.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig

@@ -7,8 +7,6 @@ Invariants
 - Their angles are gathered by each token's own position, so no loop over sequences is needed.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

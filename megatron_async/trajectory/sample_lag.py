@@ -14,8 +14,6 @@ size, and one of which a part was taken with what is left. Lags that reach back 
 are estimates.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 

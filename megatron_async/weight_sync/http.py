@@ -8,8 +8,6 @@ Invariants
   in time, and no engine's failure.
 """
 
-from __future__ import annotations
-
 import http.client
 import json
 import socket

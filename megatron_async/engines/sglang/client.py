@@ -14,8 +14,6 @@ Invariants
   gone is noticed by TCP.
 """
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import itertools

@@ -9,8 +9,6 @@ Invariants
 - Requests with a seed of their own, top_p, top_k or min_p are sampled by SGLang.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -11,8 +11,6 @@ Invariants
 - Unread data is bounded by `_MOST_UNREAD` bytes and one read of the socket.
 """
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import time

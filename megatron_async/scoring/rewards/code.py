@@ -1,7 +1,5 @@
 """The rewards that run programs in the sandbox: `code` (unit tests) and `command` (any checker)."""
 
-from __future__ import annotations
-
 import json
 import re
 import secrets

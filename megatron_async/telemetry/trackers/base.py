@@ -8,8 +8,6 @@ Invariants
 - `close` waits a bounded time and then leaves the thread to the end of the process.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 import time
