@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ast
 import io
+import textwrap
 import tokenize
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -37,6 +39,15 @@ def code_lines(source: str) -> int:
             case ast.Expr(value=ast.Constant(value=str())):
                 lines -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return len(lines)
+
+
+def code_lines_of_functions(source: str) -> Iterator[tuple[str, int]]:
+    """Name and lines of code of each function, what is defined inside it included."""
+    lines = source.splitlines()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            own = textwrap.dedent("\n".join(lines[node.lineno - 1 : node.end_lineno]))
+            yield node.name, code_lines(own)
 
 
 def product_files() -> list[Path]:

@@ -79,6 +79,18 @@ class StoreState:
             if any(self.records[i].live for i in group.trajectory_ids)
         ]
 
+    def batch_members(self, group: GroupRecord) -> list[TrajectoryRecord]:
+        """Members that a batch takes: those not dropped, all scored and in no batch; else
+        ValueError."""
+        members = [self.records[i] for i in group.trajectory_ids]
+        for r in members:
+            if (r.live and r.state is not TrajectoryState.SCORED) or r.batched_step is not None:
+                raise ValueError(
+                    f"group {group.group_id} cannot be batched: trajectory "
+                    f"{r.row.trajectory_id} is {r.shown_state}"
+                )
+        return [r for r in members if r.live]
+
     def batch_at(self, step: int) -> BatchRow | None:
         """The batch of update `step` on the current lineage, dropped or not."""
         for batch in reversed(self.batches.values()):
