@@ -22,7 +22,7 @@ class ChunkBuffers:
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, record: TrajectoryRecord, now: float) -> None:
-        """Its empty buffer gets tokens now."""
+        """Note the time at which an empty buffer gets tokens."""
         self._due[record.row.trajectory_id] = now, record
 
     def flush(self, record: TrajectoryRecord, *, with_row: bool = False) -> None:
@@ -54,7 +54,7 @@ class ChunkBuffers:
             self._timer = loop.call_later(self._seconds, self._on_timer)
 
     def forget(self, record: TrajectoryRecord) -> None:
-        """Its buffer is empty again, or no longer wanted."""
+        """Leave it out: its buffer is empty again, or no longer wanted."""
         self._due.pop(record.row.trajectory_id, None)
 
     def close(self) -> None:

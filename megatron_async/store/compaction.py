@@ -270,7 +270,7 @@ class Compactor:
         return await self._beside(write, f"export {file} took no line")
 
     async def _beside(self, work: Callable[[], T], missed: str) -> T:
-        """On a thread of its own. Raises ComponentFailure, with what it `missed`, at the limit."""
+        """Work on a thread; at the limit raises ComponentFailure with what it `missed`."""
         try:
             async with asyncio.timeout(limit := self._writer.stall_seconds):
                 return await asyncio.to_thread(work)
