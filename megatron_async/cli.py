@@ -317,7 +317,7 @@ def trajectories(
         str | None, Option(help="Only this state: partial, finished, scored, batched, ...")
     ] = None,
     show: Annotated[int | None, Option(help="Print this trajectory whole.")] = None,
-    limit: Annotated[int, Option(min=0, help="List the newest so many; 0: all of them.")] = 50,
+    limit: Annotated[int, Option(min=0, help="The newest ones to list; 0: all of them.")] = 50,
     exported: Annotated[
         bool, Option("--exported", help="List those too that compaction has exported.")
     ] = False,

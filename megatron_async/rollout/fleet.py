@@ -64,7 +64,7 @@ class Fleet:
                 member.restarts += 1
 
     def attach(self, driver: RolloutDriver) -> None:
-        """Hand every engine to `driver` as stale, and mend what it finds broken."""
+        """Hand every engine to `driver` as stale, and repair what is broken."""
         for member in self._members:
             if member.client is not None:
                 driver.add_engine(member.client)

@@ -121,7 +121,7 @@ class RolloutStatistics:
         self._kv_usage.pop(engine_id, None)
 
     def scored(self, detail: Mapping[str, float], seconds: float) -> None:
-        """A score has come, with these parts, so long after the response's end; or none came."""
+        """Count a score with these parts, `seconds` after the response's end; or that none came."""
         self._unscored -= 1
         self.counts.scores += 1
         self.counts.score_seconds += seconds

@@ -101,7 +101,7 @@ class Response(SimulatedRequest):
 
 
 class World:
-    """A simulated run; `run` until so many batches are trained."""
+    """A simulated run; `run` trains a number of batches."""
 
     def __init__(
         self,

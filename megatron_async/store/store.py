@@ -323,7 +323,7 @@ class TrajectoryStore:
             record.forget_tokens()
 
     def drop_batch(self, step: int, reason: DropReason) -> int:
-        """The trainer could not use the batch of `step`: its trajectories, so many, are dropped."""
+        """Drop the batch of `step`, which the trainer could not use; return how many it had."""
         batch = self._state.batch_at(step)
         if batch is None:
             raise LookupError(f"step {step} of lineage {self.lineage} has no batch")

@@ -165,7 +165,7 @@ class EngineCalls:
         return gather(self.start(path, lambda _: body, timeout_seconds, method))
 
     def close(self) -> None:
-        """Calls under way run into their own limits; nobody waits for them."""
+        """Close without waiting for calls under way, which end at their own limits."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 

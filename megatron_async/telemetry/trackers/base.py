@@ -107,7 +107,7 @@ class BackgroundTracker:
         return news
 
     def close(self, seconds: float = CLOSE_SECONDS) -> bool:
-        """Finish what is queued, in at most so many seconds; False when they were not enough."""
+        """Finish what is queued within `seconds`; False when they were not enough."""
         end = time.monotonic() + seconds
         try:
             self._calls.put(lambda: self._tracker.finish(), timeout=seconds)
