@@ -76,7 +76,7 @@ class RunDirectory:
         return self.failed_start_file.exists() and not self._has_trained()
 
     def check_free(self, *, resumable: bool = True) -> None:
-        """Raises UserError when a run has this directory."""
+        """Check that no run has this directory. Raises UserError."""
         if self.config_file.exists():
             remedy = f" or go on with it by --resume {self.path}" if resumable else ""
             raise UserError(

@@ -4,8 +4,6 @@
 several.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack

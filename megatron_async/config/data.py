@@ -1,7 +1,5 @@
 """Settings of data: where prompts come from and how they become tokens."""
 
-from __future__ import annotations
-
 from typing import Any, Literal, TypeVar
 
 from pydantic import Field, model_validator

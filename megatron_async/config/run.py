@@ -205,7 +205,7 @@ class RunConfig(Settings):
 
     @property
     def given(self) -> Mapping[str, Any]:
-        """What was set by file and command line: what no other recipe or preset replaces."""
+        """Settings of file and command line, which no other recipe or preset replaces."""
         return self._given
 
     def with_given(self, given: Mapping[str, Any]) -> RunConfig:

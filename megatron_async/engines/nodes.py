@@ -16,8 +16,6 @@ Invariants
 - What the user has set wins; it reaches all roles, as all inherit it.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

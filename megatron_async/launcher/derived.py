@@ -207,7 +207,7 @@ def layout_lines(config: RunConfig, machine: Machine) -> list[str]:
 
 
 def _shared(config: RunConfig) -> str:
-    """Where engines share the GPUs of trainer ranks: which."""
+    """Name the trainer ranks whose GPUs engines share, if they do."""
     if config.engines.placement != "colocated":
         return ""
     sharing = (trainer_ranks_of(e, config.engines.tensor) for e in range(config.engines.count))

@@ -9,8 +9,6 @@ Invariants
 - What the user has set wins, except where the run would be wrong with it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final

@@ -13,8 +13,6 @@ Invariants
 - Every wait has a time limit.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

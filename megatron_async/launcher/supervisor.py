@@ -8,8 +8,6 @@ Invariants
 - Ctrl-C ends everything, loses at most the running chunks, and prints how to go on.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 

@@ -19,8 +19,6 @@ Invariants
   one that fits (of a task sorted by length): a whole epoch must be among them.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -17,8 +17,6 @@ Invariants
   its prompt alone; a broken stream first asks the engine whether it is alive.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence

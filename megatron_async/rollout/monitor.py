@@ -7,8 +7,6 @@ Invariants
 - Restarts are the fleet's business.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Mapping
 

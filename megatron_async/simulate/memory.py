@@ -6,8 +6,6 @@ per token and hidden unit with flash attention and sequence parallelism, 2 bytes
 when it is recomputed (Korthikanti et al., arXiv 2205.05198, section 4).
 """
 
-from __future__ import annotations
-
 from megatron_async.config.model import ParallelConfig
 from megatron_async.models.shape import BF16, ModelShape
 

@@ -4,8 +4,6 @@ Chat messages become text by the tokenizer's template, with a mark on the tokens
 wrote.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace

@@ -8,8 +8,6 @@ Invariants
   in time, and no engine's failure.
 """
 
-from __future__ import annotations
-
 import http.client
 import json
 import socket
@@ -167,7 +165,7 @@ class EngineCalls:
         return gather(self.start(path, lambda _: body, timeout_seconds, method))
 
     def close(self) -> None:
-        """Calls under way run into their own limits; nobody waits for them."""
+        """Close without waiting for calls under way, which end at their own limits."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 

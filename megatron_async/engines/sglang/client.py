@@ -14,8 +14,6 @@ Invariants
   gone is noticed by TCP.
 """
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import itertools
@@ -361,7 +359,7 @@ def _counter(metrics: bytes, name: bytes) -> float:
 
 
 def _check_own_limits(error: BaseException) -> None:
-    """Raises ComponentFailure when this process could not even ask: that is no engine's fault."""
+    """Raise ComponentFailure where this process could not even ask, which is no engine's fault."""
     if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
         raise ComponentFailure(
             f"the client of an engine cannot open more connections ({error}): raise the limit of "

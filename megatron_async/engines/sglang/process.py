@@ -15,8 +15,6 @@ Invariants
   repeated with another.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -22,8 +22,6 @@ Invariants
 - One process group per server, led by this process: killing the group leaves nothing behind.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -10,8 +10,6 @@ Invariants
   started by `server` reports it only at the end).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
