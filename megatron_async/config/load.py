@@ -219,10 +219,10 @@ def _without(settings: Mapping[str, Any], leaves: Mapping[str, Any]) -> dict[str
 
 
 def differences(before: RunConfig, after: RunConfig) -> list[str]:
-    """`section.setting OLD → NEW` of every setting that is not the same."""
+    """`section.setting OLD → NEW` of every setting that is not the same; a key is not shown."""
     old, new = _flat(before.model_dump(mode="json")), _flat(after.model_dump(mode="json"))
     return [
-        f"{name} {old.get(name)} → {new.get(name)}"
+        name if name == "engines.api_key" else f"{name} {old.get(name)} → {new.get(name)}"
         for name in sorted(old.keys() | new.keys())
         if old.get(name) != new.get(name)
     ]
@@ -240,5 +240,7 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def dump(config: RunConfig) -> str:
     """The whole configuration as YAML, every default written out, and what was set."""
-    content = {**config.model_dump(mode="json"), _GIVEN: config.given}
+    content = config.model_dump(mode="json")
+    if config.given:  # else it was made in Python: what differs from the defaults was set
+        content[_GIVEN] = config.given
     return yaml.safe_dump(content, sort_keys=False)

@@ -94,6 +94,15 @@ def test_a_default_that_is_set_at_a_resume_replaces_what_was_derived(file: Path)
     assert found.eval.prompts == config.eval.prompts
 
 
+def test_of_a_configuration_made_in_python_what_differs_from_the_defaults_was_set(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(dump(RunConfig(steps=7)))
+    found = load_run_config(path, ["schedule.preset=sync"])
+    assert (found.given["steps"], found.schedule.boundary) == (7, "drain")
+
+
 @pytest.mark.parametrize("change", ["given=3", "given.steps=4", "given={}"])
 def test_what_was_set_is_no_setting(file: Path, change: str) -> None:
     path = stored(file, load_config(file))
