@@ -20,6 +20,7 @@ import typer
 from megatron_async.commands.rollback import rollback_to
 from megatron_async.commands.train import complete
 from megatron_async.config import RunConfig, load_config
+from megatron_async.config.load import differences
 from megatron_async.engines.nodes import LOOPBACK, NODE_HOST
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.files.package_files import ROOT, script_environment
@@ -127,6 +128,8 @@ def launch_run(
             f"the run on its one node by `{train}`, under Slurm by `{on_one_node}`"
         )
     notices = "".join(f"# note: {notice}\n" for notice in checked.notices)
+    if resume is not None:
+        notices += "".join(f"# changed: {change}\n" for change in differences(before, config))
     script = job_script(config, directory, cluster, rollout_nodes)
     commands = script if slurm else by_hand(config, directory, rollout_nodes)
     if dry_run:

@@ -1,6 +1,7 @@
 """`megatron-async reward`: a reward tried on responses of a file, without a run."""
 
 import asyncio
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -59,7 +60,7 @@ def _read(
             problem = source.train(index)
         else:
             raise UserError(f"{where}: `index` must be a whole number from 0, got {shown(index)}")
-        yield f"line {number + 1}", (problem.payload, texts)
+        yield f"line {re.split(':|, row ', where)[-1]}", (problem.payload, texts)
 
 
 def _described(score: ResponseScore) -> str:

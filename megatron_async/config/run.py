@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr, field_validator
 
@@ -28,6 +28,9 @@ from megatron_async.config.rollout import (
 )
 from megatron_async.config.schedule import ScheduleConfig
 from megatron_async.config.simulate import SimulateConfig
+from megatron_async.errors import shown
+
+_LONGEST_NAME: Final = 200  # of 255 bytes, so that a suffix fits
 
 
 class CheckpointConfig(Settings):
@@ -153,8 +156,8 @@ class ExperimentConfig(Settings):
 class RunConfig(Settings):
     """A run: `megatron-async train --config FILE`."""
 
-    name: str = Field("run", min_length=1, max_length=200)
-    """Directory name under `root`, without `/`."""
+    name: str = Field("run", min_length=1, max_length=_LONGEST_NAME)
+    """Directory name under `root`: 200 bytes, printable, without `/`."""
     root: str = "runs"
     """Where run directories are made."""
     seed: int = Field(1, ge=0)
@@ -240,10 +243,12 @@ class RunConfig(Settings):
 
     def check(self) -> None:
         check_labels(self.reward)
-        if "/" in self.name or self.name in (".", ".."):
+        one = "/" not in self.name and self.name not in (".", "..") and self.name.isprintable()
+        if not one or len(self.name.encode()) > _LONGEST_NAME:
             raise ValueError(
-                f"name is {self.name!r}; it must be the name of one directory, which is made in "
-                f"root {self.root!r}: set root to have it elsewhere"
+                f"name is {shown(self.name)}; it must be the name of one directory, printable and "
+                f"of at most {_LONGEST_NAME} bytes, which is made in root {self.root!r}: set root "
+                "to have it elsewhere"
             )
         limit = self.engines.max_total_tokens
         if limit is not None and self.sampling.max_new_tokens >= limit:

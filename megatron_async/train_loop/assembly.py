@@ -128,7 +128,7 @@ def writer(
     stage: str = "",
 ) -> MetricsWriter:
     """Return the writer of the run's metrics, which `stack` closes, with its trackers."""
-    settings = config.model_dump(mode="json")
+    settings = config.model_dump(mode="json", exclude={"engines": {"api_key"}})
     run = TrackedRun(config.name, directory.path, settings, lineage=lineage, stage=stage)
     metrics = MetricsWriter(
         directory.metrics_file, start_trackers(config.telemetry, run), lineage=lineage

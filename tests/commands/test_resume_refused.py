@@ -259,3 +259,12 @@ def test_a_dry_run_of_a_resume_shows_what_it_would_do_and_changes_nothing(
     assert (content(run), run.lock_file.exists(), start.settings) == (before, lock, [])
     with pytest.raises(UserError, match=r"optimizer\.name is .muon"):
         train.resume_command(run.path, ["optimizer.name=muon"], None, dry=True)
+
+
+@pytest.mark.parametrize("dry", [True, False])
+def test_launch_lists_what_a_resume_changes(run: RunDirectory, dry: bool) -> None:
+    nodes, changes = Cluster(0, None, "1:00:00"), ["schedule.preset=pipeline"]
+    shown = launch_run(None, run.path, changes, nodes, slurm=False, dry_run=dry)
+    assert "# changed: schedule.preset copris → pipeline\n" in shown
+    assert "# changed: schedule.boundary abort → continue\n" in shown
+    assert "# changed: engines.api_key\n" in shown, "without the key itself"
