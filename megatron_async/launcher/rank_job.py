@@ -28,7 +28,7 @@ from megatron_async.telemetry.progress import Progress
 
 @dataclass(frozen=True)
 class RankJob:
-    """What a rank runs: `-m module RUN_DIR *arguments`; its log has the `name` of the job.
+    """Command of a rank: `-m module RUN_DIR *arguments`; its log has the `name` of the job.
 
     `steps`: lines of metrics to show as they come; 0: the job writes none.
     """

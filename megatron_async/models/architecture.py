@@ -329,12 +329,12 @@ _CONTEXT_KEYS = (
 def served_context(model: Mapping[str, Any]) -> int | None:
     """The context at which SGLang serves a model of this parsed config.json.
 
-    None when it has none. With YaRN it is `told_context`.
+    None when it has none. With YaRN it is `yarn_context`.
     """
-    return told_context(model) or _read_context(model)
+    return yarn_context(model) or _read_context(model)
 
 
-def told_context(model: Mapping[str, Any]) -> int | None:
+def yarn_context(model: Mapping[str, Any]) -> int | None:
     """The context of a model with YaRN, for which SGLang reads `max_position_embeddings`.
 
     Files that state the original context there, as Qwen's do, would be served at that.
@@ -349,7 +349,7 @@ def told_context(model: Mapping[str, Any]) -> int | None:
 
 
 def _read_context(model: Mapping[str, Any]) -> int | None:
-    """What SGLang reads."""
+    """The context that SGLang reads from it."""
     outer = ConfigReader(model, "SGLang")
     text = ConfigReader(outer.mapping("text_config", model.get("text_config", model)), "SGLang")
     key = "rope_scaling" if text.raw.get("rope_scaling") else "rope_parameters"

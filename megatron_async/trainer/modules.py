@@ -183,7 +183,7 @@ def _yarn_ramp(rope: Rope, head_dim: int) -> Tensor:
     """Share of each frequency that is divided, [head_dim / 2]."""
 
     def dimension(rotations: float) -> float:
-        """Of the frequency that turns so many times in the original context."""
+        """The dimension whose frequency turns so many times in the original context."""
         wavelength = rope.original_max_positions / (rotations * 2 * math.pi)
         return head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
 

@@ -37,7 +37,7 @@ def test_the_file_of_the_test_states_the_original_context() -> None:
     assert QWEN["max_position_embeddings"] == 32768
 
 
-def test_a_model_without_yarn_is_served_as_its_file_says(tmp_path: Path) -> None:
+def test_a_model_without_yarn_is_served_at_its_own_context(tmp_path: Path) -> None:
     plain = {key: value for key, value in QWEN.items() if key != "rope_scaling"}
     (tmp_path / "config.json").write_text(json.dumps(plain))
     assert "--json-model-override-args" not in server_command(EngineConfig(), tmp_path, 1, "cpu")
@@ -76,10 +76,10 @@ def compare(root: str) -> None:
     from megatron_async.trainer.modules import inverse_frequencies
 
     for folder in Path(root).iterdir():
-        told = (folder / "override").read_text()
+        override = (folder / "override").read_text()
         if folder.name == "before":
-            assert ModelConfig(str(folder)).context_len == 32768, "or it need not be told"
-        config = ModelConfig(str(folder), model_override_args=told)
+            assert ModelConfig(str(folder)).context_len == 32768, "or no override is needed"
+        config = ModelConfig(str(folder), model_override_args=override)
         assert config.context_len == CONTEXT
         theta, scaling = get_rope_config(config.hf_config)
         a = read_architecture(folder)

@@ -42,7 +42,7 @@ from megatron_async.engines.sglang.server import (
     LIFELINE_VARIABLE,
 )
 from megatron_async.errors import ComponentFailure, ProcessKilled, cause_in_log
-from megatron_async.models.architecture import read_config_json, told_context
+from megatron_async.models.architecture import read_config_json, yarn_context
 from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.http import EngineAddress, EngineCallError, call
 
@@ -135,10 +135,10 @@ def server_command(
 
 
 def _override(settings: EngineConfig, model_path: Path) -> dict[str, Any]:
-    """What SGLang must know of the model besides its config.json."""
+    """Settings of the model that SGLang takes instead of those in its config.json."""
     override: dict[str, Any] = {}
     if (model_path / "config.json").is_file():
-        context = told_context(read_config_json(model_path))
+        context = yarn_context(read_config_json(model_path))
         override |= {"max_position_embeddings": context} if context else {}
     if settings.quantization == "fp8":
         # Imported here: whoever only starts servers need not import torch.
