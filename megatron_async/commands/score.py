@@ -9,8 +9,8 @@ from pathlib import Path
 import typer
 
 from megatron_async.config import load_config
-from megatron_async.disk import writing
 from megatron_async.errors import UserError
+from megatron_async.files.disk import writing
 from megatron_async.launcher.devices import check_trainer_here
 from megatron_async.launcher.preflight import check_policy
 from megatron_async.launcher.rank_job import RankJob, check_session, directory_of

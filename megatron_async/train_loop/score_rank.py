@@ -21,8 +21,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from megatron_async.config import RunConfig
-from megatron_async.disk import replace_durably, writing
 from megatron_async.errors import UserError, shown
+from megatron_async.files.disk import replace_durably, writing
 from megatron_async.run_directory import RunDirectory
 from megatron_async.tasks.base import WorkedExample
 from megatron_async.tasks.rows import open_rows
