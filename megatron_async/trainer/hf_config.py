@@ -56,6 +56,16 @@ ALIKE: Final[Mapping[str, object]] = MappingProxyType(
 """Settings that do not depend on the model, its layout or the device."""
 
 
+def softmax_scale(a: Architecture) -> float | None:
+    """Scale of attention scores; None: Megatron's own, 1 / sqrt(head_dim).
+
+    YaRN's is in here and not in the angles: Megatron's fused rope drops it from packed sequences.
+    """
+    if a.rope.score_scale == 1:
+        return a.attention_scale
+    return (a.attention_scale or a.head_dim**-0.5) * a.rope.score_scale
+
+
 def transformer_config(
     architecture: Architecture,
     model: ModelConfig,
@@ -79,7 +89,7 @@ def transformer_config(
         "num_attention_heads": a.num_heads,
         "num_query_groups": a.num_kv_heads,
         "kv_channels": a.head_dim,
-        "softmax_scale": a.attention_scale,
+        "softmax_scale": softmax_scale(a),
         "layernorm_epsilon": a.norm_eps,
         "layernorm_zero_centered_gamma": a.zero_centered_norm,
         "qk_layernorm": a.qk_norm,

@@ -13,7 +13,7 @@ import pytest
 from megatron_async.commands import sft
 from megatron_async.config import RunConfig, build_config
 from megatron_async.engines.nodes import communication_environment
-from megatron_async.launcher import node, supervisor
+from megatron_async.launcher import node, rank_job, supervisor
 from megatron_async.launcher.devices import DeviceSplit
 from megatron_async.launcher.environment import trainer_environment
 from megatron_async.run_directory import RunDirectory
@@ -113,7 +113,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Ma
     def child(_command: Any, _log: Any, environment: Mapping[str, str]) -> None:
         raise Started(environment)
 
-    for module in (node, supervisor, sft):
+    for module in (node, supervisor, rank_job):
         monkeypatch.setattr(module, "start_torchrun", start_torchrun)
     monkeypatch.setattr(node, "Child", child)
     for name in tuple(os.environ):
