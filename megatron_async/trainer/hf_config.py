@@ -43,7 +43,6 @@ def transformer_config(
     """
     a = architecture
     dtype = parameter_dtype(model)
-    cuda = has_cuda()
     settings: dict[str, object] = {
         "num_layers": a.num_layers,
         "hidden_size": a.hidden_size,
@@ -81,8 +80,9 @@ def transformer_config(
         "moe_token_dispatcher_type": "alltoall",
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
-        "bias_activation_fusion": cuda and a.activation == "silu",
-        "bias_dropout_fusion": cuda,
+        "bias_activation_fusion": has_cuda() and a.activation == "silu",
+        # Without bias and dropout it is one addition, of which torch would compile 8 variants.
+        "bias_dropout_fusion": False,
         "apply_rope_fusion": backends.transformer_engine,
         "gradient_accumulation_fusion": backends.gradient_accumulation_fusion,
         # The gradient is the sum over tokens; dividing by the global count is the step's business.
