@@ -1,6 +1,5 @@
 """Supervised fine-tuning: the same Megatron trainer on worked answers."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final

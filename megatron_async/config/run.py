@@ -44,6 +44,9 @@ class CheckpointConfig(Settings):
     """Write while training goes on."""
     timeout_seconds: float = Field(1800.0, gt=0)
     """Limit of writing one checkpoint."""
+    write_gb_per_s: float = Field(5.0, gt=0)
+    """Rate at which the file system takes and gives the data of all nodes together, 1e9 bytes/s
+    (assumed); the time that a stop needs before Slurm's limit follows from it."""
     export_hf: bool = True
     """Export a Hugging Face checkpoint at the end."""
 

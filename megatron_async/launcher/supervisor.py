@@ -58,6 +58,7 @@ class Supervisor:
             environment=trainer_environment(
                 os.environ,
                 one_machine=not os.environ.get(RUNNING_RAY_VARIABLE),
+                nvls=self.config.engines.uses_nvls,
                 ray_address=ray_address,
                 gpus=self.devices.trainers,
                 hands_memory_to_engines=self.config.weights.transport == "tensor",

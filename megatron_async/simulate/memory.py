@@ -38,6 +38,11 @@ def trainer_state_bytes(
     return dense + experts / layout.pipeline / expert * (held + OPTIMIZER_BYTES / replicas)
 
 
+def checkpoint_bytes(shape: ModelShape) -> float:
+    """Of one checkpoint; Muon's is counted as Adam's here too."""
+    return OPTIMIZER_BYTES * shape.parameters
+
+
 def activation_bytes(
     shape: ModelShape,
     layout: ParallelConfig,

@@ -80,7 +80,6 @@ def transformer_config(
     """
     a = architecture
     dtype = parameter_dtype(model)
-    cuda = has_cuda()
     settings: dict[str, object] = {
         **ALIKE,
         "num_layers": a.num_layers,
@@ -103,8 +102,9 @@ def transformer_config(
         "context_parallel_size": parallel.context,
         "expert_model_parallel_size": parallel.expert,
         "sequence_parallel": parallel.sequence,
-        "bias_activation_fusion": cuda and a.activation == "silu",
-        "bias_dropout_fusion": cuda,
+        "bias_activation_fusion": has_cuda() and a.activation == "silu",
+        # Without bias and dropout it is one addition, of which torch would compile 8 variants.
+        "bias_dropout_fusion": False,
         "apply_rope_fusion": backends.transformer_engine,
         "gradient_accumulation_fusion": backends.gradient_accumulation_fusion,
     }

@@ -88,9 +88,10 @@ def by_fine_tuning(config: RunConfig, directory: RunDirectory) -> None:
     sft.run_sft(config, directory, directory.path / "out")
 
 
-def as_ray_node(_config: RunConfig, directory: RunDirectory) -> None:
+def as_ray_node(config: RunConfig, directory: RunDirectory) -> None:
     """Manager and engines inherit it."""
     here: Any = SimpleNamespace(
+        config=config,
         directory=directory,
         session=SimpleNamespace(path=directory.path),
         address="a",
@@ -136,7 +137,7 @@ def test_trainer_ranks_have_it_however_they_are_started(
     started: Callable[..., Mapping[str, str]], how: Start, one_machine: bool
 ) -> None:
     found = started(how)
-    shared = communication_environment({}, one_machine=one_machine)
+    shared = communication_environment({}, one_machine=one_machine, nvls=True)
     assert {name: found[name] for name in shared} == shared
     assert found["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     assert found[ALLOCATOR] == "expandable_segments:True"
@@ -146,7 +147,7 @@ def test_manager_and_engines_of_a_ray_node_have_what_they_share_with_the_ranks(
     started: Callable[..., Mapping[str, str]],
 ) -> None:
     found = started(as_ray_node)
-    shared = communication_environment({}, one_machine=False)
+    shared = communication_environment({}, one_machine=False, nvls=True)
     assert {name: found[name] for name in shared} == shared
 
 

@@ -159,7 +159,8 @@ def server_environment(
     The key is here because every user of the machine can read command lines.
     """
     environment = without_breaking_variables(base)
-    environment |= communication_environment(base, one_machine=settings.host in LOOPBACK)
+    local = settings.host in LOOPBACK
+    environment |= communication_environment(base, one_machine=local, nvls=settings.uses_nvls)
     environment[KEY_VARIABLE] = settings.api_key
     environment["HF_HUB_OFFLINE"] = "1"
     environment["PYTHONUNBUFFERED"] = "1"
