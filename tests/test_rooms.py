@@ -24,6 +24,7 @@ ROOMS = (
     "store",
     "tasks",
     "scoring",
+    "environments",
     "models",
     "weight_sync",
     "scheduler",
