@@ -26,6 +26,7 @@ ROOMS = (
     "store",
     "tasks",
     "scoring",
+    "environments",
     "models",
     "weight_sync",
     "scheduler",

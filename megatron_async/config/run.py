@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr, field_validator
 from megatron_async.config.algorithm import AlgorithmConfig
 from megatron_async.config.base import Settings
 from megatron_async.config.data import LAYOUTS, ColumnsConfig, FileConfig
+from megatron_async.config.environment import EnvironmentConfig
 from megatron_async.config.evaluation import EvalConfig, EvalSet
 from megatron_async.config.model import ModelConfig, OptimizerConfig, ParallelConfig, TrainerConfig
 from megatron_async.config.reward import (
@@ -181,6 +182,8 @@ class RunConfig(Settings):
     """What scores a response; empty: the task's own scorer."""
     scoring: ScoringConfig = ScoringConfig()
     """Limits of scorers."""
+    environment: EnvironmentConfig = EnvironmentConfig()
+    """What a policy plays against over many turns."""
     sampling: SamplingConfig = SamplingConfig()
     """Sampling."""
     schedule: ScheduleConfig = ScheduleConfig()
@@ -261,6 +264,8 @@ class RunConfig(Settings):
             )
         self._check_simulated_engines()
         self._check_colocated()
+        if self.task.kind == "seeds" and not self.environment.name:
+            raise ValueError("task.kind seeds has no prompts of its own: set environment.name")
         longest = max(self.experiment.forced_lengths, default=0)
         if longest > self.sampling.max_new_tokens or min(self.experiment.forced_lengths or [1]) < 1:
             raise ValueError(
