@@ -54,7 +54,7 @@ def test_lines_with_a_flipped_byte_in_a_name_are_left_out(tmp_path: Path) -> Non
         for step in range(3):
             metrics.write(step, {"x": step})
     whole = path.read_text().splitlines()
-    for name, odd in (("step", "stdp"), ("lineage", "linecge"), ("kind", "kinf")):
+    for name, odd in (("step", "stdp"), ("lineage", "linecge"), ("kind", "knid")):
         path.write_text("\n".join([whole[0], whole[1].replace(name, odd), whole[2], ""]))
         assert [line["x"] for line in read_metrics(path)] == [0, 2]
 
