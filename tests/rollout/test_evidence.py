@@ -78,6 +78,14 @@ def test_a_token_clears_the_count_of_engines_that_a_prompt_ended() -> None:
     assert prompts.engine_died({3}, 11) == {3}
 
 
+def test_failures_that_were_a_lost_engines_are_no_longer_those_of_its_requests() -> None:
+    prompts = PromptEvidence()
+    found = [prompts.failed(7) for _ in range(5)]
+    prompts.engine_lost([7])
+    assert [*found, *(prompts.failed(7) for _ in range(5))] == [False] * 10
+    assert prompts.failed(7)
+
+
 DOCS = Path(__file__).parents[2] / "docs" / "failures.md"
 
 
