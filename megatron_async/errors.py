@@ -4,8 +4,6 @@
 is a defect and keeps its traceback.
 """
 
-from __future__ import annotations
-
 import re
 import reprlib
 import signal

@@ -22,7 +22,7 @@ def _sglang(tests: str, keyword: str) -> Check:
 MUTATIONS: Final[tuple[Mutation, ...]] = (
     *taken_back(
         "2 parity with _set_envs_and_config:",
-        _sglang("engines/test_communication.py", "sglang_sets_for_its_servers"),
+        _sglang("engines/test_communication.py", "sglang_leaves_its_servers"),
         _NODES,
         (
             "NCCL_CUMEM_ENABLE is not what SGLang sets for its servers",
@@ -136,7 +136,7 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
         f"{_SGLANG}/server.py",
         (
             "a spawned scheduler has none of our hooks",
-            "    ahead = weight_updater.AheadHooks()\n",
+            "    ahead = updater.AheadHooks()\n",
             "    if __name__ == '__mp_main__':\n        return\n"
             "    ahead = weight_updater.AheadHooks()\n",
         ),

@@ -122,7 +122,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """Raises CorruptCheckpoint for anything that `to_json` does not write, OtherFormat."""
+        """Read what `to_json` writes; raises CorruptCheckpoint for anything else, OtherFormat."""
         try:
             content = json.loads(text)
             if (found := content["format"]) not in (_WITHOUT_ITS_OWN_CHECKSUM, FORMAT):

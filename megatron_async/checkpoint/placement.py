@@ -10,8 +10,6 @@ Invariants
 - A box is one run of its shard's elements, so that every piece is a view.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod

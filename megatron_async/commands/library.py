@@ -1,7 +1,5 @@
 """The package as a library: train from a script or a notebook, look at a run in one line."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """`megatron-async reward`: a reward tried on responses of a file, without a run."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import Iterator, Mapping, Sequence

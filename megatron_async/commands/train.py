@@ -1,7 +1,5 @@
 """`megatron-async train`: check the settings, make or find the run, and run it to its end."""
 
-from __future__ import annotations
-
 import shlex
 import textwrap
 from collections.abc import Iterator, Sequence

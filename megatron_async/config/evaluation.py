@@ -1,7 +1,5 @@
 """Settings of evaluation: sets of prompts by name, each with sampling of its own."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

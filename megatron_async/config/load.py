@@ -9,8 +9,6 @@ Invariants
   and nobody had set.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Mapping, Sequence

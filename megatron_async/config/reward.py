@@ -116,7 +116,7 @@ class ScorerSettings(Settings):
 
 
 def listed(value: Any) -> Any:
-    """One in place of a list, a name in place of a mapping: as a list of mappings."""
+    """List the mappings that a single one, a name or a list of either stands for."""
     if isinstance(value, str | dict):
         value = [value]
     if isinstance(value, list):

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr, field_validator
 from megatron_async.config.algorithm import AlgorithmConfig
 from megatron_async.config.base import Settings
 from megatron_async.config.data import LAYOUTS, ColumnsConfig, FileConfig
+from megatron_async.config.environment import EnvironmentConfig
 from megatron_async.config.evaluation import EvalConfig, EvalSet
 from megatron_async.config.model import ModelConfig, OptimizerConfig, ParallelConfig, TrainerConfig
 from megatron_async.config.reward import (
@@ -44,6 +45,9 @@ class CheckpointConfig(Settings):
     """Write while training goes on."""
     timeout_seconds: float = Field(1800.0, gt=0)
     """Limit of writing one checkpoint."""
+    write_gb_per_s: float = Field(5.0, gt=0)
+    """Rate at which the file system takes and gives the data of all nodes together, 1e9 bytes/s
+    (assumed); the time that a stop needs before Slurm's limit follows from it."""
     export_hf: bool = True
     """Export a Hugging Face checkpoint at the end."""
 
@@ -178,6 +182,8 @@ class RunConfig(Settings):
     """What scores a response; empty: the task's own scorer."""
     scoring: ScoringConfig = ScoringConfig()
     """Limits of scorers."""
+    environment: EnvironmentConfig = EnvironmentConfig()
+    """What a policy plays against over many turns."""
     sampling: SamplingConfig = SamplingConfig()
     """Sampling."""
     schedule: ScheduleConfig = ScheduleConfig()
@@ -208,7 +214,7 @@ class RunConfig(Settings):
 
     @property
     def given(self) -> Mapping[str, Any]:
-        """What was set by file and command line: what no other recipe or preset replaces."""
+        """Settings of file and command line, which no other recipe or preset replaces."""
         return self._given
 
     def with_given(self, given: Mapping[str, Any]) -> RunConfig:
@@ -258,6 +264,8 @@ class RunConfig(Settings):
             )
         self._check_simulated_engines()
         self._check_colocated()
+        if self.task.kind == "seeds" and not self.environment.name:
+            raise ValueError("task.kind seeds has no prompts of its own: set environment.name")
         longest = max(self.experiment.forced_lengths, default=0)
         if longest > self.sampling.max_new_tokens or min(self.experiment.forced_lengths or [1]) < 1:
             raise ValueError(

@@ -7,8 +7,6 @@ Invariants
 - Every call has a limit; a dead actor or server is a ComponentFailure in one sentence.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import pickle

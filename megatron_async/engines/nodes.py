@@ -16,8 +16,6 @@ Invariants
 - What the user has set wins; it reaches all roles, as all inherit it.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -42,10 +40,10 @@ NODE_HOST: Final = "node"
 LOOPBACK: Final = ("127.0.0.1", "localhost")
 # Where Ray's head and torch's store listen.
 _EVERY_INTERFACE: Final = "0.0.0.0"
-# SGLang sets both for its servers where they are not set (`_set_envs_and_config`).
+# SGLang sets this and NCCL_NVLS_ENABLE to 0 for its servers where they are not set
+# (`_set_envs_and_config`).
 _NCCL: Final = {
     "NCCL_CUMEM_ENABLE": "0",
-    "NCCL_NVLS_ENABLE": "0",
     "NCCL_DEBUG": "WARN",
     # A dead rank ends the others' collectives as an error instead of leaving them to wait.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
@@ -141,9 +139,14 @@ def free_port(host: str = _EVERY_INTERFACE) -> int:
         return int(opened.getsockname()[1])
 
 
-def communication_environment(base: Mapping[str, str], *, one_machine: bool) -> dict[str, str]:
-    """Return what a process gets on top of `base`; `one_machine`: no other host takes part."""
-    wanted = dict(_NCCL)
+def communication_environment(
+    base: Mapping[str, str], *, one_machine: bool, nvls: bool
+) -> dict[str, str]:
+    """Return what a process gets on top of `base`; `one_machine`: no other host takes part.
+
+    `nvls`: NCCL may use it where the hardware has it.
+    """
+    wanted = _NCCL | {"NCCL_NVLS_ENABLE": "2" if nvls else "0"}
     missing = [name for name in _INTERFACES if name not in base]
     if missing:
         interface = interface_of("127.0.0.1" if one_machine else node_address())

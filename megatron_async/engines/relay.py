@@ -15,8 +15,6 @@ Invariants
   for a relay that is gone.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence

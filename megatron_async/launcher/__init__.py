@@ -3,6 +3,7 @@
 - supervisor: a whole run on this machine: notices a process that ends, and cleans up.
 - node: one node of a launch over several. session: that launch's roles, by files in the run
   directory, and the rendezvous of its torchrun agents.
+- rank_job: work of the trainer's ranks alone: fine-tuning, scoring.
 - rollout_side: the rollout manager from outside: create, look after, end.
 - processes: child processes: ended within a limit, no leftovers.
 - devices: split of a machine's GPUs into those that train and those that generate.

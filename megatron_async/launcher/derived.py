@@ -200,14 +200,14 @@ def layout_lines(config: RunConfig, machine: Machine) -> list[str]:
     if machine.device == "cpu":
         return lines
     try:
-        shape = shape_of(_with_own_model(config))
+        shape = shape_of(with_own_model(config))
     except UserError as error:
         return [*lines, f"memory: not estimated ({error})"]
     return [*lines, *_memory_lines(config, machine, shape)]
 
 
 def _shared(config: RunConfig) -> str:
-    """Where engines share the GPUs of trainer ranks: which."""
+    """Name the trainer ranks whose GPUs engines share, if they do."""
     if config.engines.placement != "colocated":
         return ""
     sharing = (trainer_ranks_of(e, config.engines.tensor) for e in range(config.engines.count))
@@ -244,10 +244,10 @@ def _modelled(config: RunConfig, machine: Machine) -> RunConfig:
     if machine.gpu is not None:
         changes["name"] = machine.gpu
     simulated = config.simulate.model_copy(update={"gpu": gpu.model_copy(update=changes)})
-    return _with_own_model(config.model_copy(update={"simulate": simulated}))
+    return with_own_model(config.model_copy(update={"simulate": simulated}))
 
 
-def _with_own_model(config: RunConfig) -> RunConfig:
+def with_own_model(config: RunConfig) -> RunConfig:
     """The model in `model.path` where it is there already, whatever `simulate.model` names."""
     if not (Path(config.model.path) / "config.json").is_file():
         return config

@@ -6,8 +6,6 @@ see: without a split both would begin with the same one.
 Nothing here starts or writes anything: commands ask before they make a run directory.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass

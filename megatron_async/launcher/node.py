@@ -13,8 +13,6 @@ Invariants
 - Every wait has a time limit.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal
@@ -84,7 +82,7 @@ class Node:
                 *arguments,
             ],
             self.directory.logs / f"ray-{self.session.path.name}-{self.name}-{os.getpid()}.log",
-            ray_node_environment(os.environ),
+            ray_node_environment(os.environ, nvls=self.config.engines.uses_nvls),
         )
         try:
             yield child
@@ -244,6 +242,7 @@ def _start_ranks(node: Node, ray_address: str) -> Child:
         environment=trainer_environment(
             os.environ,
             one_machine=False,
+            nvls=config.engines.uses_nvls,
             ray_address=ray_address,
             stop_file=node.session.stop_file,
             hands_memory_to_engines=config.weights.transport == "tensor",

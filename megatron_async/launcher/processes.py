@@ -5,8 +5,6 @@ Invariants
 - `stop` first asks (SIGTERM), then kills; it touches only the child's own session.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -8,8 +8,6 @@ Invariants
 - Ctrl-C ends everything, loses at most the running chunks, and prints how to go on.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 
@@ -60,6 +58,7 @@ class Supervisor:
             environment=trainer_environment(
                 os.environ,
                 one_machine=not os.environ.get(RUNNING_RAY_VARIABLE),
+                nvls=self.config.engines.uses_nvls,
                 ray_address=ray_address,
                 gpus=self.devices.trainers,
                 hands_memory_to_engines=self.config.weights.transport == "tensor",

@@ -5,8 +5,6 @@ local Megatron layers and, where it differs, in Transformer Engine layers (which
 inside the linear layer that follows it).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 

@@ -12,8 +12,6 @@ Invariants
 - Yielded tensors may share memory with parameters; use them before the next optimizer step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 

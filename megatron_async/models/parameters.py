@@ -4,8 +4,6 @@ Invariants
 - Every parameter belongs to exactly one rule; one that does not is an error, never skipped.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

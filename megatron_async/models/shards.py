@@ -9,8 +9,6 @@ Invariants
   zero rows to a multiple of the tensor size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum

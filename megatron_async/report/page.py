@@ -6,8 +6,6 @@ Invariants
 - It follows the system's light or dark; on paper it is light.
 """
 
-from __future__ import annotations
-
 import html
 import itertools
 import re

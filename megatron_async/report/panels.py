@@ -6,8 +6,6 @@ Invariants
 - Steps have their numbers of metrics.jsonl, from 0.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Sequence

@@ -7,8 +7,6 @@ Invariants
   by their manager and end with it; the new one starts its own, and has no trainer attached.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 from pathlib import Path

@@ -17,8 +17,6 @@ Invariants
 - `checkpoint_finalised` is called after the manifest exists, never before.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -6,8 +6,6 @@ Invariants
   exception in the user's code, the file and line.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import importlib.util

@@ -26,8 +26,6 @@ Invariants
   `keep_steps` steps need go too. The file that is being written stays.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass

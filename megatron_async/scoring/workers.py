@@ -4,17 +4,15 @@ Invariants
 - A try ends within its limit (plus a process start, where one is due): a process that hangs is
   killed and the next score starts another one.
 - A score whose process died is asked for once more: a kill from outside must not cost a response
-  its reward. What failed for good is settled in `scorer_work`, and counted; so is what else came on
+  its reward. What failed for good is settled in `work`, and counted; so is what else came on
   the reply channel (`stray_output`).
-- A reward belongs to the response that was asked for (see `scorer_process`).
+- A reward belongs to the response that was asked for (see `process`).
 - Closing leaves no process behind, also none that a scorer started.
 
 `ScorerWorker` owns one process and blocks; `LocalScorerPool` runs several from threads of this
 process, `RayScorerPool` one in each of several Ray actors, both as many as their queue needs
-(`scorer_pool`). Asynchronous rewards have one process for all (`waiting_scorer`).
+(`pool`). Asynchronous rewards have one process for all (`waiting`).
 """
-
-from __future__ import annotations
 
 import asyncio
 import time

@@ -6,8 +6,6 @@ per token and hidden unit with flash attention and sequence parallelism, 2 bytes
 when it is recomputed (Korthikanti et al., arXiv 2205.05198, section 4).
 """
 
-from __future__ import annotations
-
 from megatron_async.config.model import ParallelConfig
 from megatron_async.models.shape import BF16, ModelShape
 
@@ -38,6 +36,11 @@ def trainer_state_bytes(
     dense = (shape.parameters - experts) / model_ranks * (held + OPTIMIZER_BYTES / shards)
     replicas = layout.ranks / layout.pipeline / expert if sharded else 1
     return dense + experts / layout.pipeline / expert * (held + OPTIMIZER_BYTES / replicas)
+
+
+def checkpoint_bytes(shape: ModelShape) -> float:
+    """Of one checkpoint; Muon's is counted as Adam's here too."""
+    return OPTIMIZER_BYTES * shape.parameters
 
 
 def activation_bytes(

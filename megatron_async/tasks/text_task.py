@@ -4,8 +4,6 @@ Chat messages become text by the tokenizer's template, with a mark on the tokens
 wrote.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -78,8 +76,11 @@ class ChatTemplate:
         tokens = np.asarray(ids, np.int32)
         return WorkedExample(tokens[:first], tokens[first:], trained[first:])
 
-    def text(self, messages: Sequence[Message], *, begin: bool) -> str:
-        """Messages as text; with `begin` up to where the assistant begins to answer."""
+    def text(self, messages: Sequence[Message], *, begin: bool, **arguments: Any) -> str:
+        """Messages as text; with `begin` up to where the assistant begins to answer.
+
+        `arguments`: the template's, beside the settings'. Raises UserError.
+        """
         system = self._config.system_prompt
         if system and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": system}, *messages]
@@ -89,11 +90,14 @@ class ChatTemplate:
                 tokenize=False,
                 add_generation_prompt=begin,
                 **self._config.chat_template_kwargs,
+                **arguments,
             )
         except Exception as error:  # a template raises what it likes
+            roles = ", ".join(message["role"] for message in messages)
             raise UserError(
-                f"the chat template of model.path fails with task.chat_template_kwargs "
-                f"{self._config.chat_template_kwargs}: {type(error).__name__}: {error}"
+                f"the chat template of model.path fails for messages of {roles} with "
+                f"task.chat_template_kwargs {self._config.chat_template_kwargs}: "
+                f"{type(error).__name__}: {error}"
             ) from error
         return str(text)
 

@@ -214,7 +214,7 @@ def _clock(seconds: float) -> str:
 
 
 def _phase(status: Status | None) -> str:
-    """What a run waits for before its first step."""
+    """Name what a run waits for before its first step."""
     if status is None:
         return ""
     if not status or status["engines_up"] < status["engines"]:

@@ -3,8 +3,6 @@
 Import it after `trainer.device.import_megatron`, on which its own imports depend.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from contextlib import ExitStack

@@ -15,8 +15,6 @@ Invariants
   position of its newest batch, so that a store that has lost a batch since is found out.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace

@@ -7,8 +7,6 @@ attaches anew and goes on. Every call carries the trainer's lineage: the manager
 superseded.
 """
 
-from __future__ import annotations
-
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence

@@ -5,8 +5,6 @@ started both. A failure with a sentence is left in the run directory for the sup
 how the run ended: complete, or stopped because it was asked to (SIGUSR2, see `train_loop/stop.py`).
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -3,8 +3,6 @@
 Every rank makes the same batches from the same seed; nothing is sent between them but gradients.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack

@@ -10,8 +10,6 @@ Invariants
   tensor-parallel state differs by tensor rank, as Megatron wants it.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import random

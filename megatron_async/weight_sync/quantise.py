@@ -11,8 +11,6 @@ Invariants
 - A weight that is not finite is an error that names the tensor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -117,7 +117,7 @@ def test_one_call_aborts_all_requests_of_an_engine_and_no_more_than_it_is_asked_
 def test_an_abort_is_repeated_only_where_it_may_have_overtaken_its_request(
     server: tuple[SGLangProcess, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine that has sent tokens of a request knows it, and has answered the abort."""
+    """An engine that has sent tokens of a request has it, and has answered the abort."""
     monkeypatch.setattr("megatron_async.engines.sglang.client._ABORT_AGAIN_SECONDS", 0.01)
 
     async def body(client: SGLangClient) -> list[Any]:

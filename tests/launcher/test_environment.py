@@ -13,7 +13,7 @@ import pytest
 from megatron_async.commands import sft
 from megatron_async.config import RunConfig, build_config
 from megatron_async.engines.nodes import communication_environment
-from megatron_async.launcher import node, supervisor
+from megatron_async.launcher import node, rank_job, supervisor
 from megatron_async.launcher.devices import DeviceSplit
 from megatron_async.launcher.environment import trainer_environment
 from megatron_async.run_directory import RunDirectory
@@ -88,9 +88,10 @@ def by_fine_tuning(config: RunConfig, directory: RunDirectory) -> None:
     sft.run_sft(config, directory, directory.path / "out")
 
 
-def as_ray_node(_config: RunConfig, directory: RunDirectory) -> None:
+def as_ray_node(config: RunConfig, directory: RunDirectory) -> None:
     """Manager and engines inherit it."""
     here: Any = SimpleNamespace(
+        config=config,
         directory=directory,
         session=SimpleNamespace(path=directory.path),
         address="a",
@@ -113,7 +114,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Ma
     def child(_command: Any, _log: Any, environment: Mapping[str, str]) -> None:
         raise Started(environment)
 
-    for module in (node, supervisor, sft):
+    for module in (node, supervisor, rank_job):
         monkeypatch.setattr(module, "start_torchrun", start_torchrun)
     monkeypatch.setattr(node, "Child", child)
     for name in tuple(os.environ):
@@ -136,7 +137,7 @@ def test_trainer_ranks_have_it_however_they_are_started(
     started: Callable[..., Mapping[str, str]], how: Start, one_machine: bool
 ) -> None:
     found = started(how)
-    shared = communication_environment({}, one_machine=one_machine)
+    shared = communication_environment({}, one_machine=one_machine, nvls=True)
     assert {name: found[name] for name in shared} == shared
     assert found["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     assert found[ALLOCATOR] == "expandable_segments:True"
@@ -146,7 +147,7 @@ def test_manager_and_engines_of_a_ray_node_have_what_they_share_with_the_ranks(
     started: Callable[..., Mapping[str, str]],
 ) -> None:
     found = started(as_ray_node)
-    shared = communication_environment({}, one_machine=False)
+    shared = communication_environment({}, one_machine=False, nvls=True)
     assert {name: found[name] for name in shared} == shared
 
 

@@ -15,8 +15,6 @@ Invariants
   repeated with another.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -27,6 +25,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -41,6 +40,7 @@ from megatron_async.engines.sglang.server import (
 )
 from megatron_async.errors import ComponentFailure, ProcessKilled, cause_in_log
 from megatron_async.files.disk import writing
+from megatron_async.models.architecture import read_config_json, yarn_context
 from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.http import EngineAddress, EngineCallError, call
 
@@ -125,17 +125,27 @@ def server_command(
         command += ["--context-length", str(settings.context_length)]
     if settings.placement == "colocated" and device == "cuda":
         command += ["--enable-memory-saver"]
+    if override := _override(settings, model_path):
+        command += ["--json-model-override-args", json.dumps(override)]
+    if settings.quantization == "fp8" or (awaits_weights and device == "cuda"):
+        command += ["--load-format", "dummy"]
+    return [*command, *settings.extra_args]
+
+
+def _override(settings: EngineConfig, model_path: Path) -> dict[str, Any]:
+    """Settings of the model that SGLang takes instead of those in its config.json."""
+    override: dict[str, Any] = {}
+    if (model_path / "config.json").is_file():
+        context = yarn_context(read_config_json(model_path))
+        override |= {"max_position_embeddings": context} if context else {}
     if settings.quantization == "fp8":
         # Imported here: whoever only starts servers need not import torch.
         from megatron_async.models.families import read_architecture
         from megatron_async.weight_sync.quantise import quantization_config
 
         # The directory has no fp8 weights: they come with the first update, as every version does.
-        override = {"quantization_config": quantization_config(read_architecture(model_path))}
-        command += ["--json-model-override-args", json.dumps(override)]
-    if settings.quantization == "fp8" or (awaits_weights and device == "cuda"):
-        command += ["--load-format", "dummy"]
-    return [*command, *settings.extra_args]
+        override["quantization_config"] = quantization_config(read_architecture(model_path))
+    return override
 
 
 def server_environment(
@@ -149,7 +159,8 @@ def server_environment(
     The key is here because every user of the machine can read command lines.
     """
     environment = without_breaking_variables(base)
-    environment |= communication_environment(base, one_machine=settings.host in LOOPBACK)
+    local = settings.host in LOOPBACK
+    environment |= communication_environment(base, one_machine=local, nvls=settings.uses_nvls)
     environment[KEY_VARIABLE] = settings.api_key
     environment["HF_HUB_OFFLINE"] = "1"
     environment["PYTHONUNBUFFERED"] = "1"

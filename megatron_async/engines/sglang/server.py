@@ -13,6 +13,7 @@ the work; a forked one has it already):
 - Of broadcast weights, the next bucket is received while one is loaded (weight_updater.py).
 - No request reuses a prompt prefix that older weights have computed (prefix.py).
 - Requests that verify the engine go before those that wait (queue.py).
+- A pause is no hang to SGLang's watchdog (pause.py).
 - A lifeline: the server ends itself at once, with all its processes, as soon as whoever started it
   is gone or lets go. The starter holds the write end of a pipe whose read end is named in the
   environment. (To SIGTERM alone SGLang listens every five seconds.)
@@ -21,8 +22,6 @@ the work; a forked one has it already):
 Invariants
 - One process group per server, led by this process: killing the group leaves nothing behind.
 """
-
-from __future__ import annotations
 
 import os
 import shutil
@@ -73,22 +72,24 @@ def install() -> None:
         attention.register(CPU_ATTENTION_BACKEND)
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from megatron_async.engines.sglang import hooks, prefix, queue, sampling, weight_updater
+    from megatron_async.engines.sglang import hooks, pause, prefix, queue, sampling
+    from megatron_async.engines.sglang import weight_updater as updater
 
     if HookRegistry._hooks.get(_ACCEPT):
         return
-    ahead = weight_updater.AheadHooks()
+    ahead = updater.AheadHooks()
     drawn = (sampling.SAMPLE, sampling.in_two_draws, "AROUND", "engines would be slower")
     hooks.put_in(
         [
             *([drawn] if on_cpu else []),
             (_ACCEPT, _report_versions_of_unfinished, "AFTER", "tokens have no policy version"),
-            (weight_updater.RECEIVE, ahead.receive, "AROUND", "weights cannot be received"),
-            (weight_updater.LEAVE, ahead.leave, "AROUND", "weight-update groups cannot be left"),
-            (weight_updater.BEGIN, ahead.begin, "BEFORE", "weight updates cannot be begun"),
+            (updater.RECEIVE, ahead.receive, "AROUND", "weights cannot be received"),
+            (updater.LEAVE, ahead.leave, "AROUND", "weight-update groups cannot be left"),
+            (updater.BEGIN, ahead.begin, "BEFORE", "weight updates cannot be begun"),
             (prefix.QUEUE, prefix.before_queue, "BEFORE", "old prefixes are reused"),
             (queue.QUEUE, queue.after_queue, "AFTER", "checks of engines wait for others"),
             (prefix.CHANGE, prefix.after_change, "AFTER", "old prefixes are reused"),
+            (pause.PAUSE, pause.after_pause, "AFTER", "long pauses would end engines"),
         ]
     )
 

@@ -14,8 +14,6 @@ Invariants
 - It ends with whoever started it (the lifeline of sglang/server.py).
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """The rewards that run programs in the sandbox: `code` (unit tests) and `command` (any checker)."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re
@@ -84,7 +82,7 @@ def check_code(
             raise UserError(
                 f"reward is 'code': {name} fails the row's own tests ({why}); a right program runs "
                 "`test` as it stands, and `check(entry_point)` where that defines `check`, to the "
-                "end; mend the row, or take the column out"
+                "end; repair the row, or take the column out"
             )
 
 

@@ -3,8 +3,6 @@
 The reward `task` is what the task itself scores with.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType

@@ -7,8 +7,6 @@ Invariants
   statement about the response (`task.on_verifier_timeout`). So does one whose reply is too large.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
