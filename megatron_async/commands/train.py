@@ -80,7 +80,8 @@ def resume_command(
         if dry:
             return
         with _prepared(directory, checked.config, back):
-            _run(directory, checked.config, devices, overrides)
+            again = [] if from_step is None else [f"--from-step={from_step}"]
+            _run(directory, checked.config, devices, [*again, *overrides])
     show_closing(directory)
 
 
@@ -120,14 +121,14 @@ def _checked(config: RunConfig, directory: RunDirectory) -> tuple[Checked, Devic
 
 
 def _run(
-    directory: RunDirectory, config: RunConfig, devices: DeviceSplit, overrides: Sequence[str] = ()
+    directory: RunDirectory, config: RunConfig, devices: DeviceSplit, asked: Sequence[str] = ()
 ) -> None:
-    """`overrides`: of a resume, which lets the run have them once it has begun."""
+    """`asked`: what a resume has changed, which the run has once it has begun."""
     try:
         Supervisor(config, directory, devices).run()
     except (KeyboardInterrupt, Terminated):
         again = ["--resume", str(directory.path)]
-        again += overrides if directory.resume_file.exists() else ()
+        again += asked if directory.resume_file.exists() else ()
         typer.echo(f"go on with: megatron-async train {shlex.join(again)}", err=True)
         raise
 

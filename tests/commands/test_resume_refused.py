@@ -210,7 +210,8 @@ def test_a_start_that_fails_before_it_has_begun_leaves_settings_outcome_and_chec
         train.resume_command(run.path, ["steps=9"], from_step)
     assert content(run) == before
     if not isinstance(error, UserError | ComponentFailure):
-        assert f"train --resume {run.path} steps=9" in capsys.readouterr().err, "what was asked"
+        asked = "steps=9" if from_step is None else "--from-step=2 steps=9"
+        assert f"train --resume {run.path} {asked}\n" in capsys.readouterr().err
     start.error = None
     train.resume_command(run.path, [], None)
     assert [settings.steps for settings in start.settings] == [9, 8]
