@@ -30,7 +30,7 @@ from megatron_async.telemetry.metrics import SAME_NUMBERS, MetricsWriter
 from megatron_async.train_loop.manager_client import ManagerLost, RolloutLink
 from megatron_async.train_loop.rank_zero import RankZero
 from megatron_async.train_loop.stop import StopAsked, StopRequest
-from megatron_async.trainer.hf_config import parameter_dtype
+from megatron_async.trainer.capabilities import parameter_dtype
 from megatron_async.trainer.offload import AlwaysThere, Residence, TrainerMemory
 from megatron_async.trainer.report import StepReport
 from megatron_async.trainer.step import PolicyTrainer

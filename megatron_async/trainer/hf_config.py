@@ -16,14 +16,8 @@ from torch import Tensor
 
 from megatron_async.config.model import ModelConfig, ParallelConfig, TrainerConfig
 from megatron_async.models.architecture import Architecture
-from megatron_async.trainer.capabilities import Backends
+from megatron_async.trainer.capabilities import Backends, parameter_dtype
 from megatron_async.trainer.device import has_cuda
-
-
-def parameter_dtype(model: ModelConfig) -> torch.dtype:
-    """`model.dtype`; `auto` is bfloat16 on CUDA and float32 elsewhere."""
-    bf16 = has_cuda() if model.dtype == "auto" else model.dtype == "bfloat16"
-    return torch.bfloat16 if bf16 else torch.float32
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
@@ -120,7 +114,7 @@ def transformer_config(
             moe_router_pre_softmax=not a.experts.normalize_top_k,
             moe_router_load_balancing_type="none",
             moe_router_dtype="fp32",
-            moe_grouped_gemm=backends.transformer_engine,
+            moe_grouped_gemm=backends.experts == "transformer_engine",
         )
     if trainer.recompute_activations:
         settings.update(

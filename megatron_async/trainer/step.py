@@ -30,9 +30,9 @@ from megatron_async.checkpoint.state import load_checkpoint_weights
 from megatron_async.config import RunConfig
 from megatron_async.errors import ComponentFailure
 from megatron_async.models.load import load_hf_weights
+from megatron_async.trainer.capabilities import parameter_dtype
 from megatron_async.trainer.device import current_device
 from megatron_async.trainer.forward import PolicyRunner
-from megatron_async.trainer.hf_config import parameter_dtype
 from megatron_async.trainer.optimizer import (
     build_optimizer,
     guarded_step,
