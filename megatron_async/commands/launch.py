@@ -28,15 +28,14 @@ from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.files.package_files import ROOT, script_environment
 from megatron_async.launcher import preflight
 from megatron_async.launcher.claim import claimed, new_run
-from megatron_async.launcher.derived import Machine, derive, layout_lines, with_own_model
-from megatron_async.launcher.devices import check_ranks
-from megatron_async.launcher.figures import (
-    END_SECONDS,
-    LEAST_STOP_SECONDS,
-    Checkpoints,
-    stop_seconds,
+from megatron_async.launcher.derived import (
+    Machine,
+    check_engine_memory,
+    derive,
+    layout_lines,
 )
-from megatron_async.models.shape import shape_of
+from megatron_async.launcher.devices import check_ranks
+from megatron_async.launcher.figures import END_SECONDS, checkpoints_with_room, stop_seconds
 from megatron_async.run_directory import RunDirectory, write_atomically
 
 _SUBMIT_SECONDS = 60.0
@@ -175,7 +174,8 @@ def launch_run(
     notices = "".join(f"# note: {notice}\n" for notice in checked.notices)
     if resume is not None:
         notices += "".join(f"# changed: {change}\n" for change in differences(before, config))
-    stop = _stop_seconds(config, directory, cluster)
+    checkpoints = checkpoints_with_room(config, directory)
+    stop = stop_seconds(config, checkpoints, on_gpus=cluster.gpus_per_node > 0)
     if slurm:
         commands = job_script(config, directory, cluster, rollout_nodes, stop)
     else:
@@ -224,6 +224,7 @@ def _check(
         raise
     preflight.check_probe_tolerance(checked.config, "cuda" if cluster.gpus_per_node else "cpu")
     check_nodes(checked.config, cluster.gpus_per_node)
+    check_engine_memory(checked.config, machine)
     return checked, (*shown, *checked.summary.splitlines())
 
 
@@ -240,17 +241,6 @@ def _submit(job_file: Path, set_aside: Sequence[Path], from_step: int | None) ->
             f"{error}; the run goes on from step {from_step} all the same, as newer checkpoints "
             f"were set aside before: {moved}"
         ) from error
-
-
-def _stop_seconds(config: RunConfig, directory: RunDirectory, cluster: Cluster) -> int:
-    """Seconds of a stop; the checkpoints have room on disk. Raises UserError."""
-    try:
-        shape = shape_of(with_own_model(config))
-    except UserError:  # a family of the user's own, with names of its own in config.json
-        return LEAST_STOP_SECONDS
-    checkpoints = Checkpoints.of(config, shape)
-    checkpoints.check_room(directory)
-    return stop_seconds(with_own_model(config), checkpoints, on_gpus=cluster.gpus_per_node > 0)
 
 
 def _sbatch(job_file: Path) -> str:

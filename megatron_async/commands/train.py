@@ -17,8 +17,9 @@ from megatron_async.config import RunConfig
 from megatron_async.config.load import differences
 from megatron_async.errors import Terminated, UserError
 from megatron_async.launcher.claim import claimed, new_run
-from megatron_async.launcher.derived import Machine, derive, layout_lines
+from megatron_async.launcher.derived import Machine, check_engine_memory, derive, layout_lines
 from megatron_async.launcher.devices import DeviceSplit, split_of_this_machine
+from megatron_async.launcher.figures import checkpoints_with_room
 from megatron_async.launcher.preflight import (
     Checked,
     check_one_machine,
@@ -112,10 +113,13 @@ def _prepared(directory: RunDirectory, config: RunConfig, back: Rollback | None)
 
 def _checked(config: RunConfig, directory: RunDirectory) -> tuple[Checked, DeviceSplit]:
     check_one_machine(config)
-    derived = derive(config, Machine.here(config))
+    machine = Machine.here(config)
+    derived = derive(config, machine)
     checked = check_run(derived.config)
     checked = replace(checked, notices=(*derived.changes(), *checked.notices))
     check_probe_tolerance(checked.config)
+    check_engine_memory(checked.config, machine)
+    checkpoints_with_room(checked.config, directory)
     check_store(checked.config, directory)
     return checked, split_of_this_machine(checked.config)
 

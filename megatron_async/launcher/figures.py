@@ -18,7 +18,8 @@ from typing import Final
 
 from megatron_async.config import RunConfig
 from megatron_async.errors import UserError
-from megatron_async.models.shape import ModelShape
+from megatron_async.launcher.derived import with_own_model
+from megatron_async.models.shape import ModelShape, shape_of
 from megatron_async.run_directory import RunDirectory
 from megatron_async.simulate.memory import checkpoint_bytes
 from megatron_async.simulate.planner import training_seconds
@@ -26,7 +27,7 @@ from megatron_async.simulate.planner import training_seconds
 # What train.sbatch needs at most after the trainers' end: to end the rest, and to be queued again.
 END_SECONDS: Final = 90
 # On a CPU, where no step is estimated, and of small models.
-LEAST_STOP_SECONDS: Final = 90
+_LEAST_STOP_SECONDS: Final = 90
 _GB: Final = 1e9
 
 
@@ -67,9 +68,23 @@ class Checkpoints:
             )
 
 
-def stop_seconds(config: RunConfig, checkpoints: Checkpoints, *, on_gpus: bool) -> int:
+def checkpoints_with_room(config: RunConfig, directory: RunDirectory) -> Checkpoints | None:
+    """The run's checkpoints; None where the shape of its model is not known. Raises UserError."""
+    config = with_own_model(config)
+    try:
+        shape = shape_of(config)
+    except UserError:  # a family of the user's own, with names of its own in config.json
+        return None
+    found = Checkpoints.of(config, shape)
+    found.check_room(directory)
+    return found
+
+
+def stop_seconds(config: RunConfig, checkpoints: Checkpoints | None, *, on_gpus: bool) -> int:
     """Longest time from the signal to a finalised checkpoint."""
-    step = training_seconds(config) if on_gpus else 0.0
+    if checkpoints is None:
+        return _LEAST_STOP_SECONDS
+    step = training_seconds(with_own_model(config)) if on_gpus else 0.0
     under_way = checkpoints.write_seconds if config.checkpoint.asynchronous else 0.0
     found = math.ceil(max(step, under_way) + checkpoints.write_seconds)
-    return max(LEAST_STOP_SECONDS, found)
+    return max(_LEAST_STOP_SECONDS, found)
