@@ -7,7 +7,7 @@ Invariants
 
 import itertools
 from collections.abc import Collection, Iterator
-from typing import Final
+from typing import Any, Final
 
 from megatron_async.config.rollout import TaskConfig
 from megatron_async.errors import UserError
@@ -20,6 +20,11 @@ from megatron_async.tasks.base import (
 )
 
 _SEEDS: Final = 1 << 31
+
+
+def seed_problem(seed: Any) -> Problem:
+    """The row of a seed."""
+    return Problem(f"seed {seed}", row_payload("", "", {"seed": seed}))
 
 
 class SeedProblems:
@@ -69,5 +74,4 @@ class SeedProblems:
         return is_heldout(problem.question, self._config.heldout_share)
 
     def _drawn(self, order: int, index: int, attempt: int) -> Problem:
-        seed = stable_hash("seed", order, index, attempt) % _SEEDS
-        return Problem(f"seed {seed}", row_payload("", "", {"seed": seed}))
+        return seed_problem(stable_hash("seed", order, index, attempt) % _SEEDS)

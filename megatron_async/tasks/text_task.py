@@ -28,6 +28,7 @@ from megatron_async.tasks.base import (
 from megatron_async.tasks.files import ProblemFile
 from megatron_async.tasks.layouts import Columns, chat_messages
 from megatron_async.tasks.rows import Rows, open_rows, report_bad_rows
+from megatron_async.tasks.seeds import seed_problem
 from megatron_async.trajectory.types import IntArray, Prompt
 
 
@@ -39,20 +40,25 @@ class ChatTemplate:
         self._tokenizer = tokenizer
 
     def conversation(
-        self, messages: Sequence[Message], stop_token_ids: Collection[int], where: str
+        self,
+        messages: Sequence[Message],
+        stop_token_ids: Collection[int],
+        where: str,
+        **arguments: Any,
     ) -> WorkedExample:
         """A conversation to learn from: all that the assistant wrote, each turn's end included.
 
+        `arguments`: the template's, beside the settings' (`tools`).
         Raises UserError where there is nothing of it, or where the template shows earlier turns
         otherwise once later ones follow (some drop an earlier turn's thoughts).
         """
-        text = self.text(messages, begin=False)
+        text = self.text(messages, begin=False, **arguments)
         spans = []
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self.text(messages[:number], begin=True)
-            upto = self.text(messages[: number + 1], begin=False).rstrip()
+            before = self.text(messages[:number], begin=True, **arguments)
+            upto = self.text(messages[: number + 1], begin=False, **arguments).rstrip()
             if not (text.startswith(upto) and upto.startswith(before)):
                 raise UserError(
                     f"{where}: the chat template does not show message {number + 1} as it does "
@@ -229,7 +235,7 @@ class TextTask:
                     raise row
                 if "messages" in row and columns.response not in row:
                     messages = chat_messages(row["messages"], f"{where}, column 'messages'")
-                    keys = asked_keys(messages)
+                    keys = self._keys(row, messages)
                 else:
                     messages = ()
                     problem, response = columns.example(row, where)
@@ -241,9 +247,16 @@ class TextTask:
                 elif self._chat is None:
                     raise UserError(f"{where}: chat messages need a model with a chat template")
                 else:
-                    yield self._chat.conversation(messages, self.stop_token_ids, where)
+                    tools = {"tools": row["tools"]} if row.get("tools") else {}
+                    yield self._chat.conversation(messages, self.stop_token_ids, where, **tools)
             except UserError as error:
                 bad.append(str(error))
+
+    def _keys(self, row: Mapping[str, Any], messages: tuple[Message, ...]) -> set[int]:
+        """What a conversation asks: of an environment's, its seed; all of them open alike."""
+        if self._config.kind == "seeds":
+            return {seed_problem(row["seed"]).key} if "seed" in row else set()
+        return asked_keys(messages)
 
     def prompt_ids(self, problem: Problem) -> IntArray:
         """The prompt's tokens: template, then the chat template when there is one."""
