@@ -24,12 +24,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from megatron_async.tasks.tiny_model import build_tiny_model
 
 from benchmarks.command import command_line
 from benchmarks.papers.report import table
-from megatron_async.disk import json_lines
+from megatron_async.files.disk import json_lines
 from megatron_async.run_directory import RunDirectory
-from megatron_async.tasks.tiny_model import build_tiny_model
 
 _LIMIT_SECONDS = 240.0
 _LOOK_SECONDS = 0.25
@@ -45,13 +45,12 @@ _KINDS = (
     ("megatron_async.train_loop.rank", "trainer ranks"),
     ("engines.sglang.server", "engine: SGLang's server"),
     ("sglang::", "engine: SGLang's scheduler"),
-    ("ray::ManagerActor", "rollout manager"),
-    ("rollout_manager", "rollout manager"),
+    ("ray::ManagerHost", "rollout manager"),
+    ("rollout-manager", "rollout manager"),
     ("ray::EngineHost", "host of an engine"),
-    ("relay0", "host of an engine"),
-    ("verifier_process", "scorers"),
-    ("scorer_process", "scorers"),
-    ("ray::VerifierWorker", "scorers"),
+    ("engine0-host", "host of an engine"),
+    ("scoring.process_main", "scorers"),
+    ("ray::PlacedWorker", "scorers"),
     ("gcs_server", "Ray"),
     ("raylet", "Ray"),
     ("ray", "Ray"),

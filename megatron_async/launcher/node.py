@@ -27,14 +27,7 @@ from pathlib import Path
 from types import FrameType
 
 from megatron_async.config import RunConfig
-from megatron_async.engines.nodes import (
-    ROLE_LABEL,
-    TRAINER_ROLE,
-    free_port,
-    node_address,
-    ray_directory,
-    use_ray_token,
-)
+from megatron_async.engines.nodes import free_port, node_address
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.files.disk import naming_disk_errors
 from megatron_async.launcher.claim import RunInUse, claimed
@@ -42,6 +35,8 @@ from megatron_async.launcher.environment import ray_node_environment, trainer_en
 from megatron_async.launcher.preflight import check_probe_tolerance, check_store
 from megatron_async.launcher.processes import Child, start_torchrun
 from megatron_async.launcher.session import RENDEZVOUS_SECONDS, Session, TrainerNode
+from megatron_async.places.on_ray import ROLE_LABEL, TRAINER_ROLE, lost_node_of, ray_place
+from megatron_async.places.ray_cluster import ray_directory, use_ray_token
 from megatron_async.run_directory import RunDirectory, RunOutcome
 
 REQUEUE_CODE = os.EX_TEMPFAIL
@@ -170,9 +165,11 @@ def drive_rollout(
             _check_trainer_nodes(directory, earlier)
         return outcome
 
-    with rollout_side(config, directory, ray_address) as (rollout, _):
+    with (
+        ray_place(ray_address) as place,
+        rollout_side(config, directory, place) as rollout,
+    ):
         try:
-            rollout.start()
             progress = Progress(directory.metrics_file, config.steps, config.telemetry.progress)
             return progress.follow(ended, rollout.status)
         except BaseException:
@@ -183,15 +180,9 @@ def drive_rollout(
 
 def _check_trainer_nodes(directory: RunDirectory, earlier: int) -> None:
     """Check that no trainer node is gone without the run's end. Raises ComponentFailure."""
-    import ray
-
-    gone = [
-        entry["NodeManagerAddress"]
-        for entry in ray.nodes()
-        if not entry["Alive"] and entry["Labels"].get(ROLE_LABEL) == TRAINER_ROLE
-    ]
-    if gone and directory.outcome(earlier) is None:
-        raise ComponentFailure(f"trainer node {gone[0]} has left, and the run is not complete")
+    gone = lost_node_of(TRAINER_ROLE)
+    if gone is not None and directory.outcome(earlier) is None:
+        raise ComponentFailure(f"trainer node {gone} has left, and the run is not complete")
 
 
 def run_trainer(node: Node) -> int:
@@ -244,7 +235,7 @@ def _start_ranks(node: Node, ray_address: str) -> Child:
         environment=trainer_environment(
             os.environ,
             one_machine=False,
-            ray_address=ray_address,
+            place=f"ray:{ray_address}",
             stop_file=node.session.stop_file,
             hands_memory_to_engines=config.weights.transport == "tensor",
         ),

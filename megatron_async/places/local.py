@@ -30,13 +30,13 @@ from typing import Any, Final
 
 import psutil
 
-from megatron_async.awake import AwakeTimeout
-from megatron_async.disk import writing
 from megatron_async.errors import ComponentFailure, UserError, cause_in_log
+from megatron_async.files.disk import writing
 from megatron_async.places import sockets
 from megatron_async.places.lifeline import LIFELINE_VARIABLE
 from megatron_async.places.place import CallLate, PlacedDead, PlacedLost
 from megatron_async.places.placed import request_of, result_of
+from megatron_async.runtime.time_limits import AwakeTimeout
 
 VISIBLE_VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
 _END_SECONDS: Final = 10.0
@@ -207,7 +207,7 @@ class LocalPlaced:
         return CallLate(f"{self._path.name} did not answer {method} within {limit:g} s")
 
     def _lost(self, method: str) -> PlacedLost:
-        """Its connections break before the process has ended: whoever started it waits for that."""
+        """Explain a broken connection, which comes a moment before the end of its process."""
         why = "" if self._process is None else self._process.death()
         sentence = f"{self._path.name} has died (waiting for {method}){why}"
         return PlacedLost(sentence) if self._path.exists() else PlacedDead(sentence)
@@ -283,7 +283,7 @@ class _Process:
                     return self._close()
 
     def _close(self) -> None:
-        """It is dead for good: nobody's call waits for it."""
+        """Let nobody's call wait any longer: it is dead for good."""
         self._path.unlink(missing_ok=True)
         self._listening.close()
         self._ended()
@@ -296,7 +296,7 @@ class _Process:
         return f": {ended}{f', {cause}' if cause else ''}; its log is {self._log}"
 
     def death(self) -> str:
-        """How it has died last; waits a moment for a death under way."""
+        """Explain its last death; waits a moment for one under way."""
         with self._changed:
             if not self._why:
                 self._changed.wait_for(lambda: self._why, _END_SECONDS)

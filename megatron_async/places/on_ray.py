@@ -23,11 +23,11 @@ from ray.exceptions import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megatron_async.awake import STEP_SECONDS, AwakeDeadline, AwakeTimeout
 from megatron_async.errors import ComponentFailure, one_line
-from megatron_async.places.place import CallLate, PlacedDead, PlacedLost
+from megatron_async.places.place import UNLIMITED, CallLate, PlacedDead, PlacedLost
 from megatron_async.places.placed import PlacedObject, request_of, result_of
 from megatron_async.places.ray_cluster import join_ray, ray_directory, start_ray
+from megatron_async.runtime.time_limits import STEP_SECONDS, AwakeDeadline, AwakeTimeout
 
 ROLE_LABEL: Final = "megatron-async-role"
 TRAINER_ROLE: Final = "trainer"
@@ -38,17 +38,24 @@ _DEAD_SECONDS: Final = 15.0
 
 
 @contextmanager
-def ray_place(address: str | None, token_file: Path, gpus: str | None = None) -> Iterator[RayPlace]:
-    """The Ray cluster at `address`, None: one of its own on this machine (see `start_ray`)."""
-    if address is None:
-        address = start_ray(token_file, gpus)
-    else:
-        join_ray(address)
+def ray_place(
+    address: str | None, token_file: Path | None = None, gpus: str | None = None
+) -> Iterator[RayPlace]:
+    """The Ray cluster at `address`; None: one on this machine, ended with the block.
+
+    `token_file`, `gpus`: of that one (see `start_ray`).
+    """
     try:
+        if address is not None:
+            join_ray(address)
+        else:
+            assert token_file is not None
+            address = start_ray(token_file, gpus)
         yield RayPlace(address)
     finally:
         ray.shutdown()
-        token_file.unlink(missing_ok=True)
+        if token_file is not None:
+            token_file.unlink(missing_ok=True)
 
 
 class RayPlace:
@@ -80,7 +87,12 @@ class RayPlace:
             options = {"name": name, "scheduling_strategy": strategy}
         # Ray shows the class in the list of processes.
         shown = ray.remote(type(what.__name__, (PlacedObject,), {}))
-        actor = shown.options(num_cpus=0, num_gpus=gpus, max_restarts=restarts, **options)
+        actor = shown.options(
+            num_cpus=0,
+            num_gpus=gpus,
+            max_restarts=-1 if restarts == UNLIMITED else restarts,
+            **options,
+        )
         return RayPlaced(name, actor.remote(what, *arguments))
 
     def find(self, name: str) -> RayPlaced:

@@ -1,4 +1,4 @@
-"""The protocol of places: what the product knows of the processes that its classes run in.
+"""The protocol of places: all that the product uses of the processes that its classes run in.
 
     place = place_at(address, logs)
     engine = place.start(EngineHost, "engine0", settings, name="engine0", gpus=1)
@@ -18,7 +18,6 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Final, Protocol
 
 from megatron_async.errors import ComponentFailure, ProcessKilled
@@ -63,7 +62,7 @@ class Placed(Protocol):
 
 
 class Place(Protocol):
-    """Where objects are placed; `one_machine`: only in processes of this one.
+    """A cluster or a machine to place objects on; `one_machine`: only processes of this one.
 
     `address`: by which `place_at` finds it from another process.
     """
@@ -87,22 +86,7 @@ class Place(Protocol):
         """
 
     def find(self, name: str) -> Placed:
-        """What was started `here` under this name, by any process."""
+        """Return what was started `here` under this name, by any process."""
 
     def close(self) -> None:
         """Leave; the place itself ends with whoever opened it."""
-
-
-def place_at(address: str, logs: Path) -> Place:
-    """The place at an address that another process has opened. `logs`: for what is started here.
-
-    Raises ComponentFailure when it cannot be reached.
-    """
-    kind, _, where = address.partition(":")
-    if kind == "local":
-        from megatron_async.places.local import LocalPlace
-
-        return LocalPlace(Path(where), logs)
-    from megatron_async.places.on_ray import RayPlace
-
-    return RayPlace.joined(where)

@@ -19,7 +19,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from megatron_async.awake import STEP_SECONDS, AwakeDeadline
+from megatron_async.runtime.time_limits import STEP_SECONDS, AwakeDeadline
 
 _LENGTH: Final = struct.Struct(">Q")
 _CREDENTIALS: Final = struct.Struct("3i")  # process, user and group id of the peer
@@ -96,7 +96,7 @@ def ask(path: Path, request: bytes, limit: float, while_waiting: Callable[[], No
     deadline = AwakeDeadline(limit)
 
     def steps(event: int) -> Iterator[None]:
-        """One turn for each time that the socket is ready."""
+        """Give one turn for each time that the socket is ready."""
         poll = select.poll()
         poll.register(opened, event)
         while deadline.left:

@@ -42,16 +42,16 @@ def test_memory_that_an_engine_opens_is_not_in_expandable_segments() -> None:
 
 
 def test_only_what_a_run_has_is_named() -> None:
-    names = {"MEGATRON_ASYNC_RAY_ADDRESS", "MEGATRON_ASYNC_STOP_FILE", "CUDA_VISIBLE_DEVICES"}
+    names = {"MEGATRON_ASYNC_PLACE", "MEGATRON_ASYNC_STOP_FILE", "CUDA_VISIBLE_DEVICES"}
     assert (
         names & set(trainer_environment({"CUDA_VISIBLE_DEVICES": "0,1"}, one_machine=True)) == set()
     )
     added = trainer_environment(
-        {}, one_machine=True, ray_address="a:1", stop_file=Path("/run/stop"), gpus="2,3"
+        {}, one_machine=True, place="ray:a:1", stop_file=Path("/run/stop"), gpus="2,3"
     )
     assert {name: added[name] for name in sorted(names)} == {
         "CUDA_VISIBLE_DEVICES": "2,3",
-        "MEGATRON_ASYNC_RAY_ADDRESS": "a:1",
+        "MEGATRON_ASYNC_PLACE": "ray:a:1",
         "MEGATRON_ASYNC_STOP_FILE": "/run/stop",
     }
 

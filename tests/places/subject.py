@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_async.errors import ComponentFailure, UserError
-from megatron_async.places.place import Place, Placed, place_at
+from megatron_async.places.addresses import place_at
+from megatron_async.places.place import Place, Placed
 
 
 class Subject:

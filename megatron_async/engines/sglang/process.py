@@ -37,10 +37,10 @@ from megatron_async.engines.sglang.server import (
     CPU_ATTENTION_BACKEND,
     CPU_VARIABLE,
     KEY_VARIABLE,
-    LIFELINE_VARIABLE,
 )
 from megatron_async.errors import ComponentFailure, ProcessKilled, cause_in_log
 from megatron_async.files.disk import writing
+from megatron_async.places.lifeline import LIFELINE_VARIABLE
 from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.http import EngineAddress, EngineCallError, call
 
