@@ -22,7 +22,7 @@ from megatron_async.launcher.derived import Machine, derive
 from megatron_async.launcher.devices import check_trainer_here
 from megatron_async.launcher.environment import trainer_environment
 from megatron_async.launcher.preflight import check_one_machine, check_run
-from megatron_async.launcher.processes import start_torchrun
+from megatron_async.launcher.processes import torchrun
 from megatron_async.launcher.session import RENDEZVOUS_SECONDS, Session, TrainerNode, check_name
 from megatron_async.run_directory import RunDirectory
 from megatron_async.telemetry.progress import Progress
@@ -92,20 +92,17 @@ def run_sft(
     first = node is None or node.index == 0
     if first:
         directory.take_failure()
-    child = start_torchrun(
+    with torchrun(
         config.parallel.ranks // (1 if node is None else node.count),
         "megatron_async.train_loop.sft_rank",
         *(str(directory.path), str(destination)),
         log_file=directory.logs / ("sft.log" if node is None else f"sft-{node.index}.log"),
         environment=trainer_environment(os.environ, one_machine=node is None),
-        rendezvous=("--standalone",) if node is None else node.rendezvous(),
-    )
-    try:
+        rendezvous=None if node is None else node.rendezvous(),
+    ) as child:
         shown = config.telemetry.progress if first else "off"
         progress = Progress(directory.metrics_file, config.sft.steps, shown)
         code = progress.follow(child.exit_code, lambda: None)
-    finally:
-        child.stop()
     if code != 0:
         if first:
             directory.raise_failure(child.log_file)

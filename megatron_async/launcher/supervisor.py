@@ -11,12 +11,13 @@ Invariants
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from megatron_async.config import RunConfig
 from megatron_async.launcher.devices import DeviceSplit, running_ray
 from megatron_async.launcher.environment import trainer_environment
-from megatron_async.launcher.processes import Child, start_torchrun
+from megatron_async.launcher.processes import Child, torchrun
 from megatron_async.run_directory import RunDirectory
 from megatron_async.telemetry.progress import Progress
 
@@ -39,20 +40,17 @@ class Supervisor:
         with (
             place_of_run(config, directory, gpus=self.devices.engines) as place,
             rollout_side(config, directory, place) as rollout,
+            self._trainers(place.address) as trainers,  # ended first: they would only complain
         ):
-            trainers = self._start_trainers(place.address)
-            try:
-                progress = Progress(directory.metrics_file, config.steps, config.telemetry.progress)
-                code = progress.follow(trainers.exit_code, rollout.status)
-                if code != 0:
-                    directory.raise_failure(trainers.log_file)
-                    raise trainers.failure("the trainer")
-                directory.take_failure()  # torchrun's next attempt has mended what it reports
-            finally:
-                trainers.stop()  # before engines and store: they would only complain
+            progress = Progress(directory.metrics_file, config.steps, config.telemetry.progress)
+            code = progress.follow(trainers.exit_code, rollout.status)
+            if code != 0:
+                directory.raise_failure(trainers.log_file)
+                raise trainers.failure("the trainer")
+            directory.take_failure()  # torchrun's next attempt has mended what it reports
 
-    def _start_trainers(self, place: str) -> Child:
-        return start_torchrun(
+    def _trainers(self, place: str) -> AbstractContextManager[Child]:
+        return torchrun(
             self.config.parallel.ranks,
             "megatron_async.train_loop.rank",
             str(self.directory.path),

@@ -1,25 +1,20 @@
 """The local place: each object is a process of this machine, called over a Unix socket.
 
-    /tmp/megatron-async-UID/RANDOM/    mode 700; `lock` is held by whoever opened the place
-        NAME                           the socket of what was started under this name
+In a directory of its own (files/own_directory.py), the socket of what was started under a name has
+that name.
 
 Invariants
 - A socket is there from before its process is started until it has died for good: a call waits in
   it while the process starts, or is started again.
-- What is left in the directory of a place whose opener has died is removed at the next start.
 - A process has a session of its own and a lifeline to its starter; `end` kills what it started too.
 """
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 import pickle
-import secrets
-import shutil
 import signal
-import stat
 import subprocess
 import sys
 import threading
@@ -30,8 +25,9 @@ from typing import Any, Final
 
 import psutil
 
-from megatron_async.errors import ComponentFailure, UserError, cause_in_log
+from megatron_async.errors import ComponentFailure, cause_in_log, how_ended
 from megatron_async.files.disk import writing
+from megatron_async.files.own_directory import own_directory
 from megatron_async.places import sockets
 from megatron_async.places.lifeline import LIFELINE_VARIABLE
 from megatron_async.places.place import CallLate, PlacedDead, PlacedLost
@@ -48,52 +44,12 @@ def local_place(logs: Path, gpus: str | None = None) -> Iterator[LocalPlace]:
 
     `gpus`: those that may be used, as in CUDA_VISIBLE_DEVICES; None: those of this process.
     """
-    parent = user_directory("megatron-async")
-    for earlier in parent.iterdir():
-        _remove_if_left(earlier)
-    directory = parent / secrets.token_hex(4)
-    directory.mkdir(mode=0o700)
-    lock = os.open(directory / "new", os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        (directory / "new").rename(directory / "lock")  # held before anybody finds it
+    with own_directory() as directory:
         place = LocalPlace(directory, logs, gpus)
         try:
             yield place
         finally:
             place.close()
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-        os.close(lock)
-
-
-def user_directory(name: str) -> Path:
-    """`/tmp/NAME-UID`, which only this user reaches. Raises UserError when it is somebody else's.
-
-    Not below TMPDIR: the name of a socket must stay short.
-    """
-    path = Path(f"/tmp/{name}-{os.getuid()}")
-    path.mkdir(mode=0o700, exist_ok=True)
-    status = path.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-        raise UserError(f"{path}, where sockets are kept, belongs to somebody else")
-    path.chmod(0o700)
-    return path
-
-
-def _remove_if_left(directory: Path) -> None:
-    """Remove the directory of a place unless its opener lives."""
-    try:
-        lock = os.open(directory / "lock", os.O_RDWR)
-    except OSError:
-        return
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(directory, ignore_errors=True)
-    except BlockingIOError:
-        pass
-    finally:
-        os.close(lock)
 
 
 def visible_gpus() -> list[str]:
@@ -292,8 +248,7 @@ class _Process:
         with self._log.open("rb") as log:
             log.seek(self._log_begins)
             cause = cause_in_log(log.read().decode(errors="replace"))
-        ended = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return f": {ended}{f', {cause}' if cause else ''}; its log is {self._log}"
+        return f": it {how_ended(code)}{f', {cause}' if cause else ''}; its log is {self._log}"
 
     def death(self) -> str:
         """Explain its last death; waits a moment for one under way."""

@@ -24,7 +24,8 @@ import ray
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
 from megatron_async.errors import ComponentFailure, one_line
-from megatron_async.places.local import VISIBLE_VARIABLE, user_directory
+from megatron_async.files.own_directory import user_directory
+from megatron_async.places.local import VISIBLE_VARIABLE
 from megatron_async.run_directory import write_atomically
 
 NAMESPACE: Final = "megatron_async"

@@ -11,6 +11,7 @@ import os
 import sys
 
 from megatron_async.config import RunConfig
+from megatron_async.places.lifeline import follow_parent
 from megatron_async.run_directory import RunDirectory
 from megatron_async.train_loop.rank_exit import exit_code, leave
 from megatron_async.train_loop.stop import StopRequest
@@ -33,6 +34,7 @@ def train(
 
 def main(arguments: list[str]) -> int:
     """Exit code of one rank (`train_loop/rank_exit.py`)."""
+    follow_parent()
     stop = StopRequest.from_environment()
     directory, config = RunDirectory.launched(arguments[0])
     address = os.environ[PLACE_VARIABLE]

@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 from megatron_async.errors import ComponentFailure
-from megatron_async.places.local import LocalPlace, local_place, user_directory
+from megatron_async.files.own_directory import user_directory
+from megatron_async.places.local import LocalPlace, local_place
 from megatron_async.places.place import PlacedDead
 from tests.places.subject import Subject
 from tests.places.test_contract import LIMIT, gone, until
@@ -93,7 +94,7 @@ def test_a_death_is_explained_with_its_log(tmp_path: Path) -> None:
     with local_place(tmp_path) as place:
         placed = place.start(Subject, name="subject")
         psutil.Process(placed.ask("pid", limit=LIMIT)).kill()
-        why = r"subject has died \(waiting for pid\): killed by SIGKILL; its log is .*subject.log"
+        why = r"subject has died .*: it was killed by SIGKILL: .*; its log is .*subject.log"
         with pytest.raises(PlacedDead, match=why):
             placed.ask("pid", limit=LIMIT)
 
