@@ -119,6 +119,10 @@ def for_hosts(config: RunConfig) -> RunConfig:
 
 def check_nodes(config: RunConfig, gpus_per_node: int) -> None:
     """Trainers and engines on different nodes. Raises UserError for what cannot work there."""
+    if config.cluster == "local":
+        raise UserError(
+            "cluster is local, and launch starts a run on several nodes: set cluster auto or ray"
+        )
     if not gpus_per_node:
         return
     real, shared = config.engines.kind == "sglang", config.engines.placement == "colocated"

@@ -168,6 +168,9 @@ class RunConfig(Settings):
     """Seed of initialisation, prompts and shuffling."""
     steps: int = Field(100, ge=1)
     """Rollout batches to train on."""
+    cluster: Literal["auto", "local", "ray"] = "auto"
+    """What engines, scorers and the rollout manager run in: processes of this machine (`local`), or
+    a Ray cluster. `auto`: local on one machine, but where RAY_ADDRESS names a cluster."""
     model: ModelConfig = ModelConfig()
     """Model."""
     parallel: ParallelConfig = ParallelConfig()

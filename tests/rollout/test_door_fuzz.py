@@ -159,7 +159,7 @@ class ChangingEngines(Engines):
             client = await SGLangClient.connect(
                 engine.engine_id, address, self._config.engines, MODEL.vocab_size
             )
-        except EngineError as error:  # as RayEngineLauncher does
+        except EngineError as error:  # as HostedEngines does
             raise ProcessKilled(str(error)) from error
         self.all.append(engine)
         return client
