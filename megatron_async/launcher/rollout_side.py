@@ -9,8 +9,6 @@ Invariants
   is not a failure.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import sys
@@ -107,7 +105,7 @@ def rollout_side(
     ray_address: str | None,
     *,
     gpus: str | None = None,
-) -> Iterator[tuple[RolloutSide, str]]:
+) -> "Iterator[tuple[RolloutSide, str]]":
     """A rollout side to be started, ended with the block.
 
     It is in the Ray cluster at `ray_address` (None: one of its own, as in `start_ray`).
