@@ -1,7 +1,5 @@
 """`RunConfig`: everything one run is, and the sub-commands' own settings."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
@@ -220,7 +218,7 @@ class RunConfig(Settings):
         """Settings of file and command line, which no other recipe or preset replaces."""
         return self._given
 
-    def with_given(self, given: Mapping[str, Any]) -> RunConfig:
+    def with_given(self, given: Mapping[str, Any]) -> "RunConfig":
         """The same settings; `given` are those that were set."""
         config = self.model_copy()
         config._given = dict(given)

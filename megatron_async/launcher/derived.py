@@ -11,8 +11,6 @@ Invariants
   was derived at its start, so that resuming it on another machine changes nothing.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable
@@ -51,7 +49,7 @@ class Machine:
     engine_nodes: int = 1
 
     @classmethod
-    def here(cls, config: RunConfig) -> Machine:
+    def here(cls, config: RunConfig) -> "Machine":
         """This one, as its engines would be started."""
         from megatron_async.engines.sglang.process import resolve_device
 
@@ -66,7 +64,7 @@ class Machine:
         return cls("cuda", _sheet_of(properties.name), float(properties.total_memory), cores)
 
     @classmethod
-    def of_nodes(cls, config: RunConfig, gpus_per_node: int, engine_nodes: int) -> Machine:
+    def of_nodes(cls, config: RunConfig, gpus_per_node: int, engine_nodes: int) -> "Machine":
         """Nodes elsewhere: their GPUs are taken to be `simulate.gpu`."""
         if not gpus_per_node:
             return cls("cpu", engine_nodes=engine_nodes)
