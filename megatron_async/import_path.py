@@ -64,15 +64,14 @@ def load_object(path: str, setting: str) -> Any:
 def described(error: BaseException, file: str = "") -> str:
     """An exception of the user's code in one line: what it is, and the file and line it is from.
 
-    `file`: the user's own, which is named rather than a library that it calls.
+    `file`: the user's own, which is named rather than a library that it calls, or that calls it.
     """
     name = type(error).__name__
     if isinstance(error, SyntaxError) and Path(error.filename or "").is_file():
         return f"{name}: {error.msg} at {error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
-    last = ([frame for frame in frames if frame.filename == file] or list(frames))[-1:]
-    place = "".join(f" at {frame.filename}:{frame.lineno}" for frame in last)
-    return f"{name}: {error}{place}"
+    places = [f"{f.filename}:{f.lineno}" for f in frames if file in ("", f.filename)] or [file]
+    return f"{name}: {error}" + "".join(f" at {place}" for place in places[-1:] if place)
 
 
 def _module(name: str) -> ModuleType:
