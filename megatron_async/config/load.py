@@ -67,7 +67,10 @@ def parse_override(text: str) -> dict[str, Any]:
     dotted, equals, value = text.partition("=")
     if not equals or not all(dotted.split(".")):
         raise UserError(f"override {shown(text)} is not of the form section.setting=value")
-    parsed = parse_yaml(value, f"override {shown(text)}")
+    try:
+        parsed = parse_yaml(value, f"override {shown(text)}")
+    except UserError as error:
+        raise UserError(f"{error}; where a text is meant: '{dotted}=\"TEXT\"'") from error
     if isinstance(parsed, str):
         parsed = _number(parsed)
     parsed = anchored(parsed, Path.cwd())
