@@ -95,7 +95,7 @@ class Cluster:
 
 
 def seconds_of(time_limit: str) -> float:
-    """A time as Slurm takes it; infinite where there is none, or only Slurm knows what it is."""
+    """A time as Slurm takes it; infinite where there is none, or one of Slurm's own forms."""
     days, dash, rest = time_limit.rpartition("-")
     parts = rest.split(":")
     if not all(part.isdecimal() for part in [*parts, *([days] if dash else [])]):

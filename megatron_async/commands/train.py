@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 import typer
 
@@ -33,6 +34,8 @@ from megatron_async.launcher.supervisor import Supervisor
 from megatron_async.run_directory import RunDirectory, RunOutcome
 from megatron_async.telemetry.metrics import read_metrics
 
+_PASSED: Final = "all checks have passed, also of the reward; nothing was started"
+
 
 def start_run(config: RunConfig, what: str) -> RunDirectory:
     """A new run of `config` to its end; `what` started it. Raises UserError or ComponentFailure."""
@@ -54,6 +57,7 @@ def dry_run(config: RunConfig) -> None:
     show_notices(_checked(config, directory)[0])
     if not directory.never_began():
         directory.check_free()
+    typer.echo(_PASSED)
 
 
 def resume_command(
@@ -79,6 +83,7 @@ def resume_command(
         for line in resume_lines(directory, before, checked.config, back):
             typer.echo(line)
         if dry:
+            typer.echo(_PASSED)
             return
         with _prepared(directory, checked.config, back):
             again = [] if from_step is None else [f"--from-step={from_step}"]

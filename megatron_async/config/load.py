@@ -72,7 +72,10 @@ def parse_override(text: str) -> dict[str, Any]:
         raise UserError(f"override {shown(text)} is not of the form section.setting=value")
     if dotted.split(".")[0] == _GIVEN:
         raise UserError(f"unknown setting {dotted} (value {shown(value)}); set the setting itself")
-    parsed = parse_yaml(value, f"override {shown(text)}")
+    try:
+        parsed = parse_yaml(value, f"override {shown(text)}")
+    except UserError as error:
+        raise UserError(f"{error}; where a text is meant: '{dotted}=\"TEXT\"'") from error
     if isinstance(parsed, str):
         parsed = _number(parsed)
     parsed = anchored(parsed, Path.cwd())

@@ -41,7 +41,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the policy said in one turn, counted from 0.
+    """What the policy wrote in one turn, counted from 0.
 
     `text`: without the token that ends it and, where a parser found calls, without those.
     `truncated`: it was cut off at `sampling.max_new_tokens`.

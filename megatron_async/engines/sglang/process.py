@@ -186,7 +186,7 @@ def server_environment(
     return environment
 
 
-def meeting_of_ranks(settings: EngineConfig, directory: Path, port: int) -> dict[str, str]:
+def rendezvous_of_ranks(settings: EngineConfig, directory: Path, port: int) -> dict[str, str]:
     """The ranks of a server on one machine meet by a file: a store would listen to anybody.
 
     Not those of a server whose ranks are in several groups, or on several machines.
@@ -300,9 +300,9 @@ class SGLangProcess:
 
     def _spawn(self, port: int) -> None:
         device = resolve_device(self.settings)
-        meeting = self._files.enter_context(own_directory())
+        place = self._files.enter_context(own_directory())
         environment = server_environment(self.settings, device, self.gpus, os.environ)
-        environment |= meeting_of_ranks(self.settings, meeting, port)
+        environment |= rendezvous_of_ranks(self.settings, place, port)
         if self.settings.kind == "simulated":
             command = simulated_command(self.settings, self.model_path, port)
         else:
