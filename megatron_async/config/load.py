@@ -241,7 +241,5 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def dump(config: RunConfig) -> str:
     """The whole configuration as YAML, every default written out, and what was set."""
-    content = config.model_dump(mode="json")
-    if config.given:  # else it was made in Python: what differs from the defaults was set
-        content[_GIVEN] = config.given
+    content = {**config.model_dump(mode="json"), _GIVEN: config.given}
     return yaml.safe_dump(content, sort_keys=False)

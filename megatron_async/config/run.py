@@ -211,12 +211,14 @@ class RunConfig(Settings):
     simulate: SimulateConfig = SimulateConfig()
     """`megatron-async simulate` and `plan` only."""
 
-    _given: dict[str, Any] = PrivateAttr(default_factory=dict)
+    _given: dict[str, Any] | None = PrivateAttr(default=None)
 
     @property
     def given(self) -> Mapping[str, Any]:
-        """Settings of file and command line, which no other recipe or preset replaces."""
-        return self._given
+        """Settings of file, command line or Python, which no other recipe or preset replaces."""
+        return (
+            self.model_dump(mode="json", exclude_unset=True) if self._given is None else self._given
+        )
 
     def with_given(self, given: Mapping[str, Any]) -> "RunConfig":
         """The same settings; `given` are those that were set."""
