@@ -1,4 +1,4 @@
-"""What a run on GPUs takes, by arithmetic: checkpoints, room on disk, the time of a stop.
+"""Arithmetic about a run on GPUs: checkpoints, room on disk, the time of a stop.
 
 The job script has the time of a stop from here, and a start compares the room on disk.
 
@@ -41,7 +41,7 @@ class Checkpoints:
 
     @classmethod
     def of(cls, config: RunConfig, shape: ModelShape) -> Checkpoints:
-        """Those that are kept, and the one that is being written. Raises UserError."""
+        """Bytes of the checkpoints that are kept and of one being written. Raises UserError."""
         settings, size = config.checkpoint, checkpoint_bytes(shape)
         write = size / (settings.write_gb_per_s * _GB)
         if write > settings.timeout_seconds:
