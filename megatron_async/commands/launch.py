@@ -163,7 +163,7 @@ def launch_run(
         config = load_config(config_file, overrides)
         directory = RunDirectory.of(config)
     rollout_nodes = cluster.rollout_nodes(config)
-    config, notes, shown = _check(config, cluster, rollout_nodes, dry_run=dry_run)
+    config, remarks, shown = _check(config, cluster, rollout_nodes, dry_run=dry_run)
     run = ["--resume", str(resume)] if resume else ["--config", str(config_file)]
     back_to = [] if from_step is None else ["--from-step", str(from_step)]
     train = shlex.join(["megatron-async", "train", *run, *back_to, *overrides])
@@ -174,7 +174,7 @@ def launch_run(
             "engines.placement is colocated, and launch gives engines nodes of their own; start "
             f"the run on its one node by `{train}`, under Slurm by `{on_one_node}`"
         )
-    notices = "".join(f"# note: {notice}\n" for notice in notes)
+    notices = "".join(f"# note: {notice}\n" for notice in remarks)
     if resume is not None:
         notices += "".join(f"# changed: {change}\n" for change in differences(before, config))
     commands = _commands(config, directory, cluster, rollout_nodes, slurm=slurm)
