@@ -21,11 +21,13 @@ ROOMS = (
     "files",
     "config",
     "run_directory",
+    "places",
     "trajectory",
     "algorithms",
     "store",
     "tasks",
     "scoring",
+    "environments",
     "models",
     "weight_sync",
     "scheduler",
@@ -84,6 +86,18 @@ def test_no_import_runs_down(room: str) -> None:
         if room_of(name) and ROOMS.index(room_of(name)) > ROOMS.index(room)
     ]
     assert not wrong
+
+
+def test_only_places_import_ray() -> None:
+    """In no other file does it matter whether a process of the run is an actor."""
+    found = {
+        str(file.relative_to(PACKAGE))
+        for file in MODULES.values()
+        for node in ast.walk(ast.parse(file.read_text()))
+        if (isinstance(node, ast.Import) and any(a.name.split(".")[0] == "ray" for a in node.names))
+        or (isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "ray")
+    }
+    assert found == {"places/on_ray.py", "places/ray_cluster.py"}
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:

@@ -7,6 +7,8 @@ Invariants
   config.yaml holds (readable by its user only).
 """
 
+import math
+import re
 import secrets
 import shlex
 import shutil
@@ -20,19 +22,26 @@ import typer
 from megatron_async.commands.rollback import rollback_to
 from megatron_async.commands.train import complete
 from megatron_async.config import RunConfig, load_config
+from megatron_async.config.load import differences
 from megatron_async.engines.nodes import LOOPBACK, NODE_HOST
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.files.package_files import ROOT, script_environment
 from megatron_async.launcher import preflight
 from megatron_async.launcher.claim import claimed, new_run
-from megatron_async.launcher.derived import Machine, derive, layout_lines
+from megatron_async.launcher.derived import (
+    Machine,
+    check_engine_memory,
+    derive,
+    layout_lines,
+)
 from megatron_async.launcher.devices import check_ranks
+from megatron_async.launcher.figures import END_SECONDS, checkpoints_with_room, stop_seconds
 from megatron_async.run_directory import RunDirectory, write_atomically
 
 _SUBMIT_SECONDS = 60.0
 _ONE_NODE = "srun --nodes=1 --ntasks=1 --exclusive --cpu-bind=none --gpus-per-node"
-# Before the time limit, for the step under way, a checkpoint and the requeue.
-_SIGNAL_SECONDS = 120
+_SIGNAL = re.compile(r"--signal=B:USR1@(\d+)")
+_LARGEST_NOTICE = 65_535  # that Slurm takes
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,42 @@ class Cluster:
         engines_per_node = per_node // engines.tensor
         return -(-engines.count // engines_per_node)
 
+    def notice(self, stop: int) -> int:
+        """Seconds between Slurm's signal and the time limit. Raises UserError for too few."""
+        needed = stop + END_SECONDS
+        what = (
+            f"a stop takes up to {needed} s: {stop} s for the step under way and the checkpoint "
+            f"(checkpoint.write_gb_per_s), {END_SECONDS} s to end the job"
+        )
+        given = [option for option in self.sbatch_options if option.startswith("--signal")]
+        for option in given:
+            found = _SIGNAL.fullmatch(option)
+            if found is None or int(found[1]) < needed:
+                raise UserError(
+                    f"--sbatch is {option}, and {what}: leave it out, or set it to "
+                    f"--signal=B:USR1@{needed}"
+                )
+            needed = int(found[1])
+        if needed > _LARGEST_NOTICE or needed >= seconds_of(self.time_limit):
+            raise UserError(
+                f"--time is {self.time_limit}, and {what}: raise --time, "
+                "or checkpoint.write_gb_per_s if the file system is faster"
+            )
+        return needed
+
+
+def seconds_of(time_limit: str) -> float:
+    """A time as Slurm takes it; infinite where there is none, or one of Slurm's own forms."""
+    days, dash, rest = time_limit.rpartition("-")
+    parts = rest.split(":")
+    if not all(part.isdecimal() for part in [*parts, *([days] if dash else [])]):
+        return math.inf
+    # After days come hours, alone minutes.
+    first = 0 if dash or len(parts) == 3 else 1
+    units = (3600, 60, 1)[first:]
+    rest_seconds = sum(unit * int(part) for unit, part in zip(units, parts, strict=False))
+    return int(days or 0) * 86_400 + rest_seconds or math.inf
+
 
 def for_hosts(config: RunConfig) -> RunConfig:
     """The same run with engines that other nodes reach, behind a key."""
@@ -74,6 +119,10 @@ def for_hosts(config: RunConfig) -> RunConfig:
 
 def check_nodes(config: RunConfig, gpus_per_node: int) -> None:
     """Trainers and engines on different nodes. Raises UserError for what cannot work there."""
+    if config.cluster == "local":
+        raise UserError(
+            "cluster is local, and launch starts a run on several nodes: set cluster auto or ray"
+        )
     if not gpus_per_node:
         return
     real, shared = config.engines.kind == "sglang", config.engines.placement == "colocated"
@@ -127,8 +176,14 @@ def launch_run(
             f"the run on its one node by `{train}`, under Slurm by `{on_one_node}`"
         )
     notices = "".join(f"# note: {notice}\n" for notice in checked.notices)
-    script = job_script(config, directory, cluster, rollout_nodes)
-    commands = script if slurm else by_hand(config, directory, rollout_nodes)
+    if resume is not None:
+        notices += "".join(f"# changed: {change}\n" for change in differences(before, config))
+    checkpoints = checkpoints_with_room(config, directory)
+    stop = stop_seconds(config, checkpoints, on_gpus=cluster.gpus_per_node > 0)
+    if slurm:
+        commands = job_script(config, directory, cluster, rollout_nodes, stop)
+    else:
+        commands = by_hand(config, directory, rollout_nodes)
     if dry_run:
         if from_step is not None:
             rollback_to(directory, from_step)
@@ -148,7 +203,7 @@ def launch_run(
         if back is not None:
             places = back.carry_out()
         if slurm:
-            write_atomically(job_file, script)
+            write_atomically(job_file, commands)
     header = notices + "".join(f"# set aside: {place}\n" for place in places)
     if not slurm:
         return header + commands
@@ -173,6 +228,7 @@ def _check(
         raise
     preflight.check_probe_tolerance(checked.config, "cuda" if cluster.gpus_per_node else "cpu")
     check_nodes(checked.config, cluster.gpus_per_node)
+    check_engine_memory(checked.config, machine)
     return checked, (*shown, *checked.summary.splitlines())
 
 
@@ -206,14 +262,18 @@ def _sbatch(job_file: Path) -> str:
 
 
 def job_script(
-    config: RunConfig, directory: RunDirectory, cluster: Cluster, rollout_nodes: int
+    config: RunConfig, directory: RunDirectory, cluster: Cluster, rollout_nodes: int, stop: int
 ) -> str:
-    """The sbatch script of one run; the work is in launch/slurm/train.sbatch."""
+    """The sbatch script of one run; the work is in launch/slurm/train.sbatch.
+
+    `stop`: seconds that the trainers may take from Slurm's signal on. Raises UserError for a time
+    limit, or a signal of the user's own, that does not leave them.
+    """
     options = [
         f"--job-name={config.name}",
         f"--nodes={config.parallel.nodes + rollout_nodes}",
         f"--time={cluster.time_limit}",
-        f"--signal=B:USR1@{_SIGNAL_SECONDS}",
+        f"--signal=B:USR1@{cluster.notice(stop)}",
         "--requeue",
         "--open-mode=append",
         f"--output={directory.logs}/job-%j.log",
@@ -229,6 +289,7 @@ def job_script(
             "bash",
             str(ROOT / "launch/slurm/train.sbatch"),
             f"--trainer-nodes={config.parallel.nodes}",
+            f"--stop-seconds={stop}",
             str(directory.path),
         ]
     )

@@ -85,9 +85,9 @@ class DifficultyConfig(Settings):
 class DataConfig(FileConfig):
     """Sources of prompts: the part of `task` that ends where a response begins."""
 
-    kind: Literal["reasoning_gym", "files"] = "reasoning_gym"
+    kind: Literal["reasoning_gym", "files", "seeds"] = "reasoning_gym"
     """Procedural tasks, or rows of files (the default where `path` or `sources` is set; formerly
-    `jsonl`)."""
+    `jsonl`), or rows {seed} for an environment."""
     name: str = "chain_sum"
     """reasoning-gym task; of files without `reward` the checker: exact, math."""
     sources: list[SourceConfig] = Field(default_factory=list)

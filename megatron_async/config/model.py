@@ -22,6 +22,9 @@ class ModelConfig(Settings):
     """`auto`: bfloat16 on GPU (fp32 main grads), float32 on CPU."""
     attention_backend: Literal["auto", "sdpa", "transformer_engine"] = "auto"
     """`auto`: Transformer Engine when installed and a GPU is there."""
+    experts: Literal["auto", "sequential", "grouped", "transformer_engine"] = "auto"
+    """All experts of a rank in one product (`grouped`: torch's grouped_mm), or one by one. `auto`:
+    grouped where it takes the model's precision and widths."""
 
 
 class ParallelConfig(Settings):

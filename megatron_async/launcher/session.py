@@ -169,10 +169,13 @@ class TrainerNode:
     count: int
     address: str
 
-    def rendezvous(self) -> list[str]:
-        """torchrun's options. Waits for node 0; raises ComponentFailure when it does not come."""
+    def rendezvous(self) -> list[str] | None:
+        """torchrun's options; None: this node has all ranks.
+
+        Waits for node 0; raises ComponentFailure when it does not come.
+        """
         if self.count == 1:
-            return ["--standalone"]
+            return None
         if self.index == 0:
             endpoint = f"{self.address}:{free_port()}"
             self.session.publish(_RENDEZVOUS, {"endpoint": endpoint})

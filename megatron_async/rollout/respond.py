@@ -80,14 +80,15 @@ async def read(
 ) -> StreamEnd | None:
     """Read a request's stream; `take` gets each chunk, and returns whether to go on.
 
-    Returns how the stream ended; None where `take` wanted no more. Raises EngineError.
+    Returns how the stream ended; None where `take` wanted no more before. Raises EngineError.
     """
     end = None
     async with aclosing(engine.generate(request)) as chunks:
         async for chunk in chunks:
-            if not await take(chunk):
-                return None
+            goes_on = await take(chunk)
             end = chunk.end or end
+            if not goes_on:
+                break
     return end
 
 

@@ -42,6 +42,7 @@ _MEANINGS = {
         "LAYER_INPUT_BYTES": "Planner: of them what is kept when a layer is recomputed.",
         "LOGIT_BYTES": "Planner: fp32 logit and its gradient, for `trainer.logprob_chunk_tokens` "
         "at once.",
+        "COMMUNICATOR_BYTES": "Engine: NCCL's buffers of a weight-update group.",
     },
     planner: {
         "ENOUGH_THROUGHPUT": "Planner: share of the largest generation speed at which N' is not "

@@ -269,6 +269,12 @@ def sufficient_concurrency(config: RunConfig) -> int | None:
     return None if plan is None else plan.concurrency
 
 
+def training_seconds(config: RunConfig) -> float:
+    """Training on one batch and the weight update after it. Raises UserError."""
+    costs, updates = trainer_costs(config), config.schedule.updates_per_batch
+    return costs.batch_seconds(_workload(config).sequences, updates) + costs.publish_seconds
+
+
 def _requests_allowed(config: RunConfig) -> int | None:
     """Requests that the schedule itself ever has in flight; None = as many as N'."""
     schedule = config.schedule

@@ -123,12 +123,13 @@ def first_accuracy(line: Mapping[str, float]) -> float:
 
 
 def read_metrics(path: Path, *, kind: str = "train") -> list[dict[str, float]]:
-    """Lines of one kind along the surviving lineage, by step. Torn lines are left out."""
+    """Lines of one kind along the surviving lineage, by step. Damaged lines are left out."""
     newest: dict[int, dict[str, float]] = {}
     if not path.exists():
         return []
     for line in json_lines(path.read_bytes()):
-        if line.get("kind") != kind:
+        whole = isinstance(line.get("step"), int) and isinstance(line.get("lineage"), int)
+        if line.get("kind") != kind or not whole:
             continue
         known = newest.get(line["step"])
         if known is None or line["lineage"] >= known["lineage"]:

@@ -16,14 +16,8 @@ from torch import Tensor
 
 from megatron_async.config.model import ModelConfig, ParallelConfig, TrainerConfig
 from megatron_async.models.architecture import Architecture
-from megatron_async.trainer.capabilities import Backends
+from megatron_async.trainer.capabilities import Backends, parameter_dtype
 from megatron_async.trainer.device import has_cuda
-
-
-def parameter_dtype(model: ModelConfig) -> torch.dtype:
-    """`model.dtype`; `auto` is bfloat16 on CUDA and float32 elsewhere."""
-    bf16 = has_cuda() if model.dtype == "auto" else model.dtype == "bfloat16"
-    return torch.bfloat16 if bf16 else torch.float32
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
@@ -56,6 +50,16 @@ ALIKE: Final[Mapping[str, object]] = MappingProxyType(
 """Settings that do not depend on the model, its layout or the device."""
 
 
+def softmax_scale(a: Architecture) -> float | None:
+    """Scale of attention scores; None: Megatron's own, 1 / sqrt(head_dim).
+
+    YaRN's is in here and not in the angles: Megatron's fused rope drops it from packed sequences.
+    """
+    if a.rope.score_scale == 1:
+        return a.attention_scale
+    return (a.attention_scale or a.head_dim**-0.5) * a.rope.score_scale
+
+
 def transformer_config(
     architecture: Architecture,
     model: ModelConfig,
@@ -70,7 +74,6 @@ def transformer_config(
     """
     a = architecture
     dtype = parameter_dtype(model)
-    cuda = has_cuda()
     settings: dict[str, object] = {
         **ALIKE,
         "num_layers": a.num_layers,
@@ -79,7 +82,7 @@ def transformer_config(
         "num_attention_heads": a.num_heads,
         "num_query_groups": a.num_kv_heads,
         "kv_channels": a.head_dim,
-        "softmax_scale": a.attention_scale,
+        "softmax_scale": softmax_scale(a),
         "layernorm_epsilon": a.norm_eps,
         "layernorm_zero_centered_gamma": a.zero_centered_norm,
         "qk_layernorm": a.qk_norm,
@@ -93,8 +96,9 @@ def transformer_config(
         "context_parallel_size": parallel.context,
         "expert_model_parallel_size": parallel.expert,
         "sequence_parallel": parallel.sequence,
-        "bias_activation_fusion": cuda and a.activation == "silu",
-        "bias_dropout_fusion": cuda,
+        "bias_activation_fusion": has_cuda() and a.activation == "silu",
+        # Without bias and dropout it is one addition, of which torch would compile 8 variants.
+        "bias_dropout_fusion": False,
         "apply_rope_fusion": backends.transformer_engine,
         "gradient_accumulation_fusion": backends.gradient_accumulation_fusion,
     }
@@ -110,7 +114,7 @@ def transformer_config(
             moe_router_pre_softmax=not a.experts.normalize_top_k,
             moe_router_load_balancing_type="none",
             moe_router_dtype="fp32",
-            moe_grouped_gemm=backends.transformer_engine,
+            moe_grouped_gemm=backends.experts == "transformer_engine",
         )
     if trainer.recompute_activations:
         settings.update(

@@ -155,7 +155,9 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
 
     Returns float32 [head_dim / 2] on the CPU. The llama3 scaling is that of Llama 3.1's released
     code: wavelengths beyond the original context are divided by `factor`, with a linear blend in
-    the number of rotations between `low_freq_factor` and `high_freq_factor`.
+    the number of rotations between `low_freq_factor` and `high_freq_factor`. YaRN's is a linear
+    blend in the dimension between those that turn `beta_fast` and `beta_slow` times (Peng et al.,
+    arXiv 2309.00071, section 3.2).
     """
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
     frequencies = 1.0 / (rope.theta**exponent)
@@ -171,7 +173,24 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> Tensor:
         blended = (1 - share) * frequencies / rope.factor + share * frequencies
         scaled = torch.where(long, frequencies / rope.factor, blended)
         return torch.where(short, frequencies, scaled)
+    if rope.kind == "yarn":
+        kept = 1 - _yarn_ramp(rope, head_dim)
+        return 1.0 / (rope.factor * rope.theta**exponent) * (1 - kept) + frequencies * kept
     return frequencies
+
+
+def _yarn_ramp(rope: Rope, head_dim: int) -> Tensor:
+    """Share of each frequency that is divided, [head_dim / 2]."""
+
+    def dimension(rotations: float) -> float:
+        """The dimension whose frequency turns so many times in the original context."""
+        wavelength = rope.original_max_positions / (rotations * 2 * math.pi)
+        return head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
+
+    low = max(math.floor(dimension(rope.beta_fast)), 0)
+    high = min(math.ceil(dimension(rope.beta_slow)), head_dim - 1)
+    place = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu")
+    return ((place - low) / (high - low or 0.001)).clamp(0, 1)
 
 
 def rotary_angles(inv_freq: Tensor, position_ids_T: Tensor) -> Tensor:

@@ -94,7 +94,7 @@ def json_object(answer: bytes) -> dict[str, Any]:
     """A JSON object, or an empty one where an engine answers with nothing or with plain text."""
     try:
         value = json.loads(answer)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 

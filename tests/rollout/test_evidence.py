@@ -11,6 +11,30 @@ from hypothesis import given
 
 from megatron_async.rollout.evidence import EngineEvidence, PromptEvidence, hopeless
 
+
+def test_a_request_that_the_engine_aborts_unasked_does_not_end_it() -> None:
+    engine = EngineEvidence()
+    for second in (0.0, 10.0, 20.0):
+        engine.request_began(second)
+        engine.request_ended(second + 5.0, unasked=True)
+    assert engine.silence(100.0) == 15.0
+    engine.token(100.0)
+    assert engine.silence(100.0) == 0.0
+
+
+def test_load_reports_are_missed_from_the_first_that_cannot_be_read_to_the_next_that_can() -> None:
+    engine = EngineEvidence()
+    assert engine.unreported(500.0) == 0.0
+    engine.queue(None, 500.0)
+    engine.queue(None, 510.0)
+    engine.hold("update", 512.0)
+    engine.release("update", 600.0)
+    assert engine.unreported(603.0) == 15.0
+    assert engine.request_clock(603.0) == 0.0, "its queue is not known"
+    engine.queue(0, 603.0)
+    assert engine.unreported(700.0) == 0.0
+
+
 HAPPENINGS = st.lists(
     st.tuples(
         st.sampled_from(["begin", "end", "token", "hold", "release", "store", "stored", "queue"]),
@@ -154,6 +178,9 @@ ROWS: dict[str, tuple[Callable[[], bool], Callable[[], bool]] | str] = {
     "its load report does not come for `engines.no_progress_seconds`": (
         lambda: not working().held_since(5.0),
         lambda: not paused_at(4.0).held_since(5.0),
+    ),
+    "no load report that can be read comes for `engines.no_progress_seconds`": (
+        "rollout/test_odd_engines.py::test_an_engine_that_answers_and_does_not_work_is_given_up"
     ),
     "it makes no token for `engines.no_progress_seconds` although it has requests": (
         lambda: working().silence(20.1) > 20.0,

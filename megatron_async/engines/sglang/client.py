@@ -49,7 +49,7 @@ from megatron_async.engines.sglang.stream_connection import (
     KEEP_ALIVE_SECONDS,
     StreamConnections,
 )
-from megatron_async.errors import ComponentFailure
+from megatron_async.errors import ComponentFailure, one_line
 from megatron_async.runtime.time_limits import AwakeTimeout
 from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.http import json_object
@@ -308,7 +308,7 @@ class SGLangClient:
         try:
             yield
         except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
-            raise self._failure(f"its {what} cannot be: {error!r}") from error
+            raise self._failure(f"its {what} cannot be: {one_line(error)}") from error
 
     async def _get_json(self, path: str) -> dict[str, Any]:
         return json_object(await self._request("GET", path, None, self._control_seconds))
