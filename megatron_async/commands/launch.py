@@ -28,14 +28,14 @@ from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.files.package_files import ROOT, script_environment
 from megatron_async.launcher import preflight
 from megatron_async.launcher.claim import claimed, new_run
-from megatron_async.launcher.derived import (
-    Machine,
-    check_engine_memory,
-    derive,
-    layout_lines,
-)
+from megatron_async.launcher.derived import Machine, check_engine_memory, derive
 from megatron_async.launcher.devices import check_ranks
-from megatron_async.launcher.figures import END_SECONDS, checkpoints_with_room, stop_seconds
+from megatron_async.launcher.figures import (
+    END_SECONDS,
+    checkpoints_with_room,
+    figures,
+    stop_seconds,
+)
 from megatron_async.run_directory import RunDirectory, write_atomically
 
 _SUBMIT_SECONDS = 60.0
@@ -224,7 +224,7 @@ def _check(
     """
     machine = Machine.of_nodes(config, cluster.gpus_per_node, rollout_nodes)
     derived = derive(for_hosts(config), machine)
-    shown = (*layout_lines(derived.config, machine), *derived.lines())
+    shown = [*figures(derived.config, machine), *derived.lines()] if dry_run else []
     try:
         checked = preflight.check_run(derived.config)
     except (UserError, ComponentFailure):
