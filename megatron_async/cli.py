@@ -5,8 +5,6 @@ setting and its value); 130 ended by Ctrl-C, 143 by SIGTERM. Heavy imports happe
 commands, so that `--help` is instant.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import warnings
@@ -337,7 +335,7 @@ def trajectories(
         str | None, Option(help="Only this state: partial, finished, scored, batched, ...")
     ] = None,
     show: Annotated[int | None, Option(help="Print this trajectory whole.")] = None,
-    limit: Annotated[int, Option(min=0, help="List the newest so many; 0: all of them.")] = 50,
+    limit: Annotated[int, Option(min=0, help="The newest ones to list; 0: all of them.")] = 50,
     exported: Annotated[
         bool, Option("--exported", help="List those too that compaction has exported.")
     ] = False,

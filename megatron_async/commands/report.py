@@ -1,7 +1,5 @@
 """`megatron-async report`: the closing table of a run, and its page in HTML."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Supervised fine-tuning: the same Megatron trainer on worked answers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final

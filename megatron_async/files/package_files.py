@@ -4,8 +4,6 @@ In a clone they are `launch/` and `configs/` of the repository. A wheel carries 
 `megatron_async/_shipped` (setup.py), so that an installed package works from any directory.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -7,8 +7,6 @@ Invariants
   a notice names it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -209,7 +207,7 @@ def check_run(config: RunConfig, *, generates: bool = True) -> Checked:
 
 
 def as_it_would_start(config: RunConfig) -> Checked:
-    """What `check_run` makes of it; a refusal, which only a start has to heed, is a notice here."""
+    """Check the run as `check_run` does; a refusal, which only a start must heed, is a notice."""
     try:
         return check_run(config)
     except (UserError, ComponentFailure) as error:

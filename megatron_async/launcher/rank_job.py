@@ -20,7 +20,7 @@ from megatron_async.errors import UserError
 from megatron_async.launcher.claim import new_run
 from megatron_async.launcher.environment import trainer_environment
 from megatron_async.launcher.preflight import check_one_machine
-from megatron_async.launcher.processes import start_torchrun
+from megatron_async.launcher.processes import torchrun
 from megatron_async.launcher.session import RENDEZVOUS_SECONDS, Session, TrainerNode, check_name
 from megatron_async.run_directory import RunDirectory
 from megatron_async.telemetry.progress import Progress
@@ -48,20 +48,17 @@ class RankJob:
         first = node is None or node.index == 0
         if first:
             directory.take_failure()
-        child = start_torchrun(
+        with torchrun(
             config.parallel.ranks // (1 if node is None else node.count),
             self.module,
             *(str(directory.path), *self.arguments),
             log_file=directory.logs / f"{self.name}{'' if node is None else f'-{node.index}'}.log",
             environment=trainer_environment(os.environ, one_machine=node is None),
-            rendezvous=("--standalone",) if node is None else node.rendezvous(),
-        )
-        try:
+            rendezvous=None if node is None else node.rendezvous(),
+        ) as child:
             shown = config.telemetry.progress if first and self.steps else "off"
             progress = Progress(directory.metrics_file, self.steps, shown)
             code = progress.follow(child.exit_code, lambda: None)
-        finally:
-            child.stop()
         if code != 0:
             if first:
                 directory.raise_failure(child.log_file)

@@ -10,8 +10,6 @@ Invariants
 - No import of transformers: reading a config costs milliseconds and runs no model code.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -5,10 +5,8 @@ Invariants
   packet) and only for the request that was asked: the id of a request is random. Everything else
   on the reply channel is discarded and counted in `stray`.
 - No wait is without a limit, not even while stray packets keep coming.
-- After `end`, nothing that the scorer started is left (see `verifier_process`).
+- After `end`, nothing that the scorer started is left (see `process_main`).
 """
-
-from __future__ import annotations
 
 import os
 import secrets

@@ -20,8 +20,6 @@ A weight update moves each engine's bf16 weights once over the links (broadcast 
 the same time), limited by the side with fewer ranks that hold different parts.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Totals of a run, from its metrics file: for the closing table and the head of the report."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from statistics import fmean
 

@@ -6,8 +6,6 @@ Invariants
 - A choice depends only on `Capabilities` and the settings, so that `doctor` shows what a run does.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import importlib.util

@@ -11,8 +11,6 @@ Invariants
   tensor rank counts it (the first), an all-reduce over all ranks spreads it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any

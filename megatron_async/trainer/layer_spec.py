@@ -4,8 +4,6 @@ Local layers run everywhere: Megatron's tensor-parallel linear layers, our packe
 our RMSNorm. Transformer Engine's are used where `capabilities.choose` finds it usable.
 """
 
-from __future__ import annotations
-
 from typing import Any, Final
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add

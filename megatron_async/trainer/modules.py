@@ -7,8 +7,6 @@ Invariants
 - Their angles are gathered by each token's own position, so no loop over sequences is needed.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -28,10 +26,11 @@ from megatron_async.trainer.attention_kernels import Stream, packed_attention
 
 
 class RMSNorm(torch.nn.Module):
-    """x / sqrt(mean(x²) + eps) · w (Zhang and Sennrich, 2019, equation 4); (1 + w) when the
+    """x / sqrt(mean(x²) + eps) · w (Zhang and Sennrich, 2019, equation 4).
 
-    config's `layernorm_zero_centered_gamma` is set. The weight carries `sequence_parallel`, by
-    which Megatron sums its gradient over the tensor ranks that each saw a part of the tokens.
+    It is (1 + w) when the config's `layernorm_zero_centered_gamma` is set. The weight carries
+    `sequence_parallel`, by which Megatron sums its gradient over the tensor ranks that each saw a
+    part of the tokens.
     """
 
     def __init__(
@@ -135,9 +134,10 @@ class RowParallelLinearNorm(RowParallelLinear):
 
 
 class LocalGlobalSelfAttention(SelfAttention):
-    """Self-attention that takes both ropes stacked, [2, T, 1, 1, head_dim], global first, and
+    """Self-attention that takes both ropes and uses its layer's own.
 
-    uses its layer's own; the sliding window is the core attention's business.
+    They are stacked, [2, T, 1, 1, head_dim], global first; the sliding window is the core
+    attention's business.
     """
 
     def forward(

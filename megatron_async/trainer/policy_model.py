@@ -9,8 +9,6 @@ Invariants
   no response row reads).
 """
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 

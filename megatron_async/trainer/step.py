@@ -10,8 +10,6 @@ Invariants
   `applied_updates` counts those that were made: Adam's own count.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import time

@@ -20,7 +20,7 @@ from megatron_async.models.architecture import Architecture, ConfigReader
 from megatron_async.models.families import families, read_architecture, rules_of
 from megatron_async.models.layout import check_layout
 from megatron_async.models.shape import shape_from_config, shape_of
-from megatron_async.models.shards import Place
+from megatron_async.models.shards import LayerPlace
 from megatron_async.rollout.prompt_lengths import longest_tokens
 from megatron_async.simulate.build import simulate
 from megatron_async.simulate.planner import make_plan
@@ -68,7 +68,7 @@ def count(a: Architecture) -> Count:
     found = {False: 0, True: 0}
     for rule in rules_of(a):
         if rule.exported:
-            times = a.num_layers if rule.place is Place.LAYER else 1
+            times = a.num_layers if rule.place is LayerPlace.LAYER else 1
             times *= a.experts.num if rule.expert and a.experts else 1
             found[rule.expert] += times * sum(map(prod, rule.shapes))
     return Count(found[False], found[True])

@@ -18,7 +18,9 @@ import pytest
 from megatron_async.config import RunConfig, load_config
 from megatron_async.engines.sglang.process import NO_VERSION, server_command
 from megatron_async.launcher.derived import Machine, derive
+from megatron_async.models.shape import shape_from_config
 from megatron_async.simulate.hardware import gpu_of
+from megatron_async.simulate.memory import update_bytes
 
 ROOT = Path(__file__).parents[2]
 DATA = Path(__file__).parents[1] / "data"
@@ -155,3 +157,17 @@ def test_sglang_keeps_as_much_memory_for_weights_and_kv_as_the_planner_counts_wi
     kept = resolved[name]["mem_fraction_static"] * MEMORY_MIB * 2**20
     assert promised <= kept - CONTEXT_BYTES
     assert kept < 0.9 * MEMORY_MIB * 2**20, "activations of a prefill need room too"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+def test_sglang_leaves_room_for_a_weight_update(
+    name: str, configs: dict[str, RunConfig], resolved: dict[str, dict[str, Any]]
+) -> None:
+    from tests.engines.sglang_arguments import MEMORY_MIB
+
+    config = configs[name]
+    shape = shape_from_config(config_json(name), Path(name))
+    needed = update_bytes(shape, config.weights.bucket_mib << 20, config.parallel.pipeline)
+    left = (1 - resolved[name]["mem_fraction_static"]) * MEMORY_MIB * 2**20
+    assert needed + CONTEXT_BYTES < left

@@ -64,9 +64,9 @@ def test_a_dry_run_shows_the_script_and_makes_nothing(settings: Path, tmp_path: 
     assert "#SBATCH --nodes=4" in lines, "2 trainer nodes, 3 engines of 4 GPUs on 2 nodes"
     assert "#SBATCH --gpus-per-node=8" in lines
     assert "#SBATCH --time=02:00:00" in lines
-    assert "#SBATCH --signal=B:USR1@120" in lines
+    assert "#SBATCH --signal=B:USR1@180" in lines
     [command] = [line for line in lines if line.startswith("exec ")]
-    assert command.endswith(f"--trainer-nodes=2 {tmp_path}/runs/other")
+    assert command.endswith(f"--trainer-nodes=2 --stop-seconds=90 {tmp_path}/runs/other")
     shown = lines[lines.index(command) + 1 :]
     assert all(line == "" or line.startswith("# ") for line in shown), "still a script"
     text = "\n".join(shown)
@@ -144,6 +144,17 @@ def test_what_is_refused_makes_nothing(
     for slurm in (False, True):
         with pytest.raises(UserError, match=message):
             launch_run(settings, None, overrides, cluster, slurm=slurm, dry_run=False)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_checkpoints_that_have_no_room_are_refused_before_anything_starts(
+    settings: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = type("Usage", (), {"free": 1e6})
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
+    for slurm in (False, True):
+        with pytest.raises(UserError, match=r"3 checkpoints of 0\.0 GB .* room for 0\.0 GB"):
+            launch_run(settings, None, [], GPUS, slurm=slurm, dry_run=False)
     assert not (tmp_path / "runs").exists()
 
 

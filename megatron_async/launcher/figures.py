@@ -1,0 +1,90 @@
+"""What a run on GPUs takes, by arithmetic: checkpoints, room on disk, the time of a stop.
+
+The job script has the time of a stop from here, and a start compares the room on disk.
+
+A stop that Slurm asks for costs at most the step under way, and then a save. A save that was under
+way at the signal goes on during that step, and must have ended before the next one begins.
+
+Invariants
+- Rates are settings (`checkpoint.write_gb_per_s`, `simulate`); nothing here is measured.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from dataclasses import dataclass
+from typing import Final
+
+from megatron_async.config import RunConfig
+from megatron_async.errors import UserError
+from megatron_async.launcher.derived import with_own_model
+from megatron_async.models.shape import ModelShape, shape_of
+from megatron_async.run_directory import RunDirectory
+from megatron_async.simulate.memory import checkpoint_bytes
+from megatron_async.simulate.planner import training_seconds
+
+# What train.sbatch needs at most after the trainers' end: to end the rest, and to be queued again.
+END_SECONDS: Final = 90
+# On a CPU, where no step is estimated, and of small models.
+_LEAST_STOP_SECONDS: Final = 90
+_GB: Final = 1e9
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Bytes of one, seconds of writing it, and how many lie on disk at once."""
+
+    size: float
+    write_seconds: float
+    most: int
+
+    @classmethod
+    def of(cls, config: RunConfig, shape: ModelShape) -> Checkpoints:
+        """Those that are kept, and the one that is being written. Raises UserError."""
+        settings, size = config.checkpoint, checkpoint_bytes(shape)
+        write = size / (settings.write_gb_per_s * _GB)
+        if write > settings.timeout_seconds:
+            raise UserError(
+                f"checkpoint.timeout_seconds is {settings.timeout_seconds:g}, and writing one of "
+                f"{size / _GB:.0f} GB takes {write:.0f} s at checkpoint.write_gb_per_s "
+                f"{settings.write_gb_per_s:g}: raise the first, or the second if that is wrong"
+            )
+        return cls(size, write, min(settings.keep + 1, -(-config.steps // settings.every_steps)))
+
+    def check_room(self, directory: RunDirectory) -> None:
+        """Check that there is room for them, beside those that lie there. Raises UserError."""
+        place = directory.checkpoints
+        room = sum(file.stat().st_size for file in place.rglob("*.safetensors"))
+        while not place.exists():
+            place = place.parent
+        room += shutil.disk_usage(place).free
+        if room < self.most * self.size:
+            raise UserError(
+                f"{self.most} checkpoints of {self.size / _GB:,.1f} GB lie in "
+                f"{directory.checkpoints} at once (checkpoint.keep, and the one that is written), "
+                f"and there is room for {room / _GB:,.1f} GB: lower checkpoint.keep, or set root "
+                "to another file system"
+            )
+
+
+def checkpoints_with_room(config: RunConfig, directory: RunDirectory) -> Checkpoints | None:
+    """The run's checkpoints; None where the shape of its model is not known. Raises UserError."""
+    config = with_own_model(config)
+    try:
+        shape = shape_of(config)
+    except UserError:  # a family of the user's own, with names of its own in config.json
+        return None
+    found = Checkpoints.of(config, shape)
+    found.check_room(directory)
+    return found
+
+
+def stop_seconds(config: RunConfig, checkpoints: Checkpoints | None, *, on_gpus: bool) -> int:
+    """Longest time from the signal to a finalised checkpoint."""
+    if checkpoints is None:
+        return _LEAST_STOP_SECONDS
+    step = training_seconds(with_own_model(config)) if on_gpus else 0.0
+    under_way = checkpoints.write_seconds if config.checkpoint.asynchronous else 0.0
+    found = math.ceil(max(step, under_way) + checkpoints.write_seconds)
+    return max(_LEAST_STOP_SECONDS, found)
