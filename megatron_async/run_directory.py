@@ -10,8 +10,6 @@ Invariants
 - A config.yaml that holds the engines' key is readable by its user only, from its first byte on.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import secrets
@@ -41,7 +39,7 @@ class _Place:
 
     name: str
 
-    def __get__(self, run: RunDirectory, owner: type[RunDirectory]) -> Path:
+    def __get__(self, run: "RunDirectory", owner: "type[RunDirectory]") -> Path:
         return run.path / self.name
 
 
@@ -103,7 +101,7 @@ class RunDirectory:
         return self.path.rename(place)
 
     @classmethod
-    def create(cls, config: RunConfig, *, resumable: bool = True) -> RunDirectory:
+    def create(cls, config: RunConfig, *, resumable: bool = True) -> "RunDirectory":
         """A new run. Raises UserError when the name is taken or the place cannot be written."""
         directory = cls.of(config)
         directory.check_free(resumable=resumable)
@@ -116,14 +114,14 @@ class RunDirectory:
         return directory
 
     @classmethod
-    def of(cls, config: RunConfig) -> RunDirectory:
+    def of(cls, config: RunConfig) -> "RunDirectory":
         """Return the directory of a run with these settings."""
         return cls((Path(config.root) / config.name).absolute())
 
     @classmethod
     def find(
         cls, path: Path | str, overrides: list[str], named_by: str = "run directory"
-    ) -> tuple[RunDirectory, RunConfig]:
+    ) -> "tuple[RunDirectory, RunConfig]":
         """An existing run and its settings with `overrides` on top; writes nothing.
 
         Raises UserError naming what gave the path, e.g. an option.
@@ -134,7 +132,7 @@ class RunDirectory:
         return directory, load_run_config(directory.config_file, overrides)
 
     @classmethod
-    def launched(cls, path: Path | str) -> tuple[RunDirectory, RunConfig]:
+    def launched(cls, path: Path | str) -> "tuple[RunDirectory, RunConfig]":
         """Find a run for the processes of a launch: what a resume has set counts."""
         directory, config = cls.find(path, [])
         file = directory.resume_file

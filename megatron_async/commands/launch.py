@@ -28,14 +28,14 @@ from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.files.package_files import ROOT, script_environment
 from megatron_async.launcher import preflight
 from megatron_async.launcher.claim import claimed, new_run
-from megatron_async.launcher.derived import (
-    Machine,
-    check_engine_memory,
-    derive,
-    layout_lines,
-)
+from megatron_async.launcher.derived import Machine, check_engine_memory, derive
 from megatron_async.launcher.devices import check_ranks
-from megatron_async.launcher.figures import END_SECONDS, checkpoints_with_room, stop_seconds
+from megatron_async.launcher.figures import (
+    END_SECONDS,
+    checkpoints_with_room,
+    figures,
+    stop_seconds,
+)
 from megatron_async.run_directory import RunDirectory, write_atomically
 
 _SUBMIT_SECONDS = 60.0
@@ -95,7 +95,7 @@ class Cluster:
 
 
 def seconds_of(time_limit: str) -> float:
-    """A time as Slurm takes it; infinite where there is none, or only Slurm knows what it is."""
+    """A time as Slurm takes it; infinite where there is none, or one of Slurm's own forms."""
     days, dash, rest = time_limit.rpartition("-")
     parts = rest.split(":")
     if not all(part.isdecimal() for part in [*parts, *([days] if dash else [])]):
@@ -163,8 +163,7 @@ def launch_run(
         config = load_config(config_file, overrides)
         directory = RunDirectory.of(config)
     rollout_nodes = cluster.rollout_nodes(config)
-    checked, shown = _check(config, cluster, rollout_nodes, dry_run=dry_run)
-    config = checked.config
+    config, remarks, shown = _check(config, cluster, rollout_nodes, dry_run=dry_run)
     run = ["--resume", str(resume)] if resume else ["--config", str(config_file)]
     back_to = [] if from_step is None else ["--from-step", str(from_step)]
     train = shlex.join(["megatron-async", "train", *run, *back_to, *overrides])
@@ -175,15 +174,10 @@ def launch_run(
             "engines.placement is colocated, and launch gives engines nodes of their own; start "
             f"the run on its one node by `{train}`, under Slurm by `{on_one_node}`"
         )
-    notices = "".join(f"# note: {notice}\n" for notice in checked.notices)
+    notices = "".join(f"# note: {notice}\n" for notice in remarks)
     if resume is not None:
         notices += "".join(f"# changed: {change}\n" for change in differences(before, config))
-    checkpoints = checkpoints_with_room(config, directory)
-    stop = stop_seconds(config, checkpoints, on_gpus=cluster.gpus_per_node > 0)
-    if slurm:
-        commands = job_script(config, directory, cluster, rollout_nodes, stop)
-    else:
-        commands = by_hand(config, directory, rollout_nodes)
+    commands = _commands(config, directory, cluster, rollout_nodes, slurm=slurm)
     if dry_run:
         if from_step is not None:
             rollback_to(directory, from_step)
@@ -210,16 +204,27 @@ def launch_run(
     return f"{header}{_submit(job_file, places, from_step)}; logs in {directory.logs}"
 
 
+def _commands(
+    config: RunConfig, directory: RunDirectory, cluster: Cluster, rollout_nodes: int, *, slurm: bool
+) -> str:
+    """The job script, or commands by node; the checkpoints have room on disk. Raises UserError."""
+    checkpoints = checkpoints_with_room(config, directory)
+    stop = stop_seconds(config, checkpoints, on_gpus=cluster.gpus_per_node > 0)
+    if slurm:
+        return job_script(config, directory, cluster, rollout_nodes, stop)
+    return by_hand(config, directory, rollout_nodes)
+
+
 def _check(
     config: RunConfig, cluster: Cluster, rollout_nodes: int, *, dry_run: bool
-) -> tuple[preflight.Checked, tuple[str, ...]]:
-    """Check the run on these nodes; return what is started, and lines about it.
+) -> tuple[RunConfig, tuple[str, ...], tuple[str, ...]]:
+    """Check the run on these nodes; return what is started, notices and lines about it.
 
     Raises UserError, or ComponentFailure; a dry run shows before it what needs config.json alone.
     """
     machine = Machine.of_nodes(config, cluster.gpus_per_node, rollout_nodes)
     derived = derive(for_hosts(config), machine)
-    shown = (*layout_lines(derived.config, machine), *derived.lines())
+    shown = [*figures(derived.config, machine), *derived.lines()] if dry_run else []
     try:
         checked = preflight.check_run(derived.config)
     except (UserError, ComponentFailure):
@@ -229,7 +234,7 @@ def _check(
     preflight.check_probe_tolerance(checked.config, "cuda" if cluster.gpus_per_node else "cpu")
     check_nodes(checked.config, cluster.gpus_per_node)
     check_engine_memory(checked.config, machine)
-    return checked, (*shown, *checked.summary.splitlines())
+    return checked.config, tuple(checked.notices), (*shown, *checked.summary.splitlines())
 
 
 def _submit(job_file: Path, set_aside: Sequence[Path], from_step: int | None) -> str:

@@ -54,7 +54,7 @@ def train(config: RunConfig, reward: str | Callable[..., Any] | None = None) -> 
         path = reward if isinstance(reward, str) else import_path_of(reward)
         own = {"reward": path}
         values = config.model_dump(mode="json", exclude_unset=True)  # what is not may be derived
-        config = build_config(merge(values, own)).with_given(merge(config.given or values, own))
+        config = build_config(merge(values, own)).with_given(merge(config.given, own))
     directory = start_run(config, "megatron_async.train")
     return Run(directory.path, config)
 

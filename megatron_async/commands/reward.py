@@ -21,7 +21,7 @@ from megatron_async.tasks.rows import open_rows
 def reward_command(config_file: Path, overrides: Sequence[str], responses: Path) -> None:
     """Print each response's score, parts, failures and time; then what the scorers have logged.
 
-    Raises UserError, for a bad line before anything is scored.
+    Raises UserError, for a bad line before anything is scored; Exit 1 when a score has failed.
     """
     config = load_config(config_file, overrides)
     places, jobs = zip(*_read(config, responses), strict=True)
@@ -36,6 +36,8 @@ def reward_command(config_file: Path, overrides: Sequence[str], responses: Path)
     failed = sum(bool(score.failures) for score in every)
     typer.echo(f"{len(every)} responses, mean score {mean:.4g}, {failed} failed")
     typer.echo(logged, err=True, nl=False)
+    if failed:
+        raise typer.Exit(1)
 
 
 def _read(

@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 import typer
 
@@ -17,9 +18,9 @@ from megatron_async.config import RunConfig
 from megatron_async.config.load import differences
 from megatron_async.errors import Terminated, UserError
 from megatron_async.launcher.claim import claimed, new_run
-from megatron_async.launcher.derived import Machine, check_engine_memory, derive, layout_lines
+from megatron_async.launcher.derived import Machine, check_engine_memory, derive
 from megatron_async.launcher.devices import DeviceSplit, split_of_this_machine
-from megatron_async.launcher.figures import checkpoints_with_room
+from megatron_async.launcher.figures import checkpoints_with_room, figures
 from megatron_async.launcher.preflight import (
     Checked,
     check_one_machine,
@@ -32,6 +33,8 @@ from megatron_async.launcher.preflight import (
 from megatron_async.launcher.supervisor import Supervisor
 from megatron_async.run_directory import RunDirectory, RunOutcome
 from megatron_async.telemetry.metrics import read_metrics
+
+_PASSED: Final = "all checks have passed, also of the reward; nothing was started"
 
 
 def start_run(config: RunConfig, what: str) -> RunDirectory:
@@ -54,6 +57,7 @@ def dry_run(config: RunConfig) -> None:
     show_notices(_checked(config, directory)[0])
     if not directory.never_began():
         directory.check_free()
+    typer.echo(_PASSED)
 
 
 def resume_command(
@@ -79,6 +83,7 @@ def resume_command(
         for line in resume_lines(directory, before, checked.config, back):
             typer.echo(line)
         if dry:
+            typer.echo(_PASSED)
             return
         with _prepared(directory, checked.config, back):
             again = [] if from_step is None else [f"--from-step={from_step}"]
@@ -149,7 +154,7 @@ def show_layout(config: RunConfig) -> None:
     machine = Machine.here(config)
     derived = derive(config, machine)
     show(f"{config.name} on {machine.title}:")
-    for line in (*layout_lines(derived.config, machine), *derived.lines()):
+    for line in (*figures(derived.config, machine), *derived.lines()):
         show(f"  {line}")
     typer.echo("checks before a start:")
 

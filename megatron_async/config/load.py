@@ -72,7 +72,10 @@ def parse_override(text: str) -> dict[str, Any]:
         raise UserError(f"override {shown(text)} is not of the form section.setting=value")
     if dotted.split(".")[0] == _GIVEN:
         raise UserError(f"unknown setting {dotted} (value {shown(value)}); set the setting itself")
-    parsed = parse_yaml(value, f"override {shown(text)}")
+    try:
+        parsed = parse_yaml(value, f"override {shown(text)}")
+    except UserError as error:
+        raise UserError(f"{error}; where a text is meant: '{dotted}=\"TEXT\"'") from error
     if isinstance(parsed, str):
         parsed = _number(parsed)
     parsed = anchored(parsed, Path.cwd())
@@ -238,7 +241,5 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def dump(config: RunConfig) -> str:
     """The whole configuration as YAML, every default written out, and what was set."""
-    content = config.model_dump(mode="json")
-    if config.given:  # else it was made in Python: what differs from the defaults was set
-        content[_GIVEN] = config.given
+    content = {**config.model_dump(mode="json"), _GIVEN: config.given}
     return yaml.safe_dump(content, sort_keys=False)

@@ -1,7 +1,5 @@
 """`RunConfig`: everything one run is, and the sub-commands' own settings."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
@@ -186,7 +184,7 @@ class RunConfig(Settings):
     scoring: ScoringConfig = ScoringConfig()
     """Limits of scorers."""
     environment: EnvironmentConfig = EnvironmentConfig()
-    """What a policy plays against over many turns."""
+    """What a policy plays against over many turns; no run takes one yet."""
     sampling: SamplingConfig = SamplingConfig()
     """Sampling."""
     schedule: ScheduleConfig = ScheduleConfig()
@@ -213,14 +211,16 @@ class RunConfig(Settings):
     simulate: SimulateConfig = SimulateConfig()
     """`megatron-async simulate` and `plan` only."""
 
-    _given: dict[str, Any] = PrivateAttr(default_factory=dict)
+    _given: dict[str, Any] | None = PrivateAttr(default=None)
 
     @property
     def given(self) -> Mapping[str, Any]:
-        """Settings of file and command line, which no other recipe or preset replaces."""
-        return self._given
+        """Settings of file, command line or Python, which no other recipe or preset replaces."""
+        return (
+            self.model_dump(mode="json", exclude_unset=True) if self._given is None else self._given
+        )
 
-    def with_given(self, given: Mapping[str, Any]) -> RunConfig:
+    def with_given(self, given: Mapping[str, Any]) -> "RunConfig":
         """The same settings; `given` are those that were set."""
         config = self.model_copy()
         config._given = dict(given)

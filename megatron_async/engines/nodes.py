@@ -23,7 +23,7 @@ from megatron_async.errors import UserError
 
 INTERFACE_VARIABLE: Final = "MEGATRON_ASYNC_INTERFACE"
 # Names a directory in which trainer ranks that are all on one machine meet.
-MEETING_VARIABLE: Final = "MEGATRON_ASYNC_MEETING"
+RENDEZVOUS_VARIABLE: Final = "MEGATRON_ASYNC_RENDEZVOUS"
 # `engines.host` with this value: each server binds to the address of the node that it is on.
 NODE_HOST: Final = "node"
 # Addresses of `engines.host` that only this machine reaches.

@@ -11,8 +11,6 @@ Invariants
   whose end has been asked for is not bound: the engine adds nothing to it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -48,7 +46,7 @@ class TokenReport:
     messages: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, items: Iterable[tuple[int, Item]]) -> TokenReport:
+    def of(cls, items: Iterable[tuple[int, Item]]) -> "TokenReport":
         """The items of these streams, in this order; neighbours that make one run are joined."""
         runs: list[tuple[int, int, int, int, int, int, int]] = []
         tokens: dict[Types, tuple[int, list[Arrays]]] = {}

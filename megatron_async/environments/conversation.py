@@ -25,7 +25,7 @@ from megatron_async.tasks.text_task import ChatTemplate, chat_template
 from megatron_async.trajectory.types import IntArray
 
 _ANSWER: Final = "\N{WHITE STAR}answer\N{WHITE STAR}"
-_SAID: Final = "\N{WHITE STAR}said\N{WHITE STAR}"
+_NEXT: Final = "\N{WHITE STAR}next\N{WHITE STAR}"
 _EARLIER: Final = {"role": "user", "content": "\N{WHITE STAR}asked\N{WHITE STAR}"}
 
 PLAIN_TEMPLATE: Final = (
@@ -69,13 +69,13 @@ class Conversation:
         if not ended:
             return between
         ends = np.flatnonzero(np.isin(between, list(self._stop_token_ids)))
-        # Only an end that belongs to the answer goes, never one behind what was said next.
+        # Only an end that belongs to the answer goes, never one in a message behind it.
         if len(ends) and ends[0] < len(self._closing):
             return between[int(ends[0]) + 1 :]
         return between
 
     def answer_text(self, token_ids: Sequence[int]) -> str:
-        """What the policy has written as text, without the token that ended it."""
+        """Return what the policy has written as text, without the token that ended it."""
         ids = list(token_ids)
         if ids and ids[-1] in self._stop_token_ids:
             ids.pop()
@@ -89,18 +89,18 @@ class Conversation:
             if name not in text:
                 raise _refusal(f"leaves out the tools (no {name!r} in the first prompt)")
         for role in sorted(roles):
-            said = [{"role": role, "content": _SAID}]
-            short = self._after_answer([_EARLIER], said)
-            if _SAID not in short:
-                raise _refusal(f"leaves out what a message of role {role!r} says")
+            new = [{"role": role, "content": _NEXT}]
+            short = self._after_answer([_EARLIER], new)
+            if _NEXT not in short:
+                raise _refusal(f"leaves out a message of role {role!r}")
             answered = {"role": "assistant", "content": "Yes."}
-            long = self._after_answer([*opening, answered, *said], said)
+            long = self._after_answer([*opening, answered, *new], new)
             if long != short:
                 raise _refusal(f"shows a message of role {role!r} otherwise in a longer one")
 
     @cached_property
     def _closing(self) -> IntArray:
-        """What the template puts behind an answer that ends a conversation."""
+        """The tokens that the template puts behind the last answer of a conversation."""
         text = self._text([_EARLIER, {"role": "assistant", "content": _ANSWER}], begin=False)
         return self._encode(text.partition(_ANSWER)[2])
 

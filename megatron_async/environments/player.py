@@ -1,4 +1,4 @@
-"""One environment object of the user's, played: every call of its methods goes through here.
+"""Plays an environment object of the user's: every call of its methods goes through here.
 
 Invariants
 - Calls of one object never overlap. `async def` runs in the loop, `def` in a thread.
@@ -32,7 +32,7 @@ Build = Callable[[], Any]
 
 
 def environment_builder(name: str, arguments: Mapping[str, Any]) -> Build:
-    """What makes one environment object. Raises UserError for a class that cannot be built so."""
+    """Return what builds one environment object; what cannot is a UserError."""
     found = load_object(name, "environment.name")
     if not callable(found):
         raise UserError(f"environment.name is {name!r}, which is no class or function")
@@ -59,7 +59,7 @@ class Player:
         self._object = await self._run("__init__", self._build)
         opening = await self._call("reset", **row)
         if isinstance(opening, str) and prompt and self.tools:
-            # As TRL has it: what a class of tools first says follows the row's prompt.
+            # As TRL has it: the opening of a class of tools follows the row's prompt.
             *before, last = prompt
             return (*before, {**last, "content": last["content"] + opening})
         return opening_of(opening, prompt, self._where("reset"))
@@ -84,9 +84,9 @@ class Player:
             answer = Answer(text, calls, answer.truncated, answer.turn)
         if hasattr(self._object, "step"):
             return reply_of(await self._call("step", answer), self._where("step"))
-        said = [await self._tool(call) for call in answer.tool_calls]
-        said += [tool_message("error", complaint)] if complaint else []
-        return Reply(tuple(said), 0.0, not said, {})
+        replies = [await self._tool(call) for call in answer.tool_calls]
+        replies += [tool_message("error", complaint)] if complaint else []
+        return Reply(tuple(replies), 0.0, not replies, {})
 
     async def _tool(self, call: Any) -> Message:
         action = bound(self.tools, call)

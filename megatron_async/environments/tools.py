@@ -3,8 +3,8 @@
 Invariants
 - A tool is described to the policy by its types and its docstring; one that cannot be described is
   refused by name before anything starts.
-- Whatever is wrong with a call (no such tool, broken JSON, wrong arguments, an exception) is told
-  to the policy as the tool's answer; none ends an episode.
+- Whatever is wrong with a call (no such tool, broken JSON, wrong arguments, an exception) is
+  the tool's answer to the policy; none ends an episode.
 - What looks like a call and cannot be read stays in the text: no character of an answer vanishes.
 """
 
@@ -116,6 +116,6 @@ def bound(tools: Mapping[str, Tool], call: ToolCall) -> Callable[[], Any] | str:
 
 
 def tool_message(name: str, returned: Any) -> Message:
-    """What a tool has returned, as the message that the policy reads."""
+    """The message in which the policy reads what a tool has returned."""
     content = returned if isinstance(returned, str) else json.dumps(returned, default=str)
     return {"role": "tool", "name": name, "content": content}

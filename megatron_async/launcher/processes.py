@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_async.engines.nodes import MEETING_VARIABLE
+from megatron_async.engines.nodes import RENDEZVOUS_VARIABLE
 from megatron_async.errors import ComponentFailure, cause_in_log, how_ended
 from megatron_async.files.disk import writing
 from megatron_async.files.own_directory import own_directory
@@ -124,12 +124,12 @@ def torchrun(
     which it finds the agents of other machines (`launcher/session.py`). Without, its ranks meet by
     files: stores of torch would listen on every interface, to anybody.
     """
-    with own_directory() as meeting:
+    with own_directory() as place:
         if rendezvous is None:
-            environment = {**environment, MEETING_VARIABLE: str(meeting)}
+            environment = {**environment, RENDEZVOUS_VARIABLE: str(place)}
             rendezvous = (
                 *("--rdzv-backend=c10d", "--rdzv-id=run", "--local-addr=127.0.0.1"),
-                *(f"--rdzv-endpoint={meeting}/agent", "--rdzv-conf=store_type=file"),
+                *(f"--rdzv-endpoint={place}/agent", "--rdzv-conf=store_type=file"),
             )
         command = [
             *(sys.executable, "-m", "torch.distributed.run", *rendezvous),

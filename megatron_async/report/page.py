@@ -75,26 +75,11 @@ def report_page(runs: Sequence[RunData]) -> str:
 
 
 def _totals(runs: Sequence[RunData]) -> str:
-    def percent(value: float | None) -> str:
-        return "not measured" if value is None else f"{100 * value:.1f} %"
-
-    rows: list[tuple[str, Callable[[RunData], str]]] = [
-        ("steps", lambda r: str(r.summary.steps)),
-        ("held-out accuracy at the start", lambda r: percent(r.summary.accuracy_first)),
-        ("held-out accuracy at the end", lambda r: percent(r.summary.accuracy_last)),
-        ("generated tokens", lambda r: f"{r.summary.generated_tokens:,}"),
-        ("generation, tokens/s", lambda r: f"{r.summary.generation_tokens_per_second:,.0f}"),
-        ("training, tokens/s", lambda r: f"{r.summary.training_tokens_per_second:,.0f}"),
-        ("resumed trajectories", lambda r: percent(r.summary.resumed_share)),
-        ("lag, mean / largest", lambda r: f"{r.summary.lag_mean:.2f} / {r.summary.lag_max}"),
-        ("failed scores", lambda r: r.summary.failures),
-        ("warnings", lambda r: str(len(r.warnings))),
-    ]
+    names = [name for name, _ in runs[0].summary.facts()]
+    columns = [[*(text for _, text in run.summary.facts()), str(len(run.warnings))] for run in runs]
+    rows = zip([*names, "warnings"], *columns, strict=True)
     head = "".join(f"<th>{html.escape(run.name)}</th>" for run in runs)
-    body = "".join(
-        f"<tr><td>{name}</td>{''.join(f'<td>{html.escape(value(run))}</td>' for run in runs)}</tr>"
-        for name, value in rows
-    )
+    body = "".join(f"<tr><td>{'</td><td>'.join(map(html.escape, row))}</td></tr>" for row in rows)
     return f"<table><tr><th></th>{head}</tr>{body}</table>"
 
 

@@ -16,8 +16,6 @@ Invariants
 - An engine that fails costs no response before `_TRIES` failures of that response.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -113,7 +111,7 @@ class ResponseTokens:
 
 
 async def respond(
-    wanted: Wanted, prompt_ids: IntArray, name: str, engines: SharedEngines
+    wanted: Wanted, prompt_ids: IntArray, name: str, engines: "SharedEngines"
 ) -> ResponseTokens | None:
     """Generate a whole response, by as many requests as it takes; None: engines refuse the prompt.
 

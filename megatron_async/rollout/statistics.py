@@ -10,8 +10,6 @@ Invariants
   batch (without `overlap`) or from the beginning of a weight update until that update has ended.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -52,7 +50,7 @@ class RolloutCounts:
     faults: Counter[str] = field(default_factory=Counter)
     scheduler: Counter[str] = field(default_factory=Counter)
 
-    def since(self, before: RolloutCounts) -> RolloutCounts:
+    def since(self, before: "RolloutCounts") -> "RolloutCounts":
         """Return what was counted after `before`."""
         grown = {f.name: getattr(self, f.name) - getattr(before, f.name) for f in fields(self)}
         return RolloutCounts(**grown)

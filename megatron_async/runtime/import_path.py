@@ -62,7 +62,7 @@ def load_object(path: str, setting: str) -> Any:
 def described(error: BaseException, file: str = "") -> str:
     """An exception of the user's code in one line: what it is, and the file and line it is from.
 
-    `file`: the user's own, which is named rather than a library that it calls.
+    `file`: the user's own, which is named rather than a library that it calls, or that calls it.
     """
     name = type(error).__name__
     if isinstance(error, SyntaxError) and Path(error.filename or "").is_file():

@@ -69,7 +69,10 @@ def run_points(
         merged = dict(settings)
         for text in labels:
             merged = merge(merged, parse_override(text))
-        configs.append((labels, build_config(merged)))
+        try:
+            configs.append((labels, build_config(merged)))
+        except UserError as error:
+            raise UserError(": ".join([*labels, str(error)])) from error
     out: list[Point] = []
     failed: list[tuple[str, UserError | ComponentFailure]] = []
     for labels, config in configs:

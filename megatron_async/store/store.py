@@ -16,8 +16,6 @@ Invariants
   so that a stream that outlives its request cannot add to what its successor writes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json
@@ -81,7 +79,7 @@ class TrajectoryStore:
         step: int = 0,
         parent: int | None = None,
         position: int | None = None,
-    ) -> TrajectoryStore:
+    ) -> "TrajectoryStore":
         """Begin lineage `lineage` at policy number `step`, or go on with it if it is the newest.
 
         `path` is RUN/trajectories.sqlite; the database may be elsewhere (`place`). On a

@@ -8,8 +8,6 @@ Invariants
   its lineage, and readers keep the newest line of a step (`read_metrics`).
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -112,7 +110,7 @@ class MetricsWriter:
         finally:
             self._file.close()
 
-    def __enter__(self) -> MetricsWriter:
+    def __enter__(self) -> "MetricsWriter":
         return self
 
     def __exit__(self, *_: object) -> None:

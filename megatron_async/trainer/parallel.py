@@ -25,7 +25,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from megatron_async.config.model import ParallelConfig, TrainerConfig
-from megatron_async.engines.nodes import MEETING_VARIABLE
+from megatron_async.engines.nodes import RENDEZVOUS_VARIABLE
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.trainer.device import device_adapter, has_cuda, local_device
 
@@ -78,10 +78,10 @@ def start_process_group(
     timeout = collective_limit(trainer, held_up_seconds)
     backend = "cpu:gloo,cuda:nccl" if has_cuda() else "gloo"
     try:
-        if meeting := os.environ.get(MEETING_VARIABLE):
+        if folder := os.environ.get(RENDEZVOUS_VARIABLE):
             # One for each attempt: in that of dead ranks are their addresses.
             attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-            rank, store = int(os.environ["RANK"]), dist.FileStore(f"{meeting}/{attempt}")
+            rank, store = int(os.environ["RANK"]), dist.FileStore(f"{folder}/{attempt}")
             dist.init_process_group(
                 backend, store=store, rank=rank, world_size=world_size, timeout=timeout
             )

@@ -94,7 +94,7 @@ def test_a_default_that_is_set_at_a_resume_replaces_what_was_derived(file: Path)
     assert found.eval.prompts == config.eval.prompts
 
 
-def test_of_a_configuration_made_in_python_what_differs_from_the_defaults_was_set(
+def test_what_a_configuration_that_python_makes_sets_was_set(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "config.yaml"

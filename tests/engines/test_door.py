@@ -167,7 +167,7 @@ def test_a_report_of_another_form_is_refused(changes: dict[str, Any]) -> None:
         StreamDecoder().feed(report(**changes))
 
 
-def test_of_what_an_engine_says_a_sentence_is_kept() -> None:
+def test_of_an_engines_complaint_a_sentence_is_kept() -> None:
     for odd in (
         {"error": {"code": 400, "message": "no\n" * 10**6}},
         {"error": "no\n" * 10**6},

@@ -88,7 +88,6 @@ def resolved(configs: dict[str, RunConfig]) -> dict[str, dict[str, Any]]:
             Path(config.model.path),
             30_000,
             "cuda",
-            config.schedule.in_place,
             awaits_weights=True,
         )
         commands[name] = command[command.index("--model-path") :]
@@ -119,7 +118,7 @@ def test_the_engines_settings_arrive(
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "stream_interval": config.engines.stream_interval,
-        "disable_overlap_schedule": config.schedule.in_place,
+        "disable_overlap_schedule": False,
         "enable_memory_saver": config.engines.placement == "colocated",
         "max_total_tokens": None,
         "max_running_requests": config.engines.max_running_requests,

@@ -32,15 +32,15 @@ def conversation(family: str, **settings: Any) -> tuple[Conversation, Any, tuple
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@given(said=st.lists(TEXT, min_size=1, max_size=5), answers=st.lists(TEXT, min_size=5, max_size=5))
+@given(asked=st.lists(TEXT, min_size=1, max_size=5), answers=st.lists(TEXT, min_size=5, max_size=5))
 def test_turn_by_turn_is_the_whole_conversation(
-    family: str, said: list[str], answers: list[str]
+    family: str, asked: list[str], answers: list[str]
 ) -> None:
     """Where a template shows earlier turns as they were, pieces join to what it shows at once."""
     turns, tokenizer, stops = conversation(family)
-    messages = [{"role": "user", "content": said[0]}]
+    messages = [{"role": "user", "content": asked[0]}]
     tokens = turns.opening(messages).tolist()
-    for answer, observation in zip(answers, said[1:], strict=False):
+    for answer, observation in zip(answers, asked[1:], strict=False):
         tokens += [*tokenizer.encode(answer, add_special_tokens=False), stops[0]]
         new = [{"role": "user", "content": observation}]
         tokens += turns.next(new, ended=True).tolist()
@@ -80,8 +80,8 @@ def test_earlier_thinking_that_a_template_drops_stays_in_the_branch() -> None:
 
 @pytest.mark.parametrize("role", ["user", "tool"])
 @pytest.mark.parametrize("end", ["<|im_end|>", "<|endoftext|>", ""])
-@given(said=TEXT, answer=TEXT)
-def test_the_bridge_of_another_library_agrees(role: str, end: str, said: str, answer: str) -> None:
+@given(asked=TEXT, answer=TEXT)
+def test_the_bridge_of_another_library_agrees(role: str, end: str, asked: str, answer: str) -> None:
     """`renderers` has Qwen3's turns written by hand; it takes either end for the answer's."""
     renderers = pytest.importorskip("renderers")
     turns, tokenizer, stops = conversation("qwen3")
@@ -89,7 +89,7 @@ def test_the_bridge_of_another_library_agrees(role: str, end: str, said: str, an
     tokenizer.add_tokens([*marks, "<tool_response>", "</tool_response>"], special_tokens=False)
     opening = turns.opening([{"role": "user", "content": "2 + 3?"}]).tolist()
     written = tokenizer.encode(f"<think>\nhm\n</think>\n\n{answer}{end}")
-    new = [{"role": role, "content": said}]
+    new = [{"role": role, "content": asked}]
     qwen3 = importlib.import_module("renderers.qwen3").Qwen3Renderer(tokenizer)
     bridged = qwen3.bridge_to_next_turn(opening, written, new)
     if bridged is None:  # it renders anew after a user's turn, since the template drops thoughts
@@ -128,7 +128,7 @@ def test_a_template_that_cannot_show_tools_is_refused(family: str, goes_on: bool
         ("{{ messages[0].content }}", "leaves out an answer once others follow"),
         (
             "{% for m in messages if m.role != 'user' %}{{ m.content }}{% endfor %}",
-            "leaves out what a message of role 'user' says",
+            "leaves out a message of role 'user'",
         ),
         (
             "{% for m in messages %}{{ loop.length }}{{ m.content }}{% endfor %}",

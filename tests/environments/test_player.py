@@ -84,7 +84,7 @@ class AsTRLHasIt:
             word: The word.
 
         Returns:
-            What the game says.
+            The game's hint.
         """
         self.reward = 1.0
         return "right"
@@ -146,7 +146,7 @@ def calls_of(threads: ThreadPoolExecutor, cls: Any, text: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "replies"),
     [
         (qwen_call('{"name": "multiply", "arguments": {"a": 6, "b": 7}}'), ["42"]),
         (qwen_call('{"name": "divide", "arguments": {"a": 1, "b": 2}}'), ["0.5"]),
@@ -181,10 +181,10 @@ def calls_of(threads: ThreadPoolExecutor, cls: Any, text: str) -> Any:
     ],
 )
 def test_tools_answer_every_call(
-    threads: ThreadPoolExecutor, text: str, said: Sequence[str]
+    threads: ThreadPoolExecutor, text: str, replies: Sequence[str]
 ) -> None:
     reply = calls_of(threads, Calculator, text)
-    assert [message["content"] for message in reply.messages] == list(said)
+    assert [message["content"] for message in reply.messages] == list(replies)
     assert {message["role"] for message in reply.messages} == {"tool"}
     assert not reply.done
 

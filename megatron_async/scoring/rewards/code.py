@@ -141,7 +141,7 @@ def _texts(row: Mapping[str, Any], column: str) -> list[str]:
 
 
 def _running(tests: str) -> str:
-    """These tests. Raises ValueError where they only define things: any program would pass."""
+    """Return `tests`. Raises ValueError where they only define: any program would pass."""
     for statement in ast.parse(tests).body:
         if isinstance(statement, _DEFINITIONS) or _is_main(statement):
             continue

@@ -1,4 +1,4 @@
-"""A game of many turns: guess a number, told whether it is higher or lower."""
+"""A game of many turns: guess a number by hints of higher and lower."""
 
 import random
 
