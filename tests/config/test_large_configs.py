@@ -25,8 +25,6 @@ from megatron_async.models.layout import check_layout
 from megatron_async.models.shape import shape_from_config, shape_of
 from megatron_async.models.shards import LayerPlace
 from megatron_async.rollout.prompt_lengths import longest_tokens
-from megatron_async.simulate.build import simulate
-from megatron_async.models.shards import Place
 from megatron_async.simulate.hardware import gpu_of
 from megatron_async.simulate.planner import make_plan
 from megatron_async.simulate.sweep import read_settings
