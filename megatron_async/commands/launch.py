@@ -165,9 +165,7 @@ def launch_run(
     rollout_nodes = cluster.rollout_nodes(config)
     checked, shown = _check(config, cluster, rollout_nodes, dry_run=dry_run)
     config = checked.config
-    run = ["--resume", str(resume)] if resume else ["--config", str(config_file)]
-    back_to = [] if from_step is None else ["--from-step", str(from_step)]
-    train = shlex.join(["megatron-async", "train", *run, *back_to, *overrides])
+    train = _train_command(config_file, resume, from_step, overrides)
     on_one_node = f"{_ONE_NODE} {cluster.gpus_per_node} {train}"
     shared = config.engines.placement == "colocated"
     if shared and not dry_run:
@@ -194,20 +192,34 @@ def launch_run(
     if slurm and shutil.which("sbatch") is None:
         raise UserError("--slurm: there is no sbatch on this machine; --dry-run shows the script")
     job_file = directory.path / "job.sbatch"
-    what, places = "megatron-async launch", []
+    what = "megatron-async launch"
     # Not for longer than this: the job that is submitted takes the run at its start.
     with new_run(config, what) if resume is None else claimed(directory, what):
-        back = None if from_step is None else rollback_to(directory, from_step)
-        if resume is not None:
-            directory.prepare_resume(config)
-        if back is not None:
-            places = back.carry_out()
+        places = [] if resume is None else _prepare_resume(directory, config, from_step)
         if slurm:
             write_atomically(job_file, commands)
-    header = notices + "".join(f"# set aside: {place}\n" for place in places)
+    header = "".join(f"# set aside: {place}\n" for place in places) + notices
     if not slurm:
         return header + commands
     return f"{header}{_submit(job_file, places, from_step)}; logs in {directory.logs}"
+
+
+def _train_command(
+    config_file: Path | None, resume: Path | None, from_step: int | None, overrides: list[str]
+) -> str:
+    """The command that trains the same on one machine."""
+    run = ["--resume", str(resume)] if resume else ["--config", str(config_file)]
+    back_to = [] if from_step is None else ["--from-step", str(from_step)]
+    return shlex.join(["megatron-async", "train", *run, *back_to, *overrides])
+
+
+def _prepare_resume(
+    directory: RunDirectory, config: RunConfig, from_step: int | None
+) -> list[Path]:
+    """Let the run go on with `config`; return the checkpoints that were set aside."""
+    back = None if from_step is None else rollback_to(directory, from_step)
+    directory.prepare_resume(config)
+    return [] if back is None else back.carry_out()
 
 
 def _check(

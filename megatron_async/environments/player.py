@@ -1,4 +1,4 @@
-"""One environment object of the user's, played: every call of its methods goes through here.
+"""Plays an environment object of the user's: every call of its methods goes through here.
 
 Invariants
 - Calls of one object never overlap. `async def` runs in the loop, `def` in a thread.
@@ -32,7 +32,7 @@ Build = Callable[[], Any]
 
 
 def environment_builder(name: str, arguments: Mapping[str, Any]) -> Build:
-    """What makes one environment object. Raises UserError for a class that cannot be built so."""
+    """Return what makes environment objects. Raises UserError for a class not built like that."""
     found = load_object(name, "environment.name")
     if not callable(found):
         raise UserError(f"environment.name is {name!r}, which is no class or function")

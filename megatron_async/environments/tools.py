@@ -116,6 +116,6 @@ def bound(tools: Mapping[str, Tool], call: ToolCall) -> Callable[[], Any] | str:
 
 
 def tool_message(name: str, returned: Any) -> Message:
-    """What a tool has returned, as the message that the policy reads."""
+    """Make what a tool has returned the message that the policy reads."""
     content = returned if isinstance(returned, str) else json.dumps(returned, default=str)
     return {"role": "tool", "name": name, "content": content}

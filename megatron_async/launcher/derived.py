@@ -229,7 +229,7 @@ def check_engine_memory(config: RunConfig, machine: Machine) -> None:
 
 
 def _update_bytes(config: RunConfig) -> float:
-    """Of a weight update on an engine's GPU; 0: other ways, and models whose shape is not known."""
+    """Memory of a weight update on an engine's GPU; 0 where it takes none or is not known."""
     if config.weights.transport != "distributed":
         return 0.0
     try:

@@ -1,4 +1,4 @@
-"""What a run on GPUs takes, by arithmetic: checkpoints, room on disk, the time of a stop.
+"""Needs of a run on GPUs, by arithmetic: checkpoints, room on disk, the time of a stop.
 
 The job script has the time of a stop from here, and a start compares the room on disk.
 
@@ -8,8 +8,6 @@ way at the signal goes on during that step, and must have ended before the next 
 Invariants
 - Rates are settings (`checkpoint.write_gb_per_s`, `simulate`); nothing here is measured.
 """
-
-from __future__ import annotations
 
 import math
 import shutil
@@ -40,8 +38,8 @@ class Checkpoints:
     most: int
 
     @classmethod
-    def of(cls, config: RunConfig, shape: ModelShape) -> Checkpoints:
-        """Those that are kept, and the one that is being written. Raises UserError."""
+    def of(cls, config: RunConfig, shape: ModelShape) -> "Checkpoints":
+        """Figures of those that are kept and of the one being written. Raises UserError."""
         settings, size = config.checkpoint, checkpoint_bytes(shape)
         write = size / (settings.write_gb_per_s * _GB)
         if write > settings.timeout_seconds:

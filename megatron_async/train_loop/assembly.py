@@ -90,14 +90,19 @@ def train(
             health=HealthWatch(config.schedule.max_async_level, before),
         ).run()
         if complete and config.checkpoint.export_hf:
-            # A run that was extended by --resume exports anew.
-            rank_zero.run(lambda: shutil.rmtree(directory.hf_export, ignore_errors=True))
-            version = str(trainer.version)
-            save_hf(trainer.model, directory.hf_export, config.model.path, version=version)
+            _export(trainer, directory, config, rank_zero)
         if metrics is not None:
             metrics.report(trainer.step, json.dumps(asdict(summarise(directory)), indent=1))
         outcome = RunOutcome.COMPLETE if complete else RunOutcome.STOPPED
         rank_zero.run(lambda: directory.report_outcome(outcome))
+
+
+def _export(
+    trainer: PolicyTrainer, directory: RunDirectory, config: RunConfig, rank_zero: RankZero
+) -> None:
+    """Write the model as a Hugging Face directory; a run that --resume extended does it anew."""
+    rank_zero.run(lambda: shutil.rmtree(directory.hf_export, ignore_errors=True))
+    save_hf(trainer.model, directory.hf_export, config.model.path, version=str(trainer.version))
 
 
 def _resume_point(lineage: int, newest: Checkpoint | None) -> ResumePoint:

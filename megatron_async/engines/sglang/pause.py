@@ -7,8 +7,6 @@ takes longer than that. SGLang reads the batch for this and for messages alone, 
 when generation goes on.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 PAUSE = "sglang.srt.managers.scheduler.Scheduler.pause_generation"

@@ -82,7 +82,7 @@ class JsonPoster:
 
 
 async def _session(headers: Mapping[str, str]) -> AsyncGenerator[aiohttp.ClientSession]:
-    """One session, closed with the generator: at the latest by the end of the event loop."""
+    """Yield a session, closed with the generator: at the latest by the end of the event loop."""
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, headers=headers) as session:
         yield session
