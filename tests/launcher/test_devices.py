@@ -185,5 +185,5 @@ def test_ray_is_needed_only_where_it_is_used(
 
 def test_several_nodes_need_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"2 nodes are used .* megatron_async\[cluster\]"):
+    with pytest.raises(UserError, match=r"2 nodes are used .*megatron_async\[cluster\]"):
         check_ray(build_config({}), nodes=2)
