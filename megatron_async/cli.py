@@ -372,13 +372,19 @@ def simulate(
         str, Option(help="Schedules to compare: sync,copris,... or all; empty = the file's.")
     ] = "",
     plot: Annotated[Path | None, Option(help="Write a PNG with the figures.")] = None,
+    figures: Annotated[
+        bool, Option("--figures", help="Only what a run of the file takes: memory, disk, time.")
+    ] = False,
     wide: Wide = False,
 ) -> None:
     """Run the real scheduler on a virtual clock: throughput, idle shares, lag, recomputation."""
-    from megatron_async.commands.simulate import simulate_command
+    from megatron_async.commands.simulate import figures_command, simulate_command
 
     given = [*(overrides or []), *(setting or [])]
-    simulate_command(_need(config, "simulate"), given, sweep or [], presets, plot, wide)
+    if figures:
+        figures_command(_need(config, "simulate"), given)
+    else:
+        simulate_command(_need(config, "simulate"), given, sweep or [], presets, plot, wide)
 
 
 @app.command()

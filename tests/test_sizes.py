@@ -17,8 +17,9 @@ LONGER_FILES = {
     "megatron_async/scoring/sandbox/launcher.py": "runs alone, where no module of ours is found",
 }
 MOST_CODE_LINES_OF_A_FUNCTION = 60  # kernels are apart: one pass over their tiles is one function
-# Lower it when the count has fallen; raising it is a decision, with the reason in the commit.
-MOST_CODE_LINES = 33_059
+# It moves only by what an issue grants: 33,059 and 550 (one machine without Ray), 900 (70B files),
+# 3,100 (environments); lower it when the count has fallen.
+MOST_CODE_LINES = 37_609
 
 
 def test_comments_blank_lines_and_docstrings_are_no_code() -> None:

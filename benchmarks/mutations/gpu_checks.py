@@ -50,9 +50,9 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
             "if False:",
         ),
         (
-            "the overlap scheduler is on where weights change in place",
-            '*(["--disable-overlap-schedule"] if in_place else []),',
-            "",
+            "the overlap scheduler is off",
+            '        "--enable-metrics",\n',
+            '        "--enable-metrics",\n        "--disable-overlap-schedule",\n',
         ),
     ),
     *taken_back(

@@ -320,10 +320,10 @@ _DERIVED_SETTINGS: Final = (
         "megatron_async/commands/launch.py",
         (
             "a dry run does not show the layout",
-            "(*layout_lines(derived.config, machine), *derived",
-            "(*derived",
+            "[*figures(derived.config, machine), *derived",
+            "[*derived",
         ),
-        ("a dry run does not show what is derived", ", *derived.lines())", ")"),
+        ("a dry run does not show what is derived", ", *derived.lines()]", "]"),
     ),
     *taken_back(
         "1.5",

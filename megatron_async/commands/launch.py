@@ -28,14 +28,14 @@ from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.files.package_files import ROOT, script_environment
 from megatron_async.launcher import preflight
 from megatron_async.launcher.claim import claimed, new_run
-from megatron_async.launcher.derived import (
-    Machine,
-    check_engine_memory,
-    derive,
-    layout_lines,
+from megatron_async.launcher.derived import Machine, check_engine_memory, derive
+from megatron_async.launcher.devices import check_ranks, check_ray
+from megatron_async.launcher.figures import (
+    END_SECONDS,
+    checkpoints_with_room,
+    figures,
+    stop_seconds,
 )
-from megatron_async.launcher.devices import check_ranks
-from megatron_async.launcher.figures import END_SECONDS, checkpoints_with_room, stop_seconds
 from megatron_async.run_directory import RunDirectory, write_atomically
 
 _SUBMIT_SECONDS = 60.0
@@ -123,6 +123,7 @@ def check_nodes(config: RunConfig, gpus_per_node: int) -> None:
         raise UserError(
             "cluster is local, and launch starts a run on several nodes: set cluster auto or ray"
         )
+    check_ray(config, nodes=2)
     if not gpus_per_node:
         return
     real, shared = config.engines.kind == "sglang", config.engines.placement == "colocated"
@@ -163,9 +164,10 @@ def launch_run(
         config = load_config(config_file, overrides)
         directory = RunDirectory.of(config)
     rollout_nodes = cluster.rollout_nodes(config)
-    checked, shown = _check(config, cluster, rollout_nodes, dry_run=dry_run)
-    config = checked.config
-    train = _train_command(config_file, resume, from_step, overrides)
+    config, remarks, shown = _check(config, cluster, rollout_nodes, dry_run=dry_run)
+    run = ["--resume", str(resume)] if resume else ["--config", str(config_file)]
+    back_to = [] if from_step is None else ["--from-step", str(from_step)]
+    train = shlex.join(["megatron-async", "train", *run, *back_to, *overrides])
     on_one_node = f"{_ONE_NODE} {cluster.gpus_per_node} {train}"
     shared = config.engines.placement == "colocated"
     if shared and not dry_run:
@@ -173,15 +175,10 @@ def launch_run(
             "engines.placement is colocated, and launch gives engines nodes of their own; start "
             f"the run on its one node by `{train}`, under Slurm by `{on_one_node}`"
         )
-    notices = "".join(f"# note: {notice}\n" for notice in checked.notices)
+    notices = "".join(f"# note: {notice}\n" for notice in remarks)
     if resume is not None:
         notices += "".join(f"# changed: {change}\n" for change in differences(before, config))
-    checkpoints = checkpoints_with_room(config, directory)
-    stop = stop_seconds(config, checkpoints, on_gpus=cluster.gpus_per_node > 0)
-    if slurm:
-        commands = job_script(config, directory, cluster, rollout_nodes, stop)
-    else:
-        commands = by_hand(config, directory, rollout_nodes)
+    commands = _commands(config, directory, cluster, rollout_nodes, slurm=slurm)
     if dry_run:
         if from_step is not None:
             rollback_to(directory, from_step)
@@ -192,46 +189,43 @@ def launch_run(
     if slurm and shutil.which("sbatch") is None:
         raise UserError("--slurm: there is no sbatch on this machine; --dry-run shows the script")
     job_file = directory.path / "job.sbatch"
-    what = "megatron-async launch"
+    what, places = "megatron-async launch", []
     # Not for longer than this: the job that is submitted takes the run at its start.
     with new_run(config, what) if resume is None else claimed(directory, what):
-        places = [] if resume is None else _prepare_resume(directory, config, from_step)
+        back = None if from_step is None else rollback_to(directory, from_step)
+        if resume is not None:
+            directory.prepare_resume(config)
+        if back is not None:
+            places = back.carry_out()
         if slurm:
             write_atomically(job_file, commands)
-    header = "".join(f"# set aside: {place}\n" for place in places) + notices
+    header = notices + "".join(f"# set aside: {place}\n" for place in places)
     if not slurm:
         return header + commands
     return f"{header}{_submit(job_file, places, from_step)}; logs in {directory.logs}"
 
 
-def _train_command(
-    config_file: Path | None, resume: Path | None, from_step: int | None, overrides: list[str]
+def _commands(
+    config: RunConfig, directory: RunDirectory, cluster: Cluster, rollout_nodes: int, *, slurm: bool
 ) -> str:
-    """The command that trains the same on one machine."""
-    run = ["--resume", str(resume)] if resume else ["--config", str(config_file)]
-    back_to = [] if from_step is None else ["--from-step", str(from_step)]
-    return shlex.join(["megatron-async", "train", *run, *back_to, *overrides])
-
-
-def _prepare_resume(
-    directory: RunDirectory, config: RunConfig, from_step: int | None
-) -> list[Path]:
-    """Let the run go on with `config`; return the checkpoints that were set aside."""
-    back = None if from_step is None else rollback_to(directory, from_step)
-    directory.prepare_resume(config)
-    return [] if back is None else back.carry_out()
+    """The job script, or commands by node; the checkpoints have room on disk. Raises UserError."""
+    checkpoints = checkpoints_with_room(config, directory)
+    stop = stop_seconds(config, checkpoints, on_gpus=cluster.gpus_per_node > 0)
+    if slurm:
+        return job_script(config, directory, cluster, rollout_nodes, stop)
+    return by_hand(config, directory, rollout_nodes)
 
 
 def _check(
     config: RunConfig, cluster: Cluster, rollout_nodes: int, *, dry_run: bool
-) -> tuple[preflight.Checked, tuple[str, ...]]:
-    """Check the run on these nodes; return what is started, and lines about it.
+) -> tuple[RunConfig, tuple[str, ...], tuple[str, ...]]:
+    """Check the run on these nodes; return what is started, notices and lines about it.
 
     Raises UserError, or ComponentFailure; a dry run shows before it what needs config.json alone.
     """
     machine = Machine.of_nodes(config, cluster.gpus_per_node, rollout_nodes)
     derived = derive(for_hosts(config), machine)
-    shown = (*layout_lines(derived.config, machine), *derived.lines())
+    shown = [*figures(derived.config, machine), *derived.lines()] if dry_run else []
     try:
         checked = preflight.check_run(derived.config)
     except (UserError, ComponentFailure):
@@ -241,7 +235,7 @@ def _check(
     preflight.check_probe_tolerance(checked.config, "cuda" if cluster.gpus_per_node else "cpu")
     check_nodes(checked.config, cluster.gpus_per_node)
     check_engine_memory(checked.config, machine)
-    return checked, (*shown, *checked.summary.splitlines())
+    return checked.config, tuple(checked.notices), (*shown, *checked.summary.splitlines())
 
 
 def _submit(job_file: Path, set_aside: Sequence[Path], from_step: int | None) -> str:

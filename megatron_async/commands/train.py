@@ -18,9 +18,9 @@ from megatron_async.config import RunConfig
 from megatron_async.config.load import differences
 from megatron_async.errors import Terminated, UserError
 from megatron_async.launcher.claim import claimed, new_run
-from megatron_async.launcher.derived import Machine, check_engine_memory, derive, layout_lines
+from megatron_async.launcher.derived import Machine, check_engine_memory, derive
 from megatron_async.launcher.devices import DeviceSplit, split_of_this_machine
-from megatron_async.launcher.figures import checkpoints_with_room
+from megatron_async.launcher.figures import checkpoints_with_room, figures
 from megatron_async.launcher.preflight import (
     Checked,
     check_one_machine,
@@ -154,7 +154,7 @@ def show_layout(config: RunConfig) -> None:
     machine = Machine.here(config)
     derived = derive(config, machine)
     show(f"{config.name} on {machine.title}:")
-    for line in (*layout_lines(derived.config, machine), *derived.lines()):
+    for line in (*figures(derived.config, machine), *derived.lines()):
         show(f"  {line}")
     typer.echo("checks before a start:")
 

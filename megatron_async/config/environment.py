@@ -9,7 +9,7 @@ from megatron_async.runtime.import_path import is_import_path
 
 
 class EnvironmentConfig(Settings):
-    """An environment (docs/environments.md); without a name, every response is one turn."""
+    """An environment; without a name, every response is one turn."""
 
     name: str = ""
     """A class of yours (package.module:Class or file.py:Class); empty: none."""

@@ -184,7 +184,7 @@ class RunConfig(Settings):
     scoring: ScoringConfig = ScoringConfig()
     """Limits of scorers."""
     environment: EnvironmentConfig = EnvironmentConfig()
-    """What a policy plays against over many turns."""
+    """What a policy plays against over many turns; no run takes one yet."""
     sampling: SamplingConfig = SamplingConfig()
     """Sampling."""
     schedule: ScheduleConfig = ScheduleConfig()

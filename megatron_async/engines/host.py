@@ -44,7 +44,6 @@ class EngineHost:
         model_path: str,
         settings_json: str,
         log_path: str,
-        in_place: bool,
         chunk_tokens: int,
         shared_index: int | None = None,
         vocabulary: int | None = None,
@@ -69,7 +68,6 @@ class EngineHost:
             settings,
             Path(log_path),
             gpus=gpus,
-            in_place=in_place,
             awaits_weights=True,
         )
         self._relay: StreamRelay | None = None
@@ -217,7 +215,6 @@ class HostedEngines:
             str(self._config.model.path),
             self._settings.model_dump_json(),
             str((self._log_directory / f"engine{index}.log").resolve()),
-            self._config.schedule.in_place,
             self._config.store.chunk_tokens,
             index if shared else None,
             vocabulary_of(self._config.model.path),

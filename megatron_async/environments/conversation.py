@@ -75,7 +75,7 @@ class Conversation:
         return between
 
     def answer_text(self, token_ids: Sequence[int]) -> str:
-        """Decode what the policy has written, without the token that ended it."""
+        """Return what the policy has written as text, without the token that ended it."""
         ids = list(token_ids)
         if ids and ids[-1] in self._stop_token_ids:
             ids.pop()
@@ -100,7 +100,7 @@ class Conversation:
 
     @cached_property
     def _closing(self) -> IntArray:
-        """Return what the template puts behind an answer that ends a conversation."""
+        """The tokens that the template puts behind the last answer of a conversation."""
         text = self._text([_EARLIER, {"role": "assistant", "content": _ANSWER}], begin=False)
         return self._encode(text.partition(_ANSWER)[2])
 

@@ -1,4 +1,4 @@
-"""The protocol of a user's environment: what it gets and gives back, and what it may be.
+"""The interface of environments that users write, and the checks of what these return.
 
 A class has `reset(**row)`, which gives the opening (a text, messages, or None for the row's own
 prompt), and then either `step(answer) -> Step`, or no `step`: its public methods are then tools
@@ -41,7 +41,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer of the policy: what it wrote in one turn, counted from 0.
+    """An answer of the policy, in a turn counted from 0.
 
     `text`: without the token that ends it and, where a parser found calls, without those.
     `truncated`: it was cut off at `sampling.max_new_tokens`.

@@ -32,7 +32,7 @@ Build = Callable[[], Any]
 
 
 def environment_builder(name: str, arguments: Mapping[str, Any]) -> Build:
-    """Return what makes environment objects. Raises UserError for a class not built like that."""
+    """Return what builds one environment object; what cannot is a UserError."""
     found = load_object(name, "environment.name")
     if not callable(found):
         raise UserError(f"environment.name is {name!r}, which is no class or function")

@@ -116,6 +116,6 @@ def bound(tools: Mapping[str, Tool], call: ToolCall) -> Callable[[], Any] | str:
 
 
 def tool_message(name: str, returned: Any) -> Message:
-    """Make what a tool has returned the message that the policy reads."""
+    """The message in which the policy reads what a tool has returned."""
     content = returned if isinstance(returned, str) else json.dumps(returned, default=str)
     return {"role": "tool", "name": name, "content": content}

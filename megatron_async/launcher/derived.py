@@ -137,7 +137,7 @@ def _concurrency(config: RunConfig, machine: Machine) -> tuple[int | str, str]:
     if machine.device == "cpu":
         return default, "the default for CPU engines"
     try:
-        found = sufficient_concurrency(_modelled(config, machine))
+        found = sufficient_concurrency(modelled(config, machine))
     except UserError as error:
         return default, f"the default, as the model's shape is not known ({error})"
     if found is None:
@@ -229,7 +229,7 @@ def check_engine_memory(config: RunConfig, machine: Machine) -> None:
 
 
 def _update_bytes(config: RunConfig) -> float:
-    """Memory of a weight update on an engine's GPU; 0 where it takes none or is not known."""
+    """Bytes of an update on an engine's GPU; 0: other ways, and models of unknown shape."""
     if config.weights.transport != "distributed":
         return 0.0
     try:
@@ -259,18 +259,21 @@ def _memory_lines(config: RunConfig, machine: Machine, shape: ModelShape) -> lis
         recompute=config.trainer.recompute_activations,
     )
     weights = 2 * shape.parameters / config.engines.tensor
+    update = _update_bytes(config)
+    beside = f"a weight update {update / _GB:.1f} GB, " * (update > 0)
     tokens = kv_capacity_tokens(
         shape, machine.memory_bytes, config.simulate.engine_memory_share, config.engines.tensor, 0.0
     )
     return [
         f"memory of a trainer GPU, estimated: state {state / _GB:.1f} GB, activations "
-        f"{activations / _GB:.1f} GB, of {machine.memory_bytes / _GB:.0f} GB",
-        f"memory of an engine GPU, estimated: weights {weights / _GB:.1f} GB, a weight update "
-        f"{_update_bytes(config) / _GB:.1f} GB, KV of {max(0, tokens):,} tokens an engine",
+        f"{activations / _GB:.1f} GB, peak {(state + activations) / _GB:.1f} of "
+        f"{machine.memory_bytes / _GB:.0f} GB",
+        f"memory of an engine GPU, estimated: weights {weights / _GB:.1f} GB, {beside}KV of "
+        f"{max(0, tokens):,} tokens an engine",
     ]
 
 
-def _modelled(config: RunConfig, machine: Machine) -> RunConfig:
+def modelled(config: RunConfig, machine: Machine) -> RunConfig:
     """The configuration with the machine as the simulated GPU."""
     gpu = config.simulate.gpu
     changes: dict[str, Any] = {"memory_gb": machine.memory_bytes / _GB}

@@ -1,6 +1,8 @@
-"""Needs of a run on GPUs, by arithmetic: checkpoints, room on disk, the time of a stop.
+"""Arithmetic about a run on GPUs: memory, checkpoints, the time of a stop and of a step.
 
-The job script has the time of a stop from here, and a start compares the room on disk.
+`launch --dry-run`, `train --dry-run` and `doctor` show it (`figures`), the header of each shipped
+file is `simulate --figures` of it, the job script has the time of a stop from here, and a start
+compares the room on disk.
 
 A stop that Slurm asks for costs at most the step under way, and then a save. A save that was under
 way at the signal goes on during that step, and must have ended before the next one begins.
@@ -9,6 +11,8 @@ Invariants
 - Rates are settings (`checkpoint.write_gb_per_s`, `simulate`); nothing here is measured.
 """
 
+from __future__ import annotations
+
 import math
 import shutil
 from dataclasses import dataclass
@@ -16,9 +20,10 @@ from typing import Final
 
 from megatron_async.config import RunConfig
 from megatron_async.errors import UserError
-from megatron_async.launcher.derived import with_own_model
-from megatron_async.models.shape import ModelShape, shape_of
+from megatron_async.launcher.derived import Machine, layout_lines, modelled, with_own_model
+from megatron_async.models.shape import BF16, ModelShape, shape_of
 from megatron_async.run_directory import RunDirectory
+from megatron_async.simulate.build import simulate, trainer_costs
 from megatron_async.simulate.memory import checkpoint_bytes
 from megatron_async.simulate.planner import training_seconds
 
@@ -27,6 +32,7 @@ END_SECONDS: Final = 90
 # On a CPU, where no step is estimated, and of small models.
 _LEAST_STOP_SECONDS: Final = 90
 _GB: Final = 1e9
+_STEPS: Final = 1000
 
 
 @dataclass(frozen=True)
@@ -38,8 +44,8 @@ class Checkpoints:
     most: int
 
     @classmethod
-    def of(cls, config: RunConfig, shape: ModelShape) -> "Checkpoints":
-        """Figures of those that are kept and of the one being written. Raises UserError."""
+    def of(cls, config: RunConfig, shape: ModelShape) -> Checkpoints:
+        """Bytes of the checkpoints that are kept and of one being written. Raises UserError."""
         settings, size = config.checkpoint, checkpoint_bytes(shape)
         write = size / (settings.write_gb_per_s * _GB)
         if write > settings.timeout_seconds:
@@ -64,6 +70,48 @@ class Checkpoints:
                 f"and there is room for {room / _GB:,.1f} GB: lower checkpoint.keep, or set root "
                 "to another file system"
             )
+
+
+def figures(config: RunConfig, machine: Machine) -> list[str]:
+    """Layout, memory, and on GPUs storage and times, in lines for a person."""
+    lines = layout_lines(config, machine)
+    if machine.device == "cpu":
+        return lines
+    colocated = config.engines.placement == "colocated"
+    placement = {"placement": config.engines.placement, "offload": colocated}
+    simulated = config.simulate.model_copy(update=placement)
+    config = modelled(config.model_copy(update={"simulate": simulated}), machine)
+    try:
+        return [*lines, *_storage_and_times(config, shape_of(config))]
+    except UserError as error:
+        return [*lines, f"storage and times: not estimated ({error})"]
+
+
+def _storage_and_times(config: RunConfig, shape: ModelShape) -> list[str]:
+    checkpoints, layout = Checkpoints.of(config, shape), config.parallel
+    stop = stop_seconds(config, checkpoints, on_gpus=True)
+    # A node reads what its ranks hold once, from a file system that all nodes share.
+    held = min(1.0, layout.ranks / layout.nodes / (layout.tensor * layout.pipeline))
+    read = layout.nodes * held * BF16 * shape.parameters
+    rate = config.checkpoint.write_gb_per_s
+    gpus = layout.ranks
+    if config.engines.placement == "disaggregated":
+        gpus += config.engines.count * config.engines.tensor
+    found = simulate(config)
+    hours = _STEPS * found.step_seconds / 3600 * gpus
+    return [
+        f"checkpoint: {checkpoints.size / _GB:,.0f} GB, written in {checkpoints.write_seconds:.0f} "
+        f"s at {rate:g} GB/s (checkpoint.write_gb_per_s); up to {checkpoints.most} at once, "
+        f"{checkpoints.most * checkpoints.size / 1e12:.2f} TB of free space",
+        f"start: trainers read {read / _GB:,.0f} GB of weights, {read / _GB / rate:.0f} s at that "
+        "rate",
+        f"stop: up to {stop} s, and {END_SECONDS} s to end the job: Slurm signals "
+        f"{stop + END_SECONDS} s before its limit",
+        f"weight update: {trainer_costs(config).publish_seconds:.1f} s",
+        f"simulated: {found.step_seconds:.1f} s a step, {found.tokens_per_second:,.0f} trained "
+        f"tokens/s, idle {100 * found.gpu_idle:.0f} % of all GPUs, lag {found.lag_mean:.1f}; "
+        f"{_STEPS:,} steps take {hours:,.0f} GPU-hours",
+    ]
 
 
 def checkpoints_with_room(config: RunConfig, directory: RunDirectory) -> Checkpoints | None:

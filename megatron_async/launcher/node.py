@@ -28,6 +28,7 @@ from megatron_async.config import RunConfig
 from megatron_async.engines.nodes import free_port, node_address
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.files.disk import naming_disk_errors
+from megatron_async.files.package_files import check_code
 from megatron_async.launcher.claim import RunInUse, claimed
 from megatron_async.launcher.environment import ray_node_environment, trainer_environment
 from megatron_async.launcher.preflight import check_probe_tolerance, check_store
@@ -286,6 +287,7 @@ def main(arguments: list[str]) -> int:
     signal.signal(signal.SIGTERM, end)
     try:
         with naming_disk_errors():
+            check_code()
             node = Node(parsed)
             stop_file = node.session.stop_file
             signal.signal(signal.SIGUSR2, lambda number, _frame: stop_file.touch())

@@ -189,6 +189,11 @@ def check_run(config: RunConfig, *, generates: bool = True) -> Checked:
     from megatron_async.algorithms.own_loss import check_own_loss
     from megatron_async.telemetry.trackers.build import build_trackers
 
+    if config.environment.name and generates:
+        raise UserError(
+            f"environment.name is {config.environment.name!r}, and no run plays episodes of many "
+            "turns yet: leave it out"
+        )
     check_engines(config.engines)
     check_own_loss(config.algorithm)
     build_trackers(config.telemetry)

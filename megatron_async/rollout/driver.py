@@ -155,8 +155,7 @@ class RolloutDriver:
             self.add_engine(slot.client)
 
     def _forget(self, engine_id: str, warning: str, why: str) -> EngineSlot | None:
-        slot = self._slots.get(engine_id)
-        if slot is None:
+        if (slot := self._slots.get(engine_id)) is None:
             return None
         self.statistics.warned(warning, why)
         self.statistics.engine_lost(engine_id)
@@ -376,11 +375,13 @@ class RolloutDriver:
         self._feed(ev.RewardReady(trajectory_id, reward, regenerate))
 
     async def _fetch_prompts(self, count: int) -> None:
-        # One alone that reports less than another may be wrong, and refuses by itself if it is not.
+        # One alone that reports less than another may be wrong, and refuses by itself if it is not;
+        # one that reports nothing may take more than all others.
         limits = [slot.client.longest_tokens or 0 for slot in self._slots.values()]
-        self._longest = max([self._longest, *limits])
-        longest = self._longest or None
-        groups = await self._admission.take(min(count, _GROUPS_AT_A_TIME), longest)
+        if limits and all(limits):
+            self._longest = max(self._longest, *limits)
+        most = min(count, _GROUPS_AT_A_TIME)
+        groups = await self._admission.take(most, self._longest or None)
         self._feed(ev.PromptsAvailable(groups))  # which asks for more while slots are free
 
     async def _emit(self, action: ev.EmitBatch) -> None:

@@ -85,7 +85,6 @@ def trainer_costs(config: RunConfig) -> TrainerCosts:
         config.parallel,
         config.simulate,
         config.trainer.microbatch_tokens,
-        config.engines.tensor,
         config.optimizer.sharded,
     )
 

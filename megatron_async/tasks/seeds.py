@@ -63,11 +63,11 @@ class SeedProblems:
         raise UserError("task.filter_overlong leaves rows of files out; task.kind seeds has none")
 
     def summary(self) -> str:
-        """Name the rows."""
+        """A name for the rows."""
         return "seeds for an environment"
 
     def worked(self, count: int) -> list[tuple[Problem, str]]:
-        """Raise UserError: seeds have no worked answers."""
+        """Raise UserError: there are none."""
         raise UserError("task.kind seeds has no worked answers; set sft.data to a file of some")
 
     def _heldout(self, problem: Problem) -> bool:

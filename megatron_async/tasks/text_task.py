@@ -253,7 +253,7 @@ class TextTask:
                 bad.append(str(error))
 
     def _keys(self, row: Mapping[str, Any], messages: tuple[Message, ...]) -> set[int]:
-        """Keys of what a conversation asks; an environment's all open alike and have their seed."""
+        """Keys of what a conversation asks; all of an environment open alike: its seed counts."""
         if self._config.kind == "seeds":
             return {seed_problem(row["seed"]).key} if "seed" in row else set()
         return asked_keys(messages)

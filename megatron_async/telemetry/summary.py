@@ -71,8 +71,8 @@ def summarise(directory: RunDirectory) -> RunSummary:
 
     def weighted(name: str, weight: str = "train/trained_tokens") -> float:
         known = [line for line in train if name in line]
-        weights = sum(line[weight] for line in known)
-        return sum(line[name] * line[weight] for line in known) / weights if weights else 0.0
+        weights = [line.get(weight, 1.0) for line in known]
+        return fmean([line[name] for line in known], weights) if sum(weights) else 0.0
 
     rewards = [line["rollout/reward_mean"] for line in train if "rollout/reward_mean" in line]
     end = max(1, min(_MOST_AVERAGED, len(rewards) // 2))
@@ -85,7 +85,7 @@ def summarise(directory: RunDirectory) -> RunSummary:
         generated_tokens=int(total("rollout/tokens")),
         generation_tokens_per_second=total("rollout/tokens") / generating if generating else 0.0,
         training_tokens_per_second=total("train/tokens") / training if training else 0.0,
-        resumed_share=weighted("rollout/resumed_share"),
+        resumed_share=weighted("rollout/resumed_share", "rollout/trajectories"),
         lag_mean=weighted("rollout/lag_mean"),
         lag_max=int(max((line["rollout/lag_max"] for line in train), default=0)),
         ess=weighted(_ESS) if any(_ESS in line for line in train) else None,

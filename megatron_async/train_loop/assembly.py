@@ -100,9 +100,10 @@ def train(
 def _export(
     trainer: PolicyTrainer, directory: RunDirectory, config: RunConfig, rank_zero: RankZero
 ) -> None:
-    """Write the model as a Hugging Face directory; a run that --resume extended does it anew."""
+    """Export for Hugging Face; a run that was extended by --resume exports anew."""
     rank_zero.run(lambda: shutil.rmtree(directory.hf_export, ignore_errors=True))
-    save_hf(trainer.model, directory.hf_export, config.model.path, version=str(trainer.version))
+    version = str(trainer.version)
+    save_hf(trainer.model, directory.hf_export, config.model.path, version=version)
 
 
 def _resume_point(lineage: int, newest: Checkpoint | None) -> ResumePoint:

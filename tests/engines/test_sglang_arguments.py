@@ -8,6 +8,7 @@ what a server hands to the processes that it spawns).
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,11 +25,12 @@ from megatron_async.simulate.memory import update_bytes
 
 ROOT = Path(__file__).parents[2]
 DATA = Path(__file__).parents[1] / "data"
-# A file that others name as their base sets no layout of its own; SmolLM2's is for a laptop.
+# A file that others name as their base sets no layout of its own; SmolLM2's is for a laptop, and
+# one is for GPUs of 141 GB.
 CONFIGS = sorted(
     path.stem
     for path in (ROOT / "configs").glob("*.yaml")
-    if not path.stem.endswith("_base") and path.stem != "smollm2"
+    if not path.stem.endswith("_base") and path.stem not in ("smollm2", "qwen2.5-32b-2nodes")
 )
 # What a process of CUDA, NCCL and kernels takes beside SGLang's share; SGLang counts what is left.
 CONTEXT_BYTES = 1.5e9
@@ -52,7 +54,8 @@ def config_json(name: str) -> dict[str, Any]:
     if name.startswith("rapid"):
         raw = json.loads((DATA / "qwen2.5-7b.config.json").read_text())
         return {**raw, **QWEN_HALF_BILLION}
-    shape = "qwen2.5-7b" if name.startswith("colocated") else name.replace("llama3.3", "llama-3.3")
+    shape = re.sub(r"-\d+nodes$", "", name.replace("llama3.3", "llama-3.3"))
+    shape = "qwen2.5-7b" if name.startswith("colocated") else shape
     found: dict[str, Any] = json.loads((DATA / f"{shape}.config.json").read_text())
     return found
 
@@ -88,7 +91,6 @@ def resolved(configs: dict[str, RunConfig]) -> dict[str, dict[str, Any]]:
             Path(config.model.path),
             30_000,
             "cuda",
-            config.schedule.in_place,
             awaits_weights=True,
         )
         commands[name] = command[command.index("--model-path") :]
@@ -119,7 +121,7 @@ def test_the_engines_settings_arrive(
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "stream_interval": config.engines.stream_interval,
-        "disable_overlap_schedule": config.schedule.in_place,
+        "disable_overlap_schedule": False,
         "enable_memory_saver": config.engines.placement == "colocated",
         "max_total_tokens": None,
         "max_running_requests": config.engines.max_running_requests,

@@ -28,7 +28,7 @@ def test_an_engine_outlives_a_pause_that_is_longer_than_its_watchdog(tmp_path: P
     settings = SETTINGS.model_copy(
         update={"extra_args": ["--watchdog-timeout", str(WATCHDOG_SECONDS)]}
     )
-    server = SGLangProcess(model, settings, tmp_path / "engine.log", in_place=True)
+    server = SGLangProcess(model, settings, tmp_path / "engine.log")
 
     async def pause_in_the_middle() -> int:
         client = await SGLangClient.connect("engine", server.url, settings)

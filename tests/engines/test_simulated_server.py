@@ -229,7 +229,7 @@ def test_streams_through_the_engines_host_are_those_of_the_server(
     process, model = server
 
     async def relayed() -> list[list[TokenChunk]]:
-        host = EngineHost("e", str(model), SETTINGS.model_dump_json(), str(model / "log"), False, 8)
+        host = EngineHost("e", str(model), SETTINGS.model_dump_json(), str(model / "log"), 8)
         await host.serve(process.url)
         placed: Any = Here(host)
         there = await SGLangClient.connect("e", process.url, SETTINGS)

@@ -1,4 +1,4 @@
-"""The examples' games and conversations to imitate are what their environments would show."""
+"""Two environments' games and conversations to imitate are what their environments would show."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from megatron_async.config.data import FileConfig
 from megatron_async.environments.conversation import Conversation
 from megatron_async.environments.player import environment_builder
 from megatron_async.environments.tools import described, tools_of
+from megatron_async.errors import UserError
+from megatron_async.launcher.preflight import check_run
 from megatron_async.tasks.build import build_task
 from megatron_async.tasks.text_task import load_tokenizer, stop_tokens
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parent
 
 
 @pytest.mark.parametrize(
@@ -55,3 +57,9 @@ def test_what_is_imitated_is_a_conversation(tmp_path: Path, example: str, data: 
     assert 40 <= len(examples) < 60, "some are held out"
     for worked in examples:
         assert (*worked.prompt_ids.tolist(), *worked.response_ids.tolist()) in branches
+
+
+def test_no_run_takes_an_environment_yet() -> None:
+    config = load_config(EXAMPLES / "guessing_game" / "config.yaml", [])
+    with pytest.raises(UserError, match="no run plays episodes of many turns yet"):
+        check_run(config)

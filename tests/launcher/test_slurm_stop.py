@@ -1,7 +1,7 @@
 """The time that train.sbatch gives a stop, on a Slurm cluster of virtual nodes.
 
 Stand-ins for both roles: trainers whose save takes seconds after the signal, and a rollout side
-that ends with its session.
+that ends after it, or with its session.
 """
 
 from __future__ import annotations
@@ -33,10 +33,14 @@ ROLE = f"""#!/usr/bin/env bash
 role=$3 run=$4 session=${{10}}
 control="$run/launch/$session"
 touch "$control/$role.up"
-wait_for() {{ until [ -e "$control/$1" ]; do sleep 0.1; done; }}
-if [ "$role" = rollout ]; then wait_for closed; exit 75; fi
-wait_for stop
-sleep {SAVE_SECONDS}
+until_there() {{ until [ -e "$1" ] || [ -e "$2" ]; do sleep 0.1; done; }}
+if [ "$role" = rollout ]; then until_there "$run/saved" "$control/closed"; exit 75; fi
+until_there "$control/stop" "$control/stop"
+end=$((SECONDS + {SAVE_SECONDS}))
+while [ $SECONDS -lt $end ]; do
+  [ -e "$control/closed" ] && exit 75
+  sleep 0.1
+done
 touch "$run/saved"
 exit 75
 """

@@ -82,17 +82,13 @@ def server_command(
     model_path: Path,
     port: int,
     device: str,
-    in_place: bool = False,
     awaits_weights: bool = False,
 ) -> list[str]:
     """The command line of one server.
 
-    Token ids go in and come out, so SGLang's tokenizer and detokenizer are off. `in_place`: weights
-    change under running requests that keep their KV cache. The overlap scheduler is off then: with
-    it the last token of the old weights is reported under the new version. (A retracted request's
-    spans, and aborts, are exact either way.) `awaits_weights`: it serves nothing before an update
-    has replaced all weights, so on a GPU none are read from the model's files. In half precision
-    the head's logits stay in float32, as the trainer's do.
+    Token ids go in and come out, so SGLang's tokenizer and detokenizer are off. `awaits_weights`:
+    it serves nothing before an update has replaced all weights, so on a GPU none are read from the
+    model's files. In half precision the head's logits stay in float32, as the trainer's do.
     """
     dtype = resolve_dtype(settings, device)
     command = [
@@ -110,7 +106,6 @@ def server_command(
         *("--stream-interval", str(settings.stream_interval)),
         "--incremental-streaming-output",
         "--skip-tokenizer-init",
-        *(["--disable-overlap-schedule"] if in_place else []),
         "--enable-metrics",
         *("--log-level", "info"),
         *("--log-level-http", "warning"),
@@ -216,14 +211,13 @@ def simulated_command(settings: EngineConfig, model_path: Path, port: int) -> li
 class SGLangProcess:
     """An SGLang server: start, url, alive, stop. Not thread-safe; blocking.
 
-    `in_place`, `awaits_weights`: see `server_command`.
+    `awaits_weights`: see `server_command`.
     """
 
     model_path: Path
     settings: EngineConfig
     log_path: Path
     gpus: Sequence[str] | None = None
-    in_place: bool = False
     awaits_weights: bool = False
     _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
     _lifeline: int | None = field(default=None, init=False)
@@ -307,7 +301,7 @@ class SGLangProcess:
             command = simulated_command(self.settings, self.model_path, port)
         else:
             command = server_command(
-                self.settings, self.model_path, port, device, self.in_place, self.awaits_weights
+                self.settings, self.model_path, port, device, self.awaits_weights
             )
         read_end, write_end = os.pipe()
         environment[LIFELINE_VARIABLE] = str(read_end)

@@ -13,7 +13,7 @@ the work; a forked one has it already):
 - Of broadcast weights, the next bucket is received while one is loaded (weight_updater.py).
 - No request reuses a prompt prefix that older weights have computed (prefix.py).
 - Requests that verify the engine go before those that wait (queue.py).
-- A pause is no hang to SGLang's watchdog (pause.py).
+- Weights change in place beside SGLang's overlap scheduler and its watchdog (in_flight.py).
 - A lifeline: the server ends itself at once, with all its processes, as soon as whoever started it
   is gone or lets go. (To SIGTERM alone SGLang listens every five seconds.)
 - A quicker start, and aborts that can be repeated (hooks.py).
@@ -69,7 +69,7 @@ def install() -> None:
         attention.register(CPU_ATTENTION_BACKEND)
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from megatron_async.engines.sglang import hooks, pause, prefix, queue, sampling
+    from megatron_async.engines.sglang import hooks, in_flight, prefix, queue, sampling
     from megatron_async.engines.sglang import weight_updater as updater
 
     if HookRegistry._hooks.get(_ACCEPT):
@@ -86,7 +86,8 @@ def install() -> None:
             (prefix.QUEUE, prefix.before_queue, "BEFORE", "old prefixes are reused"),
             (queue.QUEUE, queue.after_queue, "AFTER", "checks of engines wait for others"),
             (prefix.CHANGE, prefix.after_change, "AFTER", "old prefixes are reused"),
-            (pause.PAUSE, pause.after_pause, "AFTER", "long pauses would end engines"),
+            (in_flight.PAUSE, in_flight.after_pause, "AFTER", "long pauses would end engines"),
+            (in_flight.CHANGE, in_flight.around_change, "AROUND", "versions are off by a token"),
         ]
     )
 

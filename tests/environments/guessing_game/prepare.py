@@ -1,4 +1,4 @@
-"""Make a small model and games to imitate: `python examples/guessing_game/prepare.py OUT`.
+"""Make a small model and games to imitate: `prepare.py OUT`.
 
 In half of the games the player minds all hints and guesses about the middle of what is
 left, in the others it guesses anything. Imitation makes a model do both; RL finds out which wins.
