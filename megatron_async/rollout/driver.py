@@ -155,8 +155,7 @@ class RolloutDriver:
             self.add_engine(slot.client)
 
     def _forget(self, engine_id: str, warning: str, why: str) -> EngineSlot | None:
-        slot = self._slots.get(engine_id)
-        if slot is None:
+        if (slot := self._slots.get(engine_id)) is None:
             return None
         self.statistics.warned(warning, why)
         self.statistics.engine_lost(engine_id)
@@ -381,8 +380,8 @@ class RolloutDriver:
         limits = [slot.client.longest_tokens or 0 for slot in self._slots.values()]
         if limits and all(limits):
             self._longest = max(self._longest, *limits)
-        longest = self._longest or None
-        groups = await self._admission.take(min(count, _GROUPS_AT_A_TIME), longest)
+        most = min(count, _GROUPS_AT_A_TIME)
+        groups = await self._admission.take(most, self._longest or None)
         self._feed(ev.PromptsAvailable(groups))  # which asks for more while slots are free
 
     async def _emit(self, action: ev.EmitBatch) -> None:
