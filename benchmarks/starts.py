@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -132,9 +133,10 @@ def start(root: Path, name: str, settings: list[str]) -> Start:
             seen.append((time.time(), dict(uses(family))))
             time.sleep(_LOOK_SECONDS)
     finally:
-        everyone = [family, *family.children(recursive=True)]
+        everyone = [family, *(family.children(recursive=True) if process.poll() is None else ())]
         for member in everyone:
-            member.send_signal(signal.SIGKILL)
+            with suppress(psutil.NoSuchProcess):
+                member.send_signal(signal.SIGKILL)
         process.wait()
         psutil.wait_procs(everyone, timeout=20)
     latest: dict[int, Use] = {}  # what has ended meanwhile has used its time too

@@ -1,4 +1,4 @@
-"""Environments: what a policy plays against over many turns (docs/environments.md).
+"""Environments: what a policy plays against over many turns; no run takes one yet.
 
 A user's class imports `Answer` and `Step` from here and nothing else.
 
