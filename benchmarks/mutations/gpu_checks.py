@@ -111,18 +111,18 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
         ),
     ),
     *taken_back(
-        "2 fake-GPU Ray placement:",
-        apart("launcher/test_ray_placement.py", keyword="share_no_gpu and llama3"),
-        "megatron_async/engines/actor.py",
+        "2 fake-GPU placement:",
+        apart("launcher/test_gpu_placement.py", keyword="share_no_gpu and llama3"),
+        "megatron_async/engines/host.py",
         (
-            "Ray gives an engine one GPU for all its tensor ranks",
-            "num_gpus=self._settings.tensor if on_gpu and not shared else 0,",
-            "num_gpus=1 if on_gpu and not shared else 0,",
+            "a place gives an engine one GPU for all its tensor ranks",
+            "gpus=self._settings.tensor if on_gpu and not shared else 0,",
+            "gpus=1 if on_gpu and not shared else 0,",
         ),
     ),
     *taken_back(
-        "2 fake-GPU Ray placement:",
-        apart("launcher/test_ray_placement.py", keyword="unless_they_are_meant_to"),
+        "2 fake-GPU placement:",
+        apart("launcher/test_gpu_placement.py", keyword="unless_they_are_meant_to"),
         f"{_LAUNCHER}/devices.py",
         (
             "trainers and engines both begin with the first GPU",

@@ -1,7 +1,5 @@
 """Output of `megatron-async simulate`, `fit-lengths` and `plan`."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`megatron-async train`: check the settings, make or find the run, and run it to its end."""
 
-from __future__ import annotations
-
 import shlex
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -9,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 import typer
 
@@ -35,6 +34,8 @@ from megatron_async.launcher.supervisor import Supervisor
 from megatron_async.run_directory import RunDirectory, RunOutcome
 from megatron_async.telemetry.metrics import read_metrics
 
+_PASSED: Final = "all checks have passed, also of the reward; nothing was started"
+
 
 def start_run(config: RunConfig, what: str) -> RunDirectory:
     """A new run of `config` to its end; `what` started it. Raises UserError or ComponentFailure."""
@@ -56,6 +57,7 @@ def dry_run(config: RunConfig) -> None:
     show_notices(_checked(config, directory)[0])
     if not directory.never_began():
         directory.check_free()
+    typer.echo(_PASSED)
 
 
 def resume_command(
@@ -81,9 +83,11 @@ def resume_command(
         for line in resume_lines(directory, before, checked.config, back):
             typer.echo(line)
         if dry:
+            typer.echo(_PASSED)
             return
         with _prepared(directory, checked.config, back):
-            _run(directory, checked.config, devices, overrides)
+            again = [] if from_step is None else [f"--from-step={from_step}"]
+            _run(directory, checked.config, devices, [*again, *overrides])
     show_closing(directory)
 
 
@@ -126,14 +130,14 @@ def _checked(config: RunConfig, directory: RunDirectory) -> tuple[Checked, Devic
 
 
 def _run(
-    directory: RunDirectory, config: RunConfig, devices: DeviceSplit, overrides: Sequence[str] = ()
+    directory: RunDirectory, config: RunConfig, devices: DeviceSplit, asked: Sequence[str] = ()
 ) -> None:
-    """`overrides`: of a resume, which lets the run have them once it has begun."""
+    """`asked`: what a resume has changed, which the run has once it has begun."""
     try:
         Supervisor(config, directory, devices).run()
     except (KeyboardInterrupt, Terminated):
         again = ["--resume", str(directory.path)]
-        again += overrides if directory.resume_file.exists() else ()
+        again += asked if directory.resume_file.exists() else ()
         typer.echo(f"go on with: megatron-async train {shlex.join(again)}", err=True)
         raise
 

@@ -1,7 +1,5 @@
 """Settings of tasks, sampling, engines, weight exchange and the trajectory store."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field
@@ -183,7 +181,7 @@ class WeightsConfig(Settings):
     """Where `disk` and `delta` publish; the engines' hosts must see it under the same name. Empty:
     `weights` in the run directory."""
     delta_full_every: int = Field(16, ge=1)
-    """`delta`: every so many versions one is read whole; 1 = all."""
+    """`delta`: versions from one that is read whole to the next; 1 = all."""
     bucket_mib: int = Field(512, ge=1)
     """Size of one bucket, MiB."""
     verify: Literal["every", "first", "never"] = "every"

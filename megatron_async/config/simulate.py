@@ -5,8 +5,6 @@ prints all of them. Public figures (peak rates, memory, links, model shapes) are
 `megatron_async/simulate/hardware.py` and `models/shape.py` and are chosen by name.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

@@ -4,8 +4,6 @@ In a clone they are `launch/` and `configs/` of the repository. A wheel carries 
 `megatron_async/_shipped` (setup.py), so that an installed package works from any directory.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import socket
@@ -38,7 +36,7 @@ def script_environment() -> dict[str, str]:
 
 
 def code_digest() -> str:
-    """Of every module of the package; `sha256sum` of a clone gives the same."""
+    """A digest of every module of the package, as `sha256sum` of a clone gives it."""
     files = sorted(_PACKAGE.rglob("*.py"), key=lambda file: os.fsencode(file))
     lines = [
         f"{hashlib.sha256(file.read_bytes()).hexdigest()}  "

@@ -11,8 +11,6 @@ Invariants
   was derived at its start, so that resuming it on another machine changes nothing.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable
@@ -51,7 +49,7 @@ class Machine:
     engine_nodes: int = 1
 
     @classmethod
-    def here(cls, config: RunConfig) -> Machine:
+    def here(cls, config: RunConfig) -> "Machine":
         """This one, as its engines would be started."""
         from megatron_async.engines.sglang.process import resolve_device
 
@@ -66,7 +64,7 @@ class Machine:
         return cls("cuda", _sheet_of(properties.name), float(properties.total_memory), cores)
 
     @classmethod
-    def of_nodes(cls, config: RunConfig, gpus_per_node: int, engine_nodes: int) -> Machine:
+    def of_nodes(cls, config: RunConfig, gpus_per_node: int, engine_nodes: int) -> "Machine":
         """Nodes elsewhere: their GPUs are taken to be `simulate.gpu`."""
         if not gpus_per_node:
             return cls("cpu", engine_nodes=engine_nodes)
@@ -231,7 +229,7 @@ def check_engine_memory(config: RunConfig, machine: Machine) -> None:
 
 
 def _update_bytes(config: RunConfig) -> float:
-    """Of a weight update on an engine's GPU; 0: other ways, and models whose shape is not known."""
+    """Bytes of an update on an engine's GPU; 0: other ways, and models of unknown shape."""
     if config.weights.transport != "distributed":
         return 0.0
     try:
@@ -242,7 +240,7 @@ def _update_bytes(config: RunConfig) -> float:
 
 
 def _shared(config: RunConfig) -> str:
-    """Where engines share the GPUs of trainer ranks: which."""
+    """Name the trainer ranks whose GPUs engines share, if they do."""
     if config.engines.placement != "colocated":
         return ""
     sharing = (trainer_ranks_of(e, config.engines.tensor) for e in range(config.engines.count))

@@ -1,4 +1,4 @@
-"""What a run on GPUs takes, by arithmetic: memory, checkpoints, the time of a stop and of a step.
+"""Arithmetic about a run on GPUs: memory, checkpoints, the time of a stop and of a step.
 
 `launch --dry-run`, `train --dry-run` and `doctor` show it (`figures`), the header of each shipped
 file is `simulate --figures` of it, the job script has the time of a stop from here, and a start
@@ -45,7 +45,7 @@ class Checkpoints:
 
     @classmethod
     def of(cls, config: RunConfig, shape: ModelShape) -> Checkpoints:
-        """Those that are kept, and the one that is being written. Raises UserError."""
+        """Bytes of the checkpoints that are kept and of one being written. Raises UserError."""
         settings, size = config.checkpoint, checkpoint_bytes(shape)
         write = size / (settings.write_gb_per_s * _GB)
         if write > settings.timeout_seconds:

@@ -10,8 +10,6 @@ Invariants
 - Spans of one lane follow each other or nest: each request, and each score, has its own lane.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

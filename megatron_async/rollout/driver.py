@@ -11,8 +11,6 @@ Invariants
   and engines that are given up.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -104,9 +102,8 @@ class RolloutDriver:
             self.background,
             self._feed,
         )
-        groups = config.scorers.of_groups
         self._scoring = Scoring(
-            store, prompts, scorers, self.statistics, groups, self._reward_ready
+            store, prompts, scorers, self.statistics, config.scorers.of_groups, self._reward_ready
         )
 
     # ------------------------------------------------------------ life
@@ -154,8 +151,7 @@ class RolloutDriver:
 
         Its trajectories go on elsewhere from their last stored token.
         """
-        slot = self._forget(engine_id, "engine_stale", why)
-        if slot is not None:
+        if (slot := self._forget(engine_id, "engine_stale", why)) is not None:
             self.add_engine(slot.client)
 
     def _forget(self, engine_id: str, warning: str, why: str) -> EngineSlot | None:

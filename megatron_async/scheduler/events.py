@@ -5,8 +5,6 @@ and compared byte for byte. They name trajectories, never hold their tokens. The
 here: the driver turns time limits into events, and the one time there is came with its event.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import msgspec

@@ -11,8 +11,6 @@ Invariants
   `finished_groups` those of them whose members all have their whole response, scored or not.
 """
 
-from __future__ import annotations
-
 from bisect import insort
 
 from megatron_async.config.schedule import ScheduleConfig

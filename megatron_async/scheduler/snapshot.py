@@ -10,8 +10,6 @@ Invariants
 - Only classes of the scheduler's own modules, and two enums, are ever made from a snapshot.
 """
 
-from __future__ import annotations
-
 import enum
 from collections import Counter
 from collections.abc import Callable, Iterable

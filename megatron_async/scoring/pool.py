@@ -9,8 +9,6 @@ Invariants
 - Asynchronous rewards go to one process for all of them, which starts when the first is due.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import time

@@ -5,8 +5,6 @@ of a data sheet, or in `CODE_CONSTANTS`; all of them are printed, and docs/simul
 assumed ones with their defaults (`tests/simulate/test_assumptions.py` compares).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

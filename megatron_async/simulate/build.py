@@ -7,8 +7,6 @@ and `engines.tensor`, `engines.max_running_requests`, `sampling.max_new_tokens`,
 cost model, or `simulate.kv_capacity_tokens`.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

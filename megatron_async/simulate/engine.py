@@ -19,8 +19,6 @@ Invariants
 - A token belongs to the version that the engine held when its decode step ended.
 """
 
-from __future__ import annotations
-
 import functools
 import heapq
 import math

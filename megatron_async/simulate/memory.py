@@ -6,8 +6,6 @@ per token and hidden unit with flash attention and sequence parallelism, 2 bytes
 when it is recomputed (Korthikanti et al., arXiv 2205.05198, section 4).
 """
 
-from __future__ import annotations
-
 from megatron_async.config.model import ParallelConfig
 from megatron_async.models.shape import BF16, ModelShape
 
@@ -43,7 +41,7 @@ def trainer_state_bytes(
 
 
 def checkpoint_bytes(shape: ModelShape) -> float:
-    """Of one checkpoint; Muon's is counted as Adam's here too."""
+    """Bytes of one checkpoint; Muon's is counted as Adam's here too."""
     return OPTIMIZER_BYTES * shape.parameters
 
 
@@ -68,7 +66,7 @@ def activation_bytes(
 
 
 def update_bytes(shape: ModelShape, bucket_bytes: int, stages: int) -> float:
-    """On an engine's GPU beside weights and KV cache, during a weight update from `stages` senders.
+    """Bytes on an engine's GPU beside weights and KV cache, in an update from `stages` senders.
 
     Two buckets are held (`weight_sync/receive_ahead.py`), of which one is the head where that is
     larger than a bucket. One sender alone sends the embedding first and the head last: both have

@@ -14,8 +14,6 @@ prompt and the mean number of tokens generated so far, E[L^2] / (2 E[L]) by rene
 as in `trainer_costs`. With overlap a step takes the longer of the two, else their sum.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -22,8 +22,6 @@ that a whole update has. Where engines are on the trainer's GPUs, every rank gat
 over NVLink. Engines and trainer wait meanwhile.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

@@ -16,8 +16,6 @@ Invariants
   starts and ends in no time.
 """
 
-from __future__ import annotations
-
 import gc
 import heapq
 import itertools
@@ -103,7 +101,7 @@ class Response(SimulatedRequest):
 
 
 class World:
-    """A simulated run; `run` until so many batches are trained."""
+    """A simulated run; `run` trains a number of batches."""
 
     def __init__(
         self,

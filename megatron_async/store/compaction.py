@@ -20,8 +20,6 @@ Invariants
 - What is in memory is forgotten after the removal is committed, never before.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sqlite3
@@ -272,7 +270,7 @@ class Compactor:
         return await self._beside(write, f"export {file} took no line")
 
     async def _beside(self, work: Callable[[], T], missed: str) -> T:
-        """On a thread of its own. Raises ComponentFailure, with what it `missed`, at the limit."""
+        """Work on a thread; at the limit raises ComponentFailure with what it `missed`."""
         try:
             async with asyncio.timeout(limit := self._writer.stall_seconds):
                 return await asyncio.to_thread(work)

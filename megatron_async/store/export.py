@@ -8,8 +8,6 @@ Invariants
 - A line that is not what compaction writes raises UserError naming the file and the line.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sqlite3

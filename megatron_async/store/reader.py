@@ -9,8 +9,6 @@ Invariants
   counts more chunks than that, it was damaged and is marked so (`complete` is false).
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import sqlite3
@@ -285,7 +283,7 @@ class TrajectorySummary:
     @classmethod
     def of(
         cls, t: Trajectory, tokens: int, versions: tuple[PolicyVersion, ...]
-    ) -> TrajectorySummary:
+    ) -> "TrajectorySummary":
         """The summary of a trajectory whose response has `tokens` by `versions`."""
         return cls(
             t.trajectory_id,

@@ -1,4 +1,4 @@
-"""In-memory record of each trajectory: its state, and its tokens while it is live.
+"""Record, in memory, of each trajectory: its state, and its tokens while it is live.
 
 Invariants
 - State changes only along the arrows of `ALLOWED` (docs/semantics.md section 2). `batched` is not
@@ -9,8 +9,6 @@ Invariants
   becomes partial).
 - `request` is the one that may append, and None in every state but `running`.
 """
-
-from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

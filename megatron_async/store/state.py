@@ -8,8 +8,6 @@ Invariants
   behind may not have the checkpoint's lineage; the new one then continues the newest that it has.
 """
 
-from __future__ import annotations
-
 import itertools
 import sqlite3
 from collections import Counter
@@ -80,6 +78,18 @@ class StoreState:
             for group in self.groups.values()
             if any(self.records[i].live for i in group.trajectory_ids)
         ]
+
+    def batch_members(self, group: GroupRecord) -> list[TrajectoryRecord]:
+        """Members that a batch takes: those not dropped, all scored and in no batch; else
+        ValueError."""
+        members = [self.records[i] for i in group.trajectory_ids]
+        for r in members:
+            if (r.live and r.state is not TrajectoryState.SCORED) or r.batched_step is not None:
+                raise ValueError(
+                    f"group {group.group_id} cannot be batched: trajectory "
+                    f"{r.row.trajectory_id} is {r.shown_state}"
+                )
+        return [r for r in members if r.live]
 
     def batch_at(self, step: int) -> BatchRow | None:
         """The batch of update `step` on the current lineage, dropped or not."""

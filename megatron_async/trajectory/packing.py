@@ -11,8 +11,6 @@ Invariants
   group are left out; any other without a reward is an error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np

@@ -10,8 +10,6 @@ Invariants
   appended; a restart drops them all.
 """
 
-from __future__ import annotations
-
 import enum
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -35,7 +33,7 @@ class PolicyVersion(NamedTuple):
         return f"{self.lineage}.{self.number}"
 
     @classmethod
-    def parse(cls, text: str) -> PolicyVersion:
+    def parse(cls, text: str) -> "PolicyVersion":
         """Inverse of `str`. Raises ValueError for anything but `lineage.number`."""
         lineage, dot, number = text.partition(".")
         if not dot:
@@ -80,7 +78,7 @@ class DropReason(enum.StrEnum):
     USER = "user"
 
     @classmethod
-    def _missing_(cls, value: object) -> DropReason | None:
+    def _missing_(cls, value: object) -> "DropReason | None":
         """Read `verifier`, as older exports and records of events have it, as `scorer`."""
         return cls.SCORER if value == "verifier" else None
 

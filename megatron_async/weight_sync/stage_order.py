@@ -12,8 +12,6 @@ Invariants
 `publisher.py` has that of a real trainer; a sender that is alone needs none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final

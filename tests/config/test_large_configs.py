@@ -20,10 +20,10 @@ from megatron_async.launcher import preflight
 from megatron_async.launcher.derived import Machine, derive
 from megatron_async.launcher.devices import DeviceSplit, split_devices
 from megatron_async.models.architecture import Architecture, ConfigReader
-from megatron_async.models.families import families, rules_of
+from megatron_async.models.families import families, read_architecture, rules_of
 from megatron_async.models.layout import check_layout
 from megatron_async.models.shape import shape_from_config, shape_of
-from megatron_async.models.shards import Place
+from megatron_async.models.shards import LayerPlace
 from megatron_async.rollout.prompt_lengths import longest_tokens
 from megatron_async.simulate.hardware import gpu_of
 from megatron_async.simulate.planner import make_plan
@@ -41,6 +41,7 @@ PUBLISHED = {
     "llama3.3-70b": ("llama-3.3-70b", 70_553_706_496, 16),
     "llama3.3-70b-8nodes": ("llama-3.3-70b", 70_553_706_496, 8),
     "qwen2.5-72b": ("qwen2.5-72b", 72_706_203_648, 16),
+    "qwen2.5-72b-32k": ("qwen2.5-72b", 72_706_203_648, 16),
     "qwen2.5-32b": ("qwen2.5-32b", 32_763_876_352, 4),
     "qwen2.5-32b-2nodes": ("qwen2.5-32b", 32_763_876_352, 2),
     "qwen2.5-7b": ("qwen2.5-7b", 7_615_616_512, 1),
@@ -72,7 +73,7 @@ def count(a: Architecture) -> Count:
     found = {False: 0, True: 0}
     for rule in rules_of(a):
         if rule.exported:
-            times = a.num_layers if rule.place is Place.LAYER else 1
+            times = a.num_layers if rule.place is LayerPlace.LAYER else 1
             times *= a.experts.num if rule.expert and a.experts else 1
             found[rule.expert] += times * sum(map(prod, rule.shapes))
     return Count(found[False], found[True])
@@ -230,7 +231,7 @@ def test_the_header_is_what_the_command_prints(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama3.3-70b", "qwen2.5-32b-2nodes"])
-def test_a_dry_run_shows_what_the_header_says(
+def test_a_dry_run_shows_the_figures_of_the_header(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """From config.json alone, and the GPUs that the file names."""
@@ -271,6 +272,25 @@ def test_every_shipped_layout_for_gpus_is_simulated() -> None:
     named = {path.stem for path in files if re.search("^name:", path.read_text(), re.M)}
     laptop = {"quickstart", "quickstart_ci", "smollm2"}
     assert named - laptop == {*PUBLISHED, *COLOCATED, *RAPID}
+
+
+def test_answers_of_the_whole_context_need_the_yarn_that_the_file_states(tmp_path: Path) -> None:
+    """Trainer and engines read it from the model's config.json alone."""
+    raw = json.loads((DATA / "qwen2.5-72b.config.json").read_text())
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(raw))
+    config = load_config(
+        ROOT / "configs" / "qwen2.5-72b-32k.yaml",
+        [f"model.path={tmp_path}", "engines.max_total_tokens=null"],
+    )
+    new = config.sampling.max_new_tokens
+    assert (longest_tokens(config) or 0) < new, "no prompt fits: the run is refused"
+    text = (ROOT / "configs" / "qwen2.5-72b-32k.yaml").read_text()
+    [scaling] = re.findall(r'^#   "rope_scaling": (\{.*\})$', text, re.M)
+    file.write_text(json.dumps({**raw, "rope_scaling": json.loads(scaling)}))
+    assert longest_tokens(config) == 65536 - 6
+    assert read_architecture(tmp_path).rope.kind == "yarn"
+    assert config.trainer.microbatch_tokens > new
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

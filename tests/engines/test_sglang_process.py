@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from megatron_async.config.rollout import EngineConfig
-from megatron_async.engines.actor import EngineHost
+from megatron_async.engines.host import EngineHost
 from megatron_async.engines.sglang import process as sglang_process
 from megatron_async.engines.sglang.process import (
     SGLangProcess,
@@ -25,16 +25,17 @@ from megatron_async.engines.sglang.process import (
     server_environment,
     simulated_command,
 )
-from megatron_async.engines.sglang.server import KEY_VARIABLE, LIFELINE_VARIABLE, take_key
+from megatron_async.engines.sglang.server import KEY_VARIABLE, take_key
 from megatron_async.errors import ComponentFailure
+from megatron_async.places.lifeline import LIFELINE_VARIABLE
 
 # Answers /health, has a child, holds the lifeline as the real server does.
 _SERVER = """
 import http.server, subprocess, sys
-from megatron_async.engines.sglang import server as sglang_server
+from megatron_async.places.lifeline import hold_lifeline
 child = subprocess.Popen(["sleep", "600"])
 print("child", child.pid, flush=True)
-sglang_server.hold_lifeline()
+hold_lifeline()
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200); self.send_header("Content-Length", "0"); self.end_headers()

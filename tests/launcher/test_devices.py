@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -156,26 +154,3 @@ def test_a_trainer_with_fewer_gpus_than_ranks_is_refused_whatever_the_engines_us
     with pytest.raises(UserError, match=refusal):
         cli.sft(wanted, config_file, config_file.parent / "tuned")
     assert not (config_file.parent / "runs").exists()
-
-
-@pytest.mark.slow
-def test_ray_hands_out_the_engines_gpus_and_no_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import ray
-
-    from megatron_async.launcher.rollout_side import start_ray
-
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    start_ray(tmp_path / "ray-token", gpus="2,3")
-    try:
-
-        @ray.remote(num_gpus=1)
-        def gpu() -> str:
-            time.sleep(1.0)  # so that the two calls are there at once
-            return os.environ["CUDA_VISIBLE_DEVICES"]
-
-        assert sorted(ray.get([gpu.remote(), gpu.remote()], timeout=60)) == ["2", "3"]
-        assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1,2,3", "the trainers' process has its own"
-    finally:
-        ray.shutdown()

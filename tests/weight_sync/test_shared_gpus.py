@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_async.config import build_config
-from megatron_async.engines.actor import EngineHost
+from megatron_async.engines.host import EngineHost
 from megatron_async.errors import ComponentFailure, UserError
 from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.gpu_sharing import (

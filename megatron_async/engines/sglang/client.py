@@ -14,8 +14,6 @@ Invariants
   gone is noticed by TCP.
 """
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import itertools
@@ -51,7 +49,7 @@ from megatron_async.engines.sglang.stream_connection import (
     KEEP_ALIVE_SECONDS,
     StreamConnections,
 )
-from megatron_async.errors import ComponentFailure
+from megatron_async.errors import ComponentFailure, one_line
 from megatron_async.runtime.time_limits import AwakeTimeout
 from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.http import json_object
@@ -310,7 +308,7 @@ class SGLangClient:
         try:
             yield
         except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
-            raise self._failure(f"its {what} cannot be: {error!r}") from error
+            raise self._failure(f"its {what} cannot be: {one_line(error)}") from error
 
     async def _get_json(self, path: str) -> dict[str, Any]:
         return json_object(await self._request("GET", path, None, self._control_seconds))
@@ -361,7 +359,7 @@ def _counter(metrics: bytes, name: bytes) -> float:
 
 
 def _check_own_limits(error: BaseException) -> None:
-    """Raises ComponentFailure when this process could not even ask: that is no engine's fault."""
+    """Raise ComponentFailure where this process could not even ask, which is no engine's fault."""
     if getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE):
         raise ComponentFailure(
             f"the client of an engine cannot open more connections ({error}): raise the limit of "

@@ -15,18 +15,19 @@ Invariants
   repeated with another.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -37,10 +38,12 @@ from megatron_async.engines.sglang.server import (
     CPU_ATTENTION_BACKEND,
     CPU_VARIABLE,
     KEY_VARIABLE,
-    LIFELINE_VARIABLE,
 )
 from megatron_async.errors import ComponentFailure, ProcessKilled, cause_in_log
 from megatron_async.files.disk import writing
+from megatron_async.files.own_directory import own_directory
+from megatron_async.models.architecture import read_config_json, yarn_context
+from megatron_async.places.lifeline import LIFELINE_VARIABLE
 from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.http import EngineAddress, EngineCallError, call
 
@@ -50,6 +53,7 @@ _HEALTH_SECONDS = 2.0
 _TERMINATE_SECONDS = 3.0
 _KILL_SECONDS = 10.0
 _LOG_TAIL_CHARACTERS = 1500
+_SEVERAL_GROUPS = re.compile("--(dp|data-parallel|nnodes|dist-init)")
 _PORT_TAKEN = "address already in use"
 # What a fresh server reports to hold: no version of any run, until the first update has verified.
 NO_VERSION = PolicyVersion(-1, 0)
@@ -120,17 +124,27 @@ def server_command(
         command += ["--context-length", str(settings.context_length)]
     if settings.placement == "colocated" and device == "cuda":
         command += ["--enable-memory-saver"]
+    if override := _override(settings, model_path):
+        command += ["--json-model-override-args", json.dumps(override)]
+    if settings.quantization == "fp8" or (awaits_weights and device == "cuda"):
+        command += ["--load-format", "dummy"]
+    return [*command, *settings.extra_args]
+
+
+def _override(settings: EngineConfig, model_path: Path) -> dict[str, Any]:
+    """Settings of the model that SGLang takes instead of those in its config.json."""
+    override: dict[str, Any] = {}
+    if (model_path / "config.json").is_file():
+        context = yarn_context(read_config_json(model_path))
+        override |= {"max_position_embeddings": context} if context else {}
     if settings.quantization == "fp8":
         # Imported here: whoever only starts servers need not import torch.
         from megatron_async.models.families import read_architecture
         from megatron_async.weight_sync.quantise import quantization_config
 
         # The directory has no fp8 weights: they come with the first update, as every version does.
-        override = {"quantization_config": quantization_config(read_architecture(model_path))}
-        command += ["--json-model-override-args", json.dumps(override)]
-    if settings.quantization == "fp8" or (awaits_weights and device == "cuda"):
-        command += ["--load-format", "dummy"]
-    return [*command, *settings.extra_args]
+        override["quantization_config"] = quantization_config(read_architecture(model_path))
+    return override
 
 
 def server_environment(
@@ -167,6 +181,21 @@ def server_environment(
     return environment
 
 
+def rendezvous_of_ranks(settings: EngineConfig, directory: Path, port: int) -> dict[str, str]:
+    """The ranks of a server on one machine meet by a file: a store would listen to anybody.
+
+    Not those of a server whose ranks are in several groups, or on several machines.
+    """
+    if settings.host not in LOOPBACK or any(map(_SEVERAL_GROUPS.match, settings.extra_args)):
+        return {}
+    return {
+        "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{directory}/ranks",
+        # From these SGLang names its shared memory, where it does not listen there.
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
 def simulated_command(settings: EngineConfig, model_path: Path, port: int) -> list[str]:
     """The command line of one simulated server."""
     return [
@@ -194,6 +223,7 @@ class SGLangProcess:
     _lifeline: int | None = field(default=None, init=False)
     _url: str = field(default="", init=False)
     _log_begins: int = field(default=0, init=False)
+    _files: ExitStack = field(default_factory=ExitStack, init=False)
 
     @property
     def url(self) -> str:
@@ -239,8 +269,9 @@ class SGLangProcess:
         lifeline, self._lifeline = self._lifeline, None
         if lifeline is not None:
             os.close(lifeline)  # a server that is not hung ends itself now
-        if process is not None:
-            _end_group(process)
+        with self._files:
+            if process is not None:
+                _end_group(process)
 
     def _log(self) -> str:
         """The server's output since this start."""
@@ -263,7 +294,9 @@ class SGLangProcess:
 
     def _spawn(self, port: int) -> None:
         device = resolve_device(self.settings)
+        place = self._files.enter_context(own_directory())
         environment = server_environment(self.settings, device, self.gpus, os.environ)
+        environment |= rendezvous_of_ranks(self.settings, place, port)
         if self.settings.kind == "simulated":
             command = simulated_command(self.settings, self.model_path, port)
         else:

@@ -11,8 +11,6 @@ Invariants
 - Unread data is bounded by `_MOST_UNREAD` bytes and one read of the socket.
 """
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import time
@@ -77,7 +75,7 @@ class StreamConnection(asyncio.Protocol):
         self._transport.write(request)
 
     async def part(self) -> bytes | None:
-        """What has arrived of the answer's body; None at its end.
+        """Return what has arrived of the answer's body; None at its end.
 
         Raises BadReport (Refusal), ConnectionError.
         """
@@ -153,7 +151,7 @@ class StreamConnection(asyncio.Protocol):
         return body
 
     def _find(self, end: bytes, start: int) -> int:
-        """Where the line from `start` ends; -1: further on than what is there."""
+        """Find the end of the line from `start`; -1: further on than what is there."""
         at = self._buffer.find(end, start)
         if at < 0 and len(self._buffer) - start > _LONGEST_LINE:
             raise ValueError(f"a line of more than {_LONGEST_LINE} bytes")

@@ -14,8 +14,6 @@ Invariants
 - It ends with whoever started it (the lifeline of sglang/server.py).
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json
@@ -36,8 +34,9 @@ from megatron_async.engines.interface import (
     TokenChunk,
 )
 from megatron_async.engines.sglang.queue import URGENT
-from megatron_async.engines.sglang.server import hold_lifeline, take_key
+from megatron_async.engines.sglang.server import take_key
 from megatron_async.engines.simulated.engine import SimulatedEngine, SimulatedEngineModel
+from megatron_async.places.lifeline import hold_lifeline
 from megatron_async.trajectory.types import PolicyVersion
 
 _LARGEST_BODY_BYTES = 4 << 30
