@@ -24,11 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from megatron_async.tasks.tiny_model import build_tiny_model
 
 from benchmarks.command import command_line
 from benchmarks.papers.report import table
 from megatron_async.files.disk import json_lines
+from megatron_async.models.tiny_model import build_tiny_model
 from megatron_async.run_directory import RunDirectory
 
 _LIMIT_SECONDS = 240.0

@@ -5,7 +5,7 @@ Invariants
 - A new run never writes into the directory of another one; `--resume` is the way to go on.
 - Settings are written only under the run's lock (`launcher/claim.py`); the run's processes read
   them.
-- Messages between processes other than by Ray and collectives go through small files here,
+- Messages between processes other than by places and collectives go through small files here,
   written atomically.
 - A config.yaml that holds the engines' key is readable by its user only, from its first byte on.
 """
@@ -59,7 +59,7 @@ class RunDirectory:
     """Recorded scheduler events, one file for each lineage."""
     logs = _Place("logs")
     ray_token_file = _Place("ray-token")
-    """The key to a Ray of the run's own, on one machine, while that runs."""
+    """The key to a Ray of the run's own (`cluster: ray` on one machine), while that runs."""
     lineage_file = _Place("lineage")
     lock_file = _Place("run.lock")
     """Held by the launch that the run belongs to."""

@@ -29,7 +29,7 @@ from megatron_async.files.package_files import ROOT, script_environment
 from megatron_async.launcher import preflight
 from megatron_async.launcher.claim import claimed, new_run
 from megatron_async.launcher.derived import Machine, check_engine_memory, derive
-from megatron_async.launcher.devices import check_ranks
+from megatron_async.launcher.devices import check_ranks, check_ray
 from megatron_async.launcher.figures import (
     END_SECONDS,
     checkpoints_with_room,
@@ -123,6 +123,7 @@ def check_nodes(config: RunConfig, gpus_per_node: int) -> None:
         raise UserError(
             "cluster is local, and launch starts a run on several nodes: set cluster auto or ray"
         )
+    check_ray(config, nodes=2)
     if not gpus_per_node:
         return
     real, shared = config.engines.kind == "sglang", config.engines.placement == "colocated"

@@ -1,7 +1,5 @@
 """`megatron-async score`: log-probs of given tokens by the trainer's model, at any layout."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Sequence
 from pathlib import Path

@@ -138,7 +138,7 @@ class EngineConfig(Settings):
     max_restarts: int = Field(3, ge=0)
     """Restarts of one engine before the run stops."""
     max_manager_restarts: int = Field(3, ge=0)
-    """Restarts of the rollout manager (by Ray) before the run stops."""
+    """Restarts of the rollout manager before the run stops."""
 
     @property
     def uses_nvls(self) -> bool:

@@ -8,8 +8,6 @@ Invariants
 - What is left of one whose maker has died is removed when the next one is made.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import secrets

@@ -6,6 +6,7 @@ they see: without a split both would begin with the same one.
 Nothing here starts or writes anything: commands ask before they make a run directory.
 """
 
+import importlib.util
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,16 @@ def uses_ray(config: RunConfig) -> bool:
     """Return whether a run on one machine is in a Ray cluster, as `cluster` asks for it."""
     running = bool(os.environ.get(RUNNING_RAY_VARIABLE))
     return config.cluster == "ray" or (config.cluster == "auto" and running)
+
+
+def check_ray(config: RunConfig, nodes: int = 1) -> None:
+    """Check that Ray is installed where it is used. Raises UserError."""
+    if (nodes > 1 or uses_ray(config)) and importlib.util.find_spec("ray") is None:
+        wanted = f"{nodes} nodes are" if nodes > 1 else f"cluster {config.cluster} is"
+        raise UserError(
+            f"{wanted} used through Ray, which is not installed: pip install "
+            '"megatron_async[cluster]", or set cluster local on one machine'
+        )
 
 
 def running_ray(config: RunConfig) -> str | None:
@@ -97,6 +108,7 @@ def split_of_this_machine(config: RunConfig) -> DeviceSplit:
 
     Such a cluster has GPUs of its own to hand out. Raises UserError.
     """
+    check_ray(config)
     check_trainer_here(config)
     if resolve_device(config.engines) == "cpu":
         return DeviceSplit()

@@ -7,8 +7,6 @@ Invariants
 - What a rank has failed of is raised here as the rank raised it: UserError or ComponentFailure.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

@@ -8,8 +8,6 @@ Invariants
   is not a failure.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -46,7 +44,9 @@ def place_of_run(
 
 
 @contextmanager
-def rollout_side(config: RunConfig, directory: RunDirectory, place: Place) -> Iterator[RolloutSide]:
+def rollout_side(
+    config: RunConfig, directory: RunDirectory, place: Place
+) -> "Iterator[RolloutSide]":
     """A rollout side that starts, stopped with the block."""
     side = RolloutSide(config, directory, place)
     try:

@@ -1,7 +1,5 @@
 """Finds a place again, in another process than the one that has opened it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from megatron_async.places.place import Place

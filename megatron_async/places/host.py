@@ -4,8 +4,6 @@ Standard input holds the pickled class and its arguments. Calls come over the li
 this number, which whoever started the process has made: they can be there before the process is.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import pickle

@@ -8,8 +8,6 @@ Invariants
 - Nothing that it starts inherits the pipe.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import signal

@@ -9,8 +9,6 @@ Invariants
 - A process has a session of its own and a lifeline to its starter; `end` kills what it started too.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import pickle
@@ -39,7 +37,7 @@ _END_SECONDS: Final = 10.0
 
 
 @contextmanager
-def local_place(logs: Path, gpus: str | None = None) -> Iterator[LocalPlace]:
+def local_place(logs: Path, gpus: str | None = None) -> "Iterator[LocalPlace]":
     """A place of this machine, ended with the block.
 
     `gpus`: those that may be used, as in CUDA_VISIBLE_DEVICES; None: those of this process.
@@ -81,7 +79,7 @@ class LocalPlace:
         restarts: int = 0,
         gpus: int = 0,
         here: bool = False,
-    ) -> LocalPlaced:
+    ) -> "LocalPlaced":
         environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
         environment.setdefault("OMP_NUM_THREADS", "1")  # more would fight the other processes
         taken = self._take(gpus, name)
@@ -98,7 +96,7 @@ class LocalPlace:
         self._started.append(process)
         return LocalPlaced(self._directory / name, self._logs, process)
 
-    def find(self, name: str) -> LocalPlaced:
+    def find(self, name: str) -> "LocalPlaced":
         return LocalPlaced(self._directory / name, self._logs)
 
     def close(self) -> None:
@@ -122,7 +120,7 @@ class LocalPlace:
 class LocalPlaced:
     """An object in a process of this machine (`Placed`); `process`: if it was started here."""
 
-    def __init__(self, path: Path, logs: Path, process: _Process | None = None) -> None:
+    def __init__(self, path: Path, logs: Path, process: "_Process | None" = None) -> None:
         self._path, self._process = path, process
         self._log = logs / f"{path.name}.log"
 

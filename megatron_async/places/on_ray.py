@@ -5,8 +5,6 @@ through a node on its own machine. It carries a label, and nothing is placed the
 without labels the selector matches every node.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,7 +38,7 @@ _DEAD_SECONDS: Final = 15.0
 @contextmanager
 def ray_place(
     address: str | None, token_file: Path | None = None, gpus: str | None = None
-) -> Iterator[RayPlace]:
+) -> "Iterator[RayPlace]":
     """The Ray cluster at `address`; None: one on this machine, ended with the block.
 
     `token_file`, `gpus`: of that one (see `start_ray`).
@@ -67,7 +65,7 @@ class RayPlace:
         self.address = f"ray:{address}"
 
     @classmethod
-    def joined(cls, address: str) -> RayPlace:
+    def joined(cls, address: str) -> "RayPlace":
         join_ray(address)
         return cls(address)
 
@@ -79,7 +77,7 @@ class RayPlace:
         restarts: int = 0,
         gpus: int = 0,
         here: bool = False,
-    ) -> RayPlaced:
+    ) -> "RayPlaced":
         options: dict[str, Any] = {"label_selector": _NOT_ON_TRAINER_NODES}
         if here:
             node = ray.get_runtime_context().get_node_id()
@@ -95,7 +93,7 @@ class RayPlace:
         )
         return RayPlaced(name, actor.remote(what, *arguments))
 
-    def find(self, name: str) -> RayPlaced:
+    def find(self, name: str) -> "RayPlaced":
         return RayPlaced(name)
 
     def close(self) -> None:

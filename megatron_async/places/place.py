@@ -15,8 +15,6 @@ Invariants
 - What is placed ends with the process that started it, however that ends.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 

@@ -5,8 +5,6 @@ Invariants
 - An object that could not be made raises that at every call; its process stays.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import pickle

@@ -6,8 +6,6 @@ Invariants
 - Ray's files of runs that have ended are removed at the next start.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import shutil

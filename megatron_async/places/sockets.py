@@ -7,8 +7,6 @@ Invariants
   died.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import select

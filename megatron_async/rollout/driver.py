@@ -376,9 +376,11 @@ class RolloutDriver:
         self._feed(ev.RewardReady(trajectory_id, reward, regenerate))
 
     async def _fetch_prompts(self, count: int) -> None:
-        # One alone that reports less than another may be wrong, and refuses by itself if it is not.
+        # One alone that reports less than another may be wrong, and refuses by itself if it is not;
+        # one that reports nothing may take more than all others.
         limits = [slot.client.longest_tokens or 0 for slot in self._slots.values()]
-        self._longest = max([self._longest, *limits])
+        if limits and all(limits):
+            self._longest = max(self._longest, *limits)
         longest = self._longest or None
         groups = await self._admission.take(min(count, _GROUPS_AT_A_TIME), longest)
         self._feed(ev.PromptsAvailable(groups))  # which asks for more while slots are free

@@ -1,4 +1,4 @@
-"""A pool of scorers whose number follows the queue: what the local and the Ray pool share.
+"""A pool of scorers whose number follows the queue: what the local and the placed pool share.
 
 Invariants
 - A worker has as many pieces of work at a time as it does in `_HELD_SECONDS`, one where a piece

@@ -9,8 +9,6 @@ Invariants
   nothing precedes.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from dataclasses import replace

@@ -11,8 +11,6 @@ Invariants
   no copy of them is kept.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

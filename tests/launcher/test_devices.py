@@ -11,7 +11,12 @@ from megatron_async import cli
 from megatron_async.config import RunConfig, build_config, load_config
 from megatron_async.errors import UserError
 from megatron_async.files.package_files import ROOT
-from megatron_async.launcher.devices import DeviceSplit, split_devices, split_of_this_machine
+from megatron_async.launcher.devices import (
+    DeviceSplit,
+    check_ray,
+    split_devices,
+    split_of_this_machine,
+)
 from megatron_async.models.tiny_model import build_tiny_model
 from megatron_async.run_directory import RunDirectory
 
@@ -154,3 +159,31 @@ def test_a_trainer_with_fewer_gpus_than_ranks_is_refused_whatever_the_engines_us
     with pytest.raises(UserError, match=refusal):
         cli.sft(wanted, config_file, config_file.parent / "tuned")
     assert not (config_file.parent / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "address", "refusal"),
+    [
+        ({"cluster": "ray"}, "", "cluster ray is used through Ray, which is not installed"),
+        ({}, "127.0.0.1:1", "cluster auto is used through Ray, which is not installed"),
+        ({"cluster": "local"}, "127.0.0.1:1", None),
+        ({}, "", None),
+    ],
+)
+def test_ray_is_needed_only_where_it_is_used(
+    settings: dict[str, str], address: str, refusal: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    config = build_config(settings)
+    if refusal is None:
+        assert split_of_this_machine(config) == DeviceSplit()
+    else:
+        with pytest.raises(UserError, match=refusal):
+            split_of_this_machine(config)
+
+
+def test_several_nodes_need_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"2 nodes are used .*megatron_async\[cluster\]"):
+        check_ray(build_config({}), nodes=2)

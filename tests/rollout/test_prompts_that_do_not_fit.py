@@ -183,7 +183,10 @@ def test_prompts_that_are_too_long_never_reach_an_engine(tmp_path: Path) -> None
     assert min(dropped(tmp_path)) == 1
 
 
-def test_one_engine_that_reports_a_lower_limit_than_the_others_ends_no_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("limit", [34, None])
+def test_one_engine_that_reports_a_lower_limit_than_the_others_ends_no_run(
+    tmp_path: Path, limit: int | None
+) -> None:
     """Its answer may be damaged, and it would refuse what it really does not take."""
 
     class Damaged(ForwardingClient):
@@ -196,7 +199,7 @@ def test_one_engine_that_reports_a_lower_limit_than_the_others_ends_no_run(tmp_p
 
     async def body() -> None:
         config = config_of("copris", count=2, sampling={"max_new_tokens": 32})
-        model = SimulatedEngineModel(mean_length=8, step_seconds=0.002, longest_tokens=34)
+        model = SimulatedEngineModel(mean_length=8, step_seconds=0.002, longest_tokens=limit)
         trainer = trainer_of(tmp_path, config, OneDamaged(model))
         await trainer.manager.start()
         await trainer.begin(ResumePoint(0))

@@ -3,7 +3,7 @@
     python -m megatron_async.engines.simulated.server --model-path DIR --port P --settings JSON ...
 
 It answers what `sglang/client.py` and the weight transports ask of a real server, so that a whole
-process tree (Ray, manager, HTTP, torchrun) runs, dies and comes back in seconds. Its tokens are
+process tree (manager, hosts, HTTP, torchrun) runs, dies and comes back in seconds. Its tokens are
 `SimulatedEngine`'s: they depend on the prompt alone, so whatever was lost, doubled or mixed up on
 the way shows in the text.
 
