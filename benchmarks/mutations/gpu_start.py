@@ -115,7 +115,7 @@ _ENVIRONMENT: Final = (
     *taken_back(
         "1.1",
         _STARTS,
-        "megatron_async/commands/sft.py",
+        "megatron_async/launcher/rank_job.py",
         (
             "fine-tuning has the shell's environment",
             "environment=trainer_environment(os.environ, one_machine=node is None)",

@@ -36,7 +36,7 @@ def script_environment() -> dict[str, str]:
 
 
 def code_digest() -> str:
-    """Hash every module of the package; `sha256sum` of a clone gives the same."""
+    """A digest of every module of the package, as `sha256sum` of a clone gives it."""
     files = sorted(_PACKAGE.rglob("*.py"), key=lambda file: os.fsencode(file))
     lines = [
         f"{hashlib.sha256(file.read_bytes()).hexdigest()}  "

@@ -231,7 +231,7 @@ def test_the_header_is_what_the_command_prints(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama3.3-70b", "qwen2.5-32b-2nodes"])
-def test_a_dry_run_shows_what_is_in_the_header(
+def test_a_dry_run_shows_the_figures_of_the_header(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """From config.json alone, and the GPUs that the file names."""
