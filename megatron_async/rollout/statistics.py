@@ -181,8 +181,9 @@ class RolloutStatistics:
         lengths_S = batch.lengths_S() - batch.prompt_lengths_S
         trained = batch.loss_mask_T > 0
         lag = batch.lag_T[trained]
-        lag_samples_S = self._trained.lag_S(batch)
-        self._trained.add(batch.step, batch.num_sequences)
+        lag_samples_E, first_E = self._trained.lag_E(batch), batch.first_E
+        self._trained.add(batch.step, len(first_E))
+        rewards_E = batch.rewards_S[first_E]
         metrics = {
             "rollout/concurrency": float(view.concurrency),
             "rollout/tokens": float(news.tokens),
@@ -190,17 +191,17 @@ class RolloutStatistics:
             "rollout/slots_busy_share": news.slot_seconds / (self._peak_running * generating),
             "rollout/seconds_since_last_batch": max(news.seconds, 1e-9),
             "rollout/update_pause_seconds": news.paused,
-            "rollout/trajectories": float(batch.num_sequences),
-            "rollout/reward_mean": float(batch.rewards_S.mean()) if batch.num_sequences else 0.0,
+            "rollout/trajectories": float(len(first_E)),
+            "rollout/reward_mean": float(rewards_E.mean()) if len(first_E) else 0.0,
             "rollout/response_length_mean": float(lengths_S.mean()) if len(lengths_S) else 0.0,
             "rollout/response_length_max": float(lengths_S.max(initial=0)),
-            "rollout/truncated_share": float(batch.truncated_S.mean()),
-            "rollout/resumed_share": float(batch.resumed_S.mean()),
+            "rollout/truncated_share": float(batch.truncated_S[first_E].mean()),
+            "rollout/resumed_share": float(batch.resumed_S[first_E].mean()),
             "rollout/lag_mean": float(lag.mean()) if lag.size else 0.0,
             "rollout/lag_max": float(lag.max(initial=0)),
             "rollout/off_policy_token_share": float(np.mean(lag > 0)) if lag.size else 0.0,
-            "rollout/lag_samples_mean": float(lag_samples_S.mean()) if len(lag_samples_S) else 0.0,
-            "rollout/lag_samples_max": float(lag_samples_S.max(initial=0)),
+            "rollout/lag_samples_mean": float(lag_samples_E.mean()) if len(lag_samples_E) else 0.0,
+            "rollout/lag_samples_max": float(lag_samples_E.max(initial=0)),
             "rollout/preemptions": float(news.preemptions),
             "rollout/score_queue": float(self._unscored),
             "rollout/score_queue_max": float(self._longest_queue),

@@ -2,6 +2,7 @@
 
 - store: what the driver calls. A batch is durable before the trainer gets it.
 - state, records: the store in memory, and how a resume rebuilds it.
+- episodes: the turns of episodes, written.
 - writer: the one thread that writes. schema: tables and rows.
 - lineage: what is consumed along each lineage: a pure model of commit and rollback.
 - reader: reading a store, also by other processes. drop: groups taken out by hand.

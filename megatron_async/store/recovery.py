@@ -76,8 +76,8 @@ def checked(path: Path) -> Iterator[sqlite3.Connection]:
         result = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
         if result != "ok":
             raise DamagedStore(" ".join(str(result).split()))
-        if found == schema.OLDEST_FORMAT:
-            migrate(connection)
+        if 0 < found < schema.FORMAT:
+            migrate(connection, found)
         schema.create_tables(connection)
         yield connection
 

@@ -47,6 +47,7 @@ class StoreState:
     position: int
     batches: dict[int, BatchRow]
     batch_keys: Iterator[int]
+    turn_keys: Iterator[int]
     checkpoints: list[PolicyVersion]
     groups: dict[int, GroupRecord] = field(default_factory=dict)
     records: dict[int, TrajectoryRecord] = field(default_factory=dict)
@@ -80,6 +81,18 @@ class StoreState:
             for group in self.groups.values()
             if any(self.records[i].live for i in group.trajectory_ids)
         ]
+
+    def batchable(self, group: GroupRecord) -> list[TrajectoryRecord]:
+        """The members of a group that go into a batch. Raises ValueError where one cannot."""
+        members = [self.records[i] for i in group.trajectory_ids]
+        wrong = [r for r in members if r.live and r.state is not TrajectoryState.SCORED]
+        wrong += [r for r in members if r.batched_step is not None]
+        if wrong:
+            raise ValueError(
+                f"group {group.group_id} cannot be batched: trajectory "
+                f"{wrong[0].row.trajectory_id} is {wrong[0].shown_state}"
+            )
+        return [r for r in members if r.live]
 
     def batch_at(self, step: int) -> BatchRow | None:
         """The batch of update `step` on the current lineage, dropped or not."""
@@ -123,7 +136,7 @@ def first_writes(state: StoreState, writer: StoreWriter) -> None:
         writer.put(record.row)
     for group in state.set_aside:
         writer.execute("DELETE FROM groups WHERE group_id = ?", (group.group_id,))
-        bounds = (group.trajectory_ids[0], group.trajectory_ids[-1])  # compaction has the chunks
+        bounds = (group.trajectory_ids[0], group.trajectory_ids[-1])  # compaction has their parts
         writer.execute("DELETE FROM trajectories WHERE trajectory_id BETWEEN ? AND ?", bounds)
 
 
@@ -205,6 +218,7 @@ def _read_state(
             position=content.position,
             batches={batch.id: batch for batch in content.batches},
             batch_keys=itertools.count(max((b.id for b in content.batches), default=0) + 1),
+            turn_keys=itertools.count(reader.newest_turn(connection) + 1),
             checkpoints=content.checkpoints,
         )
         _begin_line(state, path, step, parent, behind=state.position < needed)
@@ -284,7 +298,7 @@ def _fill(state: StoreState, content: StoreContent, connection: sqlite3.Connecti
         for row in content.trajectories.values()
         if row.trajectory_id not in batched and row.drop_reason is None
     ]
-    chunks = reader.read_chunks(connection, live)
+    parts = reader.read_parts(connection, live)
     for row in content.groups.values():
         group = GroupRecord(row.group_id, reader.prompt_of(row), row.trajectory_ids)
         state.groups[row.group_id] = group
@@ -295,9 +309,9 @@ def _fill(state: StoreState, content: StoreContent, connection: sqlite3.Connecti
             record = TrajectoryRecord(stored, None)
             record.batched_step = step
         else:
-            tokens = reader.assemble(stored, chunks.get(trajectory_id, ()))
+            tokens = reader.assemble(stored, parts)
             row_found = stored._replace(chunks=len(tokens.chunks))
-            record = TrajectoryRecord(row_found, tokens.segments)
+            record = TrajectoryRecord(row_found, tokens.segments, tokens.turns, tokens.turn_keys)
             if not tokens.complete:
                 raise DamagedStore(f"tokens of trajectory {trajectory_id} are missing")
             if record.state is TrajectoryState.RUNNING:
