@@ -20,9 +20,9 @@ import numpy as np
 
 from megatron_async.config.reward import RewardConfig, ScorerSettings
 from megatron_async.config.rollout import TaskConfig
-from megatron_async.tasks.scorer_pool import ScorerPool
-from megatron_async.tasks.tiny_model import character_tokenizer, write_character_tokenizer
-from megatron_async.tasks.verifier import LocalVerifierPool, RayVerifierPool
+from megatron_async.models.tiny_model import character_tokenizer, write_character_tokenizer
+from megatron_async.scoring.pool import ScorerPool
+from megatron_async.scoring.workers import LocalScorerPool, RayScorerPool
 from megatron_async.trajectory.types import Prompt
 
 _WORKERS = 2
@@ -56,7 +56,7 @@ def time_of(reward: str, count: int, ray: bool) -> Taken:
 
     with tempfile.TemporaryDirectory() as folder:
         write_character_tokenizer(Path(folder))
-        pool = (RayVerifierPool if ray else LocalVerifierPool)(settings, folder)
+        pool = (RayScorerPool if ray else LocalScorerPool)(settings, folder)
         try:
             return asyncio.run(measure(pool))
         finally:

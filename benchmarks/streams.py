@@ -53,12 +53,12 @@ from megatron_async.engines.actor import ActorCalls
 from megatron_async.engines.interface import EngineClient
 from megatron_async.engines.relay import Pace, RelayedEngine, StreamRelay
 from megatron_async.engines.sglang.client import SGLangClient
-from megatron_async.garbage import search_rarely
 from megatron_async.launcher.rollout_side import make_ray_token
 from megatron_async.rollout.manager import ResumePoint, RolloutManager
+from megatron_async.runtime.garbage_collection import search_rarely
+from megatron_async.scoring.count import ScorerCount
+from megatron_async.scoring.interface import Score
 from megatron_async.store.store import TrajectoryStore
-from megatron_async.tasks.base import Score
-from megatron_async.tasks.scorer_count import ScorerCount
 from megatron_async.trajectory.types import Prompt
 
 _LIMIT_SECONDS = 300.0
@@ -67,10 +67,10 @@ _SETTLE_SECONDS = 3.0  # every stream has brought its second report, and they ar
 
 
 class Counting:
-    """A task whose prompts end in numbers that no two of 131,072 share; also its verifier."""
+    """A task whose prompts end in numbers that no two of 131,072 share; also its scorer."""
 
     stop_token_ids = ()
-    scorers = ScorerCount(1)
+    size = ScorerCount(1)
     failures: Mapping[str, str] = MappingProxyType({})
 
     def train_prompts(self, position: int, count: int) -> list[Prompt]:
@@ -223,7 +223,7 @@ class Run:
         self.manager = RolloutManager(
             config,
             task=task,
-            verifier=task,
+            scorers=task,
             launcher=Launcher(config, urls, actors),
             store_file=self._store_file,
             events_directory=folder / "events",

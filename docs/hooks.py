@@ -94,7 +94,7 @@ def settings_page() -> str:
     """Every setting: name, type, default, range, description."""
     from megatron_async.config.reference import all_sections, sections_of
     from megatron_async.config.reward import BUILT_IN
-    from megatron_async.tasks.rewards.reward import arguments_of
+    from megatron_async.scoring.rewards.reward import arguments_of
 
     lines = [
         "# Settings",

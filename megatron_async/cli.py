@@ -17,8 +17,8 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from megatron_async.disk import naming_disk_errors
 from megatron_async.errors import ComponentFailure, Terminated, UserError
+from megatron_async.files.disk import naming_disk_errors
 
 app = typer.Typer(
     no_args_is_help=True,

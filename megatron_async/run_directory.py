@@ -22,8 +22,8 @@ from typing import Any, Final
 
 from megatron_async.config import RunConfig, dump
 from megatron_async.config.load import load_run_config
-from megatron_async.disk import CannotWrite, check_room, replace_durably, writing
 from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.files.disk import CannotWrite, check_room, replace_durably, writing
 
 _FAILURE_BYTES: Final = 1 << 16
 

@@ -10,7 +10,7 @@ from megatron_async_kernels import Denominators, LossInputs, NonFiniteError, Own
 from megatron_async.algorithms.loss_settings import loss_config
 from megatron_async.config.algorithm import AlgorithmConfig
 from megatron_async.errors import UserError
-from megatron_async.import_path import described, is_import_path, load_object
+from megatron_async.runtime.import_path import described, is_import_path, load_object
 
 
 def own_loss(config: AlgorithmConfig) -> OwnLoss | None:

@@ -59,8 +59,8 @@ from megatron_async.checkpoint.manifest import (
 from megatron_async.checkpoint.placement import Slot, boxes, shards_of, stage_slots
 from megatron_async.config.load import load_config
 from megatron_async.config.model import ParallelConfig
-from megatron_async.disk import writing
 from megatron_async.errors import UserError
+from megatron_async.files.disk import writing
 from megatron_async.models.architecture import Architecture
 from megatron_async.models.export import buckets
 from megatron_async.models.families import read_architecture

@@ -32,8 +32,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
 
-from megatron_async.disk import force_to_disk, replace_durably
 from megatron_async.errors import UserError
+from megatron_async.files.disk import force_to_disk, replace_durably
 from megatron_async.trajectory.types import PolicyVersion
 
 logger = logging.getLogger(__name__)

@@ -47,8 +47,8 @@ from megatron_async.checkpoint.state import (
     saved_shards,
     tensor_names,
 )
-from megatron_async.disk import reason_and_file
-from megatron_async.host_buffers import HostBuffers
+from megatron_async.files.disk import reason_and_file
+from megatron_async.runtime.host_buffers import HostBuffers
 
 _POLL_SECONDS = 0.02
 

@@ -23,12 +23,12 @@ from megatron_async.commands.train import complete
 from megatron_async.config import RunConfig, load_config
 from megatron_async.engines.nodes import LOOPBACK, NODE_HOST
 from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.files.package_files import ROOT, script_environment
 from megatron_async.launcher import preflight
 from megatron_async.launcher.claim import claimed, new_run
 from megatron_async.launcher.derived import Machine, derive, layout_lines
 from megatron_async.launcher.devices import check_ranks
 from megatron_async.run_directory import RunDirectory, write_atomically
-from megatron_async.shipped import ROOT, script_environment
 
 _SUBMIT_SECONDS = 60.0
 _ONE_NODE = "srun --nodes=1 --ntasks=1 --exclusive --cpu-bind=none --gpus-per-node"

@@ -8,8 +8,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megatron_async.disk import CannotWrite
 from megatron_async.errors import UserError
+from megatron_async.files.disk import CannotWrite
 from megatron_async.run_directory import RunDirectory, write_atomically
 from megatron_async.telemetry.summary import RunSummary, summarise
 
@@ -78,8 +78,8 @@ def where_things_are(directory: RunDirectory) -> str:
 
 def write_report(runs: Sequence[Path], out: Path | None) -> Path:
     """The page about `runs`, in the first one's directory unless `out` is given. UserError."""
-    from megatron_async.telemetry.report_data import read_run
-    from megatron_async.telemetry.report_page import report_page
+    from megatron_async.report.data import read_run
+    from megatron_async.report.page import report_page
 
     page = report_page([read_run(run) for run in runs])
     file = out or runs[0] / "report.html"

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import typer
 
-from megatron_async.disk import CannotWrite
 from megatron_async.errors import UserError
+from megatron_async.files.disk import CannotWrite
+from megatron_async.report.trace import Trace
 from megatron_async.run_directory import RunDirectory, write_atomically
 from megatron_async.scheduler.record import read_record, record_files
 from megatron_async.telemetry.metrics import read_metrics
-from megatron_async.telemetry.trace import Trace
 
 
 def trace_command(run: Path, out: Path | None) -> None:

@@ -25,8 +25,8 @@ from megatron_async.config.recipes import RECIPES, SCHEDULE_PRESETS, recipe_defa
 from megatron_async.config.reference import did_you_mean
 from megatron_async.config.run import RunConfig
 from megatron_async.errors import UserError, shown
-from megatron_async.import_path import anchored
-from megatron_async.shipped import existing
+from megatron_async.files.package_files import existing
+from megatron_async.runtime.import_path import anchored
 
 _MAX_BASE_DEPTH = 8
 _GIVEN = "given"

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from megatron_async.config.base import Settings
 from megatron_async.config.rollout import TaskConfig
-from megatron_async.import_path import is_import_path
+from megatron_async.runtime.import_path import is_import_path
 
 BUILT_IN: Final = ("task", "exact", "regex", "math", "code", "command", "http", "judge")
 ASYNCHRONOUS: Final = ("http", "judge")

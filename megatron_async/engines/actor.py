@@ -29,7 +29,7 @@ from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.engines.sglang.process import SGLangProcess, resolve_device
 from megatron_async.engines.token_report import TokenReport
 from megatron_async.errors import ComponentFailure, ProcessKilled, one_line
-from megatron_async.garbage import search_rarely
+from megatron_async.runtime.garbage_collection import search_rarely
 from megatron_async.weight_sync.gpu_sharing import gpus_of
 
 _CALL_SECONDS = 30.0

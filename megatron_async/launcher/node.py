@@ -27,7 +27,6 @@ from pathlib import Path
 from types import FrameType
 
 from megatron_async.config import RunConfig
-from megatron_async.disk import naming_disk_errors
 from megatron_async.engines.nodes import (
     ROLE_LABEL,
     TRAINER_ROLE,
@@ -37,6 +36,7 @@ from megatron_async.engines.nodes import (
     use_ray_token,
 )
 from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.files.disk import naming_disk_errors
 from megatron_async.launcher.claim import RunInUse, claimed
 from megatron_async.launcher.environment import ray_node_environment, trainer_environment
 from megatron_async.launcher.preflight import check_probe_tolerance, check_store

@@ -218,8 +218,8 @@ def check_evaluation(config: RunConfig, model_path: Path) -> Checked:
 def _check_task(config: RunConfig, *, trains: bool = True) -> Checked:
     """Prompts against the engines' limits, and their number against what is asked for."""
     from megatron_async.rollout.prompt_lengths import longest_tokens
+    from megatron_async.scoring.rewards.check import TRIED_ROWS, check_rewards
     from megatron_async.tasks import build_task
-    from megatron_async.tasks.rewards.check import TRIED_ROWS, check_rewards
 
     task = build_task(config.task, config.model.path, config.eval)
     check_rewards(config.scorers, *(p.payload for p in task.train_prompts(0, TRIED_ROWS)))

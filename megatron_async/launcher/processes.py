@@ -15,8 +15,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron_async.disk import writing
 from megatron_async.errors import ComponentFailure, cause_in_log
+from megatron_async.files.disk import writing
 
 _PR_SET_PDEATHSIG = 1
 

@@ -1,7 +1,7 @@
 """The rollout side of a run, held from outside: create its manager actor, look after it, end it.
 
 Used by the one-machine supervisor and by the rollout role of a cluster launch. This process is
-connected to the Ray cluster in which the manager, the engines and the verifiers live.
+connected to the Ray cluster in which the manager, the engines and the scorers live.
 
 Invariants
 - A failure that the manager reports is raised here as it is: UserError or ComponentFailure.
@@ -128,7 +128,7 @@ def rollout_side(
 
 
 class RolloutSide:
-    """Manager, engines and verifiers of one run."""
+    """Manager, engines and scorers of one run."""
 
     def __init__(self, config: RunConfig, directory: RunDirectory) -> None:
         self._config = config

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from megatron_async.disk import reason, writing
 from megatron_async.engines.nodes import free_port
 from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.files.disk import reason, writing
 from megatron_async.run_directory import RunDirectory, write_atomically
 
 _POLL_SECONDS = 0.2

@@ -1,9 +1,9 @@
-"""The rollout side as Ray actors: one manager, one actor for each engine, verifier workers.
+"""The rollout side as Ray actors: one manager, one actor for each engine, scorer workers.
 
 The classes themselves know nothing of Ray; this module is the only edge where they meet it.
 
 Invariants
-- Ray starts a manager that has died again, with the same arguments. Engines and verifiers are owned
+- Ray starts a manager that has died again, with the same arguments. Engines and scorers are owned
   by their manager and end with it; the new one starts its own, and has no trainer attached.
 """
 
@@ -16,8 +16,8 @@ from typing import Any, Final
 
 import ray
 
-from megatron_async.disk import naming_disk_errors
-from megatron_async.garbage import search_rarely
+from megatron_async.files.disk import naming_disk_errors
+from megatron_async.runtime.garbage_collection import search_rarely
 
 NAMESPACE: Final = "megatron_async"
 MANAGER_NAME: Final = "rollout_manager"
@@ -51,13 +51,13 @@ class ManagerActor:
         from megatron_async.config import build_config
         from megatron_async.engines.actor import RayEngineLauncher
         from megatron_async.engines.nodes import NOT_ON_TRAINER_NODES
-        from megatron_async.import_path import load_object
         from megatron_async.rollout.fleet import EngineLauncher
         from megatron_async.rollout.manager import RolloutManager
         from megatron_async.rollout.prompt_lengths import longest_tokens
         from megatron_async.run_directory import RunDirectory
+        from megatron_async.runtime.import_path import load_object
+        from megatron_async.scoring.workers import RayScorerPool
         from megatron_async.tasks import build_task
-        from megatron_async.tasks.verifier import RayVerifierPool
 
         config_yaml, run_directory = self._arguments
         config = build_config(yaml.safe_load(config_yaml))
@@ -73,7 +73,7 @@ class ManagerActor:
         self._manager = RolloutManager(
             config,
             task=task,
-            verifier=RayVerifierPool(
+            scorers=RayScorerPool(
                 config.scorers.logging_to(directory.logs), config.model.path, NOT_ON_TRAINER_NODES
             ),
             launcher=launcher,

@@ -12,8 +12,8 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from megatron_async.disk import disk_failure
 from megatron_async.errors import ComponentFailure
+from megatron_async.files.disk import disk_failure
 
 _logger = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from typing import Any
 
 from megatron_async.config import RunConfig
 from megatron_async.config.files import vocabulary_of
-from megatron_async.engines.interface import EngineClient, Verifier
+from megatron_async.engines.interface import EngineClient
 from megatron_async.errors import ComponentFailure
 from megatron_async.rollout.driver import RolloutDriver
 from megatron_async.rollout.evaluate import Evaluation, Evaluator
@@ -42,6 +42,7 @@ from megatron_async.rollout.shared_devices import SharedDevices
 from megatron_async.rollout.weight_checks import CheckedEngines, WeightChecks
 from megatron_async.scheduler.record import Recorder, new_record
 from megatron_async.scheduler.scheduler import Scheduler
+from megatron_async.scoring.interface import Scorers
 from megatron_async.store.store import TrajectoryStore
 from megatron_async.tasks.base import Task
 from megatron_async.trajectory.batch import TokenBatch
@@ -95,15 +96,15 @@ class RolloutManager:
         config: RunConfig,
         *,
         task: Task,
-        verifier: Verifier,
+        scorers: Scorers,
         launcher: EngineLauncher,
         store_file: Path,
         events_directory: Path | None,
     ) -> None:
         self._config = config
         self._task = task
-        self._verifier = verifier
-        self._evaluator = Evaluator(config, task, verifier)
+        self._scorers = scorers
+        self._evaluator = Evaluator(config, task, scorers)
         self._store_file = store_file
         self._events_directory = events_directory
         self._fleet = Fleet(config.engines, launcher)
@@ -171,7 +172,7 @@ class RolloutManager:
             ),
             store=store,
             prompts=prompts,
-            verifier=self._verifier,
+            scorers=self._scorers,
             version=version,
             stop_token_ids=self._task.stop_token_ids,
             vocabulary=vocabulary_of(self._config.model.path),

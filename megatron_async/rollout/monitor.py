@@ -12,11 +12,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 
-from megatron_async.awake import AwakeTimeout
 from megatron_async.config.rollout import EngineConfig
 from megatron_async.engines.interface import EngineError
 from megatron_async.rollout.engine_slot import EngineSlot
 from megatron_async.rollout.statistics import RolloutStatistics
+from megatron_async.runtime.time_limits import AwakeTimeout
 from megatron_async.scheduler import events as ev
 
 _ASK_AGAIN_SECONDS = 0.5

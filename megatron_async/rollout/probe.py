@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_async.awake import AwakeTimeout
 from megatron_async.config.rollout import SamplingConfig
 from megatron_async.engines.interface import (
     EngineClient,
@@ -30,6 +29,7 @@ from megatron_async.engines.interface import (
     RequestRefused,
     TokenChunk,
 )
+from megatron_async.runtime.time_limits import AwakeTimeout
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.packing import pack_groups
 from megatron_async.trajectory.types import (

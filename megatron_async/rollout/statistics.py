@@ -21,8 +21,8 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 
 from megatron_async.scheduler.counts import SchedulerView
-from megatron_async.tasks.base import COST, SCORER_FAULTS
-from megatron_async.tasks.scorer_count import ScorerCount
+from megatron_async.scoring.count import ScorerCount
+from megatron_async.scoring.interface import COST, SCORER_FAULTS
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.sample_lag import SamplesTrained
 from megatron_async.trajectory.types import DropReason

@@ -225,7 +225,7 @@ class Abort(Message, frozen=True):
 
 
 class Score(Message, frozen=True):
-    """Send a finished trajectory to the verifier."""
+    """Send a finished trajectory to the scorer."""
 
     trajectory_id: int
 
@@ -237,7 +237,7 @@ class Restart(Message, frozen=True):
 
 
 class Drop(Message, frozen=True):
-    """A trajectory leaves the run; neither an engine nor a verifier works on it any more."""
+    """A trajectory leaves the run; neither an engine nor a scorer works on it any more."""
 
     trajectory_id: int
     reason: DropReason

@@ -4,7 +4,7 @@ batched, or dropped.
 Invariants
 - A group leaves whole: in one batch when all members are scored, or by `Drop` of every member
   with one reason.
-- `Drop`, `Restart` and `Score` are emitted only when no engine or verifier works on the trajectory;
+- `Drop`, `Restart` and `Score` are emitted only when no engine or scorer works on the trajectory;
   until then it keeps its slot and carries its ending.
 - After every change no open group is past its deadline, but under `on_stale: mask`.
 - `open_groups` counts groups that were started and neither batched nor dropped;

@@ -39,8 +39,8 @@ import msgspec
 
 from megatron_async.config import RunConfig
 from megatron_async.config.schedule import ScheduleConfig
-from megatron_async.disk import LineFile, writing
 from megatron_async.errors import UserError
+from megatron_async.files.disk import LineFile, writing
 from megatron_async.scheduler import events as ev
 from megatron_async.scheduler.scheduler import Scheduler
 from megatron_async.scheduler.snapshot import freeze, thaw

@@ -5,7 +5,7 @@ Invariants
 - `oldest` is a lower bound of the policy number of every trained token: the number that its
   engines served when it was submitted until the first token arrives, that token's number then.
 - A trajectory with an `ending` takes no further part; it leaves (or starts again) as soon as
-  nothing outside works on it any more, so that no `Drop` ever overtakes an engine or a verifier.
+  nothing outside works on it any more, so that no `Drop` ever overtakes an engine or a scorer.
 """
 
 from __future__ import annotations

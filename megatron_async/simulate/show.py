@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.table import Table
 
 from megatron_async.config import RunConfig
-from megatron_async.disk import writing
+from megatron_async.files.disk import writing
 from megatron_async.simulate.statistics import Summary
 from megatron_async.simulate.sweep import Point
 

@@ -12,7 +12,7 @@ Invariants
 - A run is a function of its settings: no real clock, no randomness but the group source's.
 - Responses are scored in the order in which they finished, each by one scorer for
   `simulate.reward.verifier_seconds`.
-- The queue sets the number of scorers, by the live pools' own rule (`tasks.scorer_count`); a scorer
+- The queue sets the number of scorers, by the live pools' own rule (`scoring.count`); a scorer
   starts and ends in no time.
 """
 
@@ -35,16 +35,16 @@ from megatron_async.errors import ComponentFailure
 from megatron_async.scheduler import Scheduler
 from megatron_async.scheduler import events as ev
 from megatron_async.scheduler.record import Recorder
+from megatron_async.scoring import count as scorer_count
+from megatron_async.scoring.count import ScorerCount
 from megatron_async.simulate.engine import Engine, SimulatedRequest, Tokens
 from megatron_async.simulate.lengths import GroupSource
 from megatron_async.simulate.statistics import Statistics, StepRow
 from megatron_async.simulate.trainer_costs import TrainerCosts
-from megatron_async.tasks import scorer_count
-from megatron_async.tasks.scorer_count import ScorerCount
 from megatron_async.trajectory.types import PolicyVersion
 
 
-class Scorers:
+class SimulatedScorers:
     """The queue and the scorers that are busy; the caller's clock decides when each has ended."""
 
     def __init__(self, most: int, seconds: float) -> None:
@@ -119,7 +119,7 @@ class World:
         self._schedule = schedule
         self._settings = settings
         self._engines = {engine.engine_id: engine for engine in engines}
-        self._scorers = Scorers(most_scorers, settings.reward.verifier_seconds)
+        self._scorers = SimulatedScorers(most_scorers, settings.reward.verifier_seconds)
         self._trainer = trainer
         self._source = source
         self._recorder = recorder

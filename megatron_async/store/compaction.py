@@ -34,8 +34,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from megatron_async.config.rollout import StoreConfig
-from megatron_async.disk import reason
 from megatron_async.errors import ComponentFailure
+from megatron_async.files.disk import reason
 from megatron_async.store import export as export
 from megatron_async.store import schema as schema
 from megatron_async.store.lineage import Consumption, LineageTree

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import orjson
 
-from megatron_async.disk import writing
 from megatron_async.errors import UserError
+from megatron_async.files.disk import writing
 from megatron_async.store.reader import (
     Exported,
     StoreReader,

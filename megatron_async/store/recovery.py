@@ -31,9 +31,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from megatron_async.disk import force_to_disk, replace_durably
 from megatron_async.errors import ComponentFailure
-from megatron_async.file_lock import FileLock
+from megatron_async.files.disk import force_to_disk, replace_durably
+from megatron_async.files.lock import FileLock
 from megatron_async.store import schema as schema
 from megatron_async.store.lineage import Lineage
 from megatron_async.store.migration import migrate

@@ -23,7 +23,7 @@ from typing import NamedTuple, TypeVar, get_args, get_type_hints
 import numpy as np
 
 from megatron_async.errors import UserError
-from megatron_async.file_system import file_system_of
+from megatron_async.files.mounts import file_system_of
 from megatron_async.store.lineage import Lineage
 from megatron_async.trajectory.types import TrajectoryState
 

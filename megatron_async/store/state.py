@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from megatron_async.disk import replace_durably
 from megatron_async.errors import UserError
+from megatron_async.files.disk import replace_durably
 from megatron_async.store import reader as reader
 from megatron_async.store import recovery as recovery
 from megatron_async.store.lineage import Consumption, Lineage, LineageTree

@@ -35,9 +35,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_async.config.rollout import StoreConfig
-from megatron_async.disk import reason
 from megatron_async.errors import UserError
-from megatron_async.file_lock import FileLock
+from megatron_async.files.disk import reason
+from megatron_async.files.lock import FileLock
 from megatron_async.store import schema as schema
 from megatron_async.store.compaction import Compactor
 from megatron_async.store.episodes import EpisodeWriter

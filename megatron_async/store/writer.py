@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from megatron_async.disk import leads_to, reason
 from megatron_async.errors import ComponentFailure
-from megatron_async.file_lock import FileLock
+from megatron_async.files.disk import leads_to, reason
+from megatron_async.files.lock import FileLock
 from megatron_async.store import schema as schema
 from megatron_async.store.schema import ChunkRow, Kind, ProgressRow, Row, TrajectoryRow
 

@@ -12,10 +12,9 @@ Invariants
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -25,21 +24,6 @@ from megatron_async.config.evaluation import HELDOUT
 from megatron_async.trajectory.types import IntArray, Prompt
 
 BoolArray = npt.NDArray[np.bool_]
-
-SCORE_FAILURES: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        "verifier_error": "scorer_errors",
-        "verifier_timeout": "scorer_timeouts",
-        "verifier_crash": "scorer_crashes",
-        "verifier_unavailable": "scorer_unavailable",
-    }
-)
-"""How a score can fail: the part of it that counts that, the metric that adds it up."""
-SCORER_FAULTS: Final = MappingProxyType({**SCORE_FAILURES, "stray_output": "scorer_stray_output"})
-"""The same, and what a scorer does wrong although the score has come."""
-
-COST: Final = "cost"
-"""The part of a score that is money: added up in the metrics."""
 
 _HASH_RANGE = 1 << 64
 
@@ -116,10 +100,6 @@ class ResponseScore:
     failures: tuple[str, ...] = ()
 
 
-# A reward, None when the scorer failed and that is not a 0, and its named parts.
-Score = tuple[float | None, dict[str, float]]
-
-
 class Task(Protocol):
     """Prompts and worked answers of one task, tokenized for one model."""
 
@@ -179,7 +159,7 @@ class ProblemSource(Protocol):
 
 
 class Scorer(Protocol):
-    """Scores responses. May raise or hang: it runs in a process of its own (`verifier.py`)."""
+    """Scores responses. May raise or hang: it runs in a process of its own (`scoring`)."""
 
     def score(self, payload: dict[str, Any], text: str) -> ResponseScore:
         """The score of a response's text, special tokens already removed."""

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_async.disk import LineFile, json_lines, writing
+from megatron_async.files.disk import LineFile, json_lines, writing
 from megatron_async.telemetry.trackers.base import CLOSE_SECONDS, BackgroundTracker
 
 SAME_NUMBERS = frozenset(

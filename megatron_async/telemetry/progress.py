@@ -25,7 +25,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from megatron_async.disk import json_lines, whole_lines_end
+from megatron_async.files.disk import json_lines, whole_lines_end
 from megatron_async.telemetry.metrics import first_accuracy
 
 T = TypeVar("T")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from megatron_async.run_directory import RunDirectory
-from megatron_async.tasks.base import SCORE_FAILURES
+from megatron_async.scoring.interface import SCORE_FAILURES
 from megatron_async.telemetry.metrics import first_accuracy, read_metrics
 
 _ESS = "off_policy/ess"  # raw, per token (docs/semantics.md section 4: "ESS" alone)

@@ -22,10 +22,10 @@ from megatron_async.config import RunConfig
 from megatron_async.engines.interface import EngineClient
 from megatron_async.engines.sglang.client import SGLangClient
 from megatron_async.errors import ComponentFailure
-from megatron_async.rollout.driver import Verifier
 from megatron_async.rollout.manager import RolloutManager
 from megatron_async.rollout.messages import ResumePoint
 from megatron_async.run_directory import RunDirectory
+from megatron_async.scoring.interface import Scorers
 from megatron_async.tasks import build_task
 from megatron_async.telemetry.metrics import MetricsWriter
 from megatron_async.train_loop.loop import TrainLoop
@@ -94,7 +94,7 @@ class LocalLink(RolloutLink):
 
 
 def train_locally(
-    config: RunConfig, directory: RunDirectory, urls: Sequence[str], verifier: Verifier
+    config: RunConfig, directory: RunDirectory, urls: Sequence[str], scorers: Scorers
 ) -> None:
     """All steps of `config` in this process. The engines at `urls` run `model.path`'s architecture.
 
@@ -103,7 +103,7 @@ def train_locally(
     manager = RolloutManager(
         config,
         task=build_task(config.task, config.model.path, config.eval),
-        verifier=verifier,
+        scorers=scorers,
         launcher=BorrowedEngines(config, urls),
         store_file=directory.store_file,
         events_directory=directory.events if config.telemetry.record_events else None,

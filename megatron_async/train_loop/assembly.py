@@ -12,10 +12,10 @@ from dataclasses import asdict
 
 from megatron_async.checkpoint.manager import Checkpoint, CheckpointManager
 from megatron_async.config import RunConfig
-from megatron_async.import_path import load_object
 from megatron_async.models.save import save_hf
 from megatron_async.rollout.messages import ResumePoint
 from megatron_async.run_directory import RunDirectory, RunOutcome
+from megatron_async.runtime.import_path import load_object
 from megatron_async.telemetry.health import HealthWatch
 from megatron_async.telemetry.metrics import MetricsWriter, read_metrics
 from megatron_async.telemetry.summary import summarise

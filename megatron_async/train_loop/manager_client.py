@@ -17,7 +17,6 @@ from typing import Any, cast
 import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from megatron_async.awake import AwakeDeadline
 from megatron_async.config import RunConfig
 from megatron_async.engines.interface import EngineError
 from megatron_async.engines.nodes import init_ray
@@ -25,6 +24,7 @@ from megatron_async.errors import ComponentFailure, UserError, one_line
 from megatron_async.rollout.actors import MANAGER_NAME, NAMESPACE
 from megatron_async.rollout.evaluate import Evaluation
 from megatron_async.rollout.messages import NotAttached, ResumePoint, UpdateReport
+from megatron_async.runtime.time_limits import AwakeDeadline
 from megatron_async.train_loop.stop import StopAsked
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import FloatArray

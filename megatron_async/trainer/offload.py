@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_async.config import RunConfig
-from megatron_async.host_buffers import HostBuffers
+from megatron_async.runtime.host_buffers import HostBuffers
 from megatron_async.trainer.optimizer import optimizer_parts
 
 

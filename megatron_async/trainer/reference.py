@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from megatron_async.host_buffers import HostBuffers
+from megatron_async.runtime.host_buffers import HostBuffers
 
 
 class ReferencePolicy:

@@ -20,8 +20,8 @@ from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from megatron_async.awake import STEP_SECONDS, AwakeDeadline
 from megatron_async.errors import ComponentFailure
+from megatron_async.runtime.time_limits import STEP_SECONDS, AwakeDeadline
 
 _ANSWER_CHARACTERS = 500
 T = TypeVar("T")

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from megatron_async.disk import CannotWrite
 from megatron_async.errors import ComponentFailure
+from megatron_async.files.disk import CannotWrite
 from megatron_async.weight_sync.blocks import DeltaError, apply
 from megatron_async.weight_sync.version_directory import (
     ShardRecord,

@@ -23,8 +23,8 @@ from typing import Any
 from pydantic import TypeAdapter
 from safetensors.torch import save
 
-from megatron_async.disk import writing
 from megatron_async.errors import ComponentFailure
+from megatron_async.files.disk import writing
 from megatron_async.weight_sync.transports.base import Bucket
 
 MANIFEST = "manifest.json"

@@ -25,7 +25,7 @@ from megatron_async.algorithms.own_loss import check_own_loss
 from megatron_async.config import build_config, load_config
 from megatron_async.config.load import dump
 from megatron_async.errors import UserError
-from megatron_async.import_path import load_object
+from megatron_async.runtime.import_path import load_object
 from tests.algorithms.batches import current_logprobs, device_batch
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_loss"

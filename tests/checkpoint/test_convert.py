@@ -20,10 +20,10 @@ from megatron_async.checkpoint.files import RankFiles
 from megatron_async.checkpoint.manager import CheckpointManager
 from megatron_async.config import dump
 from megatron_async.config.run import CheckpointConfig
-from megatron_async.disk import CannotWrite
 from megatron_async.errors import UserError
+from megatron_async.files.disk import CannotWrite
+from megatron_async.files.package_files import ROOT
 from megatron_async.models.model_files import SafetensorsDirectory
-from megatron_async.shipped import ROOT
 from megatron_async.trajectory.batch import TokenBatch
 from megatron_async.trajectory.types import FloatArray
 from tests.distributed import run_ranks

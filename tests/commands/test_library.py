@@ -21,8 +21,8 @@ from megatron_async.config import RunConfig, build_config
 from megatron_async.errors import UserError
 from megatron_async.launcher.derived import Machine, derive
 from megatron_async.run_directory import RunDirectory
-from megatron_async.tasks.rewards import Sample
-from tests.telemetry.test_report import make_run
+from megatron_async.scoring.rewards import Sample
+from tests.report.test_report import make_run
 
 DOCS = Path(__file__).parents[2] / "docs"
 HEAVY = ("torch", "ray", "transformers", "pydantic", "megatron", "numpy")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_async.models.architecture import served_context
-from megatron_async.tasks.tiny_model import build_tiny_model
+from megatron_async.models.tiny_model import build_tiny_model
 
 SETTINGS = "name: refused\nroot: {root}\nmodel: {{path: {model}}}\n"
 

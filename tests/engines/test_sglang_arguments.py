@@ -44,7 +44,7 @@ QWEN_HALF_BILLION = {
 def config_json(name: str) -> dict[str, Any]:
     """Of the configuration's model: the published one, the tiny one, or RAPID's placeholder."""
     if name.startswith("quickstart"):
-        from megatron_async.tasks.tiny_model import TinyModel
+        from megatron_async.models.tiny_model import TinyModel
 
         return {**TinyModel().config().to_dict(), "architectures": ["Qwen3ForCausalLM"]}
     if name.startswith("rapid"):

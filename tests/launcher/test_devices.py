@@ -12,10 +12,10 @@ import pytest
 from megatron_async import cli
 from megatron_async.config import RunConfig, build_config, load_config
 from megatron_async.errors import UserError
+from megatron_async.files.package_files import ROOT
 from megatron_async.launcher.devices import DeviceSplit, split_devices, split_of_this_machine
+from megatron_async.models.tiny_model import build_tiny_model
 from megatron_async.run_directory import RunDirectory
-from megatron_async.shipped import ROOT
-from megatron_async.tasks.tiny_model import build_tiny_model
 
 EIGHT = [str(index) for index in range(8)]
 

@@ -13,10 +13,10 @@ import pytest
 from megatron_async.commands.launch import Cluster, launch_run
 from megatron_async.config import load_config
 from megatron_async.errors import ComponentFailure, UserError
+from megatron_async.files.package_files import ROOT
+from megatron_async.models.tiny_model import write_character_tokenizer
 from megatron_async.run_directory import RunDirectory
-from megatron_async.shipped import ROOT
 from megatron_async.store.store import TrajectoryStore
-from megatron_async.tasks.tiny_model import write_character_tokenizer
 from tests.checkpoint.test_manifest import write
 from tests.hf_models import save_hf_model
 

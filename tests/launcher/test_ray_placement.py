@@ -15,8 +15,8 @@ import pytest
 
 from megatron_async.config import RunConfig, load_config
 from megatron_async.config.rollout import EngineConfig
+from megatron_async.files.package_files import ROOT
 from megatron_async.launcher.devices import split_devices
-from megatron_async.shipped import ROOT
 from megatron_async.weight_sync.gpu_sharing import gpus_of
 
 GPUS = [str(index) for index in range(8)]

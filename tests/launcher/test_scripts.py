@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_async.shipped import ROOT
+from megatron_async.files.package_files import ROOT
 
 NOTE = """#!{python}
 import json, os, sys

@@ -5,7 +5,7 @@
 Only when a change of what the scheduler does is meant: `git diff` then shows what has changed, and
 the commit that changes the scheduler takes the records with it.
 
-Each record is a resume: a random world with failures of engines and verifier runs until its trainer
+Each record is a resume: a random world with failures of engines and scorer runs until its trainer
 has made two steps and a part of the next; then everything dies, and what follows is recorded, from
 the groups that the store holds on.
 """
@@ -30,7 +30,7 @@ FIRST_SEED = 1  # records of equal seeds would be alike under `sync` and `rapid`
 WEATHER = Weather(
     engine_failures=0.01,
     spontaneous_aborts=0.02,
-    verifier_failures=0.03,
+    scorer_failures=0.03,
     regenerate=True,
     slow_scores=0.9,
     equal_rewards=0.1,

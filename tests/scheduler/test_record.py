@@ -78,7 +78,7 @@ ACTIONS: list[RecordedAction] = [
 def record(path: Path, name: str, events: int = 250) -> None:
     """A random run of a preset with failures, recorded."""
     config = preset(name)
-    world = World(config, Weather(engine_failures=0.02, verifier_failures=0.05), seed=3)
+    world = World(config, Weather(engine_failures=0.02, scorer_failures=0.05), seed=3)
     recorder = Recorder(
         path.open("w"), config, first_step=0, version=world.scheduler.view().version
     )

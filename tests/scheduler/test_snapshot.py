@@ -21,7 +21,7 @@ from tests.scheduler.world import Weather, World
 WEATHER = Weather(
     engine_failures=0.02,
     spontaneous_aborts=0.05,
-    verifier_failures=0.05,
+    scorer_failures=0.05,
     regenerate=True,
     slow_scores=0.5,
     crashes=0.01,

@@ -1,4 +1,4 @@
-"""A small random world around a scheduler: engines, verifier, trainer, prompt source, crashes.
+"""A small random world around a scheduler: engines, scorer, trainer, prompt source, crashes.
 
 It sends the events that may happen now to the oracle and the scheduler, and carries out the
 actions. All choices come from one `random.Random`, so a run is a function of (config, seed).
@@ -25,7 +25,7 @@ class Weather:
     engine_failures: float = 0.0
     spontaneous_aborts: float = 0.0
     refusals: float = 0.0
-    verifier_failures: float = 0.0
+    scorer_failures: float = 0.0
     crashes: float = 0.0
     regenerate: bool = False
     slow_scores: float = 0.0
@@ -194,14 +194,14 @@ class World:
         del self.engine_versions[name]
         self.send(ev.EngineDown(name))
 
-    # ------------------------------------------------------------ verifier and prompts
+    # ------------------------------------------------------------ scorer and prompts
 
     def score(self) -> None:
         t = self.random.choice(self.oracle.scoring())
         reward: float | None = float(self.random.randrange(3))
         if self.random.random() < self.weather.equal_rewards:
             reward = 1.0
-        if self.random.random() < self.weather.verifier_failures:
+        if self.random.random() < self.weather.scorer_failures:
             reward = None
         regenerate = self.weather.regenerate and reward is None
         self.send(ev.RewardReady(t.trajectory_id, reward, regenerate))

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from megatron_async.config.run import TelemetryConfig
-from megatron_async.disk import CannotWrite
+from megatron_async.files.disk import CannotWrite
 from megatron_async.telemetry.health import (
     HealthWatch,
     engine_drift,

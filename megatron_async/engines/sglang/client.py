@@ -28,7 +28,6 @@ from typing import Any, Self
 import aiohttp
 import orjson
 
-from megatron_async.awake import AwakeTimeout
 from megatron_async.config.rollout import EngineConfig
 from megatron_async.engines.door import Door, count_of, load_of
 from megatron_async.engines.interface import (
@@ -53,6 +52,7 @@ from megatron_async.engines.sglang.stream_connection import (
     StreamConnections,
 )
 from megatron_async.errors import ComponentFailure
+from megatron_async.runtime.time_limits import AwakeTimeout
 from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.http import json_object
 

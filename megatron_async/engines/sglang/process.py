@@ -32,7 +32,6 @@ import psutil
 
 from megatron_async.config.rollout import EngineConfig
 from megatron_async.config.sampling_contract import without_breaking_variables
-from megatron_async.disk import writing
 from megatron_async.engines.nodes import LOOPBACK, communication_environment, free_port
 from megatron_async.engines.sglang.server import (
     CPU_ATTENTION_BACKEND,
@@ -41,6 +40,7 @@ from megatron_async.engines.sglang.server import (
     LIFELINE_VARIABLE,
 )
 from megatron_async.errors import ComponentFailure, ProcessKilled, cause_in_log
+from megatron_async.files.disk import writing
 from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.http import EngineAddress, EngineCallError, call
 

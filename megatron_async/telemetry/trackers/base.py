@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from megatron_async.import_path import described
+from megatron_async.runtime.import_path import described
 
 Row = Mapping[str, Any]
 

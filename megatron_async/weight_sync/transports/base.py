@@ -31,9 +31,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_async.awake import AwakeDeadline
 from megatron_async.config.rollout import EngineConfig, WeightsConfig
 from megatron_async.errors import ComponentFailure
+from megatron_async.runtime.time_limits import AwakeDeadline
 from megatron_async.trajectory.types import PolicyVersion
 from megatron_async.weight_sync.http import EngineAddress, EngineCallError, EngineCalls
 from megatron_async.weight_sync.stage_order import EarlierStageFailed, StageOrder, StageToken
