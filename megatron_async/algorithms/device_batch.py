@@ -53,6 +53,7 @@ class DeviceBatch:
     cu_seqlens_S1: Tensor
     rewards_S: Tensor
     group_ids_S: Tensor
+    trajectory_ids_S: Tensor
     prompt_lengths_S: Tensor
     resumed_S: Tensor
     temperature: float
@@ -78,9 +79,24 @@ class DeviceBatch:
         return len(self.token_ids_T)
 
     @property
+    def num_sequences(self) -> int:
+        return len(self.cu_seqlens_S1) - 1
+
+    @property
     def trained_S(self) -> Tensor:
         """Trained tokens of each sequence."""
         return segment_sum((self.loss_mask_T != 0).double(), self.cu_seqlens_S1)
+
+    @property
+    def episodes(self) -> tuple[Tensor, Tensor]:
+        """The first sequence of each trajectory [E], and each sequence's trajectory [S], from 0.
+
+        Branches of an episode are neighbours: without any, both count the sequences.
+        """
+        _, index_S, count_E = torch.unique_consecutive(
+            self.trajectory_ids_S, return_inverse=True, return_counts=True
+        )
+        return count_E.cumsum(0) - count_E, index_S
 
     @property
     def group_index_S(self) -> Tensor:

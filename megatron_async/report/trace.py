@@ -7,7 +7,8 @@ the trace reaches as far back as telemetry.record_steps.
 Invariants
 - Output is trace-event JSON: complete (X), instant (i) and metadata (M) events, times in
   microseconds since the first one; tests/report/trace_event.schema.json describes it.
-- Spans of one lane follow each other or nest: each request, and each score, has its own lane.
+- Spans of one lane follow each other or nest: each request, each score and each call of an
+  environment has its own lane.
 """
 
 import heapq
@@ -18,7 +19,7 @@ from typing import Any, Final
 from megatron_async.scheduler import events as ev
 from megatron_async.scheduler.record import Exchange
 
-_TRAINER, _SCHEDULER, _SCORERS, _FIRST_ENGINE = 1, 2, 3, 10
+_TRAINER, _SCHEDULER, _SCORERS, _ENVIRONMENTS, _FIRST_ENGINE = 1, 2, 3, 4, 10
 _CONTROL_LANE: Final = 0
 _PAUSE_LANE: Final = 9999
 # In the order in which a step of the trainer spends its time.
@@ -82,6 +83,8 @@ class Trace:
         self._scores: dict[int, tuple[int, float]] = {}
         self._paused: float | None = None
         self._update: tuple[int, float] | None = None
+        self._environments = _Lanes()
+        self._calls: dict[int, tuple[int, float, str]] = {}
         self._names = {_TRAINER: "trainer", _SCHEDULER: "scheduler", _SCORERS: "scorers"}
 
     # ------------------------------------------------------------ what the scheduler saw and did
@@ -107,6 +110,14 @@ class Trace:
                     self._ended(trajectory_id, "aborted", at)
             case ev.Finished():
                 self._ended(event.trajectory_id, "finished", at)
+            case ev.TurnEnded():
+                self._ended(event.trajectory_id, "turn ended", at)
+            case ev.EnvironmentReady():
+                self._replied(event.trajectory_id, "ready", at)
+            case ev.EpisodeEnded():
+                self._replied(event.trajectory_id, "done", at)
+            case ev.EnvironmentFailed():
+                self._replied(event.trajectory_id, "failed", at)
             case ev.Aborted():
                 self._ended(event.trajectory_id, "aborted", at)
             case ev.Refused():
@@ -126,6 +137,12 @@ class Trace:
         match action:
             case ev.Submit():
                 self._submitted(action.trajectory_id, action.engine_id, at)
+            case ev.StartEpisode():
+                self._called(action.trajectory_id, "start", at)
+            case ev.StepEnvironment():
+                self._called(action.trajectory_id, "step", at)
+            case ev.Restart() | ev.Drop():
+                self._replied(action.trajectory_id, "not wanted any more", at)
             case ev.Score():
                 self._scores[action.trajectory_id] = (self._scorers.take(), at)
             case ev.EmitBatch():
@@ -198,6 +215,17 @@ class Trace:
             lane, asked = self._scores.pop(trajectory_id)
             self._scorers.give_back(lane)
             self._span(f"score {trajectory_id}", _SCORERS, lane, asked, at, {"reward": reward})
+
+    def _called(self, trajectory_id: int, what: str, at: float) -> None:
+        self._names[_ENVIRONMENTS] = "environments"
+        self._calls[trajectory_id] = (self._environments.take(), at, what)
+
+    def _replied(self, trajectory_id: int, how: str, at: float) -> None:
+        if trajectory_id in self._calls:
+            lane, asked, what = self._calls.pop(trajectory_id)
+            self._environments.give_back(lane)
+            name = f"{what} {trajectory_id}"
+            self._span(name, _ENVIRONMENTS, lane, asked, at, {"reply": how})
 
     def _published(self, number: int, at: float) -> None:
         if self._update is not None and self._update[0] == number:

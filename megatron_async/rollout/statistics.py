@@ -177,8 +177,8 @@ class RolloutStatistics:
         )
         news, self._marks = self.counts.since(self._marks), deepcopy(self.counts)
         generating = max(news.generating, 1e-9)
-        lag_samples_S = self._trained.lag_S(batch)
-        self._trained.add(batch.step, batch.num_sequences)
+        lag_samples_E = self._trained.lag_E(batch)
+        self._trained.add(batch.step, len(batch.first_E))
         metrics = {
             "rollout/concurrency": float(view.concurrency),
             "rollout/tokens": float(news.tokens),
@@ -186,7 +186,7 @@ class RolloutStatistics:
             "rollout/slots_busy_share": news.slot_seconds / (self._peak_running * generating),
             "rollout/seconds_since_last_batch": max(news.seconds, 1e-9),
             "rollout/update_pause_seconds": news.paused,
-            **of_batch(batch, lag_samples_S),
+            **of_batch(batch, lag_samples_E),
             "rollout/preemptions": float(news.preemptions),
             "rollout/score_queue": float(self._unscored),
             "rollout/score_queue_max": float(self._longest_queue),
@@ -221,20 +221,22 @@ class RolloutStatistics:
         return metrics
 
 
-def of_batch(batch: TokenBatch, lag_samples_S: npt.NDArray[np.int64]) -> dict[str, float]:
-    """Metrics of the trajectories in a batch."""
+def of_batch(batch: TokenBatch, lag_samples_E: npt.NDArray[np.int64]) -> dict[str, float]:
+    """Metrics of the trajectories in a batch; an episode counts once, whatever its branches."""
     lengths_S = batch.lengths_S() - batch.prompt_lengths_S
     lag = batch.lag_T[batch.loss_mask_T > 0]
+    first_E = batch.first_E
+    rewards_E = batch.rewards_S[first_E]
     return {
-        "rollout/trajectories": float(batch.num_sequences),
-        "rollout/reward_mean": float(batch.rewards_S.mean()) if batch.num_sequences else 0.0,
+        "rollout/trajectories": float(len(first_E)),
+        "rollout/reward_mean": float(rewards_E.mean()) if len(first_E) else 0.0,
         "rollout/response_length_mean": float(lengths_S.mean()) if len(lengths_S) else 0.0,
         "rollout/response_length_max": float(lengths_S.max(initial=0)),
-        "rollout/truncated_share": float(batch.truncated_S.mean()),
-        "rollout/resumed_share": float(batch.resumed_S.mean()),
+        "rollout/truncated_share": float(batch.truncated_S[first_E].mean()),
+        "rollout/resumed_share": float(batch.resumed_S[first_E].mean()),
         "rollout/lag_mean": float(lag.mean()) if lag.size else 0.0,
         "rollout/lag_max": float(lag.max(initial=0)),
         "rollout/off_policy_token_share": float(np.mean(lag > 0)) if lag.size else 0.0,
-        "rollout/lag_samples_mean": float(lag_samples_S.mean()) if len(lag_samples_S) else 0.0,
-        "rollout/lag_samples_max": float(lag_samples_S.max(initial=0)),
+        "rollout/lag_samples_mean": float(lag_samples_E.mean()) if len(lag_samples_E) else 0.0,
+        "rollout/lag_samples_max": float(lag_samples_E.max(initial=0)),
     }

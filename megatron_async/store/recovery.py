@@ -33,10 +33,11 @@ from megatron_async.errors import ComponentFailure
 from megatron_async.files.disk import force_to_disk, replace_durably
 from megatron_async.files.lock import FileLock
 from megatron_async.store import schema as schema
+from megatron_async.store.documents import Counters
 from megatron_async.store.lineage import Lineage
 from megatron_async.store.migration import migrate
 from megatron_async.store.place import Record, StorePlace, leave, read_record
-from megatron_async.store.reader import Counters, read_position, read_rows
+from megatron_async.store.reader import read_position, read_rows
 from megatron_async.store.schema import DamagedStore
 from megatron_async.store.writer import StoreWriter
 
@@ -74,8 +75,8 @@ def checked(path: Path) -> Iterator[sqlite3.Connection]:
         result = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
         if result != "ok":
             raise DamagedStore(" ".join(str(result).split()))
-        if found == schema.OLDEST_FORMAT:
-            migrate(connection)
+        if 0 < found < schema.FORMAT:
+            migrate(connection, found)
         schema.create_tables(connection)
         yield connection
 

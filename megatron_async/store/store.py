@@ -25,6 +25,7 @@ import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from megatron_async.files.lock import FileLock
 from megatron_async.store import schema as schema
 from megatron_async.store.buffers import ChunkBuffers
 from megatron_async.store.compaction import Compactor
+from megatron_async.store.episodes import EpisodeWriter
 from megatron_async.store.export import cut_uncommitted
 from megatron_async.store.place import StorePlace, lock_store, prepared_place, write_record
 from megatron_async.store.reader import read_tokens, trajectory_of
@@ -58,6 +60,7 @@ from megatron_async.trajectory.types import (
     Segment,
     Trajectory,
     TrajectoryState,
+    Turn,
 )
 
 logger = logging.getLogger(__name__)
@@ -120,6 +123,8 @@ class TrajectoryStore:
         self._loss_reported = False
         self._compactor = Compactor(place, state, self._writer, settings)
         self._replicator = Replicator(place, self._writer, state.lineage)
+        flush = partial(self._buffers.flush, with_row=True)
+        self.episodes = EpisodeWriter(state, self._writer, self._serials, self._move, flush)
         first_writes(state, self._writer)
 
     @property
@@ -258,8 +263,11 @@ class TrajectoryStore:
         self._buffers.flush_all()
 
     def end(self, trajectory_id: int, reason: FinishReason) -> None:
-        """Finish it: its last token has been appended. Its end is committed when `sync` returns."""
+        """Finish it, or an episode's turn, after its last token. Committed when `sync` returns."""
         record = self._record(trajectory_id)
+        if record.turns:
+            self.episodes.end_turn(record, reason)
+            return
         self._move(record, TrajectoryState.FINISHED, finish_reason=reason.value)
         self._buffers.flush(record, with_row=True)
 
@@ -286,10 +294,9 @@ class TrajectoryStore:
             record.restart()
         self._buffers.forget(record)
         self._writer.put(record.row)
-        self._writer.execute(
-            "DELETE FROM chunks WHERE trajectory_id = ? AND attempt < ?",
-            (trajectory_id, record.row.attempt),
-        )
+        for kind in schema.PARTS:
+            earlier = f"{schema.TABLES[kind]} WHERE trajectory_id = ? AND attempt < ?"
+            self._writer.execute(f"DELETE FROM {earlier}", (trajectory_id, record.row.attempt))
 
     def drop(self, trajectory_id: int, reason: DropReason) -> None:
         """Take it out of the run, for good and on every lineage."""
@@ -376,12 +383,14 @@ class TrajectoryStore:
     def load_trajectory(self, trajectory_id: int) -> Trajectory:
         """Load it with all tokens appended so far. Raises LookupError if it is not in the store."""
         record = self._record(trajectory_id)
-        segments = record.segments() if record.in_memory else self._tokens_on_disk(record)
         prompt = self._group(record.row.group_id).prompt
-        return trajectory_of(record.row, prompt, segments, record.batched_step)
+        segments, turns = record.segments(), tuple(record.turns)
+        if not record.in_memory:
+            segments, turns = self._on_disk(record)
+        return trajectory_of(record.row, prompt, segments, turns, record.batched_step)
 
     def response_end(self, trajectory_id: int) -> tuple[int, int | None]:
-        """Length of a live trajectory's response, and its last token if the policy made it."""
+        """See `TrajectoryRecord.response_end`."""
         return self._record(trajectory_id).response_end()
 
     def load_group(self, group_id: int) -> Group:
@@ -450,9 +459,10 @@ class TrajectoryStore:
         self._state.batches[batch.id] = batch
         self._writer.put(batch)
 
-    def _tokens_on_disk(self, record: TrajectoryRecord) -> tuple[Segment, ...]:
+    def _on_disk(self, record: TrajectoryRecord) -> tuple[tuple[Segment, ...], tuple[Turn, ...]]:
         if not self._writer.is_committed(record.in_flight):
             self._writer.barrier().result(_WAIT_SECONDS)
         if self._reading is None:
             self._reading = schema.connect(self._place.file, read_only=True)
-        return read_tokens(self._reading, record.row).segments
+        found = read_tokens(self._reading, record.row)
+        return found.segments, found.turns

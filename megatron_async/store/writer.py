@@ -91,6 +91,12 @@ class StoreWriter:
             yield self._pending
             self._changed.notify()
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Make all that is handed over inside one transaction; a chunk goes first."""
+        with self._gathering():
+            yield
+
     def add_chunk(self, chunk: ChunkRow, trajectory: TrajectoryRow | None = None) -> int:
         """Append a chunk; returns the number of the transaction that it will be in.
 
@@ -98,7 +104,7 @@ class StoreWriter:
         """
         row = schema.sealed(chunk)
         with self._gathering():
-            self._wait_for_room()
+            self._wait_for_room()  # which lets go of what is gathered: nothing may be before it
             self._pending.chunks.append(row)
             self._pending.size += len(chunk.data)
             if trajectory is not None:

@@ -291,5 +291,5 @@ class TrainLoop:
             writer.histogram(report.step, "rollout/lag", batch.lag_T[trained])
             lengths_S = batch.lengths_S() - batch.prompt_lengths_S
             writer.histogram(report.step, "rollout/response_length", lengths_S)
-            writer.histogram(report.step, "rollout/reward", batch.rewards_S)
+            writer.histogram(report.step, "rollout/reward", batch.rewards_S[batch.first_E])
             writer.histogram(report.step, "off_policy/log_weight", report.log_weights)

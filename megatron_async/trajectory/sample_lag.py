@@ -53,12 +53,12 @@ class SamplesTrained:
         """Trained by updates `version` .. `step` - 1."""
         return self._before[step] - self._before[version]
 
-    def lag_S(self, batch: TokenBatch) -> npt.NDArray[np.int64]:
-        """Return the lag of each trained sequence; `batch` is the next or an earlier one."""
+    def lag_E(self, batch: TokenBatch) -> npt.NDArray[np.int64]:
+        """Return the lag of each trained trajectory; `batch` is the next or an earlier one."""
         trained_T = batch.loss_mask_T > 0
         if not batch.num_sequences:
             return np.zeros(0, np.int64)
         version_T = np.where(trained_T, batch.version_T, batch.step + 1)
-        oldest_S = np.minimum.reduceat(version_T, batch.cu_seqlens_S1[:-1])
+        oldest_E = np.minimum.reduceat(version_T, batch.cu_seqlens_S1[batch.first_E])
         before = np.asarray(self._before)
-        return before[batch.step] - before[oldest_S[oldest_S <= batch.step]]
+        return before[batch.step] - before[oldest_E[oldest_E <= batch.step]]

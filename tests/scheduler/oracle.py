@@ -274,10 +274,16 @@ class Oracle:
                     self.paused, resumed = False, True
                 case ev.Warn():
                     assert action.name in SIGNATURES and action.message
+                case _:
+                    self.further(action)
             previous = action
         if isinstance(event, ev.WeightsPublished):
             assert resumed or not self.paused, "engines stay paused after the publication"
         self._after(event)
+
+    def further(self, action: ev.Action) -> None:
+        """Actions of other worlds."""
+        raise AssertionError(f"no such action: {action}")
 
     def _submit(self, action: ev.Submit) -> None:
         t = self.trajectories[action.trajectory_id]
