@@ -37,6 +37,8 @@ _LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 
+# Whose two KV heads do not divide by four.
+NARROW_CASES = ("qwen2_yarn",)
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama3": ("llama", "Llama", {"head_dim": 8, "rope_parameters": _LLAMA3_ROPE}),
     "llama_tied": (
