@@ -65,9 +65,9 @@ class Checkpoints:
         room += shutil.disk_usage(place).free
         if room < self.most * self.size:
             raise UserError(
-                f"{self.most} checkpoints of {self.size / _GB:,.1f} GB lie in "
+                f"{self.most} checkpoints of {self.size / _GB:,.3g} GB lie in "
                 f"{directory.checkpoints} at once (checkpoint.keep, and the one that is written), "
-                f"and there is room for {room / _GB:,.1f} GB: lower checkpoint.keep, or set root "
+                f"and there is room for {room / _GB:,.3g} GB: lower checkpoint.keep, or set root "
                 "to another file system"
             )
 

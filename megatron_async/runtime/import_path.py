@@ -68,11 +68,8 @@ def described(error: BaseException, file: str = "") -> str:
     if isinstance(error, SyntaxError) and Path(error.filename or "").is_file():
         return f"{name}: {error.msg} at {error.filename}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
-    last = ([frame for frame in frames if frame.filename == file] or list(frames))[-1:]
-    place = "".join(f" at {frame.filename}:{frame.lineno}" for frame in last)
-    if place.startswith(" at <frozen importlib"):  # no line of it was reached
-        place = f" in {file}" if file else ""
-    return f"{name}: {error}{place}"
+    places = [f"{f.filename}:{f.lineno}" for f in frames if file in ("", f.filename)] or [file]
+    return f"{name}: {error}" + "".join(f" at {place}" for place in places[-1:] if place)
 
 
 def _module(name: str) -> ModuleType:
