@@ -137,7 +137,6 @@ def main() -> None:
             options.model,
             config.engines,
             root / "engine.log",
-            in_place=config.schedule.in_place,
         )
         process.start()
         try:

@@ -92,7 +92,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def settings_page() -> str:
     """Every setting: name, type, default, range, description."""
-    from megatron_async.config.reference import all_sections, sections_of
+    from megatron_async.config import build_config
+    from megatron_async.config.reference import sections_of, sections_with
     from megatron_async.config.reward import BUILT_IN
     from megatron_async.scoring.rewards.reward import arguments_of
 
@@ -102,19 +103,20 @@ def settings_page() -> str:
         "Every setting of a configuration file, by section. An unknown one is refused. Any can be "
         "given on the command line: `section.setting=value`. `megatron-async settings` shows the "
         "same, `megatron-async settings --of FILE` with the values of a file. A section `name[]` "
-        "has the settings of each element of the list or mapping `name`.",
+        "has the settings of each element of the list or mapping `name`. A default is that of a "
+        "run which names no recipe and no preset; others have [others](../algorithms.md).",
     ]
     arguments = [
         section
         for name in BUILT_IN
         for section in sections_of(arguments_of(name), f"reward[].arguments ({name})")
     ]
-    for section in (*all_sections(), *arguments):
+    for section in (*sections_with(build_config({}).model_dump()), *arguments):
         if section.name:
             lines += ["", f"## `{section.name}`", "", _one_line(section.description)]
         lines += ["", "| setting | type | default | range | description |", "|---|---|---|---|---|"]
         lines += [
-            f"| `{s.name.rpartition(').')[2]}` | {_code(s.type)} | {_code(s.default)} | "
+            f"| `{s.name.rpartition(').')[2]}` | {_code(s.type)} | {_code(s.default)}{s.source} | "
             f"{_code(s.range)} | {_one_line(s.description)} |"
             for s in section.settings
         ]

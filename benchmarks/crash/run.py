@@ -40,9 +40,9 @@ PARTS: tuple[Target, ...] = ("trainer", "manager", "engine", "scorer")
 TARGETS: tuple[Target, ...] = (*PARTS, "tree")
 _MARKS: dict[Target, tuple[str, ...]] = {
     "trainer": ("megatron_async.train_loop.rank",),
-    "manager": ("ray::ManagerActor",),
+    "manager": ("places.host rollout-manager", "ray::ManagerHost"),
     "engine": ("megatron_async.engines.sglang.server", "megatron_async.engines.simulated.server"),
-    "scorer": ("megatron_async.scoring.process_main", "ray::ScorerWorker"),
+    "scorer": ("megatron_async.scoring.process_main", "ray::PlacedWorker"),
 }
 SHAPE = TinyModel(hidden_size=32, layers=2, heads=2, kv_heads=1, head_dim=16, ffn_size=64)
 _LAUNCHER = "torch.distributed.run"

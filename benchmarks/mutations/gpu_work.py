@@ -196,7 +196,7 @@ _COLOCATED: Final = (
     *taken_back(
         "1.8",
         _ENGINE_RANKS,
-        "megatron_async/engines/actor.py",
+        "megatron_async/engines/host.py",
         (
             "an engine sees all GPUs of the trainer",
             "            gpus = gpus_of(shared_index, settings.tensor, "
@@ -285,7 +285,7 @@ _COSTS: Final = (
     *taken_back(
         "1.9",
         apart("engines/test_sglang_process.py", keyword="await"),
-        "megatron_async/engines/actor.py",
+        "megatron_async/engines/host.py",
         (
             "the engines of a run do not wait for the first update",
             "            awaits_weights=True,\n",

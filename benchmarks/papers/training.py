@@ -129,7 +129,7 @@ def bench(model: Path, options: argparse.Namespace) -> Iterator[Bench]:
     with tempfile.TemporaryDirectory(prefix="papers-") as scratch:
         root = Path(scratch)
         engines = configure("engine", {}, model, root, options).engines
-        process = SGLangProcess(model, engines, root / "engine.log", in_place=True)
+        process = SGLangProcess(model, engines, root / "engine.log")
         process.start()
         try:
             yield Bench(model, root, options, process.url)

@@ -8,8 +8,6 @@ Invariants
   std 1), as verl 0.9.1 does.
 """
 
-from __future__ import annotations
-
 import torch
 from megatron_async_kernels.loss_types import NonFiniteError
 

@@ -24,8 +24,6 @@ Invariants
 - Statistics are computed in float64, losses in the type of the log-probs.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch
@@ -49,13 +47,13 @@ from megatron_async.config.recipes import recipe_defaults
 from megatron_async.trajectory.packing import TURN_RETURNS
 
 
-def build_algorithm(config: RunConfig) -> Algorithm:
+def build_algorithm(config: RunConfig) -> "Algorithm":
     """The algorithm of a run."""
     limit = config.algorithm.overlong.max_length or config.sampling.max_new_tokens
     return Algorithm(config.algorithm, max_response_length=limit)
 
 
-def build_sft_algorithm() -> Algorithm:
+def build_sft_algorithm() -> "Algorithm":
     """Masked cross-entropy averaged over all trained tokens, whatever the run's own recipe is."""
     settings = recipe_defaults("sft")["algorithm"]
     return Algorithm(AlgorithmConfig.model_validate(settings), max_response_length=1)

@@ -4,8 +4,6 @@ Invariant: the only place that defines what a named loss is made of; losses and 
 `LossConfig` alone.
 """
 
-from __future__ import annotations
-
 from megatron_async_kernels.loss_types import LossConfig
 
 from megatron_async.algorithms.correction import rejection_rules

@@ -1,7 +1,5 @@
 """A user's own loss by import path (`algorithm.loss`): imported, and tried before a run starts."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -1,7 +1,5 @@
 """`megatron-async eval`: one engine, one or several Hugging Face checkpoints, held-out accuracy."""
 
-from __future__ import annotations
-
 import asyncio
 import tempfile
 from collections.abc import Callable, Iterator, Sequence

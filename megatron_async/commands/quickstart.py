@@ -4,8 +4,6 @@ Every stage is the same code that a large run uses (`run_sft`, `evaluate_checkpo
 `Supervisor`); this module only puts them in a row and adds up the times.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,8 +1,7 @@
 """`megatron-async reward`: a reward tried on responses of a file, without a run."""
 
-from __future__ import annotations
-
 import asyncio
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,7 +21,7 @@ from megatron_async.tasks.rows import open_rows
 def reward_command(config_file: Path, overrides: Sequence[str], responses: Path) -> None:
     """Print each response's score, parts, failures and time; then what the scorers have logged.
 
-    Raises UserError, for a bad line before anything is scored.
+    Raises UserError, for a bad line before anything is scored; Exit 1 when a score has failed.
     """
     config = load_config(config_file, overrides)
     places, jobs = zip(*_read(config, responses), strict=True)
@@ -37,6 +36,8 @@ def reward_command(config_file: Path, overrides: Sequence[str], responses: Path)
     failed = sum(bool(score.failures) for score in every)
     typer.echo(f"{len(every)} responses, mean score {mean:.4g}, {failed} failed")
     typer.echo(logged, err=True, nl=False)
+    if failed:
+        raise typer.Exit(1)
 
 
 def _read(
@@ -61,7 +62,7 @@ def _read(
             problem = source.train(index)
         else:
             raise UserError(f"{where}: `index` must be a whole number from 0, got {shown(index)}")
-        yield f"line {number + 1}", (problem.payload, texts)
+        yield f"line {re.split(':|, row ', where)[-1]}", (problem.payload, texts)
 
 
 def _described(score: ResponseScore) -> str:

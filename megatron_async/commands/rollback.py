@@ -12,8 +12,6 @@ Invariants
   here touches the store.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass

@@ -2,8 +2,6 @@
 would use here: settings that nobody has set follow from the machine (`launcher.derived`) and the
 data (`launcher.preflight`)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,8 +10,8 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from megatron_async.config.load import load_config
-from megatron_async.config.reference import Setting, all_sections, did_you_mean, shown_value
+from megatron_async.config.load import build_config, load_config
+from megatron_async.config.reference import Setting, did_you_mean, sections_with, shown_value
 from megatron_async.errors import UserError
 from megatron_async.launcher.derived import Machine, derive
 from megatron_async.launcher.preflight import as_it_would_start
@@ -21,13 +19,14 @@ from megatron_async.launcher.preflight import as_it_would_start
 
 def settings_command(section: str, file: Path | None, overrides: Sequence[str]) -> None:
     """Print the settings of a section (of all), with the values of `file`. Raises UserError."""
+    every = sections_with(build_config({}).model_dump())
     wanted = [
         (part, shown)
-        for part in all_sections()
+        for part in every
         if (shown := [s for s in part.settings if _within(s.name, section)])
     ]
     if not wanted:
-        sections = ", ".join(dict.fromkeys(part.name.split(".")[0] for part in all_sections()[1:]))
+        sections = ", ".join(dict.fromkeys(part.name.split(".")[0] for part in every[1:]))
         near = did_you_mean(section) or f"; the sections are {sections}"
         raise UserError(f"there is no section or setting {section!r}{near}")
     checked, dumped = None, None
@@ -56,7 +55,9 @@ def _head(setting: Setting, dumped: dict[str, object] | None) -> Text:
     """`name  type  default, range`, and the value in the file."""
     limits = f" ({setting.range})" if setting.range else ""
     text = Text.assemble(
-        "  ", (setting.name, "bold cyan"), f"  {setting.type}{limits}, default {setting.default}"
+        "  ",
+        (setting.name, "bold cyan"),
+        f"  {setting.type}{limits}, default {setting.default}{setting.source}",
     )
     if dumped is not None:
         value = shown_value(setting.value_in(dumped))

@@ -5,8 +5,6 @@ Hugging Face directory that one of the run's engines serves meanwhile. What is k
 `teacher.jsonl` of the run directory, in the order of the problems.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable

@@ -1,7 +1,5 @@
 """`megatron-async trace RUN_DIR`: the newest steps on a time axis, as a file for Perfetto."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -7,8 +7,6 @@ Invariants
   refused with a sentence; nothing is silently replaced.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Final, Literal
 

@@ -4,12 +4,10 @@
 read this list, so that none of them can be out of date.
 """
 
-from __future__ import annotations
-
 import difflib
 import types
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal, TypeGuard, Union, get_args, get_origin
 
@@ -30,6 +28,8 @@ class Setting:
     default: str
     range: str
     description: str
+    source: str = ""
+    """What the default is from, where not from the model."""
 
     @property
     def section(self) -> str:
@@ -65,6 +65,20 @@ def all_settings() -> tuple[Setting, ...]:
 def all_sections() -> tuple[Section, ...]:
     """All sections in the order of the models; those of elements behind the one with the list."""
     return tuple(sections_of(RunConfig))
+
+
+def sections_with(defaults: dict[str, Any]) -> tuple[Section, ...]:
+    """All sections with the defaults of a run that sets nothing: its recipe's come first."""
+
+    def given(setting: Setting) -> Setting:
+        value = shown_value(setting.value_in(defaults))
+        other = value != setting.default
+        return replace(setting, default=value, source=" (the recipe's)") if other else setting
+
+    return tuple(
+        part if part.of_items else replace(part, settings=tuple(map(given, part.settings)))
+        for part in all_sections()
+    )
 
 
 def sections_of(

@@ -4,8 +4,6 @@
 `ScheduleConfig` refuses it with a sentence.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

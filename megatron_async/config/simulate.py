@@ -5,8 +5,6 @@ prints all of them. Public figures (peak rates, memory, links, model shapes) are
 `megatron_async/simulate/hardware.py` and `models/shape.py` and are chosen by name.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field
@@ -48,6 +46,9 @@ class EfficiencyConfig(Settings):
     """Of the peak, forward and backward of packed sequences."""
     links: float = Field(0.7, gt=0, le=1)
     """Of NVLink, network and PCIe."""
+    weight_update: float = Field(0.43, gt=0, le=1)
+    """Of the network, in a whole weight update (measured with gloo between two CPU cores:
+    benchmarks/results/weights.md)."""
     collective_latency_seconds: float = Field(10e-6, ge=0)
     """Fixed cost of one all-reduce inside a node."""
     decode_overhead_seconds: float = Field(0.003, ge=0)

@@ -7,8 +7,6 @@ Invariants
   `RequestRefused` when the request is at fault, which is then never worth a repetition.
 """
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol

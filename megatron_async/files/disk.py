@@ -7,8 +7,6 @@ Invariants
 - No error is hidden: what is no matter of the disk is raised as it is.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

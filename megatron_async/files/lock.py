@@ -8,8 +8,6 @@ Invariants
 - The holder named in the file is for people, and means nothing while the lock is free.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json
@@ -38,7 +36,7 @@ class Holder:
     session: str = ""
 
     @classmethod
-    def this_process(cls, what: str, session: str = "") -> Holder:
+    def this_process(cls, what: str, session: str = "") -> "Holder":
         process = psutil.Process()
         return cls(process.pid, socket.gethostname(), process.create_time(), what, session)
 
@@ -80,7 +78,7 @@ class FileLock:
         open_files.add(file)
 
     @classmethod
-    def take(cls, path: Path, holder: Holder) -> FileLock:
+    def take(cls, path: Path, holder: Holder) -> "FileLock":
         """Lock the file for `holder`. Raises LockHeld, NoLocks, or CannotWrite."""
         with writing(path):
             file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -98,7 +96,7 @@ class FileLock:
             raise
         return cls(file, set())
 
-    def share(self) -> FileLock:
+    def share(self) -> "FileLock":
         """The file stays locked until this is closed too."""
         return FileLock(os.dup(self._file), self._open_files)
 

@@ -5,8 +5,6 @@ file system of several nodes it may seem to work and is wrong. So only kinds tha
 local count as local.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -9,8 +9,6 @@ Invariants
 - A refused launch has changed nothing; the refusal names the process and host that have the run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import time

@@ -9,8 +9,6 @@ Invariants
 - Config, tokenizer and chat template are copied from the directory that the model came from.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

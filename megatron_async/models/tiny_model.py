@@ -16,8 +16,6 @@ Invariants
   offline and without code of ours.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import string

@@ -5,8 +5,6 @@ Invariants
 - What the run does not have (no evaluation, an old version's metrics) is empty, never an error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ Invariants
 - It follows the system's light or dark; on paper it is light.
 """
 
-from __future__ import annotations
-
 import html
 import itertools
 import re
@@ -36,7 +34,8 @@ td:first-child, th:first-child { text-align: left; } tr { border-bottom: 1px sol
 .grid > * { min-width: 0; break-inside: avoid; } .none { opacity: .6; padding: 12px 0; }
 .sample { break-inside: avoid; border: 1px solid var(--line); border-radius: 6px;
           padding: 8px 12px; margin: 8px 0; }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 6px 0; font-size: 12px; }
+h1, th, li, pre, .sample { overflow-wrap: anywhere; }
+pre { white-space: pre-wrap; margin: 6px 0; font-size: 12px; }
 .quiet { opacity: .75; } @media (max-width: 800px) { .grid { grid-template-columns: 1fr; } }
 """
 # plotly draws in fixed colours: text follows the page's, also when that changes or is printed.
@@ -76,26 +75,11 @@ def report_page(runs: Sequence[RunData]) -> str:
 
 
 def _totals(runs: Sequence[RunData]) -> str:
-    def percent(value: float | None) -> str:
-        return "not measured" if value is None else f"{100 * value:.1f} %"
-
-    rows: list[tuple[str, Callable[[RunData], str]]] = [
-        ("steps", lambda r: str(r.summary.steps)),
-        ("held-out accuracy at the start", lambda r: percent(r.summary.accuracy_first)),
-        ("held-out accuracy at the end", lambda r: percent(r.summary.accuracy_last)),
-        ("generated tokens", lambda r: f"{r.summary.generated_tokens:,}"),
-        ("generation, tokens/s", lambda r: f"{r.summary.generation_tokens_per_second:,.0f}"),
-        ("training, tokens/s", lambda r: f"{r.summary.training_tokens_per_second:,.0f}"),
-        ("resumed trajectories", lambda r: percent(r.summary.resumed_share)),
-        ("lag, mean / largest", lambda r: f"{r.summary.lag_mean:.2f} / {r.summary.lag_max}"),
-        ("failed scores", lambda r: r.summary.failures),
-        ("warnings", lambda r: str(len(r.warnings))),
-    ]
+    names = [name for name, _ in runs[0].summary.facts()]
+    columns = [[*(text for _, text in run.summary.facts()), str(len(run.warnings))] for run in runs]
+    rows = zip([*names, "warnings"], *columns, strict=True)
     head = "".join(f"<th>{html.escape(run.name)}</th>" for run in runs)
-    body = "".join(
-        f"<tr><td>{name}</td>{''.join(f'<td>{html.escape(value(run))}</td>' for run in runs)}</tr>"
-        for name, value in rows
-    )
+    body = "".join(f"<tr><td>{'</td><td>'.join(map(html.escape, row))}</td></tr>" for row in rows)
     return f"<table><tr><th></th>{head}</tr>{body}</table>"
 
 

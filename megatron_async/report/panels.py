@@ -6,8 +6,6 @@ Invariants
 - Steps have their numbers of metrics.jsonl, from 0.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -17,24 +15,17 @@ from typing import Any, Final, Literal, TypeAlias
 import numpy as np
 import plotly.graph_objects as go
 
-from megatron_async.report.data import RunData
+from megatron_async.report.data import Lines, RunData
 from megatron_async.scoring.interface import SCORE_FAILURES
 
 # Okabe and Ito: distinct with every kind of colour vision, on white and on black.
 COLOURS: Final = (
-    "#0072B2",
-    "#E69F00",
-    "#009E73",
-    "#CC79A7",
-    "#56B4E9",
-    "#D55E00",
-    "#999933",
-    "#888888",
+    *("#0072B2", "#E69F00", "#009E73", "#CC79A7"),
+    *("#56B4E9", "#D55E00", "#999933", "#888888"),
 )
 _HEIGHT: Final = 236
 _MARGINS: Final = {"l": 58, "r": 12, "t": 10, "b": 62}
 _AT_BOTTOM: Final = {"yref": "container", "y": 0, "yanchor": "bottom", "traceorder": "normal"}
-_CERTAINTY: Final = 1.96  # of a normal distribution, 95 %
 _MOST_LAG: Final = 8
 _FEW_STEPS = 8  # a label for each
 _FEW_DIGITS, _FEW_POWERS, _MANY_POWERS = 3.0, 100.0, 1e6  # largest over smallest on a log axis
@@ -191,19 +182,15 @@ def _shade(figure: Figure, x: Sequence[float], low: Sequence[float], high: Seque
     )
 
 
-def interval(share: float, count: float) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share seen in `count` answers."""
-    if count <= 0:
-        return 0.0, 1.0
-    z2 = _CERTAINTY**2
-    middle = (share + z2 / (2 * count)) / (1 + z2 / count)
-    half = _CERTAINTY * math.sqrt(share * (1 - share) / count + z2 / (4 * count**2))
-    half /= 1 + z2 / count
-    return max(0.0, middle - half), min(1.0, middle + half)
+def bars(lines: Lines, name: str, end: str) -> list[float]:
+    """Distances from accuracy to that end of its interval in %; 0 where none was measured."""
+    shares = [line[f"{name}/accuracy"] for line in lines]
+    ends = [line.get(f"{name}/accuracy_{end}", s) for line, s in zip(lines, shares, strict=True)]
+    return [100 * abs(e - share) for e, share in zip(ends, shares, strict=True)]
 
 
 def accuracy(run: RunData) -> Figure | None:
-    """Accuracy of each evaluation set, with the 95 % interval that its number of answers leaves."""
+    """Accuracy of each evaluation set, with the 95 % interval that the evaluation measured."""
     figure = go.Figure()
     sets = dict.fromkeys(
         name.removesuffix("/accuracy")
@@ -214,12 +201,7 @@ def accuracy(run: RunData) -> Figure | None:
     for name, colour in zip(sets, itertools.cycle(COLOURS), strict=False):
         lines = [line for line in run.evaluations if f"{name}/accuracy" in line]
         shares = [line[f"{name}/accuracy"] for line in lines]
-        counts = [line.get(f"{name}/answers", 0.0) for line in lines]
-        bounds = [interval(share, count) for share, count in zip(shares, counts, strict=True)]
-        error = {
-            "array": [100 * (high - s) for (_, high), s in zip(bounds, shares, strict=True)],
-            "arrayminus": [100 * (s - low) for (low, _), s in zip(bounds, shares, strict=True)],
-        }
+        error = {"array": bars(lines, name, "high"), "arrayminus": bars(lines, name, "low")}
         figure.add_trace(
             go.Scatter(
                 x=[line["step"] for line in lines],

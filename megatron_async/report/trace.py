@@ -11,8 +11,6 @@ Invariants
   environment has its own lane.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field

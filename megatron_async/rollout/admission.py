@@ -8,8 +8,6 @@ Invariants
   would ever come.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable
 

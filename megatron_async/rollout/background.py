@@ -5,8 +5,6 @@ Invariants
 - The first failure that cannot be mended is kept in `failure`, and every waiter gets it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine

@@ -11,8 +11,6 @@ Invariants
   and engines that are given up.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -104,9 +102,8 @@ class RolloutDriver:
             self.background,
             self._feed,
         )
-        groups = config.scorers.of_groups
         self._scoring = Scoring(
-            store, prompts, scorers, self.statistics, groups, self._reward_ready
+            store, prompts, scorers, self.statistics, config.scorers.of_groups, self._reward_ready
         )
 
     # ------------------------------------------------------------ life
@@ -154,13 +151,11 @@ class RolloutDriver:
 
         Its trajectories go on elsewhere from their last stored token.
         """
-        slot = self._forget(engine_id, "engine_stale", why)
-        if slot is not None:
+        if (slot := self._forget(engine_id, "engine_stale", why)) is not None:
             self.add_engine(slot.client)
 
     def _forget(self, engine_id: str, warning: str, why: str) -> EngineSlot | None:
-        slot = self._slots.get(engine_id)
-        if slot is None:
+        if (slot := self._slots.get(engine_id)) is None:
             return None
         self.statistics.warned(warning, why)
         self.statistics.engine_lost(engine_id)
@@ -380,11 +375,13 @@ class RolloutDriver:
         self._feed(ev.RewardReady(trajectory_id, reward, regenerate))
 
     async def _fetch_prompts(self, count: int) -> None:
-        # One alone that reports less than another may be wrong, and refuses by itself if it is not.
+        # One alone that reports less than another may be wrong, and refuses by itself if it is not;
+        # one that reports nothing may take more than all others.
         limits = [slot.client.longest_tokens or 0 for slot in self._slots.values()]
-        self._longest = max([self._longest, *limits])
-        longest = self._longest or None
-        groups = await self._admission.take(min(count, _GROUPS_AT_A_TIME), longest)
+        if limits and all(limits):
+            self._longest = max(self._longest, *limits)
+        most = min(count, _GROUPS_AT_A_TIME)
+        groups = await self._admission.take(most, self._longest or None)
         self._feed(ev.PromptsAvailable(groups))  # which asks for more while slots are free
 
     async def _emit(self, action: ev.EmitBatch) -> None:

@@ -10,8 +10,6 @@ Invariants
   (`SharedEngines`), and each response has the versions of its tokens.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time
@@ -58,7 +56,7 @@ class Estimate:
     high: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Estimate:
+    def of(cls, values: Sequence[float]) -> "Estimate":
         """The mean of one number in [0, 1] for each problem; Wilson's interval.
 
         The interval is that of as many independent yes-or-no trials as have the same variance.

@@ -1,10 +1,10 @@
 """The rollout manager: the whole rollout side of a run behind a handful of calls.
 
-It is a plain class that a Ray actor (`rollout/actors.py`) or a test holds. The trainer's calls come
-in a fixed order: `attach`, then again and again `next_batch` (a batch, or the news that stale
-engines want weights), `begin_update`, the transfer itself (which the trainer does), `end_update`,
-`verify_update` with the trainer's log-probs of what that returned, and `evaluate` when that
-asks for it. Every call carries its trainer's lineage.
+It is a plain class that a process of its own (`manager_host.py`) or a test holds. The trainer's
+calls come in a fixed order: `attach`, then again and again `next_batch` (a batch, or the news that
+stale engines want weights), `begin_update`, the transfer itself (which the trainer does),
+`end_update`, `verify_update` with the trainer's log-probs of what that returned, and `evaluate`
+when that asks for it. Every call carries its trainer's lineage.
 
 Invariants
 - An update counts only for engines that agree on their checksum and whose own tokens have ratio 1
@@ -16,8 +16,6 @@ Invariants
   later (`_session_of`, the door of every call) nor by one that was under way (`_still`).
 - `checkpoint_finalised` is called after the manifest exists, never before.
 """
-
-from __future__ import annotations
 
 import asyncio
 import logging

@@ -13,8 +13,6 @@ Invariants
   engine.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

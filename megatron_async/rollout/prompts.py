@@ -8,8 +8,6 @@ Invariants
 - A prompt is asked at the latest after `_MOST_PASSED_OVER` others, whatever its pool.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from megatron_async.config.data import DifficultyConfig

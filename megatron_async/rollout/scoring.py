@@ -8,8 +8,6 @@ Invariants
   already (another one was generated again) keep it.
 """
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence, Set

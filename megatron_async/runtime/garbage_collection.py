@@ -5,8 +5,6 @@ event loop for 50 ms each time that they were submitted again, and found nothing
 cycle there is young, and the searches of the young find it.
 """
 
-from __future__ import annotations
-
 import gc
 
 _FULL_SEARCH_EVERY = 1_000

@@ -3,8 +3,6 @@
 Invariant: host memory for a GPU's tensors is pinned, which is slow to get, so each buffer is kept.
 """
 
-from __future__ import annotations
-
 import torch
 
 
@@ -15,7 +13,7 @@ class HostBuffers:
         self._kept: list[torch.Tensor] = []
 
     def copy(self, place: int, values: torch.Tensor) -> torch.Tensor:
-        """A copy of what is copied as number `place`; the one of the last time is overwritten."""
+        """Copy `values`, number `place` in the order; the copy of the last time is overwritten."""
         kept = self._kept[place] if place < len(self._kept) else None
         if kept is None or kept.shape != values.shape or kept.dtype != values.dtype:
             kept = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)

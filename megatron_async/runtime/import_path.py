@@ -6,8 +6,6 @@ Invariants
   exception in the user's code, the file and line.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import importlib.util
@@ -52,7 +50,7 @@ def load_object(path: str, setting: str) -> Any:
         module = _module_of_file(Path(where)) if where.endswith(".py") else _module(where)
     except UserError as error:
         raise UserError(f"{setting} is {path!r}: {error}") from error
-    except Exception as error:  # The user's module may raise anything.
+    except (Exception, SystemExit) as error:  # The user's module may raise anything.
         file = str(Path(where).resolve()) if where.endswith(".py") else ""
         raise UserError(f"{setting} is {path!r}: {described(error, file)}") from error
     try:
@@ -64,7 +62,7 @@ def load_object(path: str, setting: str) -> Any:
 def described(error: BaseException, file: str = "") -> str:
     """An exception of the user's code in one line: what it is, and the file and line it is from.
 
-    `file`: the user's own, which is named rather than a library that it calls.
+    `file`: the user's own, which is named rather than a library that it calls, or that calls it.
     """
     name = type(error).__name__
     if isinstance(error, SyntaxError) and Path(error.filename or "").is_file():
@@ -72,6 +70,8 @@ def described(error: BaseException, file: str = "") -> str:
     frames = traceback.extract_tb(error.__traceback__)
     last = ([frame for frame in frames if frame.filename == file] or list(frames))[-1:]
     place = "".join(f" at {frame.filename}:{frame.lineno}" for frame in last)
+    if place.startswith(" at <frozen importlib"):  # no line of it was reached
+        place = f" in {file}" if file else ""
     return f"{name}: {error}{place}"
 
 

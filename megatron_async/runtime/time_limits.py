@@ -8,8 +8,6 @@ Invariants
   clock, and none by the limit, which waits for it again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time
@@ -53,7 +51,7 @@ class AwakeTimeout:
         self._due = 0.0
         self._handle: asyncio.TimerHandle | None = None
 
-    async def __aenter__(self) -> AwakeTimeout:
+    async def __aenter__(self) -> "AwakeTimeout":
         await self._limit.__aenter__()
         self._wait()
         return self

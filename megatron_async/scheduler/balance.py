@@ -9,8 +9,6 @@ Invariants
 - Ties are broken by running requests and then by order of arrival: the choice is deterministic.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Iterable
 
@@ -85,7 +83,7 @@ class ServingEngines:
             total += max(0, engine.max_running - len(engine.running))
         return total
 
-    def placement(self, version: PolicyVersion, concurrency: int) -> Placement:
+    def placement(self, version: PolicyVersion, concurrency: int) -> "Placement":
         """Return the order of engines for the next submissions; made anew after any other event."""
         return Placement(self._of_version(version), concurrency, version.number)
 

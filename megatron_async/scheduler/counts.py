@@ -5,8 +5,6 @@ Invariants
 - A view is never used for decisions.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ and compared byte for byte. They name trajectories, never hold their tokens. The
 here: the driver turns time limits into events, and the one time there is came with its event.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import msgspec
@@ -77,7 +75,7 @@ class Recovered(Message, frozen=True):
 
 
 class RecoveredEpisodes(Message, frozen=True):
-    """As `Recovered`, where trajectories are episodes.
+    """Groups of a store at a resume, as `Recovered`, where trajectories are episodes.
 
     `contexts`: (trajectory, tokens of its newest turn's input and answer) of the open ones.
     A `waiting` one is to be stepped; a `partial` one, with or without an answer, to be submitted.

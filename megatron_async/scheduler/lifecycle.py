@@ -13,8 +13,6 @@ Invariants
 - Members that are not begun wait in `starts`: of episodes a queue of its own, else the work queue.
 """
 
-from __future__ import annotations
-
 from bisect import insort
 from collections.abc import Mapping, Sequence
 

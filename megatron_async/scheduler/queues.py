@@ -11,8 +11,6 @@ Invariants
   skipped when it surfaces; such places are swept out when they are the majority.
 """
 
-from __future__ import annotations
-
 import bisect
 import heapq
 import itertools

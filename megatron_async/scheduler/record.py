@@ -26,8 +26,6 @@ Invariants
   `keep_steps` steps need go too. The file that is being written stays.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -312,7 +310,7 @@ def read_record(path: Path) -> tuple[Header, Iterator[Exchange]]:
     if first.get("format_version") not in range(5, FORMAT_VERSION + 1):
         raise UserError(
             f"schedule record {path} has format_version {first.get('format_version')}, this "
-            f"program reads {FORMAT_VERSION}"
+            f"program reads 5 to {FORMAT_VERSION}"
         )
     try:
         header = msgspec.convert(first, Header, dec_hook=_schedule)

@@ -26,8 +26,6 @@ What is where: `lifecycle` trajectories and groups, `queues` the order of submis
 by name. Here: when each of them acts, and how many groups may start.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

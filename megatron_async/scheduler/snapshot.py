@@ -7,11 +7,9 @@ written fails at once.
 Invariants
 - A scheduler that was thawed answers every further event as the frozen one does.
 - What was written by code whose classes have other fields is refused by their name, but for those
-  that `_ADDED` knows: an older scheduler goes on as it did.
+  in `_ADDED`: an older scheduler goes on as it did.
 - Only classes of the scheduler's own modules, and two enums, are ever made from a snapshot.
 """
-
-from __future__ import annotations
 
 import enum
 from collections import Counter

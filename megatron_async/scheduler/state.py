@@ -8,8 +8,6 @@ Invariants
   engine or scorer works on it any more, so that no `Drop` ever overtakes one.
 """
 
-from __future__ import annotations
-
 import enum
 from dataclasses import dataclass, field
 
@@ -34,7 +32,7 @@ class EngineEntry:
     kv_capacity: int
     max_running: int | None
     kv_tokens: int = 0
-    running: dict[int, TrajectoryEntry] = field(default_factory=dict)
+    running: "dict[int, TrajectoryEntry]" = field(default_factory=dict)
 
     @property
     def has_room(self) -> bool:
@@ -54,7 +52,7 @@ class TrajectoryEntry:
     """
 
     trajectory_id: int
-    group: GroupEntry
+    group: "GroupEntry"
     index: int
     state: TrajectoryState = TrajectoryState.PENDING
     tokens: int = 0

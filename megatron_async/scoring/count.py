@@ -11,8 +11,6 @@ Invariants
   simulator's virtual one). Both constants are assumed.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 
@@ -39,7 +37,7 @@ class ScorerCount:
 
 
 def scored(state: ScorerCount, seconds: float) -> ScorerCount:
-    """A scorer took so long for a response."""
+    """Take the time of one score into the mean."""
     if not state.seconds:
         return replace(state, seconds=seconds)
     return replace(state, seconds=MEMORY * state.seconds + (1 - MEMORY) * seconds)

@@ -8,8 +8,6 @@ Invariants
   one that comes twice shifts no other.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any, Final
 

@@ -5,8 +5,6 @@ Invariants
   fault in its parts: no fault is silent.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, Protocol

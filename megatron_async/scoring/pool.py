@@ -1,4 +1,4 @@
-"""A pool of scorers whose number follows the queue: what the local and the Ray pool share.
+"""A pool of scorers whose number follows the queue: what the local and the placed pool share.
 
 Invariants
 - A worker has as many pieces of work at a time as it does in `_HELD_SECONDS`, one where a piece
@@ -8,8 +8,6 @@ Invariants
   away.
 - Asynchronous rewards go to one process for all of them, which starts when the first is due.
 """
-
-from __future__ import annotations
 
 import asyncio
 import itertools

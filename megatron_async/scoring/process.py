@@ -5,10 +5,8 @@ Invariants
   packet) and only for the request that was asked: the id of a request is random. Everything else
   on the reply channel is discarded and counted in `stray`.
 - No wait is without a limit, not even while stray packets keep coming.
-- After `end`, nothing that the scorer started is left (see `verifier_process`).
+- After `end`, nothing that the scorer started is left (see `process_main`).
 """
-
-from __future__ import annotations
 
 import os
 import secrets
@@ -39,6 +37,7 @@ from megatron_async.scoring.work import Work
 START_TIMEOUT_SECONDS: Final = 120.0
 
 _END_TIMEOUT_SECONDS = 75.0  # more than a keeper takes at most to end what is left
+_CONTINUE_SECONDS = 0.2
 _CREDENTIALS = struct.Struct("3i")  # process, user and group id of a packet's sender
 _MODULE = "megatron_async.scoring.process_main"
 
@@ -62,6 +61,7 @@ class ScorerProcess:
         """Starts it; `ready` waits for it."""
         self.stray = 0
         self.pid = 0
+        self._scorer: int | None = None
         self._settings = settings
         self._exit_code: int | None = None
         self._output = ""
@@ -141,9 +141,15 @@ class ScorerProcess:
     def end(self) -> None:
         """End it and all that it started."""
         self.requests.close()
+        if self._scorer is not None:  # it may stop its keeper, again and again
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._scorer, signal.SIGKILL)
         deadline = time.monotonic() + _END_TIMEOUT_SECONDS
-        with suppress(ScorerTimeout, ScorerCrash):
-            self._reply(END_ID, deadline)
+        with suppress(ScorerCrash):
+            while (now := time.monotonic()) < deadline:
+                self._keeper.send_signal(signal.SIGCONT)
+                with suppress(ScorerTimeout):
+                    self._reply(END_ID, min(deadline, now + _CONTINUE_SECONDS))
         if not _ready(self._ended, deadline - time.monotonic()):
             self._keeper.kill()
         # Before the keeper is reaped, so that the group's number cannot have become another's.
@@ -151,7 +157,9 @@ class ScorerProcess:
             os.killpg(self._keeper.pid, signal.SIGKILL)
         self._keeper.wait(_END_TIMEOUT_SECONDS)
         self._replies.close()
-        os.close(self._ended)
+        for descriptor in (self._ended, self._scorer):
+            if descriptor is not None:
+                os.close(descriptor)
 
     def _send(self, data: bytes, deadline: float) -> None:
         view = memoryview(data)
@@ -188,6 +196,8 @@ class ScorerProcess:
             raise ScorerCrash(f"it ended with exit code {self._exit_code}")
         if reply.get("id") == START_ID and not self.pid:
             self.pid = sender
+            with suppress(ProcessLookupError):  # it has ended already
+                self._scorer = os.pidfd_open(sender)
         if "id" in reply and sender == self.pid:
             return reply
         self.stray += 1

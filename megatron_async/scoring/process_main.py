@@ -19,8 +19,6 @@ Invariants
   does the one or the other.
 """
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import os

@@ -8,8 +8,6 @@ Invariants
 - It belongs to one event loop, which it never blocks but for the end (`close`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import secrets
@@ -62,7 +60,7 @@ class WaitingScorer:
         elif self._link is not None:
             self._link.cancel()
 
-    async def _connected(self) -> _Link:
+    async def _connected(self) -> "_Link":
         link = self._link
         if link is not None and link.done() and (link.exception() or link.result().closed):
             self.restarts += 1
@@ -88,7 +86,7 @@ class _Link:
         self._loop.add_reader(process.fileno(), self._readable)
 
     @classmethod
-    async def start(cls, settings: ScorerSettings) -> _Link:
+    async def start(cls, settings: ScorerSettings) -> "_Link":
         process = await asyncio.to_thread(ScorerProcess, settings, WAITING)
         await asyncio.to_thread(process.ready)
         return cls(process)

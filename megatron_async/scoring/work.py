@@ -7,8 +7,6 @@ Invariants
 - The sum of several rewards has none of its own failures: it failed when one of them did.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -4,26 +4,27 @@ Invariants
 - A try ends within its limit (plus a process start, where one is due): a process that hangs is
   killed and the next score starts another one.
 - A score whose process died is asked for once more: a kill from outside must not cost a response
-  its reward. What failed for good is settled in `scorer_work`, and counted; so is what else came on
+  its reward. What failed for good is settled in `work`, and counted; so is what else came on
   the reply channel (`stray_output`).
-- A reward belongs to the response that was asked for (see `scorer_process`).
+- A reward belongs to the response that was asked for (see `process`).
 - Closing leaves no process behind, also none that a scorer started.
 
 `ScorerWorker` owns one process and blocks; `LocalScorerPool` runs several from threads of this
-process, `RayScorerPool` one in each of several Ray actors, both as many as their queue needs
-(`scorer_pool`). Asynchronous rewards have one process for all (`waiting_scorer`).
+process, `PlacedScorerPool` one on whichever machine has room, both as many as their queue needs
+(`pool`). Asynchronous rewards have one process for all (`waiting`).
 """
-
-from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from typing import Any, Final
 
 from megatron_async.config.reward import ScorerSettings
 from megatron_async.errors import ComponentFailure, ProcessKilled, UserError
+from megatron_async.places.place import UNLIMITED, Place, Placed, PlacedLost
 from megatron_async.scoring.pool import ScorerPool
 from megatron_async.scoring.process import (
     START_TIMEOUT_SECONDS,
@@ -34,7 +35,8 @@ from megatron_async.scoring.process import (
 from megatron_async.scoring.work import Work, failed, scores_of
 from megatron_async.tasks.base import ResponseScore
 
-_RAY_SLACK_SECONDS: Final = 30.0
+_SLACK_SECONDS: Final = 30.0
+_RETRY_SECONDS: Final = 0.2
 _TRIES: Final = 2  # of a score: a second crash is its own doing
 _STARTS: Final = 5  # of a process that is killed again and again
 
@@ -42,7 +44,7 @@ _STARTS: Final = 5  # of a process that is killed again and again
 class ScorerWorker:
     """A scorer process: started when first needed, replaced when it hangs or dies.
 
-    Not for several threads at once. Plain enough for `ray.remote`.
+    Not for several threads at once.
     """
 
     def __init__(self, settings: ScorerSettings) -> None:
@@ -157,64 +159,59 @@ async def scored(
         pool.close()
 
 
-class _RayWorker:
-    """A Ray actor with one scorer process."""
+class PlacedWorker(ScorerWorker):
+    """A worker whose process starts before it is needed, while engines do."""
 
-    def __init__(self, actor: Any, limit_seconds: float) -> None:
-        self.actor = actor
+    def __init__(self, settings: ScorerSettings) -> None:
+        super().__init__(settings)
+        with suppress(UserError, ComponentFailure):  # `score` meets it again
+            self.start()
+
+
+class _Placed:
+    """A worker in a process of the place, asked again when that has died."""
+
+    def __init__(self, placed: Placed, limit_seconds: float) -> None:
+        self._placed = placed
         self._limit = limit_seconds
-        # The process starts while the engines do, or before it is needed. An error of the start
-        # is met again by `score`.
-        actor.start.remote()
 
     async def start(self) -> list[bool]:
-        return await self._answer(self.actor.start.remote(), 1)  # type: ignore[no-any-return]
+        return await self._ask(1, "start")  # type: ignore[no-any-return]
 
     async def score(self, work: Sequence[Work]) -> list[list[ResponseScore]]:
-        return await self._answer(self.actor.score.remote(work), len(work))  # type: ignore[no-any-return]
+        return await self._ask(len(work), "score", work)  # type: ignore[no-any-return]
 
-    async def _answer(self, result: Any, pieces: int) -> Any:
-        from ray.exceptions import RayActorError, RayTaskError
-
-        limit = pieces * self._limit + _RAY_SLACK_SECONDS
-        try:
-            # Not `wait_for`: until Python 3.12 it may give a result although it is cancelled.
-            async with asyncio.timeout(limit):
-                return await result
-        except TimeoutError as error:
-            raise ComponentFailure(f"a scorer actor gave no answer within {limit:.0f} s") from error
-        except RayTaskError as error:
-            if isinstance(error.cause, ComponentFailure | UserError):
-                raise ComponentFailure(str(error.cause)) from error
-            raise
-        except RayActorError as error:
-            raise ComponentFailure(f"a scorer actor died: {error}") from error
+    async def _ask(self, pieces: int, *what: Any) -> Any:
+        limit = pieces * self._limit + _SLACK_SECONDS
+        for left in reversed(range(_STARTS)):
+            try:
+                return await self._placed.call(*what, limit=limit)
+            except PlacedLost:
+                if not left:
+                    raise
+            except UserError as error:
+                raise ComponentFailure(str(error)) from error
+            await asyncio.sleep(_RETRY_SECONDS)
+        raise AssertionError
 
     def retire(self) -> None:
-        import ray
+        self._placed.end()
 
-        ray.kill(self.actor)
-
-    close = retire  # the process ends with the actor
+    close = retire  # the process ends with its worker
 
 
-class RayScorerPool(ScorerPool):
-    """Up to `task.verifier_workers` Ray actors, each with one scorer process. Needs a running Ray.
+class PlacedScorerPool(ScorerPool):
+    """Up to `task.verifier_workers` workers, each in a process of `place`."""
 
-    `label_selector`: Ray nodes on which they may be.
-    """
-
-    def __init__(
-        self,
-        settings: ScorerSettings,
-        model_path: str,
-        label_selector: dict[str, str] | None = None,
-    ) -> None:
-        import ray
-
+    def __init__(self, settings: ScorerSettings, model_path: str, place: Place) -> None:
         longest = max(map(settings.limit_seconds, settings.parts))
         limit = _TRIES * (longest + START_TIMEOUT_SECONDS)
-        actor = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=_STARTS)(ScorerWorker)
-        actor = actor.options(label_selector=label_selector)
-        start = actor.remote
-        super().__init__(settings, model_path, lambda: _RayWorker(start(settings), limit))
+        start = partial(place.start, PlacedWorker, settings, name="scorer", restarts=UNLIMITED)
+        super().__init__(settings, model_path, lambda: _Placed(start(), limit))
+
+
+def scorer_pool(settings: ScorerSettings, model_path: str, place: Place) -> ScorerPool:
+    """The pool of a run: on one machine nothing stands between it and its scorer processes."""
+    if place.one_machine:
+        return LocalScorerPool(settings, model_path)
+    return PlacedScorerPool(settings, model_path, place)

@@ -7,8 +7,6 @@ and `engines.tensor`, `engines.max_running_requests`, `sampling.max_new_tokens`,
 cost model, or `simulate.kv_capacity_tokens`.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -88,7 +86,6 @@ def trainer_costs(config: RunConfig) -> TrainerCosts:
         config.parallel,
         config.simulate,
         config.trainer.microbatch_tokens,
-        config.engines.tensor,
         config.optimizer.sharded,
     )
 

@@ -22,8 +22,6 @@ Invariants
   only where that does not hold its input.
 """
 
-from __future__ import annotations
-
 import functools
 import heapq
 import math

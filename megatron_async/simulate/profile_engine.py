@@ -25,8 +25,6 @@ Invariants
 - The server must be idle otherwise; its weights and settings are not touched.
 """
 
-from __future__ import annotations
-
 import asyncio
 import datetime
 import statistics

@@ -1,7 +1,5 @@
 """Tables and plots of simulated points."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 

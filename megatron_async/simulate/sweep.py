@@ -4,8 +4,6 @@ Precedence is that of a run: recipe < preset < file < `--set` < `--presets` < `-
 given by `--presets` does not override what the file sets of the schedule itself.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -71,7 +69,10 @@ def run_points(
         merged = dict(settings)
         for text in labels:
             merged = merge(merged, parse_override(text))
-        configs.append((labels, build_config(merged)))
+        try:
+            configs.append((labels, build_config(merged)))
+        except UserError as error:
+            raise UserError(": ".join([*labels, str(error)])) from error
     out: list[Point] = []
     failed: list[tuple[str, UserError | ComponentFailure]] = []
     for labels, config in configs:

@@ -17,8 +17,6 @@ Invariants
   starts and ends in no time.
 """
 
-from __future__ import annotations
-
 import gc
 import heapq
 import itertools
@@ -91,7 +89,7 @@ def rare_collections() -> Iterator[None]:
 
 
 class World:
-    """A simulated run; `run` until so many batches are trained."""
+    """A simulated run; `run` trains a number of batches."""
 
     def __init__(
         self,

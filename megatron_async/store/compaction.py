@@ -20,8 +20,6 @@ Invariants
 - What is in memory is forgotten after the removal is committed, never before.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sqlite3
@@ -38,9 +36,10 @@ from megatron_async.errors import ComponentFailure
 from megatron_async.files.disk import reason
 from megatron_async.store import export as export
 from megatron_async.store import schema as schema
+from megatron_async.store.documents import Exported
 from megatron_async.store.lineage import Consumption, LineageTree
 from megatron_async.store.place import StorePlace
-from megatron_async.store.reader import Exported, consumed_by, read_group
+from megatron_async.store.reader import consumed_by, read_group
 from megatron_async.store.schema import BatchRow, DocumentRow, pack_ids, sealed, write_rows
 from megatron_async.store.state import StoreState
 from megatron_async.store.writer import StoreWriter
@@ -276,7 +275,7 @@ class Compactor:
         return await self._beside(write, f"export {file} took no line")
 
     async def _beside(self, work: Callable[[], T], missed: str) -> T:
-        """On a thread of its own. Raises ComponentFailure, with what it `missed`, at the limit."""
+        """Work on a thread; at the limit raises ComponentFailure with what it `missed`."""
         try:
             async with asyncio.timeout(limit := self._writer.stall_seconds):
                 return await asyncio.to_thread(work)

@@ -8,8 +8,6 @@ Invariants
 - A line that is not what compaction writes raises UserError naming the file and the line.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sqlite3
@@ -23,8 +21,8 @@ import orjson
 
 from megatron_async.errors import UserError
 from megatron_async.files.disk import writing
+from megatron_async.store.documents import Exported
 from megatron_async.store.reader import (
-    Exported,
     StoreReader,
     TrajectorySummary,
     read_group,

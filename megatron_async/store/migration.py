@@ -9,8 +9,6 @@ Invariants
 - No row of tokens is written: chunks without further columns are as they were.
 """
 
-from __future__ import annotations
-
 import sqlite3
 
 from megatron_async.store import schema as schema

@@ -15,8 +15,6 @@ Invariants
   its own end (`writer`), however long its last write takes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""In-memory record of each trajectory: its state, and its tokens while it is live.
+"""Record, in memory, of each trajectory: its state, and its tokens while it is live.
 
 Invariants
 - State changes only along the arrows of `ALLOWED` (docs/semantics.md section 2). `batched` is not
@@ -12,8 +12,6 @@ Invariants
 - The turns of a live record are all there, in the order of their numbers. Only the newest one can
   be without an end, and only it has a snapshot of the environment.
 """
-
-from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence

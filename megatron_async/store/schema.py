@@ -12,8 +12,6 @@ Invariants
   any other format is refused, and nothing in it changes.
 """
 
-from __future__ import annotations
-
 import sqlite3
 import zlib
 from collections.abc import Iterable, Sequence

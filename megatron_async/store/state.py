@@ -8,8 +8,6 @@ Invariants
   behind may not have the checkpoint's lineage; the new one then continues the newest that it has.
 """
 
-from __future__ import annotations
-
 import itertools
 import sqlite3
 from collections import Counter
@@ -22,9 +20,10 @@ from megatron_async.errors import UserError
 from megatron_async.files.disk import replace_durably
 from megatron_async.store import reader as reader
 from megatron_async.store import recovery as recovery
+from megatron_async.store.documents import Counters, Exported
 from megatron_async.store.lineage import Consumption, Lineage, LineageTree
 from megatron_async.store.place import StorePlace
-from megatron_async.store.reader import Counters, Exported, StoreContent
+from megatron_async.store.reader import StoreContent
 from megatron_async.store.records import GroupRecord, TrajectoryRecord
 from megatron_async.store.recovery import Recovery
 from megatron_async.store.schema import BatchRow, DamagedStore
@@ -82,16 +81,16 @@ class StoreState:
             if any(self.records[i].live for i in group.trajectory_ids)
         ]
 
-    def batchable(self, group: GroupRecord) -> list[TrajectoryRecord]:
-        """The members of a group that go into a batch. Raises ValueError where one cannot."""
+    def batch_members(self, group: GroupRecord) -> list[TrajectoryRecord]:
+        """Members that a batch takes: those not dropped, all scored and in no batch; else
+        ValueError."""
         members = [self.records[i] for i in group.trajectory_ids]
-        wrong = [r for r in members if r.live and r.state is not TrajectoryState.SCORED]
-        wrong += [r for r in members if r.batched_step is not None]
-        if wrong:
-            raise ValueError(
-                f"group {group.group_id} cannot be batched: trajectory "
-                f"{wrong[0].row.trajectory_id} is {wrong[0].shown_state}"
-            )
+        for r in members:
+            if (r.live and r.state is not TrajectoryState.SCORED) or r.batched_step is not None:
+                raise ValueError(
+                    f"group {group.group_id} cannot be batched: trajectory "
+                    f"{r.row.trajectory_id} is {r.shown_state}"
+                )
         return [r for r in members if r.live]
 
     def batch_at(self, step: int) -> BatchRow | None:

@@ -11,8 +11,6 @@ Invariants
   fsync that hangs, nobody else writes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sqlite3
 import threading

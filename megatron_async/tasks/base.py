@@ -9,8 +9,6 @@ Invariants
   made by `row_payload`: whatever the source, a scorer finds question, answer and metadata there.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -114,8 +112,8 @@ class Task(Protocol):
         """The first `count` prompts of the evaluation set `name`, all different; 0: all it has."""
 
     def counts(self, heldout: int) -> tuple[int | None, int]:
-        """The numbers of training problems (None: no end) and of held-out ones, at most so many
-        of the latter."""
+        """The numbers of training problems (None: no end) and of held-out ones, of which at most
+        `heldout` count."""
 
     def text(self, token_ids: Sequence[int]) -> str:
         """The text of a prompt or a response, special tokens removed."""

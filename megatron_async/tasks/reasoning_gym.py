@@ -17,8 +17,6 @@ model that imitates them all answers many problems without working and gets them
 pays to work is for RL to find out.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 import re

@@ -8,8 +8,6 @@ Invariants
 - A row is JSON: nothing but texts, finite numbers, booleans, null, lists and mappings.
 """
 
-from __future__ import annotations
-
 import codecs
 import datetime
 import decimal
@@ -84,7 +82,11 @@ def report_bad_rows(what: str, bad: list[str], of: int, mode: str) -> None:
         _logger.warning("\n  ".join([f"{title}:", *bad[:MOST_BAD_ROWS_SHOWN], *more]))
     if not left_out:
         of_rows = "correct or remove such rows, or set task.bad_rows: skip"
-        remedy = of_rows if len(bad) < of else "set `layout` or `columns` beside its path"
+        of_file = (
+            "rows are those of a Parquet file, or JSON objects in UTF-8, one a line; where they "
+            "are, set `layout` or `columns` beside its path"
+        )
+        remedy = of_rows if len(bad) < of else of_file
         raise UserError(f"{found}; {bad[0]}; {remedy}")
 
 

@@ -8,8 +8,6 @@ Invariants
 - The numbers of steps and shares are assumed (no source gives them).
 """
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -25,11 +23,11 @@ AT_BOUND_STEPS: Final = 3
 AT_BOUND_SHARE: Final = 0.8
 """Mean lag over the bound that counts as being at it."""
 NEWEST_SCORES: Final = 200
-"""Scores among which failures are counted, once there are so many."""
+"""Newest scores among which failures are counted, when there are enough."""
 FAILED_SHARES: Final = (0.01, 0.1)
 """Shares of them at which a kind of failure is named."""
 _REMEDIES: Final = {
-    "scorer_errors": "try the reward alone (`megatron-async reward`) and mend it",
+    "scorer_errors": "try the reward alone (`megatron-async reward`) and repair it",
     "scorer_timeouts": "make the reward faster, or raise task.verifier_timeout_seconds",
     "scorer_crashes": "find out why its process ends, or raise scoring.memory_mib",
     "scorer_unavailable": "look at the service, or lower the reward's concurrency",

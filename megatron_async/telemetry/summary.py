@@ -1,7 +1,5 @@
 """Totals of a run, from its metrics file: for the closing table and the head of the report."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from statistics import fmean
 
@@ -40,6 +38,28 @@ class RunSummary:
         """Number of scores that have failed, in words."""
         return f"{self.failed_scores:,} of {self.scores:,}" if self.scores else "not measured"
 
+    def facts(self, start: str = "at the start") -> list[tuple[str, str]]:
+        """Name and text of each total; `start`: what the first evaluation is called."""
+        rewards = " / ".join(f"{reward:.3f}" for reward in self.rewards)
+        return [
+            (f"held-out accuracy {start}", percent(self.accuracy_first)),
+            ("held-out accuracy after RL", percent(self.accuracy_last)),
+            ("mean reward at the start / at the end", rewards or "not measured"),
+            ("failed scores", self.failures),
+            ("RL steps", str(self.steps)),
+            ("generated tokens", f"{self.generated_tokens:,}"),
+            ("generation, tokens/s", f"{self.generation_tokens_per_second:,.0f}"),
+            ("training, tokens/s", f"{self.training_tokens_per_second:,.0f}"),
+            ("resumed trajectories", percent(self.resumed_share)),
+            ("token lag, mean / largest", f"{self.lag_mean:.2f} / {self.lag_max}"),
+            ("ESS (raw, per token)", "-" if self.ess is None else f"{self.ess:.3f}"),
+        ]
+
+
+def percent(value: float | None) -> str:
+    """A share as text."""
+    return "not measured" if value is None else f"{100 * value:.1f} %"
+
 
 def summarise(directory: RunDirectory) -> RunSummary:
     """Read the surviving lineage of a run's metrics."""
@@ -51,8 +71,8 @@ def summarise(directory: RunDirectory) -> RunSummary:
 
     def weighted(name: str, weight: str = "train/trained_tokens") -> float:
         known = [line for line in train if name in line]
-        weights = sum(line[weight] for line in known)
-        return sum(line[name] * line[weight] for line in known) / weights if weights else 0.0
+        weights = [line.get(weight, 1.0) for line in known]
+        return fmean([line[name] for line in known], weights) if sum(weights) else 0.0
 
     rewards = [line["rollout/reward_mean"] for line in train if "rollout/reward_mean" in line]
     end = max(1, min(_MOST_AVERAGED, len(rewards) // 2))
@@ -65,7 +85,7 @@ def summarise(directory: RunDirectory) -> RunSummary:
         generated_tokens=int(total("rollout/tokens")),
         generation_tokens_per_second=total("rollout/tokens") / generating if generating else 0.0,
         training_tokens_per_second=total("train/tokens") / training if training else 0.0,
-        resumed_share=weighted("rollout/resumed_share"),
+        resumed_share=weighted("rollout/resumed_share", "rollout/trajectories"),
         lag_mean=weighted("rollout/lag_mean"),
         lag_max=int(max((line["rollout/lag_max"] for line in train), default=0)),
         ess=weighted(_ESS) if any(_ESS in line for line in train) else None,

@@ -8,8 +8,6 @@ Invariants
 - Engines are borrowed: they are never started, restarted or stopped here.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Coroutine, Sequence
@@ -64,7 +62,7 @@ class LocalLink(RolloutLink):
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout", daemon=True)
 
-    def __enter__(self) -> LocalLink:
+    def __enter__(self) -> "LocalLink":
         self._thread.start()
         self._wait(self._manager.start())
         return self

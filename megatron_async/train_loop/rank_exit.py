@@ -5,8 +5,6 @@ Invariants
   the exit code nor what the rank failed of.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

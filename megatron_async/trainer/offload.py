@@ -11,8 +11,6 @@ Invariants
 - What is in host memory anyway (on a CPU: everything) is left where it is.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """`ReferencePolicy`: the weights that log-probs of a frozen reference are computed with."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -14,8 +14,6 @@ Invariants
 - There is no padding anywhere.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

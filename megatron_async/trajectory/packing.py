@@ -11,8 +11,6 @@ Invariants
   Dropped trajectories of a group are left out; any other without a reward is an error.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 
@@ -65,20 +63,7 @@ def pack_groups(
     sequences = [trajectory for trajectory, _ in chosen]
     every = [run for _, runs in chosen for run in runs]
     segments = [run.segment for run in every]
-    version_R = np.array(
-        [
-            NO_VERSION
-            if s.from_environment
-            else number_on_lineage(s.version, lineage, branch_points)
-            for s in segments
-        ],
-        dtype=np.int32,
-    )
-    if version_R.size and int(version_R.max()) > step:
-        raise ValueError(
-            f"batch {step} holds a token of policy number {int(version_R.max())}, which does not "
-            "exist before that update"
-        )
+    version_R = _numbers(segments, step, lineage, branch_points)
     length_R = np.array([len(segment) for segment in segments], dtype=np.int64)
     version_T: IntArray = np.repeat(version_R, length_R)
 
@@ -112,6 +97,27 @@ def pack_groups(
         temperature=temperature,
         extra_metrics={"stale_masked_tokens": float((own_T & ~trained_T).sum())},
     )
+
+
+def _numbers(
+    segments: Sequence[Segment], step: int, lineage: int, branch_points: Mapping[int, int]
+) -> IntArray:
+    """The policy number of each segment; ValueError for one that is not older than `step`."""
+    version_R = np.array(
+        [
+            NO_VERSION
+            if s.from_environment
+            else number_on_lineage(s.version, lineage, branch_points)
+            for s in segments
+        ],
+        dtype=np.int32,
+    )
+    if version_R.size and int(version_R.max()) > step:
+        raise ValueError(
+            f"batch {step} holds a token of policy number {int(version_R.max())}, which does not "
+            "exist before that update"
+        )
+    return version_R
 
 
 def number_on_lineage(

@@ -14,8 +14,6 @@ size, and one of which a part was taken with what is left. Lags that reach back 
 are estimates.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -40,7 +38,7 @@ class SamplesTrained:
             self.add(step, sizes.get(step, batch_size))
 
     def add(self, step: int, samples: int) -> None:
-        """Batch `step`, the next one, has so many. Raises ValueError for any other step."""
+        """Take the size of batch `step`, the next one. Raises ValueError for any other step."""
         if step != len(self._before) - 1:
             raise ValueError(f"batch {step} is not the next one, {len(self._before) - 1}")
         self._before.append(self._before[-1] + samples)

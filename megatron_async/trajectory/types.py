@@ -14,8 +14,6 @@ Invariants
   first to be written; in the others it is context (docs/semantics.md section 7).
 """
 
-from __future__ import annotations
-
 import enum
 import itertools
 from collections.abc import Mapping, Sequence
@@ -41,7 +39,7 @@ class PolicyVersion(NamedTuple):
         return f"{self.lineage}.{self.number}"
 
     @classmethod
-    def parse(cls, text: str) -> PolicyVersion:
+    def parse(cls, text: str) -> "PolicyVersion":
         """Inverse of `str`. Raises ValueError for anything but `lineage.number`."""
         lineage, dot, number = text.partition(".")
         if not dot:
@@ -91,7 +89,7 @@ class DropReason(enum.StrEnum):
     USER = "user"
 
     @classmethod
-    def _missing_(cls, value: object) -> DropReason | None:
+    def _missing_(cls, value: object) -> "DropReason | None":
         """Read `verifier`, as older exports and records of events have it, as `scorer`."""
         return cls.SCORER if value == "verifier" else None
 

@@ -10,8 +10,6 @@ Invariants
   the version that was held stays. A whole version that is damaged is a ComponentFailure.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import shutil

@@ -9,8 +9,6 @@ Invariants
   difference in the manifest, `check_shard` on one in a shard.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -24,7 +24,8 @@ def test_totals_and_token_weighted_means(tmp_path: Path, monkeypatch: pytest.Mon
                     "train/tokens": 2 * tokens,
                     "rollout/tokens": tokens,
                     "rollout/seconds": 2.0,
-                    "rollout/resumed_share": 0.5,
+                    "rollout/trajectories": 8.0,
+                    "rollout/resumed_share": 0.5 * step,
                     "rollout/lag_mean": lag,
                     "rollout/lag_max": 3 * lag,
                     "off_policy/ess": 0.9,
@@ -44,6 +45,7 @@ def test_totals_and_token_weighted_means(tmp_path: Path, monkeypatch: pytest.Mon
     assert summary.steps == 2
     assert summary.lag_mean == (100 * 1.0 + 300 * 2.0) / 400
     assert summary.lag_max == 6
+    assert summary.resumed_share == 0.25, "of trajectories, however long they are"
     assert summary.generation_tokens_per_second == 100
     assert summary.training_tokens_per_second == 100
     console = Console(width=100, record=True)

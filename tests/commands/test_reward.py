@@ -51,7 +51,7 @@ def test_the_lines_of_the_documentation_are_scored(tmp_path: Path) -> None:
     section = PAGE.read_text().partition("## Try a reward without a run")[2]
     lines, printed = re.findall(r"```(?:json|text)\n(.*?)```", section, re.S)[:2]
     done = call(tmp_path, [json.loads(line) for line in lines.splitlines()])
-    assert done.exit_code == 0, done.output
+    assert done.exit_code == 1, "one of the four has failed"
     shown = printed.replace("/home/me", str(tmp_path))
     assert without_times(done.stdout) == without_times(shown)
     assert "looks at So it is 4." in done.stderr
@@ -86,6 +86,7 @@ def test_programs_run_in_the_sandbox_under_their_limits(tmp_path: Path) -> None:
     lines = [{**row, "response": program} for program in programs]
     task = {"kind": "files", "path": "x.jsonl", "columns": {"answer": ""}}
     done = call(tmp_path, lines, rewards="code", **task)
+    assert done.exit_code == 0, "a program that fails its tests is no failure of the reward"
     found = without_times(done.stdout).splitlines()
     assert found[:3] == ["line 1: 1, T s", "line 2: 0, T s", "line 3: 0 (exceeded_output 1), T s"]
 
@@ -95,7 +96,7 @@ def test_a_score_past_its_limit_is_a_failure_without_a_score(tmp_path: Path) -> 
     line = {"response": "x", "prompt": "p", "answer": "a"}
     limits = ("task.verifier_timeout_seconds=0.5", "task.on_verifier_timeout=drop")
     done = call(tmp_path, [line], *limits, rewards="slow.py:score")
-    assert done.exit_code == 0
+    assert done.exit_code == 1
     assert without_times(done.stdout).splitlines() == [
         "line 1: no score (verifier_timeout 1), T s",
         "    reward score: no score within 0.5 s (its timeout_seconds)",
@@ -122,6 +123,15 @@ def test_a_bad_line_is_refused_before_anything_is_scored(
     done = call(tmp_path, [{"response": "a", "index": 0}, line])
     assert isinstance(done.exception, UserError) and done.stdout == ""
     assert re.search(sentence, str(done.exception))
+
+
+def test_a_response_is_named_by_its_line_of_the_file(tmp_path: Path) -> None:
+    call(tmp_path, [], rewards="exact")  # writes the settings
+    line = '{"response": "4", "prompt": "2+2?", "answer": 4}\n'
+    (tmp_path / "r.jsonl").write_text(f"\n{line}\n{line}")
+    files = ["--config", str(tmp_path / "run.yaml"), "--responses", str(tmp_path / "r.jsonl")]
+    done = CliRunner().invoke(app, ["reward", *files])
+    assert [text[:6] for text in done.stdout.splitlines()[:2]] == ["line 2", "line 4"]
 
 
 def test_a_file_or_a_reward_that_is_not_there_is_refused(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_async.config import build_config, dump, load_config
+from megatron_async.config.load import parse_override
 from megatron_async.config.recipes import RECIPES, SCHEDULE_PRESETS
 from megatron_async.config.run import RunConfig
 from megatron_async.errors import UserError
@@ -79,6 +80,9 @@ def test_every_preset_is_a_legal_configuration(preset: str) -> None:
         (["name=../evil"], r"name is '\.\./evil'; .* set root to have it elsewhere"),
         (["name=/tmp/evil"], r"name is '/tmp/evil'; it must be the name of one directory"),
         (["name=.."], r"name is '\.\.'; it must be the name of one directory"),
+        (['name="a\\nb"'], r"it must be the name of one directory, printable"),
+        ([f"name={'é' * 101}"], r"name is 'éé.* of at most 200 bytes"),
+        ([f"eval.sets={{{'x' * 101}: {{path: a}}}}"], r"eval\.sets has the name .* 100 at most"),
         (["steps=yes"], r"steps is True: true and false, also yes, no"),
         (
             ["optimizer.betas=[no, 0.9]"],
@@ -110,6 +114,14 @@ def test_a_file_that_is_missing_or_no_mapping_is_refused(tmp_path: Path) -> None
         load_config(write(tmp_path / "list.yaml", "- 1\n"))
     with pytest.raises(UserError, match="not valid YAML"):
         load_config(write(tmp_path / "bad.yaml", "a: [1\n"))
+
+
+def test_an_override_that_is_no_yaml_is_answered_with_quotes() -> None:
+    text = "task.prompt_template={question} at {level}"
+    with pytest.raises(UserError, match=r"where a text is meant: 'task.prompt_template=\"TEXT\"'$"):
+        parse_override(text)
+    quoted = parse_override('task.prompt_template="{question} at {level}"')
+    assert quoted == {"task": {"prompt_template": "{question} at {level}"}}
 
 
 @given(st.floats(1e-9, 1.0), st.sampled_from(list(SCHEDULE_PRESETS)), st.integers(1, 64))

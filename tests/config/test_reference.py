@@ -12,8 +12,15 @@ from typer.testing import CliRunner
 
 from megatron_async.cli import app
 from megatron_async.config import build_config, load_config
-from megatron_async.config.reference import all_sections, all_settings, did_you_mean
+from megatron_async.config.reference import (
+    all_sections,
+    all_settings,
+    did_you_mean,
+    sections_with,
+    shown_value,
+)
 from megatron_async.errors import UserError
+from tests.syntax import parse
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,6 +43,17 @@ def test_settings_of_the_elements_of_lists_and_mappings_are_listed_too() -> None
         assert sections[name].of_items and sections[name].description
         assert all(s.description and s.type for s in sections[name].settings)
     assert "reward[].weight" in CliRunner().invoke(app, ["settings", "reward"]).output
+
+
+def test_a_default_is_that_of_a_run_which_sets_nothing() -> None:
+    values = build_config({}).model_dump()
+    assert values["schedule"]["concurrency"] == 1024, "the recipe's, and not the model's 64"
+    shown = CliRunner().invoke(app, ["settings", "schedule"]).output
+    assert "schedule.concurrency  int or auto, default 1024 (the recipe's)" in shown
+    assert "schedule.group_size  int (≥ 1), default 8\n" in re.sub(" +\n", "\n", shown)
+    for section in sections_with(values):
+        for setting in () if section.of_items else section.settings:
+            assert setting.default == shown_value(setting.value_in(values)), setting.name
 
 
 def test_values_are_those_of_a_configuration() -> None:
@@ -67,7 +85,7 @@ def test_the_command_shows_a_section_with_the_values_of_a_file() -> None:
     file = ROOT / "configs" / "quickstart.yaml"
     shown = CliRunner().invoke(app, ["settings", "schedule", "--of", str(file)])
     assert shown.exit_code == 0, shown.output
-    assert "schedule.concurrency  int or auto, default 64  = 96" in shown.output
+    assert "schedule.concurrency  int or auto, default 1024 (the recipe's)  = 96" in shown.output
     assert "engines.count" not in shown.output
     assert load_config(file).schedule.concurrency == 96
     assert "schedule.group_size" in CliRunner().invoke(app, ["settings"]).output
@@ -85,7 +103,7 @@ def sentences() -> list[tuple[str, str]]:
         (file.name, node.value)
         for file in (ROOT / "megatron_async").rglob("*.py")
         if file.name != "__init__.py"
-        for node in ast.walk(ast.parse(file.read_text()))
+        for node in ast.walk(parse(file.read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
         if "\n" not in node.value
     ]

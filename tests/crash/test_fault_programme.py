@@ -49,12 +49,16 @@ def accept_any_request(monkeypatch: pytest.MonkeyPatch) -> None:
     append = TrajectoryStore.append
 
     def by_whoever_runs(
-        store: TrajectoryStore, request: RequestKey, *chunk: Any, end: FinishReason | None = None
+        store: TrajectoryStore,
+        request: RequestKey,
+        *chunk: Any,
+        end: FinishReason | None = None,
+        **columns: Any,
     ) -> None:
         record = store._state.records.get(request.trajectory_id)
         if end is None and record is not None and record.request is not None:
             request = record.request
-        append(store, request, *chunk, end=end)
+        append(store, request, *chunk, end=end, **columns)
 
     next_batch = RolloutDriver.next_batch
 

@@ -74,7 +74,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangProcess]:
     root = tmp_path_factory.mktemp("engine")
     config = settings("copris", root, model)
-    process = SGLangProcess(model, config.engines, root / "engine.log", in_place=True)
+    process = SGLangProcess(model, config.engines, root / "engine.log")
     process.start()
     yield process
     process.stop()

@@ -20,8 +20,8 @@ from megatron_async.report.page import report_page
 from megatron_async.report.panels import (
     ImportanceWeights,
     _logarithmic,
+    accuracy,
     happenings,
-    interval,
 )
 from megatron_async.run_directory import RunDirectory
 from megatron_async.store.store import TrajectoryStore
@@ -280,11 +280,14 @@ def test_a_command_in_a_warning_is_shown_as_code(tmp_path: Path) -> None:
     assert "run <code>megatron-async sft &lt;b&gt;</code>" in body(report_page([read_run(run)]))
 
 
-def test_the_interval_of_an_accuracy_is_wilsons() -> None:
-    low, high = interval(0.5, 100)
-    assert (low, high) == pytest.approx((0.4038, 0.5962), abs=1e-4)
-    assert interval(0.0, 10)[0] == 0.0 and interval(0.0, 10)[1] == pytest.approx(0.2775, abs=1e-4)
-    assert interval(0.3, 0) == (0.0, 1.0)
+def test_accuracy_has_the_interval_that_the_evaluation_measured(run: Path) -> None:
+    measured = {"eval/accuracy": 0.5, "eval/accuracy_low": 0.25, "eval/accuracy_high": 0.625}
+    old = {"eval/accuracy": 0.75, "eval/answers": 64.0}
+    read = replace(read_run(run), evaluations=[{"step": 0, **measured}, {"step": 1, **old}])
+    figure = accuracy(read)
+    assert figure is not None
+    bars = figure.data[0].error_y
+    assert (bars.array, bars.arrayminus) == ((12.5, 0.0), (25.0, 0.0))
 
 
 @pytest.mark.slow
@@ -302,8 +305,16 @@ def test_a_browser_draws_every_figure_without_a_network(page: str, tmp_path: Pat
 @pytest.mark.slow
 @needs_browser
 def test_it_reads_well_on_a_screen_and_on_a_telephone(run: Path, tmp_path: Path) -> None:
-    one, two = tmp_path / "one.html", tmp_path / "two.html"
+    one, two, long = (tmp_path / f"{name}.html" for name in ("one", "two", "long"))
+    other = make_run(tmp_path, f"other_{'x' * 90}", steps=30)
+    with MetricsWriter(RunDirectory(other).metrics_file, lineage=1) as metrics:
+        metrics.warn(5, "scorer_errors", f"at /home/{'rewards_of_mine' * 9}.py:41")
     one.write_text(report_page([read_run(run)]))
-    two.write_text(report_page([read_run(run), read_run(make_run(tmp_path, "other", steps=30))]))
-    found = flaws([one, two], tmp_path)
+    two.write_text(report_page([read_run(run), read_run(make_run(tmp_path, "third", steps=30))]))
+    long.write_text(report_page([read_run(run), read_run(other)]))
+    found = [
+        flaw
+        for flaw in flaws([one, two, long], tmp_path)
+        if not re.match(r"\S*long.html at .* a broken word", flaw)  # one that no line can hold
+    ]
     assert not found, "\n".join(found)

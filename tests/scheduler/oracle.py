@@ -119,7 +119,7 @@ class Oracle:
         return [group for group in self.live.values() if group.complete]
 
     def open_groups(self) -> int:
-        """Started groups that are neither batched nor dropped nor, being stale, on their way out"""
+        """Started groups that are not batched, dropped or, being stale, on their way out."""
         drops = self.config.on_stale in ("drop", "wait")
         return sum(
             group.open and not (drops and -1 < group.oldest < self.floor)

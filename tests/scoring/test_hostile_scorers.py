@@ -130,6 +130,18 @@ def test_a_flood_of_stray_packets_neither_hides_replies_nor_passes_the_limit(
     assert time.monotonic() - began < 1.0 + ENDS_SECONDS
 
 
+@pytest.mark.parametrize("behaviour", ["stop_the_parent", "stop_the_parent_for_ever"])
+def test_one_that_stops_its_parent_is_got_over_in_seconds(
+    hostile: Callable[..., ScorerWorker], config: TaskConfig, behaviour: str
+) -> None:
+    worker = hostile(behaviour, limit_seconds=1.0)
+    worker.start()
+    began = time.monotonic()
+    assert _score(worker, True).detail["verifier_timeout"] == 1.0
+    assert time.monotonic() - began < 30
+    assert _left(config) == []
+
+
 @pytest.mark.parametrize(
     "behaviour",
     [

@@ -19,8 +19,9 @@ from megatron_async.config.reward import ScorerSettings
 from megatron_async.config.rollout import TaskConfig
 from megatron_async.errors import UserError
 from megatron_async.models.tiny_model import EOS_ID, character_tokenizer, write_character_tokenizer
+from megatron_async.places.local import local_place
 from megatron_async.scoring.work import Work
-from megatron_async.scoring.workers import LocalScorerPool, RayScorerPool, ScorerWorker
+from megatron_async.scoring.workers import LocalScorerPool, PlacedScorerPool, ScorerWorker
 from megatron_async.tasks.base import ResponseScore
 from megatron_async.tasks.reasoning_gym import ReasoningGymProblems
 from megatron_async.trajectory.types import Prompt
@@ -173,35 +174,37 @@ def test_the_pool_scores_tokens_concurrently_and_leaves_no_process(tmp_path: Pat
     assert all(pid is not None and _gone(pid) for pid in pids)
 
 
-@pytest.mark.slow
-def test_the_ray_pool_scores_the_same_and_leaves_no_process(tmp_path: Path) -> None:
-    ray = pytest.importorskip("ray")
-    from megatron_async.launcher.rollout_side import start_ray
-
+def test_the_placed_pool_scores_the_same_and_leaves_no_process(tmp_path: Path) -> None:
+    """Also when a worker's process is killed meanwhile."""
     write_character_tokenizer(tmp_path)
     config = TaskConfig(answer_marker="#", verifier_workers=2)
     tokenizer = character_tokenizer()
     pairs = ReasoningGymProblems(config).worked(10)
-    start_ray(tmp_path / "ray-token")
-    try:
-        pool = RayScorerPool(ScorerSettings(task=config), str(tmp_path))
+    with local_place(tmp_path) as place:
+        pool = PlacedScorerPool(ScorerSettings(task=config), str(tmp_path), place)
 
-        async def score_all() -> list[tuple[float | None, dict[str, float]]]:
+        async def pids() -> list[int]:
+            found = [worker._placed.call("pid", limit=60) for worker in pool.workers]  # type: ignore[attr-defined]
+            return [*await asyncio.gather(*found)]
+
+        async def score_all() -> tuple[list[tuple[float | None, dict[str, float]]], list[int]]:
             prompts = [Prompt(np.zeros(1, np.int32), "chain_sum", p.payload) for p, _ in pairs]
-            return await asyncio.gather(
-                *(
+            await pool.workers[0].start()
+            scores = [
+                asyncio.create_task(
                     pool.score(prompt, tokenizer.encode(text if number % 2 else text + "7"))
-                    for number, (prompt, (_, text)) in enumerate(zip(prompts, pairs, strict=True))
                 )
-            )
+                for number, (prompt, (_, text)) in enumerate(zip(prompts, pairs, strict=True))
+            ]
+            await asyncio.sleep(0)
+            worker, *_ = psutil.Process().children()
+            worker.kill()
+            return await asyncio.gather(*scores), await pids()
 
-        scores = asyncio.run(score_all())
-        pids = [ray.get(worker.actor.pid.remote()) for worker in pool.workers]
+        scores, found = asyncio.run(score_all())
         pool.close()
         assert [reward for reward, _ in scores] == [0.0, 1.0] * 5
         deadline = time.monotonic() + 10
-        while not all(map(_gone, pids)) and time.monotonic() < deadline:
+        while not all(map(_gone, found)) and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert all(map(_gone, pids))
-    finally:
-        ray.shutdown()
+        assert all(map(_gone, found))

@@ -63,6 +63,12 @@ def test_simulate_compares_presets(config_file: Path) -> None:
     assert "sync" in output and "copris" in output
 
 
+def test_a_point_whose_settings_cannot_be_is_named(config_file: Path) -> None:
+    few = ("--config", config_file, "schedule.groups_per_batch=2", "--presets", "all")
+    with pytest.raises(UserError, match=r"^schedule\.preset=rapid: schedule: updates_per_batch 8 "):
+        call("simulate", *few)
+
+
 def test_simulate_sweeps_and_plots(config_file: Path, tmp_path: Path) -> None:
     picture = tmp_path / "out.png"
     output = call(

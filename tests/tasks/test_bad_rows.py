@@ -120,6 +120,23 @@ def test_a_file_without_any_good_row_has_another_remedy(folder: Path, mode: str)
     assert sentence.endswith("set `layout` or `columns` beside its path")
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"prompt,answer\n1+1=,2\n",
+        '{"prompt": "1+1=", "answer": 2}\n'.encode("utf-16"),
+        b'[{"prompt": "1+1=", "answer": 2}]',
+    ],
+    ids=["CSV", "UTF-16", "one JSON array"],
+)
+def test_a_file_of_another_format_is_answered_with_those_that_are_read(
+    folder: Path, content: bytes
+) -> None:
+    (folder / "data.jsonl").write_bytes(content)
+    with pytest.raises(UserError, match=r"rows are those of a Parquet file, or JSON objects in "):
+        check_run(settings(folder, folder / "data.jsonl"))
+
+
 def test_a_row_of_arrow_that_is_no_row_leaves_the_others(tmp_path: Path) -> None:
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     rows = [{"prompt": f"{i}+1=", "answer": str(i + 1), "at": None} for i in range(30)]

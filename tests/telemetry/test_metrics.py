@@ -48,6 +48,17 @@ def test_readers_see_the_surviving_line_only(tmp_path: Path) -> None:
     assert [line["x"] for line in read_metrics(path)] == [0, 1, 2, 3, 4, 105, 106]
 
 
+def test_lines_with_a_flipped_byte_in_a_name_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    with MetricsWriter(path, lineage=0) as metrics:
+        for step in range(3):
+            metrics.write(step, {"x": step})
+    whole = path.read_text().splitlines()
+    for name, odd in (("step", "stdp"), ("lineage", "linecge"), ("kind", "knid")):
+        path.write_text("\n".join([whole[0], whole[1].replace(name, odd), whole[2], ""]))
+        assert [line["x"] for line in read_metrics(path)] == [0, 2]
+
+
 def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     with MetricsWriter(path, lineage=0) as writer:

@@ -6,8 +6,6 @@ names and shard rules. Adding a family is adding a file here or naming one of on
 `trainer/layer_spec.py`.
 """
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from collections.abc import Callable

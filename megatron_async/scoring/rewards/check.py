@@ -4,8 +4,6 @@ Those of the user's get two made-up responses to the first one, `code` gets the 
 of several rows.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor

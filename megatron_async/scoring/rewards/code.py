@@ -1,7 +1,6 @@
 """The rewards that run programs in the sandbox: `code` (unit tests) and `command` (any checker)."""
 
-from __future__ import annotations
-
+import ast
 import json
 import re
 import secrets
@@ -16,7 +15,7 @@ from pydantic import Field
 
 from megatron_async.config.base import Settings
 from megatron_async.config.reward import ScorerSettings
-from megatron_async.errors import UserError
+from megatron_async.errors import UserError, shown
 from megatron_async.scoring.rewards.sample import Returned, Sample
 from megatron_async.scoring.sandbox import Outcome, Sandbox, SandboxError
 from megatron_async.tasks.answers import final_answer
@@ -25,6 +24,7 @@ _FENCED = re.compile(r"```[^\S\n]*\w*[^\S\n]*\n(.*?)(?:\n[^\S\n]*```|\Z)", re.DO
 _END_OF_THOUGHT = "</think>"
 _RUNNER = Path(__file__).with_name("unit_tests.py")
 _CHECK = "check"
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _CANNOT_RUN = (126, 127)
 _SHARE = 0.8  # of a score's limit; the rest is for the sandbox to start and to end
 
@@ -73,15 +73,16 @@ def check_code(
                 _tests(sample.metadata)
                 continue
             passed, outcome = _tested(sandbox, sample, limit_seconds)
-        except (ValueError, SyntaxError, SandboxError) as error:
-            raise UserError(f"reward is 'code': {name} cannot be scored: {error}") from error
+        except (ValueError, SyntaxError, RecursionError, MemoryError, SandboxError) as error:
+            why = str(error) or "its tests are nested too deeply"
+            raise UserError(f"reward is 'code': {name} cannot be scored: {why}") from error
         if not passed:
             last = outcome.errors.strip().rpartition("\n")[2][:200]
             why = f"more than its limit of {outcome.exceeded}" if outcome.exceeded else last
             raise UserError(
                 f"reward is 'code': {name} fails the row's own tests ({why}); a right program runs "
                 "`test` as it stands, and `check(entry_point)` where that defines `check`, to the "
-                "end; mend the row, or take the column out"
+                "end; repair the row, or take the column out"
             )
 
 
@@ -111,11 +112,11 @@ def _program(sample: Sample) -> str:
 def _tests(row: Mapping[str, Any]) -> str:
     """The row's tests as one program. Raises ValueError or SyntaxError where it has none to run."""
     if row.get("test"):
-        test, entry = str(row["test"]), row.get("entry_point")
+        [test], entry = _texts(row, "test"), row.get("entry_point")
         names = symtable.symtable(test, "the row's `test`", "exec")
         check = names.lookup(_CHECK) if _CHECK in names.get_identifiers() else None
         if check is None or not (check.is_assigned() or check.is_imported()):
-            return test
+            return _running(test)
         if not entry and not check.is_referenced():
             raise ValueError(
                 "the row's `test` defines `check` and nothing calls it: name the function that it "
@@ -124,9 +125,38 @@ def _tests(row: Mapping[str, Any]) -> str:
         return f"{test}\ncheck({entry})\n" if entry else test
     if not row.get("test_list"):
         raise ValueError("the row has no tests: neither a column `test` nor `test_list`")
-    before = row.get("test_imports") or row.get("test_setup_code") or []
-    lines = [before] if isinstance(before, str) else list(before)
-    return "\n".join([*lines, *row["test_list"]])
+    before = "test_imports" if row.get("test_imports") else "test_setup_code"
+    return _running("\n".join([*_texts(row, before), *_texts(row, "test_list")]))
+
+
+def _texts(row: Mapping[str, Any], column: str) -> list[str]:
+    """The text or, but for `test`, the texts of a column; none where it is empty."""
+    value = row.get(column) or []
+    if isinstance(value, str):
+        return [value]
+    several = column != "test" and isinstance(value, list)
+    if not several or not all(isinstance(text, str) for text in value):
+        raise ValueError(f"the row's `{column}` is {shown(value)}, which is no text to run")
+    return list(value)
+
+
+def _running(tests: str) -> str:
+    """Return `tests`. Raises ValueError where they only define: any program would pass."""
+    for statement in ast.parse(tests).body:
+        if isinstance(statement, _DEFINITIONS) or _is_main(statement):
+            continue
+        if any(isinstance(node, ast.Call | ast.Assert | ast.Raise) for node in ast.walk(statement)):
+            return tests
+    raise ValueError(
+        "the row's tests only define things, so that any program would pass: call them, assert "
+        "something, or define `check` (there is no pytest, and no `__main__` for unittest)"
+    )
+
+
+def _is_main(statement: ast.stmt) -> bool:
+    """Return whether it is `if __name__ == ...`."""
+    names = ast.walk(statement.test) if isinstance(statement, ast.If) else ()
+    return any(isinstance(node, ast.Name) and node.id == "__name__" for node in names)
 
 
 class Command(Settings):

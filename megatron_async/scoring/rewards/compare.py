@@ -3,8 +3,7 @@
 The reward `task` is what the task itself scores with.
 """
 
-from __future__ import annotations
-
+import logging
 import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -100,6 +99,7 @@ def mathematically_equal(reference: str, answer: str) -> bool:
     """Equal to math-verify, without its own limit (it needs `signal.alarm` of a main thread)."""
     from math_verify import parse, verify
 
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of having no limit
     if exactly_equal(reference, answer):
         return True
     # In dollars both are read as LaTeX; a bare number is found either way.

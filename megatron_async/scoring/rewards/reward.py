@@ -7,8 +7,6 @@ Invariants
 - An exception on the way to a reward is a `UserError` that names the user's file and line.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial

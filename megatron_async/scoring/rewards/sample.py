@@ -1,7 +1,5 @@
 """The sample that a reward reads, and the score that it may return."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final

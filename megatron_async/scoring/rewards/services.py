@@ -7,13 +7,11 @@ Invariants
   statement about the response (`task.on_verifier_timeout`). So does one whose reply is too large.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any, Final, Literal
 
 import aiohttp
@@ -41,6 +39,7 @@ class JsonPoster:
     def __init__(self, api_key_env: str, retries: int) -> None:
         self._headers = {}
         self._retries = retries
+        self._opened: AsyncGenerator[aiohttp.ClientSession] | None = None
         self._session: aiohttp.ClientSession | None = None
         if api_key_env:
             if api_key_env not in os.environ:
@@ -52,8 +51,8 @@ class JsonPoster:
     async def post(self, url: str, body: dict[str, Any]) -> Any:
         """Return the reply's JSON. Raises Unavailable after the last try."""
         if self._session is None:  # it needs a running loop
-            connector = aiohttp.TCPConnector(limit=0)
-            self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
+            self._opened = _session(self._headers)
+            self._session = await anext(self._opened)
         problem = ""
         for number in range(self._retries + 1):
             pause = min(_FIRST_PAUSE_SECONDS * 2**number, _LONGEST_PAUSE_SECONDS)
@@ -78,8 +77,15 @@ class JsonPoster:
 
     async def close(self) -> None:
         """Close the connections."""
-        if self._session is not None:
-            await self._session.close()
+        if self._opened is not None:
+            await self._opened.aclose()
+
+
+async def _session(headers: Mapping[str, str]) -> AsyncGenerator[aiohttp.ClientSession]:
+    """Yield a session, closed with the generator: at the latest by the end of the event loop."""
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, headers=headers) as session:
+        yield session
 
 
 async def _content_of(reply: aiohttp.ClientResponse) -> bytes:

@@ -16,8 +16,6 @@ Invariants
   namespaces in which it could mount more, are refused.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import json

@@ -7,8 +7,6 @@ Invariants
 - Whether namespaces are to be had is tried once, when the sandbox is made, by running a program.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import selectors

@@ -1,7 +1,5 @@
 """From settings to trackers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final

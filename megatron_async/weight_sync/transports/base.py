@@ -18,8 +18,6 @@ Invariants
   that fails leaves the rest of it to its caller.
 """
 
-from __future__ import annotations
-
 import abc
 import contextlib
 import time

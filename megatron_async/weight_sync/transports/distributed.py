@@ -14,8 +14,6 @@ Invariants
   (`receive_ahead.py` is the engine's end). An engine has one announcement at a time.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import socket

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import stat
 import sys
 import threading
@@ -165,6 +166,16 @@ def text_for_a_reward(score: Any) -> Any:
 
 def nothing(score: Any) -> Any:
     return None
+
+
+def stop_the_parent(score: Any) -> Any:
+    os.kill(os.getppid(), signal.SIGSTOP)
+    time.sleep(600)
+
+
+def stop_the_parent_for_ever(score: Any) -> Any:
+    while True:
+        os.kill(os.getppid(), signal.SIGSTOP)
 
 
 def exit_at_once(score: Any) -> Any:

@@ -53,6 +53,16 @@ MBPP_PLUS = {
     ),
 }
 ADD = "def add(a, b):\n    return a + b\n"
+UNITTEST = """
+import unittest
+
+class TestAdd(unittest.TestCase):
+    def test(self):
+        self.assertEqual(add(1, 2), 4)
+
+if __name__ == "__main__":
+    unittest.main()
+"""
 
 
 def reward(name: str, limit: float = LIMIT, **arguments: Any) -> Reward:
@@ -167,6 +177,16 @@ def test_a_test_runs_as_it_stands_and_check_is_called_where_it_is_defined(
         ({}, "no tests: neither a column `test` nor `test_list`"),
         ({"test": "def check(f): assert f()"}, "defines `check` and nothing calls it"),
         ({"test": "assert add(1, 2) = 3"}, r"\(the row's `test`, line 1\)"),
+        ({"test": ["assert add(1, 2) == 4"]}, r"`test` is \['assert .* is no text to run"),
+        ({"test": {"a": 1}}, r"`test` is \{'a': 1\}, which is no text"),
+        ({"test_list": "def f(): assert 0"}, "any program would pass"),
+        ({"test_list": {"a": 1}}, r"`test_list` is \{'a': 1\}, which is no text"),
+        ({"test_list": 3}, "`test_list` is 3, which is no text"),
+        ({"test_list": [1]}, r"`test_list` is \[1\], which is no text"),
+        ({"test_list": ["assert 0"], "test_imports": [3]}, r"`test_imports` is \[3\]"),
+        ({"test": "def test_add():\n    assert add(1, 2) == 4"}, "any program would pass"),
+        ({"test": UNITTEST}, "only define things, so that any program would pass"),
+        ({"test_list": ["x = 1", "'why'"]}, "only define things, so that any program would pass"),
     ],
 )
 def test_a_row_whose_tests_cannot_be_run_is_an_error_of_the_data(
@@ -174,6 +194,11 @@ def test_a_row_whose_tests_cannot_be_run_is_an_error_of_the_data(
 ) -> None:
     with pytest.raises((ValueError, SyntaxError), match=sentence):
         score(code, ADD, row)
+
+
+def test_tests_that_no_parser_can_hold_are_refused_before_anything_starts() -> None:
+    with pytest.raises(UserError, match="cannot be scored: its tests are nested too deeply"):
+        checked(payload(test="-" * 1_000_000 + "1"))
 
 
 def payload(question: str = "add two numbers", **columns: Any) -> dict[str, Any]:

@@ -41,6 +41,15 @@ def test_math_compares_values(reference: str, text: str, reward: float) -> None:
     assert score("math", reference, text).value == reward
 
 
+def test_math_does_not_warn_that_its_limit_is_the_processes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for module in ("math_verify.parser", "math_verify.grader"):
+        monkeypatch.setattr(f"{module}.TIMEOUT_WARNING_SHOWN", False)
+    assert score("math", "1/2", "0.5").value == 1.0
+    assert caplog.text == ""
+
+
 def test_regex_finds_a_pattern_or_compares_what_it_captures() -> None:
     form = r"^<think>.*</think>\s*<answer>.*</answer>$"
     assert score("regex", "", "<think>a\nb</think>\n<answer>4</answer>", pattern=form).value == 1

@@ -191,6 +191,17 @@ def test_an_error_at_the_import_names_the_users_line_and_no_frame_of_the_import_
     assert str(caught.value).endswith(f" at {tmp_path / place}")
 
 
+@pytest.mark.parametrize("function", ["(s): return None", "(s, other): return 1.0"])
+def test_what_is_wrong_with_a_call_names_the_users_file_and_none_of_ours(
+    tmp_path: Path, function: str
+) -> None:
+    (tmp_path / "mine.py").write_text(f"def score{function}\n")
+    with pytest.raises(UserError) as caught:
+        check_rewards(settings_of(f"{tmp_path / 'mine.py'}:score"), PAYLOAD)
+    assert f" at {tmp_path / 'mine.py'} (tried on" in str(caught.value)
+    assert "megatron_async/" not in str(caught.value)
+
+
 def test_an_error_in_text_that_a_reward_evaluates_names_the_users_line() -> None:
     with pytest.raises(UserError, match=r"SyntaxError: .* at .*own\.py:\d+ \(tried"):
         check_rewards(settings_of(own("evaluates")), {**PAYLOAD, "answer": "2 +"})

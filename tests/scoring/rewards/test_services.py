@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -63,6 +64,12 @@ def ask(name: str, answers: list[Answer], **arguments: Any) -> tuple[RewardScore
             await runner.cleanup()
 
     return asyncio.run(score()), asked
+
+
+def test_connections_are_closed_with_the_event_loop(caplog: pytest.LogCaptureFixture) -> None:
+    ask("http", [lambda _: 1.0])
+    gc.collect()
+    assert "Unclosed" not in caplog.text
 
 
 def completion(text: str) -> dict[str, Any]:

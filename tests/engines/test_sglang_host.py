@@ -1,4 +1,4 @@
-"""A real engine owned by a Ray actor: started, used, killed, stopped; and one that is too late."""
+"""A real engine owned by its host: started, used, killed, stopped; and one that is too late."""
 
 from __future__ import annotations
 
@@ -13,26 +13,22 @@ import psutil
 import pytest
 
 from megatron_async.config import RunConfig
+from megatron_async.engines.host import HostedEngines
 from megatron_async.engines.interface import EngineError, TokenChunk
 from megatron_async.errors import ComponentFailure
+from megatron_async.places.local import local_place
+from megatron_async.places.place import Place
 from tests.engine import SETTINGS, VOCAB, collect, make_request, tokens_of, until_streaming
 from tests.hf_models import save_hf_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
-@pytest.fixture(scope="module")
-def local_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    ray = pytest.importorskip("ray")
-    from megatron_async.launcher.rollout_side import make_ray_token
-
-    started = not ray.is_initialized()
-    if started:
-        make_ray_token(tmp_path_factory.mktemp("ray") / "token")
-        ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
-    yield
-    if started:
-        ray.shutdown()
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    (tmp_path / "logs").mkdir()
+    with local_place(tmp_path / "logs") as found:
+        yield found
 
 
 def _server_processes(log_directory: Path) -> list[psutil.Process]:
@@ -47,16 +43,14 @@ def _server_processes(log_directory: Path) -> list[psutil.Process]:
 
 
 def test_a_killed_engine_is_noticed_at_once_and_leaves_nothing(
-    local_ray: None, tmp_path: Path
+    place: Place, tmp_path: Path
 ) -> None:
-    from megatron_async.engines.actor import RayEngineLauncher
-
     save_hf_model("qwen3", tmp_path / "model", vocab_size=VOCAB, max_position_embeddings=2048)
     config = RunConfig.model_validate(
         {"model": {"path": str(tmp_path / "model")}, "engines": SETTINGS.model_dump()}
     )
     logs = tmp_path / "logs"
-    launcher = RayEngineLauncher(config, logs)
+    launcher = HostedEngines(config, logs, place)
 
     async def check() -> None:
         assert not await launcher.alive(0)
@@ -89,15 +83,13 @@ def test_a_killed_engine_is_noticed_at_once_and_leaves_nothing(
 
 
 def test_an_engine_that_does_not_get_ready_is_one_failure_and_leaves_nothing(
-    local_ray: None, tmp_path: Path
+    place: Place, tmp_path: Path
 ) -> None:
-    from megatron_async.engines.actor import RayEngineLauncher
-
     engines = SETTINGS.model_copy(update={"start_timeout_seconds": 0.5})
     config = RunConfig.model_validate(
         {"model": {"path": str(tmp_path / "model")}, "engines": engines.model_dump()}
     )
-    launcher = RayEngineLauncher(config, tmp_path / "logs")
+    launcher = HostedEngines(config, tmp_path / "logs", place)
 
     async def check() -> None:
         with pytest.raises(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_async.engines.nodes import node_address, ray_directory
+from megatron_async.engines.nodes import node_address
 
 pytestmark = pytest.mark.slow
 STRANGER = """
@@ -29,7 +29,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[s
     """The address of a run's Ray, as others reach this machine, and the file of its key."""
     import ray
 
-    from megatron_async.launcher.rollout_side import start_ray
+    from megatron_async.places.ray_cluster import start_ray
 
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.setenv(name, "")  # restored after the test
@@ -94,6 +94,8 @@ def test_the_key_is_in_no_command_line_and_no_log(started: tuple[str, Path]) -> 
             assert key.encode() not in (process / "cmdline").read_bytes(), process
         except OSError:
             continue  # it has ended
+    from megatron_async.places.ray_cluster import ray_directory
+
     logs = ray_directory() / "session_latest" / "logs"
     texts = [path for path in logs.rglob("*") if path.is_file()]
     assert texts

@@ -1,13 +1,12 @@
-"""Ray gives every engine GPUs of its own, for each shipped configuration; no GPU is there.
+"""Every engine has GPUs of its own, for each shipped configuration; no GPU is there.
 
-Ray counts the GPUs that it is given; what an engine's server would see is the environment of its
-actor.
+A place counts the GPUs that it is given; what an engine's server would see is the environment of
+its host.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,10 @@ import pytest
 
 from megatron_async.config import RunConfig, load_config
 from megatron_async.config.rollout import EngineConfig
+from megatron_async.engines.host import HostedEngines
 from megatron_async.files.package_files import ROOT
 from megatron_async.launcher.devices import split_devices
+from megatron_async.places.local import local_place
 from megatron_async.weight_sync.gpu_sharing import gpus_of
 
 GPUS = [str(index) for index in range(8)]
@@ -26,7 +27,7 @@ NAMES = sorted(
 
 
 class Host:
-    """An engine's actor that starts nothing; its arguments are those of `EngineHost`."""
+    """An engine's host that starts nothing; its arguments are those of `EngineHost`."""
 
     def __init__(self, *arguments: Any) -> None:
         self._tensor = EngineConfig.model_validate_json(arguments[2]).tensor
@@ -39,40 +40,20 @@ class Host:
         return ",".join(gpus_of(self._shared_index, self._tensor, visible))
 
 
-@pytest.fixture(scope="module")
-def node_of_eight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    import ray
-
-    from megatron_async.launcher.rollout_side import start_ray
-
-    start_ray(tmp_path_factory.mktemp("ray") / "token", gpus=",".join(GPUS))
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
 def placed(config: RunConfig, engines: int, folder: Path) -> list[list[str]]:
     """The GPUs that each of so many engines sees, all there at once."""
-    import ray
-
-    from megatron_async.engines.actor import RayEngineLauncher
-
     settings = config.engines.model_copy(update={"device": "cuda"})
     config = config.model_copy(update={"engines": settings})
-    launcher = RayEngineLauncher(config, folder, Host)  # type: ignore[arg-type]
-    actors = [launcher._make_actor(index, f"engine{index}") for index in range(engines)]
-    try:
-        seen = ray.get([actor.start.remote() for actor in actors], timeout=120)
-    finally:
-        for actor in actors:
-            ray.kill(actor)
+    with local_place(folder, gpus=",".join(GPUS)) as place:
+        launcher = HostedEngines(config, folder, place, Host)  # type: ignore[arg-type]
+        hosts = [launcher._start_host(index, f"engine{index}") for index in range(engines)]
+        seen = [host.ask("start", limit=120) for host in hosts]
     return [gpus.split(",") for gpus in seen]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_engines_of_a_node_share_no_gpu(name: str, node_of_eight: None, tmp_path: Path) -> None:
+def test_engines_of_a_node_share_no_gpu(name: str, tmp_path: Path) -> None:
     """Of a run over several nodes: as many engines as one node takes."""
     config = load_config(ROOT / "configs" / f"{name}.yaml")
     engines = min(config.engines.count, len(GPUS) // config.engines.tensor)
