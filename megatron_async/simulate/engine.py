@@ -188,6 +188,8 @@ class Engine:
     def completed(self) -> list[SimulatedRequest]:
         """Requests that are complete now; they leave."""
         done = []
+        if self._cached:
+            self._evict()  # now most of the cache is taken
         while self._finishing and self._finishing[0][0] <= self.steps + _CLOSE:
             _, trajectory_id = heapq.heappop(self._finishing)
             request = self.running.get(trajectory_id)

@@ -26,7 +26,7 @@ from megatron_async.config.load import merge
 from megatron_async.config.model import ParallelConfig
 from megatron_async.errors import UserError
 from megatron_async.models.shape import shape_of
-from megatron_async.simulate.build import group_source, simulate, trainer_costs
+from megatron_async.simulate.build import episode_source, group_source, simulate, trainer_costs
 from megatron_async.simulate.engine_costs import RooflineEngine
 from megatron_async.simulate.hardware import gpu_of
 from megatron_async.simulate.memory import activation_bytes, kv_capacity_tokens, trainer_state_bytes
@@ -186,12 +186,23 @@ def _splits(config: RunConfig, gpus: int) -> list[tuple[int, int]]:
 
 
 def _workload(config: RunConfig) -> _Workload:
-    source = group_source(config)
+    source, episodes = group_source(config), episode_source(config)
     groups = range(config.schedule.groups_per_batch)
-    lengths = [length for number in groups for length in source.group(number)[0]]
     prompt = config.simulate.lengths.prompt_tokens
-    generated = sum(n * n for n in lengths) / (2 * sum(lengths))
-    return _Workload([n + prompt for n in lengths], sum(lengths), generated + prompt)
+    if episodes is None:
+        lengths = [length for number in groups for length in source.group(number)[0]]
+        generated = sum(n * n for n in lengths) / (2 * sum(lengths))
+        return _Workload([n + prompt for n in lengths], sum(lengths), generated + prompt)
+    sequences, kv, answered = [], 0.0, 0
+    for plan in (plan for number in groups for plan in episodes.group(number)):
+        context = prompt
+        for turn in plan:
+            context += turn.observation
+            kv += turn.tokens * (context + turn.tokens / 2)
+            context += turn.tokens
+        sequences.append(context)
+        answered += sum(turn.tokens for turn in plan)
+    return _Workload(sequences, answered, kv / answered)
 
 
 def _trainers(config: RunConfig, workload: _Workload, gpus: int) -> list[TrainerPlan]:

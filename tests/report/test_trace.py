@@ -71,6 +71,24 @@ def test_a_request_is_queued_decodes_and_is_resumed_after_an_update() -> None:
     assert "batch 0 complete" in [e["name"] for e in events if e["ph"] == "i"]
 
 
+def test_calls_of_environments_have_lanes_of_their_own() -> None:
+    events = trace_of(
+        (10.0, UP, (ev.StartEpisode(7), ev.StartEpisode(8))),
+        (11.0, ev.EnvironmentReady(7, 30), (ev.Submit(7, "a", False),)),
+        (12.0, ev.TurnEnded(7), (ev.StepEnvironment(7),)),
+        (13.0, ev.EnvironmentFailed(8, True), (ev.Restart(8),)),
+        (14.0, ev.EpisodeEnded(7), (ev.Score(7),)),
+    )
+    found = spans(events)
+    assert (found["start 7"], found["start 8"]) == ((0.0, 1.0), (0.0, 3.0))
+    assert (found["response 7"], found["step 7"]) == ((1.0, 2.0), (2.0, 4.0))
+    facts = {e["name"]: e.get("args") for e in events if e["ph"] == "X"}
+    assert facts["start 8"] == {"reply": "failed"}
+    assert facts["response 7"]["end"] == "turn ended"
+    assert "environments" in [e["args"]["name"] for e in events if e["ph"] == "M"]
+    assert_lanes_nest(events)
+
+
 def test_requests_of_a_lost_engine_end_with_it() -> None:
     events = trace_of(
         (1.0, UP, (ev.Submit(1, "a", False), ev.Submit(2, "a", False))),
