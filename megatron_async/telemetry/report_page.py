@@ -36,6 +36,7 @@ td:first-child, th:first-child { text-align: left; } tr { border-bottom: 1px sol
 .grid > * { min-width: 0; break-inside: avoid; } .none { opacity: .6; padding: 12px 0; }
 .sample { break-inside: avoid; border: 1px solid var(--line); border-radius: 6px;
           padding: 8px 12px; margin: 8px 0; }
+ul { overflow-x: auto; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 6px 0; font-size: 12px; }
 .quiet { opacity: .75; } @media (max-width: 800px) { .grid { grid-template-columns: 1fr; } }
 """

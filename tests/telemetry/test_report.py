@@ -30,6 +30,7 @@ from megatron_async.trajectory.types import FinishReason, PolicyVersion, Prompt
 from tests.browser import drawn, flaws, needs_browser
 
 HOSTILE = "<script>alert('x')</script>"
+LONG_WORD = "https://www.example.org/" + "long/" * 20
 
 
 def make_run(root: Path, name: str, steps: int = 6) -> Path:
@@ -41,7 +42,7 @@ def make_run(root: Path, name: str, steps: int = 6) -> Path:
             metrics.write(begin, {"eval/accuracy": 0.5, "eval/answers": 64}, kind="eval")
             for step in range(begin, steps):
                 metrics.write(step, step_metrics(step))
-            metrics.warn(begin, "engine_failed", f"engine0 has ended {HOSTILE}")
+            metrics.warn(begin, "engine_failed", f"engine0 has ended {HOSTILE} {LONG_WORD}")
     asyncio.run(_one_trajectory(directory))
     return directory.path
 
